@@ -156,7 +156,7 @@ def _app(config: Config, lines: CallLines) -> ASGIApp:
     from ..proxy.app import create_app
 
     logging.getLogger("uvicorn.error").addFilter(_is_fault)
-    gc.freeze()  # what was imported stays; looking through it again and again cost a tenth of the throughput
+    gc.freeze()  # imported modules stay; collecting them again and again cost a tenth of the throughput
     gc.set_threshold(10_000, 20, 20)  # calls leave hardly any cycles to look for
     return _Plain(create_app(config, (lines.call_ended,)))
 
@@ -206,4 +206,4 @@ def _end_with_parent() -> None:
     wait([parent.sentinel])
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN_S)
-    os.kill(os.getpid(), signal.SIGKILL)  # it hangs; what was acknowledged is in the store
+    os.kill(os.getpid(), signal.SIGKILL)  # it hangs; all acknowledged records are in the store

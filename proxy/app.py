@@ -108,7 +108,7 @@ async def open_parts(
         upstreams = Upstreams(session, makers=makers_of(plugins), vouching=vouching)
         stack.push_async_callback(upstreams.close)
         operator = await stack.enter_async_context(operator_session())
-        # Who may call, what is kept of a call, and which weights answer it.
+        # Who may call, how calls are recorded, and which weights answer.
         keys, bodies = Keys(config.proxy, store), Bodies(config.proxy)
         await keys.refresh()
         recorder = await stack.enter_async_context(Recorder(

@@ -20,7 +20,7 @@ async def moved(source: str, target: str) -> int:
     """Move a store between two addresses; return how many rows it has."""
     from .move import move
 
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # a line for each write to a server that has gone
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # a line for each write to a lost server
     with progress_bar() as progress:
         return await move(_place(source, "FROM"), _place(target, "TO"), _Shown(progress))
 

@@ -64,7 +64,7 @@ async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
     path = config.path.expanduser().absolute()
     if not path.is_file():
         raise LightningError(f"there is no store at {path}")
-    # Nobody has it open: then SQLite reads it as a file that nobody changes.
+    # No process has it open, so SQLite may read it as a file that does not change.
     unchanged = None if any(path.with_name(path.name + suffix).exists() for suffix in FILES[1:]) else _state(path)
     with closing(connect_to_read(path, config.busy_timeout_s)) as connection:
         connection.execute("BEGIN")

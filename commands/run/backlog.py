@@ -12,7 +12,7 @@ from ...proxy.store.training import Collapse
 from ..api_client import ApiClient
 
 POLL_S = 0.25
-PATIENCE_S = 30.0  # until `wait` says what it waits for
+PATIENCE_S = 30.0  # until `wait` prints its reason
 PAGE = 1000
 
 

@@ -108,7 +108,7 @@ class Keys:
     def __init__(self, config: ProxyConfig, store: Store) -> None:
         self._store = store
         self._default = _limits(config.limits)
-        # Keys are looked up by a digest that nobody outside can compute: how long it takes says nothing about them.
+        # Keys are looked up by a keyed digest, so the time of a look-up reveals nothing about them.
         self._salt = secrets.token_bytes(32)
         self._configured = self._of_config(config.api_keys, is_admin=False)
         self._configured |= self._of_config(config.admin_keys, is_admin=True)

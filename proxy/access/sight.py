@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 Kind = Literal["policy", "version", "step", "status", "prompt", "prompt version", "step event", "version event"]
 
-# By kind: the fields that tell of everybody's rollouts, as a caller finds them who sees only its own.
+# By kind: the fields about everybody's rollouts, with the values for a caller who sees only its own.
 OF_ALL: Mapping[Kind, dict[str, Any]] = {
     "policy": {"last_step": None, "collapse": None, "test": None},
     "version": {"metrics": {}, "error": None, "promotion": None},

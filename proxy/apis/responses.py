@@ -14,7 +14,7 @@ from .values import error_in, message_of_error
 
 Json = dict[str, Any]
 
-# The last event, in all spellings that are in use, and what it says of the response.
+# The last event, in all spellings that are in use, and the response's status by it.
 _LAST = {
     "response.completed": "completed", "response.done": "completed", "response.incomplete": "incomplete",
     "response.failed": "failed", "response.cancelled": "cancelled", "response.canceled": "cancelled",

@@ -17,7 +17,7 @@ Json = dict[str, Any]
 # The record of a larger answer has nothing of it.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 TOO_LARGE = f"the answer is larger than {MAX_ANSWER_BYTES // 2**20} MB: the agent got it, and it was not kept"
-# An event that may hold what was injected is held until it ends; none that is meant is as large as this.
+# An event that may hold injected fields is held until it ends; no real one is as large as this.
 MAX_HELD_BYTES = 1024 * 1024 * 1024
 
 

@@ -16,7 +16,7 @@ Json = dict[str, Any]
 _WRITTEN_CALL = re.compile(r"\{'id': '([^']+)', 'type': 'function'")
 _WRITTEN_RESULT = re.compile(r"(?:Call id: .*\n)?(Observation|Error):\n")
 
-# Where an item of Responses has what is to be done: of functions, custom tools, the computer, the shell, patches.
+# Where an item of Responses has its arguments: of functions, custom tools, the computer, the shell, patches.
 _ARGUMENTS = ("arguments", "input", "action", "actions", "operation")
 
 

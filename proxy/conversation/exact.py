@@ -123,7 +123,7 @@ class ExactCall:
 
     def ended(self, end: CallEnd) -> None:
         """Note that the call's record is committed."""
-        if self._outcome is None or end.fallback is not None:  # it never got as far as the upstream, or not only there
+        if self._outcome is None or end.fallback is not None:  # it did not reach the upstream, or another answered
             return
         if self._prompt and end.status == "ok" and end.prompt_token_ids != self._prompt:
             self._outcome = "ignored"

@@ -24,7 +24,7 @@ Json = dict[str, Any]
 # first: there is no earlier call to continue. All that follow are sent as text, because
 # edited: the history is not the earlier messages and answers;
 # changed: its tools, or other things that a template reads, are new;
-# template: it renders earlier turns differently later, or what it puts after an answer is not plain;
+# template: it renders earlier turns differently later, or its text after an answer is not clear;
 # unsupported: vLLM takes no tokens with such a request;
 # refused: vLLM answered an error; ignored: it took other tokens; unavailable: it has no render route.
 Outcome = Literal["exact", "first", "edited", "changed", "template", "unsupported", "refused", "ignored", "unavailable"]

@@ -67,8 +67,10 @@ class Gate(Generic[Test]):
         self._database = database
         self._rules = rules
         self._read = 0  # rollouts of the newest look
-        self._without_evidence: set[int] = set()  # tests without evidence, of which the log tells once
-        self._seen: dict[int, tuple[tuple[Any, ...], float]] = {}  # by test: what was weighed, and until when it holds
+        self._without_evidence: set[int] = set()  # tests without evidence, each logged once
+        self._seen: dict[
+            int, tuple[tuple[Any, ...], float]
+        ] = {}  # by test: the stamp that was weighed, and until when it holds
 
     async def run(self) -> None:
         """Weigh what comes until cancelled, and decide. One process of several does it."""

@@ -14,7 +14,7 @@ from ..types import Reward, RolloutStatus
 
 Outcome = Literal["promoted", "rejected"]
 PromotionStatus = Literal["testing", "promoted", "rejected", "ended"]
-NO_STORED_KEY = "configured"  # `opened_by` of what was opened with one of proxy.api_keys
+NO_STORED_KEY = "configured"  # `opened_by` of rollouts opened with one of proxy.api_keys
 # What is known of a rollout so far, whatever is tested by it. That it failed or was discarded counts only where a key
 # that gives evidence has said so.
 FACTS = """

@@ -151,7 +151,7 @@ class Gateway:
                     await reply.body(transcript.end())
                 if not transcript.may_end:
                     raise UpstreamUnreachable(f"{call.upstream}: the stream ended before its last event")
-                limit.reschedule(None)  # what comes now is not the upstream's: the commit, and a slow agent
+                limit.reschedule(None)  # the rest does not wait for the upstream: the commit, and a slow agent
                 await call.record_end("error" if transcript.error else "ok", transcript.error)
                 # Only now the last bytes. Limits, metrics and telemetry were updated when the record was durable.
                 if reply.started:

@@ -224,7 +224,7 @@ class Relay:
         recorded = wants_recording(visit.headers)
         if not recorded and visit.caller.rollout is not None:
             raise Forbidden("a rollout's own key cannot leave a call out of its record", param="X-Recording")
-        if "content-encoding" in visit.headers and not body.startswith(b"{"):  # some say it of what is no such thing
+        if "content-encoding" in visit.headers and not body.startswith(b"{"):  # some send it with a plain body
             body = await asyncio.to_thread(unpack, body, visit.headers["content-encoding"], self._bodies.limit)
             kept = [header for header in visit.scope["headers"] if header[0] != b"content-encoding"]
             visit = visit._replace(scope={**visit.scope, "headers": kept})

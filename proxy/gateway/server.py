@@ -88,7 +88,7 @@ class ServerProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._read(data)
         if not self._at_work and self._head_timer is None:
-            self._await_head()  # a part of the next head, or what nobody reads
+            self._await_head()  # a part of the next head, or bytes to ignore
 
     def _read(self, data: bytes) -> None:
         self._unset_keepalive_if_required()

@@ -17,7 +17,7 @@ from .genai_write import attributes_of, operation_of
 
 log = logging.getLogger(__name__)
 
-FLUSH_S = 3.0  # how long what is left may take at the end
+FLUSH_S = 3.0  # how long the remaining spans may take at the end
 
 
 class Telemetry:

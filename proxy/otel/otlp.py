@@ -18,7 +18,7 @@ Encoding = Literal["protobuf", "json"]
 MEDIA = {"protobuf": "application/x-protobuf", "json": "application/json"}
 MISSING = "OTLP needs opentelemetry-proto: pip install 'lightning-proxy[otel]'"
 
-# google.rpc.Code of what is answered instead of 200; any other is UNKNOWN.
+# google.rpc.Code by the HTTP status; any other is UNKNOWN.
 _CODES = {400: 3, 401: 16, 403: 7, 413: 8, 415: 3, 429: 8, 501: 12, 503: 14}
 _UNKNOWN = 2
 _ERROR = 2  # a span's status

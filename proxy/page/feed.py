@@ -23,7 +23,7 @@ from ..store.reports.feed import Feed, Happened
 router = APIRouter(tags=["page"], responses=ERRORS, route_class=AgentRoute)
 
 LOOK_S = 0.25  # from one look at the store to the next
-LONGEST_S = 1.0  # where the store tells of changes, and there is none
+LONGEST_S = 1.0  # where the store notifies of changes, and there is none
 QUIET_S = 15.0  # after which a comment says that the feed is still there
 AT_ONCE = 500  # events that are read and sent at a time
 

@@ -35,7 +35,7 @@ def trained_model(config: StoreConfig) -> str | None:
     checkpoint = newest_checkpoint(config)
     try:
         saved: Any = None if checkpoint is None else json.loads((Path(checkpoint) / SAVED).read_text())
-    except (OSError, ValueError):  # whoever opens it for good says what is wrong with it
+    except (OSError, ValueError):  # opening it for good will give the error
         return None
     model = saved.get("policy.model") if isinstance(saved, dict) else None
     return model if isinstance(model, str) else None

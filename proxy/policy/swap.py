@@ -90,7 +90,7 @@ class Swap:
             path, label = await self._weights(version), labels_of(version)[0]
             reachable = await self.vllm.reachable()
             in_line = [(await self._is_in_line(server, live), server) for server in reachable]
-            # Those that answer nobody come first, so that there is always one that answers.
+            # Servers that answer nobody come first, so that there is always one that answers.
             servers = [server for _, server in sorted(in_line, key=lambda pair: pair[0])]
             half = (len(servers) + 1) // 2
             await self._give_all(servers[:half], path, label, check, live)

@@ -38,7 +38,7 @@ class Watch:
         self._look: asyncio.Task[None] | None = None
         self._mending: asyncio.Task[None] | None = None
         self._in_line = False
-        # What was live when vLLM was looked at last, and by URL what was placed.
+        # The version that was live at the last check of vLLM, and by URL the placed ones.
         self._in_line_for: Wanted = (0, {})
         self._problem: LightningError | None = None
 

@@ -42,7 +42,7 @@ class Metrics:
         self.rewards = self._counter("rewards", "Recorded rewards")
         deleted = "Rollouts deleted: by request, or for their age or the store's size"
         self.deleted = self._counter("rollouts_deleted", deleted, "why")
-        # Each worker has a queue of its own. All else that is shown now is the store's: whoever looked last is right.
+        # Each worker has a queue of its own. All other gauges are the store's: the newest look is right.
         self.queue = self._gauge("recorder_queue", "Records that wait for their commit", mode="livesum")
         self.live_version = self._gauge("policy_version", "The live policy version")
         collapsed = "1: publication is stopped, for this sign of collapse"

@@ -39,7 +39,7 @@ from .places import ReadRequest, read_request, results, spots
 from .redact import Redactor
 
 LARGE_REQUEST = 4_000  # bytes of a request that is stored apart from its call
-# How much an id tells of whose call it is, beside the signs of TOOL_RESULT; what is needed where the call is resent.
+# How much an id proves whose call it is, beside the signs of TOOL_RESULT; and how much a resent call needs.
 UNIQUE, COUNTED, FITS = 8, 3, 5
 
 

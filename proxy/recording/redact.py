@@ -23,7 +23,7 @@ REASON = "redacted"
 _SHORTEST_KEY = 8
 # Of a request, what no model is shown.
 _NOT_SHOWN = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
-# Of an answer, what tells its text once more.
+# Fields of an answer that repeat its text.
 _TOKENS = frozenset(
     {"token_ids", "prompt_token_ids", "logprobs", "prompt_logprobs", "input_messages", "output_messages"}
 )

@@ -25,7 +25,7 @@ from .health import Health
 
 log = logging.getLogger(__name__)
 
-# RFC 9110, section 7.6.1, and what is only about the connection to us.
+# RFC 9110, section 7.6.1, and headers about the connection to us alone.
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding"
     b" upgrade".split()

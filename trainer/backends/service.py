@@ -65,7 +65,7 @@ class TinkerService:
         """Give the model up. The service keeps it, with all that was sent to it and not saved."""
         session, self._session, self._model = self._session, None, None
         if hasattr(session, "close"):
-            with suppress(Exception):  # what it had is given up, whatever the service says
+            with suppress(Exception):  # its model is given up, whatever the service answers
                 session.close("interrupted").result(timeout=CLOSE_S)
 
     def logprobs(self, rows: Sequence[Datum]) -> list[list[float]]:

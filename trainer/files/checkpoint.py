@@ -37,7 +37,7 @@ def whole_directory(target: Path) -> Iterator[Path]:
         temporary.rename(target)
         _sync(target.parent)
     except Exception as error:
-        shutil.rmtree(temporary, ignore_errors=True)  # what is half written only takes space
+        shutil.rmtree(temporary, ignore_errors=True)  # half-written files only take space
         if _is_disk_error(error):
             raise NotSaved(f"{target} cannot be written: {error}") from error
         raise

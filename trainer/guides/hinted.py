@@ -27,7 +27,7 @@ WORDING: dict[Hint, str] = {
     "comments": "{message}\n\nAn earlier answer got this feedback:\n{hint}\n\nAnswer again, and do better.",
     "siblings": "{message}\n\nThis earlier answer was a good one:\n{hint}\n\nAnswer again, as well as that.",
 }
-# Characters of a hint; what is longer is cut.
+# Characters of a hint; a longer one is cut.
 MOST = 4000
 # Servers differ in these, but a prompt that comes out otherwise than recorded is not used.
 _TEMPLATE = Template(merges_system=False, disabled_effort="none", ignores_no_tools=True)

@@ -15,7 +15,7 @@ from ..credit.rewards import JUDGE
 
 QUOTED = 16  # characters in a row that a comment has from the answer: no chance
 LEFT_OUT = "…"
-BEGUN, THOUGHT = "<think>", "</think>"  # what comes between them is no answer
+BEGUN, THOUGHT = "<think>", "</think>"  # the text between them is no answer
 
 
 @dataclass(frozen=True, slots=True)

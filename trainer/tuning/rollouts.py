@@ -108,7 +108,7 @@ class RolloutReader:
             task_id=rollout.task_id or rollout.rollout_id,
             max_tokens=self._max_tokens,
             vocabulary=self._vocabulary,
-            sampled=lambda _: Sampling(),  # however: what is learned is the text
+            sampled=lambda _: Sampling(),  # however it was sampled: the text is learned
         )
         seen.counts.update(made.counts)
         return made.samples

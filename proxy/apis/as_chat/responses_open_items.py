@@ -131,7 +131,7 @@ class OpenCall(OpenItem):
         try:
             more: str = json.loads(f'"{found[0]}"')
         except ValueError:
-            self._read = -1  # nothing more is read of what is no JSON
+            self._read = -1  # it is no JSON: read no more
             return ""
         self._read = found.end()
         if "\ud800" <= more[-1] <= "\udbff":  # its other half may follow
