@@ -204,7 +204,10 @@ class SqliteDatabase(Database):
 
 
 def _threaded(connection: sqlite3.Connection) -> aiosqlite.Connection:
-    return aiosqlite.Connection(lambda: connection, iter_chunk_size=64)
+    """Return aiosqlite's connection by this one. It holds up no process that ends without closing it."""
+    threaded = aiosqlite.Connection(lambda: connection, iter_chunk_size=64)
+    threaded._thread.daemon = True
+    return threaded
 
 
 def _has_room(directory: Path) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing
@@ -35,6 +37,22 @@ async def database(tmp_path: Path) -> AsyncIterator[SqliteDatabase]:
     database = await SqliteDatabase.open_to_write(config_of(tmp_path))
     yield database
     await database.close()
+
+
+def test_a_process_that_did_not_close_its_store_ends(tmp_path: Path) -> None:
+    script = f"""
+import asyncio
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.store.opening import open_database
+
+async def main():
+    database = await open_database(StoreConfig(url="sqlite:///{tmp_path}/store.db"))
+    await database.all("SELECT 1")
+    raise SystemExit(3)
+
+asyncio.run(main())
+"""
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=60).returncode == 3
 
 
 @pytest.mark.parametrize(
