@@ -75,7 +75,7 @@ class Control:
             ) from why
 
     def find(self, path: str, body: Any, headers: Mapping[str, str]) -> Any:
-        """Post like `post`, as the first that is asked of the proxy: give up after `find_s` if nothing listens."""
+        """Post like `post`, as the first request to the proxy: give up after `find_s` if nothing listens."""
         request = self._request(path, body, headers)
         tries = _tries(stop_any(stop_after_delay(self.patience_s), _NothingThere(self.find_s)))
         try:
@@ -121,7 +121,7 @@ def _send(request: Request, timeout_s: float = ANSWER_S) -> Any:
 
 @cache
 def _opener() -> OpenerDirector:
-    """Asks the proxy directly: a rollout's key is nothing for the HTTP proxy that the environment may name."""
+    """Connects to the proxy directly: an HTTP proxy named by the environment must not see a rollout's key."""
     return build_opener(ProxyHandler({}))
 
 

@@ -1,4 +1,4 @@
-"""HTTP clients for OpenAI's library that ask the proxy directly, not through the environment's HTTP proxy."""
+"""HTTP clients for OpenAI's library that connect to the proxy directly, not through the environment's HTTP proxy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells the proxy what an agent does besides its calls, for the current rollout (`scope.current`).
+"""Reports an agent's states, actions and rewards to the proxy, for the current rollout (`scope.current`).
 
 Each function returns once its event is recorded. In asyncio use `await asyncio.to_thread(emit_…, …)`.
 All raise NoRollout, Refused and ProxyUnreachable.
@@ -30,7 +30,7 @@ def emit_state(value: Any, *, name: str | None = None) -> int:
 
 
 def emit_action(name: str, arguments: Any = None, result: Any = None, *, is_error: bool = False) -> int:
-    """Record what the agent did without a model, such as a retrieval, and its result. It is a tool transition."""
+    """Record an action without a model, such as a retrieval, and its result. It is a tool transition."""
     return current().event("action", name=name, arguments=arguments, result=result, is_error=is_error)
 
 
