@@ -17,8 +17,8 @@ from ..proxy.config.root import Config
 from ..proxy.config.server import ProxyConfig, StoreConfig
 from ..proxy.config.upstreams import UpstreamConfig
 from ..proxy.errors import LightningError
-from ..proxy.store.copies import is_in_use
 from ..proxy.store.opening import opened
+from ..proxy.store.sqlite.copies import is_in_use
 from .serve import UVICORN
 from .system.processes import require_free_port
 

@@ -46,7 +46,7 @@ def compact(context: typer.Context) -> None:
 @app.command()
 def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a new file")]) -> None:
     """Copy the store to a file, as it is at one moment. The proxy may keep serving."""
-    from ..proxy.store.copies import back_up
+    from ..proxy.store.sqlite.copies import back_up
     from .formats import size
 
     back_up(_store_of(context).path.expanduser(), file)
@@ -56,7 +56,7 @@ def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a 
 @app.command()
 def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="what `store backup` made")]) -> None:
     """Make the store from a backup. There must be none at store.url yet."""
-    from ..proxy.store.copies import restore as run
+    from ..proxy.store.sqlite.copies import restore as run
 
     path = load_config(context.obj).store.path.expanduser().absolute()
     run(file, path)

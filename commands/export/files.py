@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from ...proxy.errors import ConfigError, LightningError
 from ...proxy.json_text import dumps
-from ...proxy.store.copies import make_private
+from ...proxy.store.sqlite.copies import make_private
 
 ROW_GROUP = 256
 FORMATS = ("jsonl", "parquet")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...proxy.config.server import StoreConfig
 from ...proxy.errors import LightningError
-from ...proxy.store.copies import FILES, connect_to_read, make_private, remove_store, rename_store
+from ...proxy.store.sqlite.copies import FILES, connect_to_read, make_private, remove_store, rename_store
 from ...proxy.store.sqlite.locks import keeping
 from ...proxy.store.sqlite.migrate import migrate
 from .tables import BATCH, ORDERS, Record, Table, quoted

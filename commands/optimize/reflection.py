@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ...proxy.errors import LightningError
 from ...proxy.providers import import_litellm
-from ...proxy.store.copies import make_private
+from ...proxy.store.sqlite.copies import make_private
 from .scores import BudgetSpent
 
 TIMEOUT_S = 300.0

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from ...proxy.config.root import Config
 from ...proxy.recording.redact import Redactor
-from ...proxy.store.copies import make_private
+from ...proxy.store.sqlite.copies import make_private
 
 PIECE = 1 << 16
 MARK = 100  # bytes for the line that counts the bytes left out

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from ...proxy.errors import ConfigError, LightningError
-from ...proxy.store.copies import make_private
+from ...proxy.store.sqlite.copies import make_private
 from ..formats import duration
 from .port_holder import holder_of
 

@@ -16,9 +16,10 @@ from ..store.calls import (
     CALL_START,
     CALL_SUPERSEDED,
     ROLLOUT_CALL_ENDED,
+    TOOL_CALL,
+    TOOL_RESULT,
 )
 from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
-from ..store.resources.tool_calls import TOOL_CALL, TOOL_RESULT
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ..apis.atoms import Atom, answer_atoms, item_atoms, request_atoms, same_arguments
 from ..apis.tools import brings_result, dicts, item_ids, results_in, written_results
-from ..store.resources.tool_calls import NO_SIGN, SIGN, SIGNS
+from ..store.calls import NO_SIGN, SIGN, SIGNS
 from ..types import ToolCall, ToolResult
 
 Json = dict[str, Any]

@@ -20,7 +20,15 @@ from ..apis.tools import conversation, has_results
 from ..aside import aside
 from ..errors import StoreUnavailable
 from ..json_text import dumps, dumps_or_none, encode
-from ..store.calls import CALL_END, CALL_LARGE_REQUEST, CALL_START, CALL_SUPERSEDED, ROLLOUT_CALL_ENDED
+from ..store.calls import (
+    CALL_END,
+    CALL_LARGE_REQUEST,
+    CALL_START,
+    CALL_SUPERSEDED,
+    ROLLOUT_CALL_ENDED,
+    TOOL_CALL,
+    TOOL_RESULT,
+)
 from ..store.database import ConstraintRefused
 from ..store.requests.delta import (
     common_prefix,
@@ -30,7 +38,6 @@ from ..store.requests.delta import (
     shrink_request,
 )
 from ..store.requests.parents import Parent
-from ..store.resources.tool_calls import TOOL_CALL, TOOL_RESULT
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
 from ..types import CallEnd, CallStart, Choice, ModelCall

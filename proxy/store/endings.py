@@ -16,8 +16,8 @@ from ..config.rollouts import RolloutsConfig
 from ..errors import LightningError
 from ..types import Reward
 from .database import Database, Transaction, in_passing
-from .resources.returns import read_counting
 from .retention import ABANDONED_S, LOOK
+from .returns import read_counting
 from .rewards import post_reward
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ from typing import Any
 from ..config.server import StoreConfig
 from ..errors import StoreUnavailable
 from ..types import PublishMode
-from .copies import only_read
 from .database import Database
 from .opening import opened
 from .rows import read
+from .sqlite.copies import only_read
 
 DECIDED = "SELECT mode, decided_by, at FROM publishing WHERE n = 1"
 NEWEST_CHECKPOINT = """

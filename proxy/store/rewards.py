@@ -11,7 +11,7 @@ from ..returns import Earned, earned
 from ..types import OPERATOR, Reward, Sender
 from .database import Database, Row, Transaction
 from .idempotency import Answer, answer_once
-from .resources.returns import Counting, Returns, count_reward, read_counting
+from .returns import Counting, Returns, count_reward, read_counting
 from .rollouts import ROLLOUT
 from .rows import read
 

@@ -14,7 +14,7 @@ from .reports.credit import Credit
 from .reports.tasks import Tasks
 from .reports.traffic import Traffic
 from .reports.versions import VersionReport
-from .resources.returns import Returns
+from .returns import Returns
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .training import TrainingSteps

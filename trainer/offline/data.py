@@ -22,8 +22,8 @@ from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
 from ...proxy.errors import ConfigError, InvalidRequest, LightningError
 from ...proxy.recording.recorder import Recorder
-from ...proxy.store.copies import copy_store, ended_after, is_sqlite, newest_end, remove_store, rename_store
 from ...proxy.store.opening import opened
+from ...proxy.store.sqlite.copies import copy_store, ended_after, is_sqlite, newest_end, remove_store, rename_store
 from ...proxy.store.store import Store
 from ...proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, check_id
 

@@ -16,8 +16,8 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from ...config.server import StoreConfig
 from ...errors import StoreUnavailable
-from ..copies import connect_to_read, make_private
 from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Work, Writing
+from .copies import connect_to_read, make_private
 from .locks import keeping
 from .migrate import migrate, require_ours
 from .place import Place

@@ -16,11 +16,11 @@ import pytest
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.store import database as databases
-from lightning_proxy.proxy.store.copies import copy_store
 from lightning_proxy.proxy.store.database import ConstraintRefused, Transaction
 from lightning_proxy.proxy.store.opening import open_database, opened
 from lightning_proxy.proxy.store.sqlite import database as files
 from lightning_proxy.proxy.store.sqlite import migrate
+from lightning_proxy.proxy.store.sqlite.copies import copy_store
 from lightning_proxy.proxy.store.sqlite.database import SqliteDatabase
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import RolloutName

@@ -13,10 +13,10 @@ from lightning_proxy.proxy import store
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.plugins.on_board import ON_BOARD
 from lightning_proxy.proxy.store import waiting
+from lightning_proxy.proxy.store.calls import TOOL_RESULT
 from lightning_proxy.proxy.store.conversations import CONVERSATION_TAKE
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.opening import open_database
-from lightning_proxy.proxy.store.resources.tool_calls import TOOL_RESULT
 from lightning_proxy.proxy.store.rollouts import (
     ROLLOUT_FILTERS,
     ROLLOUTS_PAGE,

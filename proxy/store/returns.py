@@ -12,11 +12,11 @@ from contextlib import suppress
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from ...errors import StoreUnavailable
-from ...json_text import dumps, loads
-from ...returns import Rules, earned, return_of, weighted
-from ...types import Reward
-from ..database import LOOK_S, Database, Row, Transaction, in_passing
+from ..errors import StoreUnavailable
+from ..json_text import dumps, loads
+from ..returns import Rules, earned, return_of, weighted
+from ..types import Reward
+from .database import LOOK_S, Database, Row, Transaction, in_passing
 
 COUNTING = "SELECT weights, failed, low, high, stale_to FROM returns WHERE n = 1"
 ADOPT = """

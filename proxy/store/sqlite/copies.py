@@ -8,8 +8,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 from urllib.parse import quote
 
-from ..errors import LightningError
-from .sqlite.migrate import require_ours, require_up_to_date
+from ...errors import LightningError
+from .migrate import require_ours, require_up_to_date
 
 FILES = ("", "-wal", "-shm")  # what SQLite adds to a store's name
 
