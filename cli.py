@@ -11,9 +11,8 @@ from typer.core import TyperGroup
 
 from .commands import init, keys, look, store
 from .commands.export import command as data
-from .commands.optimize import options as search
-from .commands.rescore import command as again
-from .commands.show import policy, prompts, rollouts
+from .commands.on_board import add_commands
+from .commands.show import policy, rollouts
 
 if TYPE_CHECKING:
     from .proxy.config.root import Config
@@ -43,12 +42,10 @@ app = typer.Typer(
 
 app.add_typer(rollouts.app, name="rollouts")
 app.add_typer(policy.app, name="policy")
-app.add_typer(prompts.app, name="prompts")
 app.add_typer(keys.app, name="keys")
 app.add_typer(store.app, name="store")
 policy.app.command("export")(data.export_version)
 app.command()(init.init)
-app.command(context_settings={"allow_interspersed_args": False})(search.optimize)
 # Without this setting a negative reward would be read as an option.
 app.command(context_settings={"ignore_unknown_options": True})(rollouts.reward)
 
@@ -303,7 +300,6 @@ def demo(
 
 
 app.command()(look.status)
-app.command()(again.rescore)
 app.command()(data.export)
 app.command(name="import")(data.import_)
 
@@ -324,7 +320,7 @@ def plan(
 
 
 app.command()(look.doctor)
-app.command()(look.dashboard)
+add_commands(app)
 
 
 def _write_for_the_owner_only() -> None:

@@ -1,6 +1,6 @@
 """How often the gate before a new version is wrong, and how many pairs it takes: `make bench-promotion`, minutes.
 
-Simulates comparisons of a candidate with the live version, by the product's own proxy/gate/evidence.py, which is
+Simulates comparisons of a candidate with the live version, by the product's own proxy/evidence.py, which is
 looked at after every pair. A pair is one rollout a side, or four siblings of one task a side. Beside it stand two ways
 that are not exact: a z test, and the asymptotic confidence sequence of Waudby-Smith et al. (2024, doi
 10.1214/24-AOS2408). All of them call a candidate worse at a level of 5 %. Prints Markdown.
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from results_page import Page, option
 from rich.progress import track
 
-from lightning_proxy.proxy.gate.evidence import Evidence
+from lightning_proxy.proxy.evidence import Evidence
 
 MARGIN, SIGN_MARGIN, LEVEL = 0.1, 0.2, 0.05
 DIFFERENCES = (-0.2, -0.1, -0.05, 0.0, 0.1)

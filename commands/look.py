@@ -1,8 +1,7 @@
-"""`status`, `doctor` and `dashboard`: how the system is."""
+"""`status` and `doctor`: how the system is."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -32,26 +31,3 @@ def doctor(context: typer.Context, as_json: Json = False) -> None:
 
     if not run(context.obj, as_json=as_json):
         raise typer.Exit(1)
-
-
-def dashboard(
-    context: typer.Context,
-    store: Annotated[
-        str | None, typer.Option(metavar="FILE", help="a store's file, or postgresql://…", show_default="store.url")
-    ] = None,
-    port: Annotated[int, typer.Option(metavar="N", help="the page's port")] = 8081,
-) -> None:
-    """Show the page over a store alone, in a browser. The proxy need not run.
-
-    A running proxy has the same page at its own address. Here nothing is written, served or trained. The address that
-    is printed holds a key: give it to nobody who is not to read the store.
-    """
-    from ..proxy.config.file import load_config
-    from ..proxy.config.server import StoreConfig
-    from .dashboard import dashboard as run
-
-    if store is None:
-        chosen = load_config(context.obj).store
-    else:
-        chosen = StoreConfig(url=store if "://" in store else f"sqlite:///{Path(store).absolute()}")
-    run(chosen, port)

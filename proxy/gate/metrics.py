@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from ..evidence import difference, sign_difference
 from ..returns import LARGEST, Rules, earned
-from .evidence import difference, sign_difference
 from .tests import Observed
 
 UNCUT = (-LARGEST, LARGEST)  # a gate has a range of its own

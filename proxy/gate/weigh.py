@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from .evidence import Evidence, interval
+from ..evidence import Evidence, interval
 from .metrics import GuardedMetric
 from .sides import LONE, group_of
 from .tests import Observed, Outcome, Promotion

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from lightning_proxy.commands import on_board as commands
 from lightning_proxy.proxy.plugins import on_board as proxys
 from lightning_proxy.trainer.plugins import on_board as trainers
 from support.paths import ROOT
 
-ON_BOARD = {"proxy": proxys.ON_BOARD, "trainer": trainers.ON_BOARD}
+ON_BOARD = {"proxy": proxys.ON_BOARD, "trainer": trainers.ON_BOARD, "commands": commands.ON_BOARD}
+LISTS = ("proxy/plugins/on_board.py", "trainer/plugins/on_board.py", "commands/on_board.py")
 ROOMS = sorted({room.replace(".", "/") for rooms in ON_BOARD.values() for room in rooms})
-# Rooms and commands that are there for side rooms alone.
+# Rooms that are there for side rooms alone.
 SHARED = ("gate", "tuning")
-COMMANDS = {"reward_function": "rescore"}
 LEFT = """
 import importlib, pkgutil, lightning_proxy as root
 assert root.__file__.startswith({place!r}), root.__file__
@@ -49,11 +50,8 @@ class Copy:
         for top in ("proxy", "trainer", "commands"):
             for place in (top, f"tests/{top}"):
                 shutil.rmtree(self.tree / place / room, ignore_errors=True)
-        for top in ON_BOARD if room not in SHARED else ():
-            self._drop(f"{top}/plugins/on_board.py", re.escape(f'    "{room.replace("/", ".")}",'))
-        if (command := COMMANDS.get(room)) is not None:
-            shutil.rmtree(self.tree / "commands" / command)
-            self._drop("cli.py", rf".*\b{command}\b.*")
+        for file in LISTS if room not in SHARED else ():
+            self._drop(file, re.escape(f'    "{room.replace("/", ".")}",'))
 
     def _drop(self, file: str, line: str) -> None:
         path = self.tree / file

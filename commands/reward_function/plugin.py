@@ -49,3 +49,8 @@ def rescore(
         "since": since,
     }  # fmt: skip
     rescore_command(config, Options(filters, failed, out, again, force, retrain), as_json=as_json)
+
+
+def add_to(commands: typer.Typer) -> None:
+    """Add `rescore` to the commands."""
+    commands.command()(rescore)

@@ -13,14 +13,14 @@ from typing import Any
 import typer
 from pydantic import SecretStr
 
-from ..proxy.config.root import Config
-from ..proxy.config.server import ProxyConfig, StoreConfig
-from ..proxy.config.upstreams import UpstreamConfig
-from ..proxy.errors import LightningError
-from ..proxy.store.opening import opened
-from ..proxy.store.sqlite.copies import is_in_use
-from .serve import UVICORN
-from .system.processes import require_free_port
+from ...proxy.config.root import Config
+from ...proxy.config.server import ProxyConfig, StoreConfig
+from ...proxy.config.upstreams import UpstreamConfig
+from ...proxy.errors import LightningError
+from ...proxy.store.opening import opened
+from ...proxy.store.sqlite.copies import is_in_use
+from ..serve import UVICORN
+from ..system.processes import require_free_port
 
 HOST = "127.0.0.1"
 # A configuration needs an upstream. This one is never asked.
@@ -35,7 +35,7 @@ def dashboard(store: StoreConfig, port: int) -> None:
     from uvicorn import Config as Settings
     from uvicorn import Server
 
-    from ..proxy.page.dashboard import create_dashboard
+    from ...proxy.page.dashboard import create_dashboard
 
     path = None if store.is_postgres else store.path.expanduser().absolute()
     if path is not None and not path.is_file():

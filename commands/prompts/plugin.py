@@ -26,7 +26,7 @@ def list_prompts(context: typer.Context, as_json: Json = False) -> None:
     from rich.console import Console
 
     from ..formats import print_json
-    from .promotion import tests_view
+    from ..show.promotion import tests_view
 
     answer = _ask(context, "GET", "/prompts")
     if as_json:
@@ -101,7 +101,7 @@ def diff(context: typer.Context, name: Name, a: Version, b: Version) -> None:
     from rich.console import Console
 
     from ..formats import plain
-    from .diff import STYLES
+    from ..show.diff import STYLES
 
     first, second = (_ask(context, "GET", f"{_path(name)}?version={n}")["text"].splitlines() for n in (a, b))
     console = Console(highlight=False, soft_wrap=True)
@@ -183,3 +183,8 @@ def _ask(context: typer.Context, method: str, path: str, body: dict[str, Any] | 
     from ..api_client import ask
 
     return ask(load_config(context.obj), lambda api: api.request(method, path, body))
+
+
+def add_to(commands: typer.Typer) -> None:
+    """Add `prompts` to the commands."""
+    commands.add_typer(app, name="prompts")

@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from lightning_proxy.commands.dashboard import IdleFile
+from lightning_proxy.commands.page.dashboard import IdleFile
 from support.command_line import lightning
 from support.postgres import postgres_server
 from support.whole_system import free_port

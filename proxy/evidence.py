@@ -26,7 +26,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..bootstrap import Interval
+from .bootstrap import Interval
 
 Verdict = Literal["worse", "safe", "undecided"]
 Floats = NDArray[np.float64]

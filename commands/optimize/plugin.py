@@ -54,3 +54,8 @@ def optimize(
         Sizes(beam, branch, batch, rounds), seed, concurrency, promote, logs, as_json,
     )  # fmt: skip
     run(load_config(context.obj), request)
+
+
+def add_to(commands: typer.Typer) -> None:
+    """Add `optimize` to the commands."""
+    commands.command(context_settings={"allow_interspersed_args": False})(optimize)
