@@ -209,7 +209,10 @@ class TrainingLoop:
         return due and not moved_nothing(metrics) and "collapse" not in metrics
 
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
-        """Make the trainer's weights live, unless another version was made live meanwhile. Raises Stopped."""
+        """Make the trainer's weights live, unless another version was made live meanwhile. Raises Stopped.
+
+        PublishError ends the trainer. The step is committed, so the next start publishes it again.
+        """
         assert isinstance(self._publisher, Publisher), "nothing is due without one"
         started = time.perf_counter()
         try:

@@ -1,4 +1,7 @@
-"""Publishes new weights: save, load into vLLM, verify, make live. Waits and tries again while vLLM is away."""
+"""Publishes new weights: save, load into vLLM, verify, make live. Waits and tries again while vLLM is away.
+
+Merged weights on a single server replace the live ones: they go live first, and back if they do not verify.
+"""
 
 from __future__ import annotations
 
@@ -125,21 +128,22 @@ class Publisher(NoPublisher):
     ) -> PolicyVersion:
         mode, live = self._swap.mode, await self._store.versions.live()
         await self._swap.vllm.models()  # if vLLM is away, fail before a version is reserved
-        if live.step == step and live.publish == mode == "merged" and not live.verified:
-            version = live  # only its verification is missing
+        is_live = live.step == step and live.publish == mode == "merged" and not live.verified
+        if is_live:  # only its verification is missing: the trainer was killed before
+            version = live
             made_by = await self._store.steps.of_version(live.version)
             base = made_by.base if made_by else base
         else:
             version = await self._save(step, metrics)
         try:
-            if mode == "lora":
+            if mode == "lora":  # an adapter is loaded beside the live one: verified, then live
                 await self._swap.unload(version)  # adapters of this name from another store, perhaps
                 await self._verifier.load_and_verify(version, samples, stop)
                 await self._swap.activate(version, step, expected=base, verified=True)
-            elif version is not live and len(await self._swap.vllm.reachable()) > 1:
+            elif not is_live and len(await self._swap.vllm.reachable()) > 1:  # server by server: verified, then live
                 await self._verifier.roll(version, step, samples, base, stop)
-            else:
-                if version is not live:
+            else:  # the only server's weights are replaced: live, then verified
+                if not is_live:
                     await self._swap.activate(version, step, expected=base)
                 await self._verifier.verify_merged(version, samples, stop)
                 await self._store.versions.verified(version.version)

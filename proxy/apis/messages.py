@@ -68,7 +68,7 @@ class MessagesStream:
         return self._api.tokens(self._message or {})
 
     def feed(self, raw: bytes, event: Json) -> bytes:
-        kind = event.get("type") or event_name(raw)
+        kind = str(event.get("type") or event_name(raw))
         if kind not in _KINDS and (error := error_in(raw, event)) is not None:
             self.error = message_of_error(error)
         elif kind == "message_start":

@@ -24,12 +24,13 @@ MAX_HELD_BYTES = 1024 * 1024 * 1024
 class Transcript:
     """A streamed answer: turns the upstream's bytes into the agent's bytes and the record.
 
-    `done` is its last event, which waits for the record; None while that has not come.
+    Its last event, and all after it, is `held`: it waits for the record.
     Where the stream is rewritten, a frame that never ended is kept from the agent: it may hold what was injected.
     """
 
     def __init__(self, stream: Stream) -> None:
-        self.done: bytes | None = None
+        self.ended = False
+        self.held = b""
         self._garbage: str | None = None
         self._size = 0
         self._let_go = False  # an event was too large to look at
@@ -52,20 +53,20 @@ class Transcript:
 
         An event that was too large to look at may have been the last one.
         """
-        return self.done is not None or self._stream.error is not None or self._stream.whole or self._let_go
+        return self.ended or self._stream.error is not None or self._stream.whole or self._let_go
 
     @property
     def error(self) -> str | None:
         return self._garbage or self._stream.error
 
     def feed(self, data: bytes) -> bytes:
-        """Return the bytes to send now. The last event and all after it stay in `done`; do not feed after that.
+        """Return the bytes to send now. The last event and all after it stay in `held`; do not feed after that.
 
         Raises UpstreamUnreachable for an event that is longer than any that can be meant.
         """
         self._size += len(data)
         out, usual = b"", self._stream.usual
-        while data and self.done is None and usual is not None and usual.expected:
+        while data and not self.ended and usual is not None and usual.expected:
             if not self._decoder.pending:
                 passed, data = usual.pass_on(data)
                 out += passed
@@ -78,19 +79,19 @@ class Transcript:
         """Return the bytes to send of events that may be unusual."""
         out = b""
         for frame in self._decoder.feed(data):
-            if self.done is not None:
-                self.done += frame.raw
+            if self.ended:
+                self.held += frame.raw
             elif frame.is_done:
                 out += self._stream.flush()
-                self.done = self._stream.last(frame.raw)
+                self._end_with(self._stream.last(frame.raw))
             else:
                 sent = self._pass(frame)
                 if self._stream.finished:
-                    self.done = sent
+                    self._end_with(sent)
                 else:
                     out += sent
-        if self.done is not None:
-            self.done += self._decoder.rest
+        if self.ended:
+            self.held += self._decoder.rest
         elif self._decoder.pending > MAX_ANSWER_BYTES and not self._whole_frames:
             self._let_go = True
             out += self._stream.flush() + self._decoder.let_go()
@@ -99,12 +100,16 @@ class Transcript:
         return out
 
     def end(self) -> bytes:
-        """Return the bytes still held at the end of the stream. Set `done` if the last event lacks its blank line."""
+        """Return the bytes to send at the stream's end. Its last event is `held` if only its blank line was missing."""
         last = self._decoder.close()
         out = self._stream.flush() + (b"" if self._whole_frames or last.is_done else last.raw)
         if last.is_done or self._stream.whole:
-            self.done = self._stream.last(last.raw if last.is_done else b"") or None
+            held = self._stream.last(last.raw if last.is_done else b"")
+            self.ended, self.held = bool(held), held
         return out
+
+    def _end_with(self, last: bytes) -> None:
+        self.ended, self.held = True, last
 
     def response(self) -> Any:
         """Return the assembled answer so far, as the agent sees it; None before its first event, or if not kept."""
@@ -126,7 +131,8 @@ class WholeTranscript:
     may_end = True
 
     def __init__(self, dialect: Dialect, injection: Injection, status: int) -> None:
-        self.done: bytes | None = None
+        self.ended = False
+        self.held = b""
         self.error: str | None = None
         self.tokens = Tokens()
         self._dialect = dialect
@@ -136,13 +142,13 @@ class WholeTranscript:
         self._body: Any = None
 
     def feed(self, data: bytes) -> bytes:
-        """Return nothing to send now: the agent's bytes are in `done`."""
+        """Return nothing to send now: the agent's bytes are in `held`."""
         self.unkept = TOO_LARGE if len(data) > MAX_ANSWER_BYTES else None
         succeeded = 200 <= self._status < 300
         if not succeeded:
             self.error = f"the upstream answered {self._status}"
         if self.unkept and not (succeeded and self._injection):  # nothing to read in it, nothing to take out of it
-            self.done = data
+            self.ended, self.held = True, data
             return b""
         try:
             body = loads(data if data[:1] in b"{[" else as_utf8(data))
@@ -153,7 +159,7 @@ class WholeTranscript:
         elif succeeded:
             self.error = "the upstream's answer is no JSON object"
         self._body = None if self.unkept else body
-        self.done = data
+        self.ended, self.held = True, data
         return b""
 
     def _read(self, body: Json, data: bytes) -> tuple[Json, bytes]:

@@ -131,36 +131,15 @@ class Gateway:
         question = await self.rewrite(question, rollout)  # with versioned prompts in place
         decision = await self._chat_decision(question, rollout, route)  # the API's own, or the chat route for it
         call = CallUnderWay(self, question, rollout, route, decision, reply, conversation)
+        # What failed above this line is not recorded: nothing would have been asked.
         async with call.under_way():
             await call.record_start()
             # The answer comes after retries and fallbacks, and to a prompt of exact tokens where that is possible.
-            async with asyncio.timeout(route.upstream.total_timeout_s) as limit, call.attempts as opened:
-                head = call.head_of(opened)
-                if opened.is_stream:
-                    await reply.start(*head)
-                answer = await begun(opened, wants_stream=bool(question.body.get("stream")))
-                transcript = call.transcript_of(answer)
-                if answer.is_stream and not reply.started:
-                    await reply.start(*head)
-                pieces = answer.chunks() if answer.is_stream else OnePiece(answer)
-                async for piece in pieces:
-                    await reply.body(call.keep(piece))
-                    if transcript.done is not None:
-                        break
-                else:
-                    await reply.body(transcript.end())
-                if not transcript.may_end:
-                    raise UpstreamUnreachable(f"{call.upstream}: the stream ended before its last event")
+            async with asyncio.timeout(route.upstream.total_timeout_s) as limit, call.attempts as answer:
+                await call.pass_on(answer)
                 limit.reschedule(None)  # the rest does not wait for the upstream: the commit, and a slow agent
-                await call.record_end("error" if transcript.error else "ok", transcript.error)
-                # Only now the last bytes. Limits, metrics and telemetry were updated when the record was durable.
-                if reply.started:
-                    await reply.body(transcript.done or b"")
-                    async for piece in pieces:
-                        await reply.body(piece)
-                    await reply.body(b"", more=False)
-                else:
-                    await reply.whole(*head, transcript.done or b"")
+                await call.record_end()
+                await call.pass_on_the_rest()
 
     async def _conversation(self, question: Question) -> Conversation | None:
         if self.unnamed is None or not question.is_unnamed:
@@ -186,7 +165,10 @@ class Gateway:
 
 
 class CallUnderWay:
-    """One call under way. A call whose start is durable always gets an end: ok, error or cancelled."""
+    """One call under way. A call whose start is durable gets one end: ok, error or cancelled.
+
+    It stays `incomplete` only if the store fails, or the process is killed.
+    """
 
     def __init__(
         self,
@@ -229,8 +211,10 @@ class CallUnderWay:
         self._began = time.perf_counter()
         self._ttft_ms: float | None = None
         self._http_status: int | None = None
+        self._head: list[Header] = []
         self._transcript: Transcript | WholeTranscript | None = None
-        self._ending: asyncio.Future[None] | None = None
+        self._pieces: AsyncIterator[bytes] | None = None
+        self._committed: asyncio.Future[None] | None = None  # the call's end
 
     @property
     def upstream(self) -> str:
@@ -244,37 +228,65 @@ class CallUnderWay:
             also = start_statements(caller, self._start, conversation) if conversation is not None else ()
             await self._gateway.recorder.start(self._start, [*also, *self._question.also(self._start)])
 
-    def transcript_of(self, answer: Answer) -> Transcript | WholeTranscript:
-        """Return the object that turns the answer's bytes into the agent's bytes and the record."""
+    async def pass_on(self, opened: Answer) -> None:
+        """Send the answer as it comes, but hold its last event, and an answer in one piece: the record is first.
+
+        Raise UpstreamUnreachable if a stream ends before its last event.
+        """
+        reply = self._reply
+        self._http_status, self._head = opened.status, [*opened.headers(keep_length=False), *self._headers()]
+        if opened.is_stream:  # the first event may take long
+            await reply.start(opened.status, self._head)
+        answer = await begun(opened, wants_stream=bool(self._question.body.get("stream")))
+        transcript = self._transcript = self._transcript_of(answer)
+        if answer.is_stream and not reply.started:  # only its first bytes tell
+            await reply.start(answer.status, self._head)
+        self._pieces = answer.chunks() if answer.is_stream else OnePiece(answer)
+        async for piece in self._pieces:
+            if self._ttft_ms is None and answer.is_stream:
+                self._ttft_ms = self._elapsed_ms()
+            await reply.body(transcript.feed(piece))
+            if transcript.ended:
+                break
+        else:
+            await reply.body(transcript.end())
+        if not transcript.may_end:
+            raise UpstreamUnreachable(f"{self.upstream}: the stream ended before its last event")
+
+    async def pass_on_the_rest(self) -> None:
+        """Send what was held, and what the upstream sends after its last event."""
+        reply, transcript, pieces = self._reply, self._transcript, self._pieces
+        assert transcript is not None and pieces is not None
+        if not reply.started:
+            await reply.whole(self._http_status or 0, self._head, transcript.held)
+            return
+        await reply.body(transcript.held)
+        async for piece in pieces:
+            await reply.body(piece)
+        await reply.body(b"", more=False)
+
+    def _transcript_of(self, answer: Answer) -> Transcript | WholeTranscript:
+        """The object that turns the answer's bytes into the agent's bytes and the record."""
         target = self.attempts.target
         dialect = self._decision.chat if self._decision.chat and target.translated else self._question.dialect
         if answer.is_stream:
-            self._transcript = Transcript(dialect.stream(target.injection))
-        else:
-            self._transcript = WholeTranscript(dialect, target.injection, answer.status)
-        return self._transcript
+            return Transcript(dialect.stream(target.injection))
+        return WholeTranscript(dialect, target.injection, answer.status)
 
-    def head_of(self, answer: Answer) -> tuple[int, list[Header]]:
-        """Return the status and the headers that the agent gets."""
-        self._http_status = answer.status
-        return answer.status, [*answer.headers(keep_length=False), *self._headers()]
+    async def record_end(self, status: CallStatus = "ok", error: str | None = None) -> None:
+        """Return when the call's end is durable. Only the first end counts, and a cancellation does not undo it.
 
-    def keep(self, piece: bytes) -> bytes:
-        """Keep the parts of a piece that the record needs; return the bytes that the agent may see now."""
-        assert self._transcript is not None
-        if self._ttft_ms is None and isinstance(self._transcript, Transcript):
-            self._ttft_ms = self._elapsed_ms()
-        return self._transcript.feed(piece)
-
-    async def record_end(self, status: CallStatus, error: str | None) -> None:
-        """Return when the call's end is durable. Only the first end counts, and a cancellation does not undo it."""
-        if self._ending is None:
-            if self._reply.agent_left and status == "ok":
+        An answer that tells of an error is one, whatever `status` says.
+        """
+        if self._committed is None:
+            if (in_answer := self._transcript.error if self._transcript else None) is not None:
+                status, error = "error" if status == "ok" else status, in_answer
+            elif self._reply.agent_left and status == "ok":
                 status, error = "cancelled", "the agent disconnected; its answer was finished for the record"
-            end = self._end(status, error)
-            self._ending = self._write(end)
-            self._ending.add_done_callback(partial(self._tell, end))
-        await asyncio.shield(self._ending)
+            end = self._call_end(status, error)
+            self._committed = self._commit(end)
+            self._committed.add_done_callback(partial(self._tell_listeners, end))
+        await asyncio.shield(self._committed)
 
     @asynccontextmanager
     async def under_way(self) -> AsyncIterator[None]:
@@ -301,14 +313,14 @@ class CallUnderWay:
             self._http_status = error.status
         try:
             if not isinstance(error, StoreUnavailable):
-                await self._end_early("error", error.message)
+                await self.record_end("error", error.message)
         except StoreUnavailable as unavailable:
             error = unavailable
         if not self._reply.started:
             await self._reply.error(error, self._headers())
             return
         log.warning("call %s: answer broken off: %s", self._start.call_id, error.message)
-        if self._transcript is not None and self._transcript.done is None:
+        if self._transcript is not None and not self._transcript.ended:
             await self._reply.body(self._transcript.end())
 
     async def _cancelled(self) -> None:
@@ -316,14 +328,11 @@ class CallUnderWay:
         if self._reply.agent_left and (limit_s := self._gateway.finish_s):
             why = f"the agent disconnected; its answer was not finished within {limit_s:g} s, or the proxy was stopped"
         try:  # recorded after the start, even if that is still on its way
-            await self._end_early("cancelled", why)
+            await self.record_end("cancelled", why)
         except StoreUnavailable as error:
             log.warning("call %s: %s", self._start.call_id, error.message)
 
-    async def _end_early(self, status: CallStatus, error: str) -> None:
-        await self.record_end(status, (self._transcript.error if self._transcript else None) or error)
-
-    def _end(self, status: CallStatus, error: str | None) -> CallEnd:
+    def _call_end(self, status: CallStatus, error: str | None) -> CallEnd:
         transcript, fell_back = self._transcript, self.attempts.fell_back
         response = transcript.response() if transcript else None
         tokens = transcript.tokens if transcript else Tokens()
@@ -353,7 +362,7 @@ class CallUnderWay:
             model=self.attempts.target.model if fell_back else None,
         )
 
-    def _write(self, end: CallEnd) -> asyncio.Future[None]:
+    def _commit(self, end: CallEnd) -> asyncio.Future[None]:
         if not self._question.recorded:
             nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             nothing.set_result(None)
@@ -362,7 +371,7 @@ class CallUnderWay:
         also = end_statements(caller, self._start, conversation, end) if conversation is not None else ()
         return asyncio.ensure_future(self._gateway.recorder.end(end, also))
 
-    def _tell(self, end: CallEnd, written: asyncio.Future[None]) -> None:
+    def _tell_listeners(self, end: CallEnd, written: asyncio.Future[None]) -> None:
         """Update limits, metrics and telemetry with a call whose end is durable."""
         if written.cancelled() or written.exception() is not None:
             return

@@ -236,7 +236,7 @@ def test_a_stream_is_assembled_and_cleaned():
     assert response["x_unknown"] == 1
     assert b"usage" not in sent and b"[7]" not in sent and b"-0.5" not in sent
     assert orjson.loads(sent.split(b"\n\n")[-2].removeprefix(b"data: "))["system_fingerprint"] == "fp"
-    assert transcript.done == DONE
+    assert transcript.held == DONE
 
 
 def test_streamed_tool_calls_are_merged_by_index():
@@ -275,7 +275,7 @@ def test_without_injection_every_byte_stays():
     transcript = Transcript(ChatStream(Injection()))
     assert transcript.feed(raw) == raw
     assert transcript.feed(b"data: [DONE]\r\n\r\n") == b""
-    assert transcript.done == b"data: [DONE]\r\n\r\n"
+    assert transcript.held == b"data: [DONE]\r\n\r\n"
 
 
 def test_garbage_and_error_events_pass_and_are_noted():
@@ -290,4 +290,4 @@ def test_a_held_chunk_is_sent_when_the_stream_breaks():
     finish = chunk({"content": "x"}, finish_reason="stop", token_ids=[1])
     assert transcript.feed(encode(orjson.dumps(finish))) == b""
     assert b'"finish_reason":"stop"' in transcript.end()
-    assert transcript.done is None
+    assert not transcript.ended

@@ -102,10 +102,10 @@ def followed(pieces: list[bytes], *, parse_all: bool = False) -> tuple[Transcrip
         chat.usual = None
     transcript, sent = Transcript(chat), b""
     for piece in pieces:
-        sent += transcript.feed(piece) if transcript.done is None else piece
-    if transcript.done is None:
+        sent += transcript.feed(piece) if not transcript.ended else piece
+    if not transcript.ended:
         sent += transcript.end()
-    return transcript, sent + (transcript.done or b"")
+    return transcript, sent + transcript.held
 
 
 def events(sent: bytes) -> list[Any]:
