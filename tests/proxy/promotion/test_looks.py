@@ -114,6 +114,7 @@ async def test_no_rollout_is_put_into_a_test_that_was_decided_meanwhile(tested: 
     assert len(await Promotions(store.database).observed(trial.promotion)) == before
 
 
+@pytest.mark.sqlite  # the lock on a server sleeps, too
 async def test_the_gate_looks_again_in_a_second_however_long_a_look_took_under_load(
     tested: Tested, monkeypatch: pytest.MonkeyPatch
 ) -> None:
