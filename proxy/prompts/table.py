@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ..errors import Conflict, NotFound
 from ..json_text import dumps, loads
-from ..store.database import Changes, Database, Row, Statement, Transaction
+from ..store.database import Changes, Database, Row, Sql, Transaction
 from ..store.rows import read
 
 Role = Literal["system", "user"]
@@ -75,7 +75,7 @@ FROM rollout_prompts JOIN rollouts USING (rollout_id)
 WHERE name = :name AND reward IS NOT NULL AND (NOT :own OR rollouts.key_id IS :key_id) GROUP BY version, mode
 """
 # Oldest first. Whoever opens rollouts can name a run: only the asker's own count, and those of keys that give evidence.
-PROMPT_RUN = Statement(
+PROMPT_RUN = Sql(
     """
 SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
     COALESCE(metadata ->> '$.held_out', 0) AS held_out

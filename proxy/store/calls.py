@@ -8,7 +8,7 @@ from typing import Any
 
 from ..json_text import dumps, loads_or_none
 from ..types import CallStatus, Choice, ModelCall, ToolCall
-from .database import Database, Row, Statement, Transaction
+from .database import Database, Row, Sql, Transaction
 from .requests.delta import pack_ids, unpack_floats, unpack_ids
 from .requests.parents import Parent, ShortParts, WholeParts
 from .rewards import Rewards
@@ -137,7 +137,7 @@ CALL_STATUS = """
 SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FROM calls WHERE call_id = :call_id
 """
 # Of the newest calls of a rollout, those that the policy has answered.
-CALLS_ANSWERED = Statement(
+CALLS_ANSWERED = Sql(
     """
 SELECT group_concat(call_id, ' ') AS call_ids FROM (
     SELECT call_id, status, policy_version FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest

@@ -81,12 +81,12 @@ class ConstraintRefused(Exception):
     """A constraint of the schema refuses a row. Nothing of its transaction was written."""
 
 
-class Statement(str):
+class Sql(str):
     """A statement that the two databases need different texts for: itself SQLite's, and `postgres`."""
 
     postgres: str
 
-    def __new__(cls, sqlite: str, *, postgres: str) -> Statement:
+    def __new__(cls, sqlite: str, *, postgres: str) -> Sql:
         statement = super().__new__(cls, sqlite)
         statement.postgres = postgres
         return statement

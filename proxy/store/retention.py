@@ -20,7 +20,7 @@ from ..config.root import Config
 from ..config.server import RetentionConfig
 from ..errors import LightningError
 from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
-from .database import Database, Row, Statement, Transaction, in_passing
+from .database import Database, Row, Sql, Transaction, in_passing
 from .idempotency import IDEMPOTENT_FORGET
 from .waiting import HAS_REWARD, IS_OWN
 
@@ -55,7 +55,7 @@ SELECT n, created_at, {_IS_OVER} AS is_over,
 FROM rollouts WHERE n > :after ORDER BY n LIMIT :limit
 """
 ROLLOUT_FORGET = f"DELETE FROM rollouts WHERE n = :n AND {_IS_OVER} RETURNING rollout_id"
-PAGES = Statement(
+PAGES = Sql(
     """
 SELECT page_size * page_count AS bytes, page_size * freelist_count AS free
 FROM pragma_page_size, pragma_page_count, pragma_freelist_count

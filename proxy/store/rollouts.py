@@ -14,7 +14,7 @@ from ..errors import Conflict, NotFound
 from ..json_text import dumps, loads
 from ..types import OPERATOR, Mode, Rollout, RolloutName, RolloutStatus, Sender
 from .conversations import forget_conversations
-from .database import Database, Row, Statement
+from .database import Database, Row, Sql
 from .rows import read
 
 # Whether a key of `own` scope names a rollout that another key has opened, since it was asked whose it is.
@@ -23,7 +23,7 @@ rollouts.key_id IS NOT :key_id AND EXISTS (SELECT 1 FROM keys WHERE keys.key_id 
 """
 # Runs with the start of every call. The first one opens the rollout; later ones fill in what was not named so far.
 # Refused (`mode` would be NULL) for a key that may not see it.
-ROLLOUT_SEEN = Statement(
+ROLLOUT_SEEN = Sql(
     f"""
 INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, evidence, created_at)
 VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :key_id, :evidence, :at)

@@ -14,7 +14,7 @@ from typing import Any
 from ..aside import aside
 from ..json_text import dumps, loads
 from ..types import CollapseSign, PolicyVersion, Rollout
-from .database import Database, Row, Statement, Transaction
+from .database import Database, Row, Sql, Transaction
 from .rollouts import ALL, read_rollout
 from .rows import read
 from .versions import PolicyVersions
@@ -53,7 +53,7 @@ STEP_RELEASE = (
     "DELETE FROM steps WHERE step = :step",
 )
 # SQLite takes the rewards by task out in half the time of Python, and meanwhile others get their turns.
-STEPS_NEWEST = Statement(
+STEPS_NEWEST = Sql(
     """
 SELECT step, status, base, version, checkpoint, created_at, finished_at,
        CASE WHEN :brief THEN json_remove(metrics, '$.reward_by_task') ELSE metrics END AS metrics
@@ -71,7 +71,7 @@ SELECT steps.* FROM policy_versions JOIN steps ON steps.step = policy_versions.s
 WHERE policy_versions.version = :version
 """
 # PostgreSQL has no character for the escape \\u0000, and takes no value out of an object that has one.
-STEPS_FIRST = Statement(
+STEPS_FIRST = Sql(
     """
 SELECT * FROM steps WHERE status = 'trained'
     AND json_extract(metrics, '$.method') IS NULL AND NOT json_extract(metrics, '$.skipped')

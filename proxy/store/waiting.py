@@ -10,7 +10,7 @@ from ..aside import aside
 from ..groups import NO_END, Group, Grouping, Member, Pool, formed
 from ..json_text import dumps
 from ..types import Reward, Rollout
-from .database import Database, Row, Statement
+from .database import Database, Row, Sql
 from .reports.feed import Feed
 from .rewards import read_reward
 from .rollouts import read_rollout
@@ -125,7 +125,7 @@ rollouts.n > (SELECT MAX(n) FROM rollouts) - :newest AND policy_version >= :vers
 AND mode <> 'eval' AND status NOT IN ('running', 'discarded')
 """
 ROLLOUTS_SINCE_VERSION = f"SELECT * FROM rollouts WHERE {_ENDED_SINCE_VERSION} ORDER BY n"
-REWARDS_SINCE_VERSION = Statement(
+REWARDS_SINCE_VERSION = Sql(
     f"""
 SELECT rewards.* FROM rollouts CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
 WHERE {_ENDED_SINCE_VERSION} ORDER BY rollouts.n, rewards.reward_id

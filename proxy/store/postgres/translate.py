@@ -6,7 +6,7 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from ..database import Statement
+from ..database import Sql
 
 _PARTS = re.compile(r"""'(?:[^']|'')*'|"[^"]*"|::|:(\w+)""")
 _LISTED = r"SELECT CAST\(value AS (TEXT|BIGINT)\) FROM json_each\((:\w+)\)"
@@ -36,7 +36,7 @@ class Numbered(NamedTuple):
 @cache
 def translated(sql: str) -> Numbered:
     """Return a statement of the store as PostgreSQL takes it."""
-    if isinstance(sql, Statement):
+    if isinstance(sql, Sql):
         sql = sql.postgres
     for word, other in _WORDS:
         sql = word.sub(other, sql)

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...json_text import dumps, loads, loads_or_none
-from ..database import Database, Row, Statement
+from ..database import Database, Row, Sql
 
 Kind = Literal["call", "reward", "rollout", "step", "version"]
 
 BOUNDS = "SELECT (SELECT MIN(n) FROM feed) AS oldest, (SELECT MAX(n) FROM feed) AS newest"
-NEWEST = Statement("SELECT MAX(n) AS newest FROM feed", postgres="SELECT feed_newest() AS newest")
+NEWEST = Sql("SELECT MAX(n) AS newest FROM feed", postgres="SELECT feed_newest() AS newest")
 AFTER = "SELECT n, kind, ref FROM feed WHERE n > :cursor ORDER BY n LIMIT :limit"
 
 # By kind: its rows, with `ref`. `own`: of the rollouts that a key opened, where that is all its owner sees.

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 
-from ..database import Database, Statement
+from ..database import Database, Sql
 
 # By order of insertion, as in `calls.UNTRAINABLE`. Of an answer's tokens only the length is read.
 # A usage of other types counts 0.
-RECENT_CALLS = Statement(
+RECENT_CALLS = Sql(
     """
 SELECT status, started_at, latency_ms, ttft_ms,
        CAST(COALESCE(usage ->> '$.completion_tokens', usage ->> '$.output_tokens', LENGTH(token_ids) / 4, 0) AS INTEGER)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.store.database import Database, Statement
+from lightning_proxy.proxy.store.database import Database, Sql
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT, RolloutSearch
 from lightning_proxy.proxy.store.rollouts import _search_statement as search_statement
@@ -52,7 +52,7 @@ async def database(server: Server) -> AsyncIterator[Database]:
          "n = ANY(ARRAY(SELECT json_array_elements_text($1::json)::BIGINT))", ("a",)),
         ("id NOT IN (SELECT CAST(value AS TEXT) FROM json_each(:a))",
          "id NOT IN (SELECT json_array_elements_text($1::json)::TEXT)", ("a",)),
-        (Statement("SELECT json(:a)", postgres="SELECT :a::json"), "SELECT $1::json", ("a",)),
+        (Sql("SELECT json(:a)", postgres="SELECT :a::json"), "SELECT $1::json", ("a",)),
     ],
 )  # fmt: skip
 def test_parameters_get_numbers_and_few_words_change(sql: str, text: str, names: tuple[str, ...]) -> None:
