@@ -20,7 +20,7 @@ from ..config.root import Config
 from ..errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
 from ..json_text import as_utf8, loads, loads_in_turns
 from ..types import Mode, RolloutName, check_id
-from ..upstreams.attempts import Attempts, _form_model, _is_form, target_of
+from ..upstreams.attempts import Attempts, form_model, is_form, target_of
 from ..upstreams.base import Request, Route
 from .asgi import Bodies, ClientDisconnected, Receive, Reply, Scope, Send, read_headers
 from .call import Gateway, Question, model_of
@@ -119,8 +119,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 def parse_any(body: bytes) -> dict[str, Any]:
     """Return the JSON object in an unrecorded body, or a form's `model`; empty if it is neither."""
-    if _is_form(body):
-        match = _form_model(body)
+    if is_form(body):
+        match = form_model(body)
         return {} if match is None else {"model": match[1].decode(errors="replace")}
     try:
         body = as_utf8(body)

@@ -74,22 +74,22 @@ class PolicyRouter:
         return route._replace(fallbacks=fallbacks, adds_usage=adds_usage) if fallbacks or adds_usage else route
 
     async def _route_to_policy(self, watch: Watch, rollout: RolloutName, model: str | None, recorded: bool) -> Route:
-        upstream, (live, placed) = watch.upstream, await self._in_line(watch)
-        begins = self._choose if recorded and model == self.alias else None
+        upstream, (live, placed) = watch.upstream, await self._live_and_placed(watch)
+        choose = self._choose if recorded and model == self.alias else None
         if watch.swap.mode == "merged":
             ours = model in (None, self.alias, watch.base)
-            version, servers = await self._merged(watch, rollout, live, placed, begins)
+            version, servers = await self._merged(watch, rollout, live, placed, choose)
             served = watch.base if model == self.alias else None
             return Route(upstream, served, version.version if ours else None, servers=servers)
         if model == self.alias:
-            version = await self._version_of(rollout, live, begins)
+            version = await self._version_of(rollout, live, choose)
             adapter = self._policy.adapter_of(rollout.agent)
             served = watch.base if version.version == 0 else version.adapters.get(adapter, version.served_model)
             return Route(upstream, served, version.version)
         named = 0 if model is None or model == watch.base else await self._store.versions.named(model)
         return Route(upstream, None, named, pins=False)
 
-    async def _in_line(self, watch: Watch) -> tuple[PolicyVersion, Mapping[str, PolicyVersion]]:
+    async def _live_and_placed(self, watch: Watch) -> tuple[PolicyVersion, Mapping[str, PolicyVersion]]:
         """The live version, and the versions that servers have in its place, both as of the same check."""
         for _ in range(2):  # another one may become live between two readings
             await watch.require()
@@ -104,7 +104,7 @@ class PolicyRouter:
         rollout: RolloutName,
         live: PolicyVersion,
         placed: Mapping[str, PolicyVersion],
-        begins: Choose | None,
+        choose: Choose | None,
     ) -> tuple[PolicyVersion, tuple[str, ...]]:
         """The version that answers, and the servers that have it (empty: any). Only one that is up can be chosen."""
         if not placed:
@@ -112,16 +112,16 @@ class PolicyRouter:
         versions = {url: placed.get(url, live) for url in watch.upstream.urls}
         up = {versions[url].version: versions[url] for url in watch.up(versions)}
         version = live if live.version in up or not up else next(iter(up.values()))
-        if begins is not None and len(up) > 1:
-            chosen = await begins(rollout, live)
+        if choose is not None and len(up) > 1:
+            chosen = await choose(rollout, live)
             version = up.get(chosen.version, version)
         return version, tuple(url for url, its in versions.items() if its.version == version.version)
 
-    async def _version_of(self, rollout: RolloutName, live: PolicyVersion, begins: Choose | None) -> PolicyVersion:
+    async def _version_of(self, rollout: RolloutName, live: PolicyVersion, choose: Choose | None) -> PolicyVersion:
         """The version that the rollout began with; one for it if it begins now; the live one if that is not served."""
         pin = await self._pins.of(rollout.rollout_id) if self._policy.pin_rollouts else None
-        if pin is None and begins is not None:
-            return await begins(rollout, live)
+        if pin is None and choose is not None:
+            return await choose(rollout, live)
         if pin is None or pin == live.version:
             return live
         version = await self._store.versions.get(pin)

@@ -37,7 +37,7 @@ class Watch:
         self._mode = mode
         self._look: asyncio.Task[None] | None = None
         self._mending: asyncio.Task[None] | None = None
-        self._in_line = False
+        self._in_line = False  # it serves what the store says is live
         # The version that was live at the last check of vLLM, and by URL the placed ones.
         self._in_line_for: Wanted = (0, {})
         self._problem: LightningError | None = None

@@ -73,7 +73,7 @@ class Recorder:
         self._redactor = redactor or None
         self._on_redacted = on_redacted
         self._writer = GroupCommit(store)
-        self._starts = asyncio.Semaphore(starts)
+        self._slots = asyncio.Semaphore(starts)
         self._recent = RecentCalls(memory, recent)
         self._begun: dict[str, tuple[RecentCall, RecentCall | None]] = {}  # the calls under way, and their parents
         self._shown: set[str] = set()  # the calls under way whose redacted part the model was shown
@@ -142,12 +142,12 @@ class Recorder:
     async def _start(self, start: CallStart, also: Sequence[Statement], size: int) -> None:
         rollout_id = start.rollout.rollout_id
         recent = self._recent.of(rollout_id)
-        made = await aside(size, partial(_made, start, recent))
+        made = await aside(size, partial(_prepared, start, recent))
         parent, statements = made.parent, [*made.statements, *also]
         if start.is_retry and (earlier := await self._repeated(start, recent)):
             statements.append((CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
         try:
-            async with self._starts:
+            async with self._slots:
                 await self._writer.put(statements, made.size)
         except StoreUnavailable as error:
             if parent is None or not isinstance(error.__cause__, ConstraintRefused):
@@ -171,7 +171,7 @@ class Recorder:
             self._on_redacted()
 
 
-class _Made(NamedTuple):
+class _Prepared(NamedTuple):
     """The statements of a call's start, of `size` bytes, and the call and its parent as they are remembered."""
 
     statements: list[Statement]
@@ -180,7 +180,7 @@ class _Made(NamedTuple):
     parent: RecentCall | None
 
 
-def _made(start: CallStart, recent: Sequence[RecentCall]) -> _Made:
+def _prepared(start: CallStart, recent: Sequence[RecentCall]) -> _Prepared:
     parent, known = parent_of(start.request, recent)
     call = RecentCall(start.call_id, sharing(start.request, parent, known), first=known)
     before = parent.read if parent else None
@@ -191,7 +191,7 @@ def _made(start: CallStart, recent: Sequence[RecentCall]) -> _Made:
     else:
         stored = encode(start.request) if start.request_text is None else start.request_text
     statements = [*_start_statements(start, parent, stored), *_tool_results(start, call, parent, known)]
-    return _Made(statements, len(stored), call, parent)
+    return _Prepared(statements, len(stored), call, parent)
 
 
 def _start_statements(start: CallStart, parent: RecentCall | None, stored: bytes) -> list[Statement]:

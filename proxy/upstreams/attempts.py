@@ -127,7 +127,7 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
     changed = {name: value for name, value in sent.items() if name not in body or body[name] is not value}
     if not changed:
         return request
-    if _is_form(request.body):
+    if is_form(request.body):
         return request.with_body(_with_form_model(request.body, sent["model"]))
     own: tuple[Piece, ...] | None = (request.body,)
     if "model" in changed and "model" in body:
@@ -138,18 +138,19 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
     return request.with_members(orjson.dumps(changed)) if changed else request
 
 
-def _is_form(body: bytes) -> bool:
-    """Whether a body begins as multipart/form-data does, in which sound and pictures are sent."""
+def is_form(body: bytes) -> bool:
+    """Return whether a body begins as multipart/form-data does, in which sound and pictures are sent."""
     return body.startswith(b"--")
 
 
-def _form_model(body: bytes) -> re.Match[bytes] | None:
+def form_model(body: bytes) -> re.Match[bytes] | None:
+    """Return where a form's field `model` has its value, as group 1."""
     at = body.find(_FORM_NAME)
     return None if at < 0 else _FORM_VALUE.match(body, at + len(_FORM_NAME))
 
 
 def _with_form_model(body: bytes, model: str) -> bytes:
-    match = _form_model(body)
+    match = form_model(body)
     return body if match is None else body[: match.start(1)] + model.encode() + body[match.end(1) :]
 
 
@@ -186,16 +187,16 @@ class Attempts:
         """The first answer that is neither 429 nor a server's error; the last upstream's, or its error, if none is."""
         while True:
             route = self.target.route
-            if route.fallbacks and self._upstreams.health.is_down(route.upstream) and self._has_next("it is down"):
+            if route.fallbacks and self._upstreams.health.is_down(route.upstream) and self._move_on("it is down"):
                 continue
             try:
                 answer = await self._open()
             except (UpstreamUnreachable, UpstreamTimeout, Unsupported) as error:
-                if not self._has_next(error.message):
+                if not self._move_on(error.message):
                     raise
             else:
                 status = answer.status
-                if status < 429 or 429 < status < 500 or not self._has_next(f"it answered {status}"):
+                if status < 429 or 429 < status < 500 or not self._move_on(f"it answered {status}"):
                     self._answer = answer
                     return answer
                 answer.release()
@@ -245,7 +246,8 @@ class Attempts:
             return await self._open_first(self.target.request)
         return await self._upstreams.open(self.upstream, self.target.request)
 
-    def _has_next(self, reason: str) -> bool:
+    def _move_on(self, reason: str) -> bool:
+        """Whether there is another upstream to ask: it is the target now."""
         if not self._left:
             return False
         following = self._left.pop(0)
