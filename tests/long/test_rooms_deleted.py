@@ -69,9 +69,9 @@ class Copy:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_side_room_can_be_deleted(tmp_path: Path, room: str) -> None:
-    copy = Copy(tmp_path, [room])
+@pytest.mark.parametrize("rooms", [*([room] for room in ROOMS), [*ROOMS, *SHARED]], ids=[*ROOMS, "all"])
+def test_side_rooms_can_be_deleted(tmp_path: Path, rooms: list[str]) -> None:
+    copy = Copy(tmp_path, rooms)
     copy.run("-W", "ignore", "-c", LEFT.format(place=str(tmp_path)))
     assert "train" in copy.run("-m", "lightning_proxy.cli", "--help")
     assert "2 passed" in copy.run("-m", "pytest", "-q", "-p", "no:cacheprovider", LEARNS)
