@@ -34,7 +34,7 @@ from lightning_proxy.proxy.policy.mode import has_gpu
 from lightning_proxy.proxy.policy.operator import KEY_HEADER
 from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
-from support import fuzzing, network, stores  # noqa: F401  (fuzzing registers the profiles)
+from support import fuzzing, network, reaper, stores  # noqa: F401  (fuzzing registers the profiles)
 from support.command_line import Done, lightning
 from support.left_open import LeftOpen
 from support.paths import ROOT
@@ -47,6 +47,8 @@ os.environ.update(telemetry_off())  # read when huggingface_hub is imported
 # Several processes of tests share the cores: threads that wait for each other's cores take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.load_profile("quick")  # unless --hypothesis-profile names another
+if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
+    reaper.start()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

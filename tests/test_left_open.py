@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,32 @@ def test_this_machine_is_asked() -> None:
 def test_a_file_is_one_group_of_pytest_xdist(request: pytest.FixtureRequest) -> None:
     """pytest 9.2 dropped what pytest-xdist 3.8 writes groups to: every shared vLLM would start in every process."""
     assert request.node.nodeid.endswith("@tests/test_left_open.py")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_killed_run_of_tests_leaves_no_process(tmp_path: Path) -> None:
+    (tmp_path / "run.py").write_text(
+        "import subprocess, sys, time\n"
+        "from support import reaper\n"
+        "reaper.start()\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, str(tmp_path / "run.py")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        child = int(run.stdout.readline())
+        run.kill()
+    deadline = time.monotonic() + 30
+    while (runs := _runs(child)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not runs
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # one that nobody has waited for has none
+    except OSError:
+        return False
