@@ -38,7 +38,7 @@ HALVINGS = 40  # of the width 2: finer than anybody reads
 
 
 class Evidence:
-    """What the pairs of one metric say so far: two e-values, and the verdict that was reached first.
+    """The evidence of one metric's pairs so far: two e-values, and the verdict that was reached first.
 
     `margin`: the drop, as a share of the metric's range, that must not go live. `level`: the greatest chance that an
     equal candidate is called worse, and that one with a drop of `margin` or more is called safe. Of several `metrics`
@@ -95,7 +95,7 @@ class Evidence:
 
     @property
     def verdict(self) -> Verdict:
-        """What was reached first; `worse` if both were at the same pair. It never changes again."""
+        """The verdict that was reached first; `worse` if both were at the same pair. It never changes again."""
         if self.worse_at is not None and (self.safe_at is None or self.worse_at <= self.safe_at):
             return "worse"
         return "undecided" if self.safe_at is None else "safe"

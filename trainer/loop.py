@@ -46,7 +46,7 @@ def moved_nothing(metrics: Mapping[str, Any]) -> bool:
 
 
 class TrainingLoop:
-    """Trains on what the store holds and publishes every step. Killed at any moment, it goes on from the last step.
+    """Trains on the store's rollouts and publishes every step. Killed at any moment, it resumes from the last step.
 
     `order` sorts the groups; by default the longest waiting come first.
     """
@@ -79,12 +79,12 @@ class TrainingLoop:
         self._other_weights: str | None = None
         self._fresh = True  # nothing has changed the trainer's weights yet
         self._free_since = time.perf_counter()
-        self.version = 0  # the policy version that the trainer's weights go on from
+        self.version = 0  # the policy version that the trainer's weights build on
 
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
         """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no whole group is left.
 
-        If the store cannot be written, or what takes the steps is away, wait for it and go on as after a restart.
+        If the store cannot be written, or the training engine is away, wait for it and continue as after a restart.
         """
         while not stop.is_set():
             try:
@@ -125,7 +125,7 @@ class TrainingLoop:
             return True  # there is more to do, also with `once`
 
     async def wait_for(self, error: LightningError) -> None:
-        """Wait for what the next batch needs: a judge's answer, or what only vLLM knows of a grammar."""
+        """Wait before the next batch is tried: for a judge, or for a vLLM that knows a grammar."""
         log.warning("the step waits: %s", error)
         await pause(self._stop)
 
@@ -150,7 +150,7 @@ class TrainingLoop:
         return await self.conclude(batch, metrics)
 
     async def _guided(self, batch: Batch) -> Batch:
-        """The batch with what the guide says. Waits while the guide is away; raises Stopped."""
+        """The batch with the guide's scores. Waits while the guide is away; raises Stopped."""
         while self._guide is not None:
             try:
                 return await self._guide.guided(batch)
@@ -166,14 +166,14 @@ class TrainingLoop:
             if self._may_publish(batch.step, metrics):
                 await self._publish(batch.step, batch.samples, metrics)
         except Stopped:
-            log.warning("stopped before step %d was saved or published: the next start does what is left", batch.step)
+            log.warning("stopped before step %d was saved or published: the next start finishes it", batch.step)
             return False
         await self._report(batch.step, metrics)
         self._free_since = time.perf_counter()
         return True
 
     async def _step(self, batch: Batch) -> dict[str, Any]:
-        """The optimizer step; its metrics, and what the monitor says of them."""
+        """Take the optimizer step; return its metrics, and the monitor's."""
         metrics: dict[str, Any] = {**await in_thread(self._trainer.step, batch), "reward_by_task": batch.tasks}
         if metrics["skipped"]:
             metrics["skipped_because"] = self._trainer.skipped_because
@@ -200,7 +200,7 @@ class TrainingLoop:
         await prune_checkpoints(self._store, self._config.keep_checkpoints)
 
     def _may_publish(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Not a step whose weights are the old ones, nor one that the monitor takes for a collapse."""
+        """Whether to publish: not if the weights are the old ones, nor if the monitor sees a collapse."""
         if metrics["skipped"]:
             log.error("step %d was skipped: %s; its rollouts are not used", step, metrics["skipped_because"])
         elif "collapse" in metrics:
@@ -225,7 +225,7 @@ class TrainingLoop:
         metrics["publish_s"] = time.perf_counter() - started
 
     async def _report(self, step: int, metrics: dict[str, Any]) -> None:
-        """Tell the trackers, the store and the screen of a finished step."""
+        """Report a finished step to the trackers, the store and the screen."""
         metrics.setdefault("publish_s", 0.0)
         self._trainer.trackers.report(metrics)  # in this thread: MLflow and trackio know their run by thread or context
         await self._store.steps.update_metrics(step, metrics)
@@ -261,7 +261,7 @@ class TrainingLoop:
             )
         await in_thread(self._trainer.load, Path(last.checkpoint))
         self.version = last.base if last.version is None else last.version
-        log.info("going on after step %d (policy version %d)", last.step, self.version)
+        log.info("resuming after step %d (policy version %d)", last.step, self.version)
         if last.version is None and "collapse" in last.metrics:
             self.version = UNPUBLISHED
         return last
@@ -277,8 +277,8 @@ class TrainingLoop:
         if stopped and last.version is None:
             self.version = UNPUBLISHED
         done = moved_nothing(last.metrics) or publisher.is_done(live, last)
-        goes_on = await publisher.goes_on(self.version, live)
-        if not stopped and goes_on and (not done or publisher.is_of_another_mode(live)):
+        builds_on = await publisher.builds_on(self.version, live)
+        if not stopped and builds_on and (not done or publisher.is_of_another_mode(live)):
             await self._publish_again(last)
         elif "publish_s" not in last.metrics:  # killed after it was published, or skipped
             published = {} if last.version is None else {"version": last.version}
@@ -302,21 +302,21 @@ class TrainingLoop:
         """After a promotion or rollback by hand, train on from that version."""
         await self._publisher.look_at_others()
         live = await self._store.versions.live()
-        if live.version == self.version or await self._publisher.goes_on(self.version, live):
+        if live.version == self.version or await self._publisher.builds_on(self.version, live):
             await self._warn_of_other_weights()
             return
         step = await self._store.steps.of_version(live.version)
         checkpoint = self._checkpoints / str(step.step if step else 0)
         if not checkpoint.is_dir():
             raise ConfigError(f"policy version {live.version} is live, but its checkpoint {checkpoint} is gone")
-        log.warning("policy version %d is live: training goes on from it", live.version)
+        log.warning("policy version %d is live: training continues from it", live.version)
         await in_thread(self._trainer.load, checkpoint)
         self.version = live.version
         if step is not None and self._publisher.is_of_another_mode(live):
             await self._publish_again(step)
 
     async def _warn_of_other_weights(self) -> None:
-        """Say once what the proxy found: the policy's server does not answer as the live version did."""
+        """Log once that the proxy found the policy's server not answering as the live version did."""
         problem = await self._store.probes.problem(self.version)
         if problem is not None and problem != self._other_weights:
             log.error("rollouts come from other weights: %s", problem)

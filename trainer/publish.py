@@ -49,8 +49,8 @@ class NoPublisher:
         """Return whether the weights of a step are to be published."""
         return False
 
-    async def goes_on(self, version: int, live: PolicyVersion) -> bool:
-        """Return whether weights that go on from `version` go on from what is live."""
+    async def builds_on(self, version: int, live: PolicyVersion) -> bool:
+        """Return whether weights trained on from `version` build on the live version."""
         return version == live.version
 
     async def waits_for(self, version: int) -> str | None:

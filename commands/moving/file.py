@@ -60,7 +60,7 @@ class FileStore:
 
 @asynccontextmanager
 async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
-    """Yield the store as it is at one moment; others may go on writing to it."""
+    """Yield a snapshot of the store; others may keep writing to it."""
     path = config.path.expanduser().absolute()
     if not path.is_file():
         raise LightningError(f"there is no store at {path}")

@@ -121,5 +121,5 @@ def _is_of_server(error: Exception) -> bool:
 
 
 def _failed(source: StoreConfig, target: StoreConfig, error: Exception) -> LightningError:
-    said = str(error).partition("\n")[0] or type(error).__name__
-    return LightningError(f"{source.where} was not moved to {target.where}: {said}")
+    message = str(error).partition("\n")[0] or type(error).__name__
+    return LightningError(f"{source.where} was not moved to {target.where}: {message}")

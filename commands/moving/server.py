@@ -65,7 +65,7 @@ class ServerStore:
         return tuple(storable(value) for value in record)
 
     async def finish(self) -> None:
-        """Let numbers go on above the highest that was moved, and triggers note what happens from now on."""
+        """Set sequences above the highest number moved, and let triggers note changes from now on."""
         for table, column in await self._connection.fetch(IDENTITIES):
             sequence = f"pg_get_serial_sequence('{table}', '{column}')"
             await self._connection.execute(f"SELECT setval({sequence}, MAX({column})) FROM {table}")
@@ -75,7 +75,7 @@ class ServerStore:
 
 @asynccontextmanager
 async def server_to_read(config: StoreConfig) -> AsyncIterator[ServerStore]:
-    """Yield the store as it is at one moment; others may go on writing to it."""
+    """Yield a snapshot of the store; others may keep writing to it."""
     async with _connected(config) as connection, connection.transaction(isolation="repeatable_read", readonly=True):
         await require_up_to_date(connection, config.where)
         yield ServerStore(connection)
@@ -131,7 +131,7 @@ async def _unless_lost(connection: asyncpg.Connection, copying: Coroutine[Any, A
 
 
 async def _switch_triggers(connection: asyncpg.Connection, to: str) -> None:
-    """Those of the store, which note what happens. The server goes on checking what rows refer to."""
+    """The triggers of the store, which note changes. The server keeps checking foreign keys."""
     for table in ORDERS:
         if table != "rollout_counts":  # a view here
             await connection.execute(f"ALTER TABLE {table} {to} TRIGGER USER")

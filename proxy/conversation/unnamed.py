@@ -120,7 +120,7 @@ class UnnamedRollouts:
     async def _extended(self, within: str, conversation: Conversation) -> str | None:
         """By the longest beginning that was answered; prefer conversations not extended yet."""
         for end in islice(conversation.ends(), BEGINNINGS):
-            if rollout := await self._index.goes_on_from(digest(within, end.exact), digest(within, end.loose)):
+            if rollout := await self._index.rollout_at(digest(within, end.exact), digest(within, end.loose)):
                 return rollout
         return None
 

@@ -1,1 +1,1 @@
-"""Which new version may go live, and how sure one can be that it is no worse than the live one."""
+"""Decides which new version may go live, and how sure it is that it is no worse than the live one."""

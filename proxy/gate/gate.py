@@ -73,7 +73,7 @@ class Gate(Generic[Test]):
         ] = {}  # by test: the stamp that was weighed, and until when it holds
 
     async def run(self) -> None:
-        """Weigh what comes until cancelled, and decide. One process of several does it."""
+        """Weigh new rollouts and decide until cancelled. One process of several does it."""
         while True:
             self._read = 0
             try:
@@ -88,7 +88,7 @@ class Gate(Generic[Test]):
             await asyncio.sleep(max(LOOK_S, self._read / PACE))
 
     async def look(self) -> None:
-        """Weigh what there is, and decide if it is enough."""
+        """Weigh the rollouts so far, and decide if they are enough."""
         tests = await self._tests.under_way()
         self._seen = {test.n: self._seen[test.n] for test in tests if test.n in self._seen}
         for test in tests:
@@ -96,7 +96,7 @@ class Gate(Generic[Test]):
                 await self._look_at(test)
             except (LightningError, OSError):
                 raise
-            except Exception:  # other tests go on
+            except Exception:  # other tests continue
                 log.exception("%s cannot be weighed", test.candidate)
 
     async def _look_at(self, test: Test) -> None:
@@ -121,7 +121,7 @@ class Gate(Generic[Test]):
 
 
 def rules(gate: GateConfig, trainer: TrainerConfig) -> GateRules:
-    """Return what tests go by: of the policy or of prompts, as `gate` says. Siblings are those of the trainer."""
+    """Return the rules of tests, of the policy or of prompts, by `gate`. Siblings are those of the trainer."""
     return GateRules(
         metrics=metrics(gate.metrics, gate.reward_range, trainer.reward_weights),
         level=gate.level,

@@ -16,7 +16,7 @@ Value = Callable[[Observed], float | None]
 
 
 class GuardedMetric(NamedTuple):
-    """One thing that must not become worse. `value`: that of a rollout, None if it says nothing of this.
+    """A metric that must not become worse. `value`: that of a rollout, None if it has none.
 
     `range`: its lowest and highest value; None where it has no bounds, so that only the order of two values counts.
     `is_reward`: higher is better, and a failed rollout has the lowest value. Of all others lower is better.

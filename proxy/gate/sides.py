@@ -38,5 +38,5 @@ def _drawn(*what: object) -> float:
 
 
 def sides_of(test: Promotion, gate: GateConfig, group_size: int) -> Chooser:
-    """Return what chooses the side of a rollout in a test."""
+    """Return a hook that chooses the side of a rollout in a test."""
     return partial(choose, test, group_size=group_size, share=gate.share)

@@ -46,7 +46,7 @@ class Promotion:
 
     @property
     def key(self) -> int | str:
-        """Return what tells this test from all others."""
+        """Return the identity of this test."""
         return self.n
 
     @property

@@ -18,7 +18,7 @@ Key = tuple[str, str | None, int]  # who opened it, a task, and the number of a 
 
 @dataclass(frozen=True, slots=True)
 class GateRules:
-    """What a test goes by. `group_size`: siblings of a group; `group_timeout_s`: after which no more are waited for.
+    """The rules of a test. `group_size`: siblings of a group; `group_timeout_s`: after which no more are waited for.
 
     `max_rollouts`, `reward_timeout_s`, `level`: as in the section `policy.gate`.
     """
@@ -32,14 +32,14 @@ class GateRules:
 
 
 class SiblingGroup(NamedTuple):
-    """Siblings of whom nothing more is to come."""
+    """Siblings that are complete, or waited for no more."""
 
     candidate: list[Observed]
     live: list[Observed]
 
 
 class Weighed(NamedTuple):
-    """The numbers of a test, as they are kept, and what follows from them; `outcome` None: the test goes on."""
+    """The numbers of a test, as they are kept, and what follows from them; `outcome` None: the test continues."""
 
     evidence: dict[str, Any]
     outcome: Outcome | None
@@ -68,7 +68,7 @@ def weigh(test: Promotion, rollouts: Sequence[Observed], rules: GateRules, now: 
 def _groups(
     test: Promotion, rollouts: Sequence[Observed], rules: GateRules, now: float, is_full: bool
 ) -> tuple[list[SiblingGroup], int]:
-    """Groups of whom nothing more is to come, and how many others there are.
+    """Groups that are complete or waited for no more, and how many others there are.
 
     They count in the order in which they began, each after those before it: else a version whose failures take longer
     would look better than it is (docs/promotion.md).
@@ -159,7 +159,7 @@ def _counts(members: Sequence[Observed], groups: Sequence[SiblingGroup], rules: 
 
 
 def _decision(judged: Mapping[str, Evidence], is_over: bool) -> tuple[Outcome | None, str]:
-    """What follows from the evidence of each metric; `is_over`: no more is to come."""
+    """The outcome of each metric's evidence; `is_over`: no more rollouts will come."""
     worse = [name for name, evidence in judged.items() if evidence.verdict == "worse"]
     if worse:
         return "rejected", "; ".join(f"{name} is worse: {_evidence_line(judged[name])}" for name in worse)

@@ -62,7 +62,7 @@ async def decide(config: Config, store: Store, who: str) -> PublishMode:
     mode, before = publish_mode(config), await store.publishing.decided()
     if mode == "merged" and not config.can_test_merged_weights:
         raise ConfigError(ONE_SERVER)
-    await store.publishing.decide(mode, who, asked=config.policy.publish != "auto")
+    await store.publishing.decide(mode, who, configured=config.policy.publish != "auto")
     if before is not None and before.mode != mode:
         log.warning("%s", otherwise(who, mode, before))
     return mode

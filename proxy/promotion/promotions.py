@@ -181,7 +181,7 @@ class Promotions:
         return await self._db.write(work)
 
     async def stamp(self, test: Promotion) -> tuple[Any, ...]:
-        """Return what changes with every reward, and with every rollout that begins or ends."""
+        """Return a stamp that changes with every reward, and with every rollout that begins or ends."""
         row = await self._db.one(STAMP, {"n": test.n})
         return () if row is None else tuple(row)
 
@@ -194,7 +194,7 @@ class Promotions:
         return await self._db.one(NO_EVIDENCE, {"n": test.n}) is not None
 
     async def found(self, test: Promotion, evidence: Mapping[str, Any]) -> None:
-        """Keep the numbers of a test that goes on."""
+        """Keep the numbers of a test that continues."""
         await self._db.commit([(EVIDENCE, [{"n": test.n, "evidence": dumps({**evidence})}])])
 
     async def decide(self, test: Promotion, outcome: Outcome, reason: str, evidence: Mapping[str, Any]) -> bool:

@@ -15,7 +15,7 @@ KEPT = 20_000  # rollouts whose version is in memory
 
 
 class PolicySplit:
-    """Says which version of the policy answers a rollout."""
+    """Chooses the version of the policy that answers a rollout."""
 
     def __init__(self, config: Config, tests: Promotions) -> None:
         self._gate, self._group_size = config.policy.gate, config.trainer.group_size
@@ -43,7 +43,7 @@ class PolicySplit:
 
 
 def candidates_server(config: Config, tests: Promotions) -> Placed:
-    """Return what tells that the policy's last server has the candidate's merged weights, while there is one."""
+    """Return a hook that knows whether the policy's last server has the candidate's merged weights."""
     upstream = config.policy_upstream
 
     async def placed() -> Mapping[str, PolicyVersion]:

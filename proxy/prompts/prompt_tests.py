@@ -97,7 +97,7 @@ class PromptTest(Promotion):
 
     @property
     def key(self) -> str:
-        """Return what tells this test from all others."""
+        """Return the identity of this test."""
         return f"prompt {self.name} {self.n}"
 
     @property
@@ -153,7 +153,7 @@ class PromptTests:
         """Return the version that a rollout keeps: chosen now, if it uses the prompt for the first time.
 
         At most `most` rollouts are compared. One that has ended, has a reward, is of mode `eval`, comes after that or,
-        unless this `opens` it, is unknown, goes on with the live version.
+        unless this `opens` it, is unknown, keeps the live version.
         """
         row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "n": test.n}
         row |= {"name": test.name, "agent": rollout.agent, "mode": rollout.mode, "pin": None, "at": time.time()}
@@ -183,7 +183,7 @@ class PromptTests:
         return await self._db.write(work)
 
     async def stamp(self, test: PromptTest) -> tuple[Any, ...]:
-        """Return what changes with every reward, and with every rollout that begins or ends."""
+        """Return a stamp that changes with every reward, and with every rollout that begins or ends."""
         row = await self._db.one(PROMPT_TEST_STAMP, {"n": test.n})
         return () if row is None else tuple(row)
 
@@ -197,7 +197,7 @@ class PromptTests:
         return await self._db.one(PROMPT_NO_EVIDENCE, {"n": test.n}) is not None
 
     async def found(self, test: PromptTest, evidence: Mapping[str, Any]) -> None:
-        """Keep the numbers of a test that goes on."""
+        """Keep the numbers of a test that continues."""
         await self._db.commit([(PROMPT_EVIDENCE, [{"n": test.n, "evidence": dumps({**evidence})}])])
 
     async def decide(self, test: PromptTest, outcome: Outcome, reason: str, evidence: Mapping[str, Any]) -> bool:

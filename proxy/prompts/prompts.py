@@ -127,7 +127,7 @@ def _fits(prompt: Prompt, agent: str | None, sent: str) -> bool:
 
 
 def _text_left(kept: Any, place: Place) -> str:
-    """What redaction has left of a text."""
+    """A text after redaction."""
     try:
         return text_at(kept, place)
     except (TypeError, LookupError):

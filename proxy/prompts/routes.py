@@ -29,7 +29,7 @@ Version = Annotated[int, Field(strict=True, ge=1, lt=2**31), WHOLE]
 
 
 class Match(Body):
-    """Which message it is: the first one of this role, of this agent, or of any that says what a version says."""
+    """The message: the first one of this role, of this agent, or of any agent if it has the text of a version."""
 
     agent: Id | None = None
     role: Role = "system"
@@ -38,7 +38,7 @@ class Match(Body):
 class PromptBody(Body):
     """A prompt's text. The first one of a new name is the agent's own, and live.
 
-    `match` is needed for no further version. `parent`: the version that it was made from. `promote`: make it live,
+    `match` is needed only for the first version. `parent`: the version that it was made from. `promote`: make it live,
     or test it where prompts have a gate (`prompts.promotion`).
     """
 

@@ -9,7 +9,7 @@ from .prompt_tests import PromptTests
 
 
 class PromptSplit:
-    """Says which version of a prompt a rollout keeps."""
+    """Chooses the version of a prompt that a rollout keeps."""
 
     def __init__(self, config: Config, tests: PromptTests) -> None:
         self._gate, self._group_size = config.prompts.gate, config.trainer.group_size

@@ -178,12 +178,12 @@ class PromptTable:
         raise NotFound(f"no prompt {name!r}", param="name")
 
     async def stamp(self) -> tuple[int | None, int | None]:
-        """Return what changes with every new version and promotion."""
+        """Return a stamp that changes with every new version and promotion."""
         row = await self._db.quick(PROMPTS_CHANGED)
         return (None, None) if row is None else (row["live"], row["made"])
 
     def changes(self) -> Changes:
-        """Return what waits for a new version or promotion."""
+        """Return a `Changes` that waits for a new version or promotion."""
         return self._db.changes("prompts")
 
     async def add(
@@ -210,7 +210,9 @@ class PromptTable:
             await db.run(PROMPT_NEW, row | {"agent": agent, "role": role or "system"})
             (kept,) = await db.all(PROMPT_OF_NAME, row)
             if role is not None and (kept["agent"], kept["role"]) != (agent, role):
-                raise Conflict(f"prompt {name!r} is another message: {_said(kept)}; choose another name", param="match")
+                raise Conflict(
+                    f"prompt {name!r} is another message: {_described(kept)}; choose another name", param="match"
+                )
             found = await db.one(PROMPT_VERSION_OF_TEXT, row)
             if found is None:
                 (found,) = await db.all(PROMPT_VERSION_NEW, row)
@@ -241,7 +243,7 @@ class PromptTable:
         return await self._db.write(work)
 
     async def measured(self, name: str, version: int, metrics: Mapping[str, Any]) -> None:
-        """Keep what was measured of a version."""
+        """Keep the metrics of a version."""
         row = {"name": name, "version": version, "metrics": dumps({**metrics})}
         await self._db.commit([(PROMPT_METRICS, [row])])
 
@@ -269,7 +271,7 @@ class PromptTable:
         return await self._db.quick(AGENT_HAS_CALLED, {"rollout_id": rollout_id, "agent": agent}) is not None
 
     async def placed_in(self, rollout_id: str) -> list[Placed]:
-        """Return what was put into the rollout's calls, in their order."""
+        """Return the prompts that were put into the rollout's calls, in order."""
         return [
             Placed(row["call_id"], row["name"], row["version"], tuple(loads(row["place"])), row["sent"])
             for row in await self._db.all(CALL_PROMPTS_OF, {"rollout_id": rollout_id})
@@ -295,8 +297,8 @@ class PromptTable:
         Without a run, those of every optimisation. Of what was opened with the key `key_id` and, unless `own`, with one
         that gives evidence.
         """
-        asked = {"name": name, "run": run or "", "every": run is None, "own": own, "key_id": key_id}
-        rows = await self._db.all(PROMPT_RUN, asked)
+        selection = {"name": name, "run": run or "", "every": run is None, "own": own, "key_id": key_id}
+        rows = await self._db.all(PROMPT_RUN, selection)
         return [read(TriedOut, row, held_out=bool(row["held_out"])) for row in rows]
 
 
@@ -313,5 +315,5 @@ def _version(row: Row) -> PromptVersion:
     )
 
 
-def _said(row: Row) -> str:
+def _described(row: Row) -> str:
     return f"the {row['role']} message of {'any agent' if row['agent'] is None else repr(row['agent'])}"

@@ -224,7 +224,7 @@ class Calls:
         return failed[-1] if failed else next((c for c in alike if c.status == "ok"), None)
 
     async def name_agent(self, rollout_id: str, call_id: str, agent: str) -> None:
-        """Say which agent made a call that was recorded without one."""
+        """Set the agent of a call that was recorded without one."""
         row: dict[str, object] = {"rollout_id": rollout_id, "call_id": call_id, "agent": agent}
 
         async def work(db: Transaction) -> None:
@@ -273,7 +273,7 @@ class Calls:
 
 
 def newest_parents(known: Mapping[str, Parent], calls: Sequence[ModelCall]) -> dict[str, Parent]:
-    """Return what is kept to read later calls of a rollout, now that these were read whole, too."""
+    """Return the parents to read later calls of a rollout against, with these calls added."""
     more = {call.call_id: _as_parent(call) for call in calls[-PARENTS:]}
     return dict([*{**known, **more}.items()][-PARENTS:])
 

@@ -25,7 +25,7 @@ ON CONFLICT (digest, at, call_id) DO NOTHING
 CONVERSATION_LEADS_TO = """
 SELECT rollouts.rollout_id FROM conversation_points JOIN rollouts USING (rollout_id) WHERE digest = :digest
 """
-# What is known of a point in a conversation: whether anything waits there, and where it leads.
+# A point in a conversation: whether an entry waits there, and which rollouts it leads to.
 CONVERSATION_AT = """
 SELECT EXISTS (SELECT 1 FROM conversation_tips WHERE digest = :loose) AS waits,
     (SELECT rollouts.rollout_id FROM conversation_points JOIN rollouts USING (rollout_id) WHERE digest = :exact)
@@ -33,8 +33,8 @@ SELECT EXISTS (SELECT 1 FROM conversation_tips WHERE digest = :loose) AS waits,
     (SELECT rollouts.rollout_id FROM conversation_points JOIN rollouts USING (rollout_id) WHERE digest = :loose)
         AS loose
 """
-# How far apart answers may be that are gone on with in their order: of conversations that went side by side. What is
-# older was left alone.
+# Answers of parallel conversations that are at most so far apart are continued in their order. Older entries were
+# abandoned.
 TOGETHER_S = 60.0
 # How long a failed request is tried again, by clients that do not say so.
 TRIED_S = 3600.0
@@ -92,10 +92,10 @@ class ConversationIndex:
         row = await self._db.quick(CONVERSATION_LEADS_TO, {"digest": digest})
         return None if row is None else row["rollout_id"]
 
-    async def goes_on_from(self, exact: bytes, loose: bytes) -> str | None:
-        """Take what waits at a point, and return its rollout; else return the last that was there.
+    async def rollout_at(self, exact: bytes, loose: bytes) -> str | None:
+        """Take an entry that waits at a point, and return its rollout; else return the last rollout that was there.
 
-        `loose`: the digest of the point as if results of tools did not count; what is the same with them goes before.
+        `loose`: the digest of the point without results of tools; an entry that is the same with them goes first.
         """
         found = await self._db.quick(CONVERSATION_AT, {"exact": exact, "loose": loose})
         if found is None or not (found["waits"] or found["exact"] or found["loose"]):
@@ -111,7 +111,7 @@ class ConversationIndex:
         return await self._take(CONVERSATION_TAKE, digest) if await self._waits(digest) else None
 
     async def take_failed(self, digest: bytes) -> str | None:
-        """Take one of the calls under this digest that failed lately, in a rollout that goes on."""
+        """Take one of the calls under this digest that failed lately, in a rollout that is still running."""
         since = time.time() - TRIED_S
         return await self._take(CONVERSATION_TAKE_FAILED, digest, since=since) if await self._waits(digest) else None
 

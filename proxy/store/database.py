@@ -1,4 +1,4 @@
-"""What the store asks of a database: statements that run in transactions, which are wholly there or not at all."""
+"""The interface of a database: statements that run in transactions, which are applied whole or not at all."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HURRIED: ContextVar[bool] = ContextVar("hurried", default=False)
 
 
 class Changes:
-    """Waits until it is worth looking at the store again. Each that looks has one of its own."""
+    """Wakes one poller of the store: after a time, or at a change where the server notifies."""
 
     async def wait(self, seconds: float, longest: float = LOOK_S) -> None:
         """Return after so many seconds.
@@ -51,25 +51,25 @@ class Changes:
 
 
 class Writing:
-    """Says whether records can be written: to the log at most once a minute, and to whoever asks for readiness."""
+    """Tracks whether records can be written, for the readiness route, and logs it at most once a minute."""
 
     def __init__(self) -> None:
         self.why: str | None = None  # the newest record could not be written
-        self._at = self._told_at = -TELL_S
-        self._told = False
+        self._at = self._logged_at = -TELL_S
+        self._logged = False
 
     def failed(self, why: str) -> None:
         """Note that a record could not be written."""
         self.why, self._at = why, time.monotonic()
-        if self._at >= self._told_at + TELL_S:
-            self._told_at, self._told = self._at, True
-            log.error("records cannot be written, and what needs one is refused (503): %s", why)
+        if self._at >= self._logged_at + TELL_S:
+            self._logged_at, self._logged = self._at, True
+            log.error("records cannot be written, and requests that need one are refused (503): %s", why)
 
     def succeeded(self) -> None:
         """Note that a record was written."""
-        if self._told:
+        if self._logged:
             log.warning("records can be written again")
-        self.why, self._told = None, False
+        self.why, self._logged = None, False
 
     def require(self, has_room: bool = True) -> None:
         """Raise StoreUnavailable if the newest record could not be written, lately or for lack of room."""
@@ -146,7 +146,7 @@ class Database(ABC):
 
     @abstractmethod
     async def close(self) -> None:
-        """Close the database when what is under way has ended."""
+        """Close the database once running work has ended."""
 
     @abstractmethod
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
@@ -175,14 +175,14 @@ class Database(ABC):
 
     @abstractmethod
     async def checkpoint(self) -> None:
-        """Let the files on the disk catch up with what was committed."""
+        """Write all committed data to the database's own file."""
 
     @abstractmethod
     async def forget_deleted(self) -> None:
-        """Let go of what was deleted, as far as the database's own log still holds it."""
+        """Purge deleted rows from the database's own log."""
 
     async def tidy(self) -> None:  # noqa: B027
-        """Do what the database needs now and then, besides what the store deletes."""
+        """Do the upkeep that the database needs now and then."""
 
     @abstractmethod
     def alone(self, work: str) -> AbstractAsyncContextManager[bool]:
@@ -192,7 +192,7 @@ class Database(ABC):
         """
 
     def changes(self, *topics: Topic) -> Changes:
-        """Return what waits for changes of these topics, by whichever process."""
+        """Return a `Changes` that waits for these topics, whichever process changes them."""
         return Changes()
 
 

@@ -1,4 +1,4 @@
-"""What follows the last call of a rollout: it ends when it is idle, and may wait for a reward function.
+"""Ends rollouts after their last call, when they are idle, and lists those that wait for a reward function.
 
 Several processes may do this at once: whatever one has done, the others find done.
 """
@@ -58,7 +58,7 @@ DELETE FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id 
 
 
 class Endings:
-    """Ends idle rollouts, and keeps the list of those that the reward function is still to be asked about."""
+    """Ends idle rollouts, and keeps the list of those that still await the reward function."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -77,7 +77,7 @@ class Endings:
         return ended
 
     async def use_function(self, function: str | None) -> None:
-        """From now on a rollout that is completed awaits this reward function; with None, none does any more."""
+        """Set the reward function that completed rollouts await from now on; None: they await none."""
         used = await self._db.one("SELECT function FROM reward_function")
         if (None if used is None else used["function"]) == function:
             return
@@ -92,11 +92,11 @@ class Endings:
         await self._db.write(work)
 
     async def awaiting(self, limit: int = ALL) -> list[str]:
-        """Return the rollouts that the reward function is to be asked about, the oldest first."""
+        """Return the rollouts that await the reward function, oldest first."""
         return [row["rollout_id"] for row in await self._db.all(ROLLOUTS_AWAITING, {"limit": limit})]
 
     async def awaits(self, rollout_id: str) -> bool:
-        """Return whether the reward function is still to be asked about this rollout."""
+        """Return whether this rollout still awaits the reward function."""
         return await self._db.one(ROLLOUT_AWAITS, {"rollout_id": rollout_id}) is not None
 
     async def rewarded(self, rollout_id: str, rewards: Sequence[Reward]) -> bool:

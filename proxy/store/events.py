@@ -46,8 +46,8 @@ class Events:
             await db.run(ROLLOUT_SEEN, row)
             return [await _post(db, row | _row(event, rollout.agent)) for event in events]
 
-        said = rollout.rollout_id.encode() + b"\n" + body
-        return await self._db.write(lambda db: answer_once(db, key, said, lambda: work(db)))
+        request = rollout.rollout_id.encode() + b"\n" + body
+        return await self._db.write(lambda db: answer_once(db, key, request, lambda: work(db)))
 
     async def of(self, rollout_id: str) -> list[Event]:
         """Return the rollout's events in order."""

@@ -35,7 +35,7 @@ ROLLOUT_KEY_PREFIX = KEY_PREFIX + "rollout-"
 
 
 def new_key(role: Role) -> str:
-    """Make a key of 256 random bits that says what it is for."""
+    """Make a key of 256 random bits, with a prefix for its kind."""
     return f"{KEY_PREFIX}{role}-{secrets.token_urlsafe(32)}"
 
 
@@ -49,10 +49,10 @@ def hash_key(key: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """What the store knows of a key. `recording`: whether its calls are recorded.
+    """A stored key. `recording`: whether its calls are recorded.
 
-    `scope`: whether it sees and rewards all rollouts, or only those that were opened with it. `evaluator`: what it says
-    of rollouts is evidence where a new version is tested, as an admin's key's is.
+    `scope`: whether it sees and rewards all rollouts, or only those that were opened with it. `evaluator`: its rewards
+    are evidence where a new version is tested, as an admin key's are.
     """
 
     key_id: str

@@ -1,4 +1,4 @@
-"""What each policy version answered when it was first asked, and whether its server still answers so."""
+"""Keeps the first answer of each policy version, and whether its server still answers the same."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class Probes:
         self._db = database
 
     async def of(self, version: int) -> Probed | None:
-        """Return the version's first answer; None if it was never asked."""
+        """Return the version's first answer; None if it was never probed."""
         row = await self._db.one("SELECT * FROM probes WHERE version = :version", {"version": version})
         return None if row is None else Probed(row["model"], loads(row["answer"]), row["problem"])
 
     async def problem(self, version: int) -> str | None:
-        """Return why its server does not seem to serve this version; None if it does, or nobody knows."""
+        """Return why its server does not seem to serve this version; None if it does, or that is not known."""
         probed = await self.of(version)
         return None if probed is None else probed.problem
 
@@ -48,5 +48,5 @@ class Probes:
         await self._db.commit([(PROBE_FIRST, [row])])
 
     async def found(self, version: int, problem: str | None) -> None:
-        """Note what the newest comparison has found."""
+        """Keep the result of the newest comparison."""
         await self._db.commit([(PROBE_PROBLEM, [{"version": version, "problem": problem}])])

@@ -32,7 +32,7 @@ WHERE :asked AND publishing.mode <> excluded.mode
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The way of publishing, and the process that decided it at this Unix time: the trainer or a proxy."""
+    """The mode of publishing, and the process that decided it at this Unix time: the trainer or a proxy."""
 
     mode: PublishMode
     decided_by: str
@@ -46,13 +46,13 @@ class Publishing:
         self._db = database
 
     async def decided(self) -> Decided | None:
-        """Return what was decided; None before anybody did."""
+        """Return the decided mode; None before there is one."""
         row = await self._db.one(DECIDED)
         return None if row is None else read(Decided, row)
 
-    async def decide(self, mode: PublishMode, by: str, *, asked: bool) -> None:
-        """Keep this mode if there is none yet, or if it was `asked` for: what was decided stays otherwise."""
-        await self._db.commit([(DECIDE, [{"mode": mode, "by": by, "asked": asked, "at": time.time()}])])
+    async def decide(self, mode: PublishMode, by: str, *, configured: bool) -> None:
+        """Keep this mode if there is none yet, or if it is `configured`; otherwise the decided mode stays."""
+        await self._db.commit([(DECIDE, [{"mode": mode, "by": by, "asked": configured, "at": time.time()}])])
 
 
 def kept_mode(config: StoreConfig) -> PublishMode | None:
@@ -68,7 +68,7 @@ def newest_checkpoint(config: StoreConfig) -> str | None:
 
 
 def _at_once(config: StoreConfig, statement: str) -> Any:
-    """The first column of what the statement finds."""
+    """The first column of the statement's first row."""
     if config.is_postgres:
         return _of_server(config, statement)
     path = config.path.expanduser().absolute()
@@ -83,7 +83,7 @@ def _at_once(config: StoreConfig, statement: str) -> Any:
 
 
 def _of_server(config: StoreConfig, statement: str) -> Any:
-    """The same of a server, which is asked in a thread: there may be an event loop here that must not run another."""
+    """The same of a server, read in a thread: an event loop that runs here cannot run another."""
 
     async def ask() -> Any:
         async with opened(config, to_write=False) as database:

@@ -94,7 +94,7 @@ class Pages:
 
 
 class _Deleted(NamedTuple):
-    """What a transaction has deleted of those it has looked at, and whether that is enough."""
+    """How many rollouts a transaction has deleted and looked at, and whether that is enough."""
 
     rows: list[Row]
     looked_at: int
@@ -124,7 +124,7 @@ class Keeper:
             await asyncio.sleep(every_s)
 
     async def tidy(self) -> None:
-        """Delete what `store.retention` no longer allows, and give the space back to the disk."""
+        """Delete rollouts that `store.retention` no longer allows, and give the space back to the disk."""
         now = time.time()
         await self._forget_old(IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
         await self._forget_conversations(now - CONVERSATION_S)
@@ -213,7 +213,7 @@ async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[P
 
 
 async def over_bound(database: Database, retention: RetentionConfig) -> str | None:
-    """Say that the store is larger than `store.retention.max_gib`; None if it is not. Ended rollouts are deleted."""
+    """Return a warning if the store is larger than `store.retention.max_gib`. Ended rollouts are deleted."""
     used = (await read_pages(database)).used / 2**30
     if retention.max_gib is None or used <= retention.max_gib:
         return None
@@ -228,7 +228,7 @@ async def read_pages(database: Database) -> Pages:
 
 
 async def read_totals(database: Database) -> dict[str, Any]:
-    """Count calls and rewards one by one, and say when the oldest rollout was opened."""
+    """Count calls and rewards one by one, and return when the oldest rollout was opened."""
     row = await database.one(STORE_TOTALS)
     assert row is not None
     return dict(row)

@@ -1,4 +1,4 @@
-"""The return of each rollout, kept beside it: whoever lists, filters or compares by it reads one column.
+"""Keeps the return of each rollout beside it, so that lists, filters and comparisons read one column.
 
 A reward changes it at once, at the same cost whatever came before. When the rules change, all are counted anew, the
 newest first, a few at a time; `stale_to` says how far that is.
@@ -48,7 +48,7 @@ AT_ONCE = 50  # rollouts that one transaction counts anew
 
 
 class Counting(NamedTuple):
-    """The rules, and up to which rollout returns are not counted by them yet."""
+    """The rules, and the rollout up to which returns are not counted by them yet."""
 
     rules: Rules
     stale_to: int
@@ -65,7 +65,7 @@ class Returns:
         return _read(await self._db.quick(COUNTING)).rules
 
     async def adopt(self, rules: Rules) -> None:
-        """Count by these rules from now on. `settle` counts anew what is there."""
+        """Count by these rules from now on. `settle` counts existing returns anew."""
 
         async def work(db: Transaction) -> None:
             if _read(await db.one(COUNTING)).rules != rules:
@@ -77,7 +77,7 @@ class Returns:
             await self._db.write(work)
 
     async def settle(self) -> None:
-        """Count anew what is not counted by the rules yet, in small steps. Several processes may do so at once."""
+        """Count returns anew that are not counted by the rules yet, in small steps. Several processes may do so."""
         while _read(await self._db.quick(COUNTING)).stale_to:
             await in_passing(self._db, lambda db, _: _count_some(db))
 

@@ -43,7 +43,7 @@ class Rewards:
         return [read_reward(row) for row in await self._db.all(statement, {"rollout_id": rollout_id})]
 
     async def earned(self, rollout_id: str) -> Earned:
-        """Return what a rollout and its calls earned, whatever became of it."""
+        """Return the rewards of a rollout and its calls, whatever its status."""
         return earned(await self.of(rollout_id), await self._returns.rules())
 
     async def newest(self) -> int | None:

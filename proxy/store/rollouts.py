@@ -162,7 +162,7 @@ GROUP BY mode, status
 
 @dataclass(frozen=True, slots=True)
 class RolloutSearch:
-    """What is looked for. `since`: Unix time. `text`: anywhere in requests and answers, whatever the case of ASCII."""
+    """The filters of a search. `since`: Unix time. `text`: anywhere in requests and answers, in any case of ASCII."""
 
     min_reward: float | None = None
     max_reward: float | None = None
@@ -173,9 +173,9 @@ class RolloutSearch:
 
 @dataclass(frozen=True, slots=True)
 class RolloutKey:
-    """A key that was made for one rollout, and what is known of the rollout.
+    """A key that was made for one rollout, with facts about the rollout.
 
-    `key_id`: the stored key that asked for it; `evidence`: it gave evidence then (`Sender`). Without `may_reward` this
+    `key_id`: the stored key that requested it; `evidence`: it gave evidence then (`Sender`). Without `may_reward` this
     key may only call the model.
     """
 
@@ -219,7 +219,7 @@ class Rollouts:
         Those of a task are a group if they are several, or belong to the group of the rollout `sibling_of`. Unless they
         `may_reward`, these keys may only call the model.
 
-        `key_id`: the stored key that asked for them; `evidence`: it gives evidence (`Sender`). `policy_version`,
+        `key_id`: the stored key that requested them; `evidence`: it gives evidence (`Sender`). `policy_version`,
         `model`: what answers the alias in them, if not the live version.
         """
         same: dict[str, Any] = {"metadata": dumps(metadata), "policy_version": policy_version, "model": model}
@@ -272,7 +272,7 @@ class Rollouts:
     async def search(
         self, filters: dict[str, Any], wanted: RolloutSearch, limit: int, cursor: int | None = None
     ) -> tuple[list[Rollout], int | None]:
-        """Return what fits, newest first, and where to go on. The page may be short, or empty, and not be the last.
+        """Return matches, newest first, and the next cursor. A page may be short, or empty, and not be the last.
 
         A search looks at a bounded number of rollouts: no index knows rewards, times and texts.
         """
@@ -369,5 +369,5 @@ def _search_statement(filters: dict[str, Any], wanted: RolloutSearch) -> tuple[s
 
 
 def _pattern(string: str) -> str:
-    """For LIKE: what stands in this JSON string, anywhere."""
+    """A pattern for LIKE: the content of this JSON string, anywhere."""
     return f"%{string[1:-1].replace('!', '!!').replace('%', '!%').replace('_', '!_')}%"

@@ -125,7 +125,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class TrainedData:
-    """What steps took: rollouts of so many tasks, opened from `first` to `last` (Unix time)."""
+    """The rollouts that steps took: of so many tasks, opened from `first` to `last` (Unix time)."""
 
     rollouts: int
     tasks: int
@@ -158,10 +158,11 @@ class ComparedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Collapse:
-    """Says why publishing stopped at `at` (Unix time). It goes on when somebody makes a version live.
+    """The reason why publishing stopped at `at` (Unix time). It resumes when somebody makes a version live.
 
-    `sign`, `what`: what was seen. `live_at`: when the version went live that was live at the time. `go_back_to`: the
-    newest servable version from before, or else the oldest since. The last step's metrics keep it as `collapse`.
+    `sign`, `what`: the sign that was seen, by name and in words. `live_at`: when the version went live that was live at
+    the time. `go_back_to`: the newest servable version from before, or else the oldest since. The last step's metrics
+    keep it as `collapse`.
     """
 
     sign: CollapseSign
@@ -178,7 +179,7 @@ class Collapse:
 
     @property
     def story(self) -> str:
-        """Tell a person which sign was seen, its present effect, and the action to take."""
+        """Return for people which sign was seen, its present effect, and the action to take."""
         return (
             f"{self.what}. Agents are served as before; nothing is trained or published until a version is made live "
             f"by hand: `lightning-proxy policy promote {self.go_back_to}` goes back"
@@ -202,7 +203,7 @@ class TrainingSteps:
     ) -> int:
         """Give rollouts to a new step and return its number. `dropped`, `groups` as in `drop`; undone with the step.
 
-        `credit`, of the rollouts' calls, takes the place of what an earlier step that took them had written.
+        `credit`, of the rollouts' calls, takes the place of the credit that an earlier step had written.
         """
 
         async def work(db: Transaction) -> int:
@@ -264,7 +265,7 @@ class TrainingSteps:
         return [read_rollout(row) for row in await self._db.all(statement, {"step": step})]
 
     async def data_of(self, steps: Sequence[int]) -> TrainedData:
-        """Return what steps took, as far as it is still in the store."""
+        """Return the rollouts that steps took, as far as they are still in the store."""
         row = await self._db.one(TRAINED_DATA, {"steps": dumps([*steps])})
         assert row is not None  # it counts
         return read(TrainedData, row)

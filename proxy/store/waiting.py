@@ -161,14 +161,14 @@ BATCHES = 3  # batches in a row that taught nothing, until somebody is told
 
 @dataclass(frozen=True, slots=True)
 class NothingLearned:
-    """Says that nothing was learned from the newest `rollouts`, whose mean reward is `reward`."""
+    """Nothing was learned from the newest `rollouts`, whose mean reward is `reward`."""
 
     rollouts: int
     reward: float | None
 
     @property
     def story(self) -> str:
-        """Tell a person what was seen and what to try."""
+        """Return for people what was seen and what to try."""
         mean = "" if self.reward is None else f" (mean reward {self.reward:.3g})"
         return (
             f"nothing was learned from the newest {self.rollouts} rollouts{mean}: in each group all rewards are equal. "
@@ -179,7 +179,7 @@ class NothingLearned:
 
 
 class Waiting:
-    """Reads what waits; `store.steps` takes it."""
+    """Reads rollouts that wait for training; `store.steps` takes them."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -281,12 +281,12 @@ class Waiting:
         return int(row["rollouts"]) + (0 if of_nothing is None else of_nothing.completed)
 
     async def owners(self, rollout_ids: Iterable[str]) -> dict[str, str | None]:
-        """Return whose rollouts these are: the key that sees only its own; None for all others, which share groups."""
+        """Return the owners of rollouts: the key that sees only its own; None for all others, which share groups."""
         rows = await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})
         return {row["rollout_id"]: row["owner"] for row in rows}
 
     async def standstill(self, batch: int) -> NothingLearned | None:
-        """Return what was dropped in a row because all rewards were equal, once it is BATCHES batches; else None.
+        """Return the rollouts dropped in a row for equal rewards, once they make BATCHES batches; else None.
 
         `batch`: the rollouts of a training step.
         """

@@ -54,13 +54,13 @@ class GatedPublisher(Publisher):
         """Return whether the last step's version is there to be tested, or need not be."""
         return last.version is not None or not self.is_due(last.step, last.metrics)
 
-    async def goes_on(self, version: int, live: PolicyVersion) -> bool:
+    async def builds_on(self, version: int, live: PolicyVersion) -> bool:
         """Return whether `version` was trained on from the live one, with no rejected or failed one between."""
         if version == live.version:
             return True
         since = line.chosen_at(live, await self._tests.last_of(live.version))
         found = await self._store.version_report.line(version, live.version, since)
-        return line.goes_on(found, live.version, since)
+        return line.builds_on(found, live.version, since)
 
     async def waits_for(self, version: int) -> str | None:
         """Return the reason to wait where the weights are so far ahead that rollouts of the live version are stale."""
@@ -76,7 +76,7 @@ class GatedPublisher(Publisher):
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
     ) -> PolicyVersion:
         live = await self._store.versions.live()
-        if not await self.goes_on(base, live):
+        if not await self.builds_on(base, live):
             raise Superseded(f"policy version {live.version} is live, and these weights were not trained on from it")
         version = await self._save(step, metrics)
         await self._tests.wait(version.version, step)
@@ -114,7 +114,7 @@ class GatedPublisher(Publisher):
         PublishError if vLLM does not serve the weights.
         """
         live = await self._store.versions.live()
-        if not await self.goes_on(version.version, live):
+        if not await self.builds_on(version.version, live):
             await self._tests.withdraw(f"version {live.version} is live, and it was not trained on from that")
             return
 

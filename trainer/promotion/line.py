@@ -11,7 +11,7 @@ from ...proxy.types import PolicyVersion
 TAKEN_BACK = ("rejected", "failed")
 
 
-def goes_on(line: Sequence[Ancestor], live: int, since: float) -> bool:
+def builds_on(line: Sequence[Ancestor], live: int, since: float) -> bool:
     """Return whether a version was trained on from `live`, with no version between that was taken back or is too old.
 
     `line`: the version and those that it was trained on from, newest first.

@@ -1,4 +1,4 @@
-"""The server's lock by which of several processes one does a work. It belongs to a connection, and goes with it."""
+"""The server's lock that lets one of several processes do a job. It belongs to a connection, and ends with it."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class Lock:
         self.lost = False
 
     def error(self) -> StoreUnavailable:
-        """Return the error that ends what was done alone."""
+        """Return the error that ends a job whose lock was lost."""
         return StoreUnavailable(
             f"the connection to the store broke, and with it the lock of the {self._work}: another process may have it"
         )
 
 
 def require_held() -> None:
-    """Raise StoreUnavailable if this is done alone, and the lock is lost."""
+    """Raise StoreUnavailable if this job needs a lock, and it is lost."""
     if (lock := _held.get()) is not None and lock.lost:
         raise lock.error()
 
 
 @asynccontextmanager
 async def locked(config: StoreConfig, work: str, session: Mapping[str, str]) -> AsyncIterator[bool]:
-    """Yield whether the lock of a work is ours now. If it is lost, the block is cancelled.
+    """Yield whether the lock of a job is ours now. If it is lost, the block is cancelled.
 
     Raises StoreUnavailable when the server cannot be reached, and after the lock was lost.
     """

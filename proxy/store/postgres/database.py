@@ -117,7 +117,7 @@ class PostgresDatabase(Database):
     # Writes --------------------------------------------------------------------------------------------------------
 
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
-        """Commit within `store.busy_timeout_s`, and what so many bytes take: calls wait for it."""
+        """Commit within `store.busy_timeout_s` plus the time for so many bytes: calls wait for it."""
 
         async def work(db: Transaction) -> None:
             if hold := rollouts_to_hold(runs):
@@ -249,7 +249,7 @@ class PostgresDatabase(Database):
         return locked(self._config, work, SESSION)
 
     def changes(self, *topics: Topic) -> Changes:
-        """Its waiters are told by NOTIFY. While the way to the server is broken, they look again and again."""
+        """Its waiters are woken by NOTIFY. While the connection is broken, they poll."""
         return self._listener.changes(topics)
 
 
@@ -268,9 +268,9 @@ async def _one_of(places: asyncio.Semaphore, seconds: float) -> AsyncIterator[No
 
 
 async def _keep_as_it_is(connection: asyncpg.Connection) -> None:
-    """Reset nothing of a connection that is given back: no transaction and no setting is left on it."""
+    """Reset nothing on a connection that is given back: it has no open transaction and no setting."""
 
 
 def _not_opened(config: StoreConfig, error: BaseException) -> StoreUnavailable:
-    said = str(error).partition("\n")[0] or type(error).__name__
-    return StoreUnavailable(f"store {config.where} cannot be opened: {said}")
+    message = str(error).partition("\n")[0] or type(error).__name__
+    return StoreUnavailable(f"store {config.where} cannot be opened: {message}")

@@ -1,4 +1,4 @@
-"""What PostgreSQL's errors mean to the store: it is away, it asks for another try, or a row is not allowed."""
+"""Translates PostgreSQL's errors for the store: it is away, another try is due, or a row is not allowed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ AGAIN = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError)
 
 
 class OutcomeUnknown(StoreUnavailable):
-    """The way to the server broke while a transaction was committed: it may be there."""
+    """The connection broke during a commit: the transaction may have been committed."""
 
 
 def is_away(error: BaseException) -> bool:
@@ -51,7 +51,7 @@ def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoRetur
         raise error
     nothing = "; nothing was recorded, try again" if what == "written" else ""
     silent = "the server does not answer in time" if isinstance(error, TimeoutError) else type(error).__name__
-    said = str(error).partition("\n")[0] or silent
+    message = str(error).partition("\n")[0] or silent
     if unknown:
-        raise OutcomeUnknown(f"the store cannot be {what}: {said}; whether it was recorded is not known") from error
-    raise StoreUnavailable(f"the store cannot be {what}: {said}{nothing}") from error
+        raise OutcomeUnknown(f"the store cannot be {what}: {message}; whether it was recorded is not known") from error
+    raise StoreUnavailable(f"the store cannot be {what}: {message}{nothing}") from error

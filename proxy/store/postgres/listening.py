@@ -1,4 +1,4 @@
-"""Hears by NOTIFY what any process wrote. While nothing can be heard, those that wait look again and again."""
+"""Listens by NOTIFY for writes of any process. While the connection is broken, waiters poll."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AGAIN_S = 1.0  # until the next attempt to listen
 
 
 class Listener:
-    """The connection by which a process hears. It is made when somebody waits for the first time."""
+    """The connection on which a process listens. It is made when somebody waits for the first time."""
 
     def __init__(self, config: StoreConfig, session: Mapping[str, str]) -> None:
         self._config, self._session = config, dict(session)
@@ -33,14 +33,14 @@ class Listener:
         self.hears = False
 
     def changes(self, topics: Iterable[Topic]) -> Heard:
-        """Return what waits for changes of these topics."""
+        """Return a `Changes` that waits for these topics."""
         if self._listening is None:
             self._listening = asyncio.create_task(self._listen())
         self._waiting.add(heard := Heard(self, topics))
         return heard
 
     def recorded(self) -> None:
-        """Have all processes told, this one too, that something was recorded."""
+        """Notify all processes, this one too, that something was recorded."""
         self._recorded.set()
 
     async def close(self) -> None:
@@ -67,8 +67,8 @@ class Listener:
         try:
             schema = await connection.fetchval("SELECT current_schema()", timeout=timeout)
 
-            def hear(_: object, __: int, ___: str, said: object) -> None:
-                where, _, topic = str(said).rpartition(".")
+            def hear(_: object, __: int, ___: str, payload: object) -> None:
+                where, _, topic = str(payload).rpartition(".")
                 if where == schema:
                     self._wake(topic)
 
@@ -81,14 +81,14 @@ class Listener:
                 await asyncio.shield(connection.close(timeout=timeout))
 
     async def _tell(self, connection: asyncpg.Connection) -> None:
-        """Tell of what is recorded, and ask the server now and then whether it is there, until it is not."""
+        """Send notifications of records, and probe the server now and then, until it is gone."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self._recorded.wait()
-            said = TELL if self._recorded.is_set() else "SELECT 1"
+            statement = TELL if self._recorded.is_set() else "SELECT 1"
             self._recorded.clear()
-            await connection.execute(said, timeout=BEAT_S)
+            await connection.execute(statement, timeout=BEAT_S)
             await asyncio.sleep(TELL_EVERY_S)
 
     def _wake(self, topic: str | None = None) -> None:
@@ -99,7 +99,7 @@ class Listener:
 
 
 class Heard(Changes):
-    """Waits for what a listener hears."""
+    """Waits for a listener's notifications."""
 
     def __init__(self, listener: Listener, topics: Iterable[Topic]) -> None:
         self.topics = frozenset[str](topics)
@@ -109,7 +109,7 @@ class Heard(Changes):
 
     @property
     def hears(self) -> bool:
-        """Return whether it is told of changes now."""
+        """Return whether it is notified of changes now."""
         return self._listener.hears
 
     async def wait(self, seconds: float, longest: float = LOOK_S) -> None:

@@ -1,4 +1,4 @@
-"""What happened, in the order in which it was committed, by whichever process. Triggers of migration 0008 write it."""
+"""Events of the store in the order of their commits, by any process. Triggers of migration 0008 write them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _ROWS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """One thing that happened, `n`th of all. `data` is as it is now: it may have changed again since."""
+    """One event, the `n`th of all. `data` is as it is now: it may have changed again since."""
 
     n: int
     kind: Kind
@@ -62,18 +62,18 @@ class Happened:
 
 
 class Feed:
-    """The newest 10,000 things that happened."""
+    """The newest 10,000 events."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
 
     async def newest(self) -> int:
-        """Return the number of what happened last; 0 if nothing ever did."""
+        """Return the number of the last event; 0 if there is none."""
         row = await self._db.quick(NEWEST)
         return (row and row["newest"]) or 0
 
     async def knows(self, cursor: int) -> bool:
-        """Return whether all that happened after `cursor` is still here."""
+        """Return whether all events after `cursor` are still here."""
         row = await self._db.one(BOUNDS)
         oldest, newest = (row["oldest"], row["newest"]) if row and row["newest"] else (1, 0)
         return bool(oldest - 1 <= cursor <= newest)
@@ -81,9 +81,10 @@ class Feed:
     async def after(
         self, cursor: int, limit: int, *, own: bool = False, key_id: str | None = None
     ) -> tuple[list[Happened], int]:
-        """Return the next at most `limit` things after `cursor`, oldest first, and the cursor after them.
+        """Return at most `limit` events after `cursor`, oldest first, and the cursor after them.
 
-        What is gone is left out, as is what happened again among them. `own`: only rollouts that `key_id` opened.
+        Events of deleted records are left out, and all but the last about one record. `own`: only rollouts opened with
+        `key_id`.
         """
         rows = await self._db.all(AFTER, {"cursor": cursor, "limit": limit})
         last = {(row["kind"], str(row["ref"])): row["n"] for row in rows}

@@ -1,4 +1,4 @@
-"""The policy versions beside each other: which came from which, and what each earned on which task."""
+"""Compares policy versions: which came from which, and their rewards by task."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class TaskMean(NamedTuple):
 
 
 class VersionReport:
-    """Reads what is known of versions beyond their own records."""
+    """Reads records about versions beside their own."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -70,7 +70,7 @@ class VersionReport:
         return [Ancestor(*row) for row in rows]
 
     async def rewards_by_task(self, a: int, b: int, key_id: str | None = None) -> list[TaskMean]:
-        """Return what rollouts that began with two versions earned, by version, mode and task.
+        """Return the rewards of rollouts that began with two versions, by version, mode and task.
 
         With `key_id`, only those that were opened with this key. Rollouts that another model answered do not count.
         """

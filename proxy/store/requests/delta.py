@@ -100,7 +100,7 @@ def grow_request(stored: dict[str, Any], parent: dict[str, Any] | None) -> dict[
 
 
 def short_request(stored: dict[str, Any], parent: Outline | None) -> tuple[dict[str, Any], dict[str, int], Outline]:
-    """Return what a stored request adds to its parent's, how much of it is the parent's by field, and its outline.
+    """Return a stored request's additions to its parent's, how much it shares by field, and its outline.
 
     Nothing whole is made of it: `store/requests/whole.py` does that.
     """

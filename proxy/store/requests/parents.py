@@ -1,4 +1,4 @@
-"""Reads what calls are stored as relative to their parents: requests and prompts, whole, or what each adds. Pure."""
+"""Reads requests and prompts that are stored relative to their parents', whole or as additions. Pure."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class WholeParts:
         request = grow_request(_stored_request(row), self._requests.get(parent))
         if parent in self._known and parent not in self._tokens:
             self._tokens[parent] = unpack_ids(self._known[parent].tokens), ()
-        asked, answer = self._tokens.get(parent, ((), ()))
-        prompt = (asked + answer)[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"])
+        parent_prompt, parent_answer = self._tokens.get(parent, ((), ()))
+        prompt = (parent_prompt + parent_answer)[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"])
         self._requests[call_id], self._tokens[call_id] = request, (prompt, unpack_ids(row["token_ids"]))
         return {
             "request": request,
@@ -49,7 +49,7 @@ class WholeParts:
 
 
 class ShortParts:
-    """Gives each call what its request and prompt add to its parent's."""
+    """Gives each call the additions of its request and prompt to its parent's."""
 
     def __init__(self) -> None:
         self._outlines: dict[str, Outline] = {}
@@ -77,18 +77,18 @@ class _Tokens(NamedTuple):
     answer: bytes
 
     @property
-    def asked(self) -> int:
+    def prompt_size(self) -> int:
         return self.shared + len(self.own)
 
     @property
     def size(self) -> int:
-        return self.asked + len(self.answer)
+        return self.prompt_size + len(self.answer)
 
     def first(self, size: int) -> bytes:
         """Return so many bytes from the beginning."""
         parts, tokens = [], self
         while tokens is not None and size > 0:
-            parts.append(tokens.answer[: max(0, size - tokens.asked)])
+            parts.append(tokens.answer[: max(0, size - tokens.prompt_size)])
             parts.append(tokens.own[: max(0, size - tokens.shared)])
             size = min(size, tokens.shared)
             tokens = tokens.parent
@@ -102,7 +102,7 @@ class _Rows:
         self._tokens: dict[str, _Tokens] = {}
 
     def extended_by(self, row: Row) -> str | None:
-        """Return it for this call's prompt: usually the parent, else the newest such call."""
+        """Return the call that this call's prompt extends: usually the parent, else the newest such call."""
         parent_id, parent = row["parent_id"], self._tokens.get(row["parent_id"])
         shared = TOKEN_SIZE * row["prompt_shared"] if parent else 0
         tokens = _Tokens(parent, shared, row["prompt_ids"] or b"", row["token_ids"] or b"")
@@ -113,12 +113,12 @@ class _Rows:
         return found
 
     def _newest_in(self, tokens: _Tokens) -> str | None:
-        """An answer is looked at first, where most others differ."""
-        prompt = tokens.first(tokens.asked)
+        """The newest call whose tokens the prompt begins with. Answers are compared first: most differ there."""
+        prompt = tokens.first(tokens.prompt_size)
         for call_id, earlier in reversed(self._tokens.items()):
-            answer = prompt[earlier.asked : earlier.size]
+            answer = prompt[earlier.prompt_size : earlier.size]
             may = 0 < earlier.size <= len(prompt) and answer == earlier.answer
-            if may and prompt.startswith(earlier.first(earlier.asked)):
+            if may and prompt.startswith(earlier.first(earlier.prompt_size)):
                 return call_id
         return None
 

@@ -83,5 +83,5 @@ class _Rows:
 
 
 def begun(before: Any, shared: int, own: Any) -> Any:
-    """Return the first so many of an earlier field, and then what is in this one."""
+    """Return the first so many of an earlier field, followed by this one."""
     return dict(islice(before.items(), shared)) | own if isinstance(before, dict) else before[:shared] + own

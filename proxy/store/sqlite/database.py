@@ -84,7 +84,7 @@ class SqliteDatabase(Database):
         return self
 
     async def close(self) -> None:
-        """Close the file when what is under way has ended."""
+        """Close the file once running work has ended."""
         if self._checkpoint is not None:
             await asyncio.wait([self._checkpoint])
         await asyncio.shield(asyncio.gather(self._writing.close(), self._reading.close()))
@@ -167,12 +167,12 @@ class SqliteDatabase(Database):
             self._checkpoint = asyncio.create_task(self.checkpoint())
 
     async def checkpoint(self) -> None:
-        """Move what was committed into the file, which gets shorter only then."""
+        """Move committed pages into the file, which gets shorter only then."""
         async with self._checkpointing:
             await asyncio.to_thread(_checkpoint, self.path, self._config)
 
     async def forget_deleted(self) -> None:
-        """Cut off the write-ahead log: it holds what was deleted until that is written over.
+        """Cut off the write-ahead log: it holds deleted rows until they are written over.
 
         While another process reads, or is in the middle of a write, it stays as it is.
         """
@@ -211,7 +211,7 @@ def _threaded(connection: sqlite3.Connection) -> aiosqlite.Connection:
 
 
 def _has_room(directory: Path) -> bool:
-    """Whether the disk takes as much as some records need."""
+    """Whether the disk has room for some records."""
     try:
         with TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, ROOM)
@@ -287,7 +287,7 @@ def _set_timeout(connection: sqlite3.Connection, seconds: float) -> None:
 
 
 def _try_at_once(connection: sqlite3.Connection, work: Job[None]) -> bool:
-    """Whether it could be done at once; False if another process is writing."""
+    """Whether it was done at once; False if another process is writing."""
     try:
         _in_transaction(connection, work)
     except sqlite3.OperationalError as error:
@@ -316,9 +316,9 @@ def _is_locked(error: BaseException) -> bool:
 
 
 def _checkpoint(path: Path, config: StoreConfig) -> None:
-    """Move what was committed from the write-ahead log into the file, as far as nobody has to wait for it.
+    """Move committed pages from the write-ahead log into the file, as far as nobody has to wait for it.
 
-    By a connection of its own, so that the writer goes on. While there are new records all the time, a long log never
+    By a connection of its own, so that the writer continues. While there are new records all the time, a long log never
     begins anew by itself; nobody waits long for that here. Its file stays as long as `journal_size_limit` says: cutting
     it off, to let it grow again, cost a tenth of a large call.
     """
@@ -338,7 +338,7 @@ def _empty_log(connection: sqlite3.Connection) -> None:
 
 
 def _raise_ours(error: sqlite3.DatabaseError, what: str) -> NoReturn:
-    """StoreUnavailable for what the file, its disk or another process is to blame for, Refused for what was written."""
+    """StoreUnavailable if the file, its disk or another process is to blame; Refused for a row that is not allowed."""
     if isinstance(error, sqlite3.IntegrityError):
         raise ConstraintRefused(str(error)) from error
     if type(error) not in FAULTS:

@@ -1,4 +1,4 @@
-"""Locks of a store's file, by which of several processes one does a work."""
+"""Locks on a store's file that let one of several processes do a job."""
 
 from __future__ import annotations
 

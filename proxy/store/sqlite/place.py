@@ -1,4 +1,4 @@
-"""Tells whether the files that are open are still those that have the store's names."""
+"""Checks that the open files are still those with the store's names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Identity = tuple[int, int]
 
 
 class Place:
-    """The store's file and its write-ahead log. What is written to files without a name is gone with the process."""
+    """The store's file and its write-ahead log. Data in files without a name is gone with the process."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._log = path, Path(f"{path}-wal")
         self._known = (_identity(self._path), _identity(self._log))
 
     def require(self) -> None:
-        """Raise StoreUnavailable if a file was removed, moved or replaced. Ask after a commit, before it is told of."""
+        """Raise StoreUnavailable if a file was removed, moved or replaced. Call it before a commit is acknowledged."""
         found = (_identity(self._path), _identity(self._log))
         if found == self._known:
             return

@@ -121,7 +121,7 @@ async def test_a_collapse_that_shows_while_a_step_waits_to_be_published_stops_it
         stop.set()
         await training
         assert [(s.base, s.version) for s in await b.store.steps.all()] == [(0, 1), (1, None), (1, 2)]
-        assert "policy version 1 is live: training goes on from it" in caplog.text, "not from step 2"
+        assert "policy version 1 is live: training continues from it" in caplog.text, "not from step 2"
 
 
 async def test_versions_that_may_be_gone_back_to_keep_files_and_checkpoints_also_after_a_kill(

@@ -9,7 +9,7 @@ import pytest
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.trainer.promotion.line import goes_on
+from lightning_proxy.trainer.promotion.line import builds_on
 from support.stores import store_url
 
 PARENTS = {1: 0, 2: 1, 3: 2, 4: 1}
@@ -39,4 +39,4 @@ async def test_a_line_is_broken_by_what_was_taken_back_or_is_older_than_a_choice
             assert await store.versions.new("lora", await store.steps.claim([], base), {}) == made
         for taken_back in gone:
             await store.versions.failed(taken_back, "it was worse")
-        assert goes_on(await store.version_report.line(version, live, since), live, since) is expected
+        assert builds_on(await store.version_report.line(version, live, since), live, since) is expected
