@@ -140,4 +140,4 @@ class PublishError(LightningError):
 
 
 class TrainingUnavailable(LightningError):
-    """The service that takes the training steps is away, or failed. Training goes on from its last saved state."""
+    """The service that takes the training steps is away, or failed. Training resumes from its last saved state."""

@@ -27,7 +27,7 @@ class Runner(Protocol):
 
         `log` gets its stdout and stderr. A program that runs for `limit_s` gets SIGTERM with its whole process group,
         and SIGKILL a little later. Raise RunTimedOut then, RunLost if the machine goes away, LightningError if no run
-        can go on.
+        can continue.
         """
 
     async def close(self) -> None: ...

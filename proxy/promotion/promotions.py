@@ -154,8 +154,8 @@ class Promotions:
     async def assign(self, test: Promotion, rollout: RolloutName, most: int, choose: Chooser) -> int:
         """Return the version that answers a rollout, and keep it: chosen now, if the rollout begins now.
 
-        At most `most` rollouts are compared. What began before the test, is of mode `eval` or comes after that goes on
-        with the live version.
+        At most `most` rollouts are compared. Those that began before the test, are of mode `eval` or come after that
+        stay with the live version.
         """
         row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "n": test.n}
         row |= {"agent": rollout.agent, "mode": rollout.mode, "at": time.time()}

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 
-# Parts of a layer that no LoRA goes on unless it is named. vLLM serves adapters of few of them.
+# Parts of a layer that get no LoRA unless named. vLLM serves adapters of few of them.
 LEFT_ALONE = frozenset(
     {"experts", "shared_expert", "shared_experts", "shared_expert_gate", "shared_mlp", "router", "gate"}
 )

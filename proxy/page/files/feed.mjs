@@ -40,7 +40,7 @@ export function stopFeed() {
   abort?.abort();
 }
 
-// A browser opens six connections to a host: a tab that nobody sees gives its one back, and goes on when it is seen.
+// A browser opens six connections to a host: a hidden tab gives its one back, and reconnects when it is shown.
 document.addEventListener("visibilitychange", () => {
   if (document.hidden) abort?.abort();
   else if (wanted) connect();

@@ -110,7 +110,7 @@ export function Timeline({ rollout, rows }) {
   </div>`;
 }
 
-// The call that this one goes on from, else the one before it by the same agent.
+// The call that this one continues, else the one before it by the same agent.
 function before(calls, i) {
   const extended = calls.find(({ call_id }) => call_id === calls[i].extends);
   return extended ?? calls.slice(0, i).findLast(({ agent }) => agent === calls[i].agent);
