@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import pytest
+
+from support import reaper
+
+if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
+    reaper.start()
 
 COLUMNS = ["framework", "version", "calls", "tool results", "streamed", "unnamed", "seconds"]
 
