@@ -71,12 +71,12 @@ $(TINKER): $(STAMP) tests/tinker-server.txt
 	@touch $@
 
 # A file's tests run in one process, in the order of the file; the processes' output is told apart by pytest-xdist.
-WORKERS ?= 2
+WORKERS ?= 3
 unexport PYTHONDONTWRITEBYTECODE  # a third of the time of a process that starts
 PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-test: setup  ## run the tests, a real vLLM included: up to half an hour; one file: ARGS=tests/...
+test: setup  ## run the tests, a real vLLM included: twelve minutes on two cores; one file: ARGS=tests/...
 	$(PYTEST) $(SPREAD) -m "not long" $(ARGS)
 
 # The rooms whose tests run on a PostgreSQL server, too; they are skipped where there is none.
