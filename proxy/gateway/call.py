@@ -108,7 +108,7 @@ class Gateway:
     ) -> None:
         """Without `unnamed` an unnamed call is a rollout of its own, without `exact` all go as text.
 
-        Without `chat_route` each goes to its own route. `rewrite` may put other prompts into the question.
+        Without `chat_route` each goes to its own route. `rewrite` may change the question.
         """
         self.policy = policy
         self.upstreams = upstreams
@@ -126,9 +126,9 @@ class Gateway:
         """Answer a call; its record is durable before the answer's last byte leaves."""
         conversation = await self._conversation(question)  # None where a name tells the rollout
         rollout = await self._rollout(question, conversation)  # the one named, or the one that it continues
-        # Which weights answer. Only a call that has a route to them is part of a prompt's test.
+        # Which weights answer. A call that has no route to them is rewritten by nobody.
         route = await self.policy.route(rollout, model_of(question.body), recorded=question.recorded)
-        question = await self.rewrite(question, rollout)  # with versioned prompts in place
+        question = await self.rewrite(question, rollout)  # as a plugin wants it; the record says what the agent asked
         decision = await self._chat_decision(question, rollout, route)  # the API's own, or the chat route for it
         call = CallUnderWay(self, question, rollout, route, decision, reply, conversation)
         # What failed above this line is not recorded: nothing would have been asked.
