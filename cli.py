@@ -106,7 +106,7 @@ def up(
     logs: Logs = Path("lightning-logs"),
     log_format: LogFormat = "text",
 ) -> None:
-    """Run the whole system: policy server (vLLM), proxy, trainer. Ctrl-C stops all of it."""
+    """Run the system: policy server (vLLM), proxy, trainer. Ctrl-C stops all of it."""
     from rich.console import Console
 
     from .commands.signals import run_until_signal
@@ -292,7 +292,7 @@ def demo(
         Literal["chat", "messages", "responses"], typer.Option(help="the API that the demo's agent speaks")
     ] = "chat",
 ) -> None:
-    """Show the whole loop on a small real model on this machine."""
+    """Show the loop on a small real model on this machine."""
     from .commands.demo.config import DemoOptions
     from .commands.demo.demo import demo as run
 

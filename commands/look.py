@@ -26,7 +26,7 @@ def status(
 
 
 def doctor(context: typer.Context, as_json: Json = False) -> None:
-    """Check the whole chain and say what to fix. The exit code is 1 if a check failed."""
+    """Check every link, from configuration to rewards, and say what to fix. The exit code is 1 if a check failed."""
     from .doctor.doctor import doctor as run
 
     if not run(context.obj, as_json=as_json):

@@ -70,7 +70,7 @@ def migrate_store(
 ) -> None:
     """Move a store from SQLite to PostgreSQL, or back, and compare each row.
 
-    Stop the proxies and the trainer first: what they record after the beginning is not moved. TO is there as a whole at
+    Stop the proxies and the trainer first: what they record after the beginning is not moved. TO is there complete at
     the end, or not at all.
     """
     from .formats import count

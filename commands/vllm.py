@@ -88,7 +88,7 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
         if len(settled.vllm_devices) > 1 and not PARALLEL & set(options.extra_args):
             argv += ["--tensor-parallel-size", str(len(settled.vllm_devices))]
     else:
-        # Prefixes are shared by whole blocks. The default on a CPU is 128 tokens, more than many prompts have.
+        # Prefixes are shared by full blocks. The default on a CPU is 128 tokens, more than many prompts have.
         argv += ["--enforce-eager", "--block-size", "32"]
     if publish_mode(config) == "merged":
         argv += ["--worker-extension-cls", WORKER]
@@ -153,7 +153,7 @@ def _environment(config: Config, model: str, gpu: bool) -> dict[str, str]:
     if not gpu:
         # Spinning threads would starve the trainer on the same cores.
         env |= {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-        env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(config.vllm.kv_cache_gib))  # whole GiB only
+        env["VLLM_CPU_KVCACHE_SPACE"] = str(math.ceil(config.vllm.kv_cache_gib))  # GiB, an integer
     if Path(model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     return env

@@ -54,7 +54,7 @@ from .upstreams.http import make_session
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
-    """Return the whole proxy as an app. Its parts open and close with the server. Raise ConfigError.
+    """Return the proxy as an app. Its parts open and close with the server. Raise ConfigError.
 
     `heard_by`: called for each recorded call.
     """

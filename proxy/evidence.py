@@ -43,7 +43,7 @@ class Evidence:
     `margin`: the drop, as a share of the metric's range, that must not go live. `level`: the greatest chance that an
     equal candidate is called worse, and that one with a drop of `margin` or more is called safe. Of several `metrics`
     each has its share of `level` to call a candidate worse, since one of them is enough for that. To call it safe each
-    has the whole `level`, since all of them have to (an intersection-union test).
+    has the full `level`, since all of them have to (an intersection-union test).
 
     The same differences in the same order always give the same evidence.
     """

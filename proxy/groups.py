@@ -2,7 +2,7 @@
 
 Rollouts that were opened together are a group, however they end. Rollouts of a task that were opened one by one are
 groups in the order of their opening: with `size` 2, rollouts 1, 2, 3 and 4 of a task are the groups (1, 2) and (3, 4),
-also if 1 and 3 are done first. A group is whole when all of it has ended; nobody waits longer than a time for the rest.
+also if 1 and 3 are done first. A group is complete when all of it has ended; the rest is awaited for a limited time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Member(NamedTuple):
 class Group:
     """The siblings of a group that no step has taken. `completed` of `ended` have a reward.
 
-    `whole`: nobody need wait for others of it. `oldest`: since when the first waits for a step. Its rollouts are in
+    `complete`: nobody need wait for others of it. `oldest`: since when the first waits for a step. Its rollouts are in
     `pool`, from after the `after`th to the `last`th that was opened; `awaited` of them have not ended, or await their
     reward. Without a pool: rollouts without a task, which are no siblings; only rewarded ones are counted.
     """
@@ -72,7 +72,7 @@ class Group:
     completed: int
     ended: int
     oldest: float
-    whole: bool = False
+    complete: bool = False
     first: int = 0
     after: int = 0
     last: int = NO_END
@@ -126,10 +126,10 @@ def _groups(pool: Pool, members: Sequence[Member], grouping: Grouping) -> Iterat
         ended = [member for member in part if member.has_ended]
         since = [m.since for m in ended if m.since is not None and _is_rewarded(m, grouping)]
         awaited = tuple(member.n for member in part if not member.has_ended)
-        is_whole = len(ended) >= grouping.size if is_live else pool.group_id is not None or not awaited
+        complete = len(ended) >= grouping.size if is_live else pool.group_id is not None or not awaited
         last = part[-1].n if is_live else NO_END
         if since:
-            yield Group(pool, len(since), len(ended), min(since), is_whole, part[0].n, after, last, awaited)
+            yield Group(pool, len(since), len(ended), min(since), complete, part[0].n, after, last, awaited)
         after = last
 
 

@@ -218,7 +218,7 @@ def encode_in_turns(value: dict[str, Any]) -> bytes:
 
 
 def encoded_parts(value: dict[str, Any], size: int = 2**18) -> Iterator[bytes]:
-    """Yield what `encode_in_turns` returns in parts of at least `size` bytes: a whole of many is copied in one go."""
+    """Yield what `encode_in_turns` returns in parts of at least `size` bytes: pieces joined are copied in one go."""
     part = bytearray()
     for piece in _pieces(value):
         part += piece

@@ -24,7 +24,7 @@ def require_litellm(what: str) -> None:
 
 
 def import_litellm() -> ModuleType:
-    """Import litellm and turn off its logs and reports, which may hold keys and whole conversations."""
+    """Import litellm and turn off its logs and reports, which may hold keys and entire conversations."""
     os.environ.update(_SETTINGS)
     import litellm
 

@@ -5,7 +5,7 @@ reward of each name in `trainer.reward_weights`. With weights {"reward": 1, "sty
 
     call a: reward 1, then reward 0, then style 1        call b: reward 1
 
-make 0.5 for a and 1 for b, so 1.5 for the rollout; a later reward 3 for the rollout as a whole makes that its return.
+make 0.5 for a and 1 for b, so 1.5 for the rollout; a later reward 3 for the rollout itself makes that its return.
 A name of weight 0 counts as a reward of 0; other names do not count. Rewards of calls that the client sent again count.
 """
 

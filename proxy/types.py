@@ -159,7 +159,7 @@ class ModelCall:
 
     `policy_versions`: all that were live while it ran, in order; several only where weights are replaced in place.
     `superseded_by`: the call that sent the same request again. `extends`: the earlier call whose tokens, prompt and
-    answer, this prompt begins with. `request_of`, `prompt_of`: as in store/requests/whole.py; None where all is there.
+    answer, this prompt begins with. `request_of`, `prompt_of`: as in store/requests/full.py; None where all is there.
     """
 
     call_id: str
@@ -227,7 +227,7 @@ class ModelCall:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """One posted reward. `call_id` None: for the whole rollout."""
+    """One posted reward. `call_id` None: for the rollout itself."""
 
     rollout_id: str
     value: float
@@ -290,7 +290,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class PolicyVersion:
-    """Weights that were or are served. 0 is the base model. `path` holds the adapter (lora) or whole model (merged).
+    """Weights that were or are served. 0 is the base model. `path` holds the adapter (lora) or full model (merged).
 
     `adapters`: those of agents with an adapter of their own (`policy.adapters`), by name: what each is served as. Their
     files are in directories of these names in `path`. `verified`: vLLM was seen to serve all of them.

@@ -82,7 +82,7 @@ class TrainingLoop:
         self.version = 0  # the policy version that the trainer's weights build on
 
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
-        """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no whole group is left.
+        """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no complete group is left.
 
         If the store cannot be written, or the training engine is away, wait for it and continue as after a restart.
         """
@@ -186,7 +186,7 @@ class TrainingLoop:
         return metrics
 
     async def _commit(self, step: int, metrics: dict[str, Any]) -> None:
-        """Write the checkpoint. Once it is whole on disk, one row makes the step count. Raises Stopped."""
+        """Write the checkpoint. Once it is complete on disk, one row makes the step count. Raises Stopped."""
         checkpoint, started = self._checkpoints / str(step), time.perf_counter()
         while True:
             try:

@@ -22,7 +22,7 @@ def show_nothing(step: int, metrics: Mapping[str, Any]) -> None: ...
 class RolloutRewards:
     """The weighted rewards of a rollout. Call rewards are keyed by call id.
 
-    `final` was posted for the rollout as a whole (None: nothing was), `calls` for single calls. `air` is what automatic
+    `final` was posted for the rollout itself (None: nothing was), `calls` for single calls. `air` is what automatic
     intermediate rewarding adds to calls; it never replaces a posted reward.
     """
 
@@ -43,7 +43,7 @@ class RolloutRewards:
 
     @property
     def total(self) -> float:
-        """Return the return of the rollout as a whole."""
+        """Return the return of the rollout itself."""
         return (self.posted or 0.0) + math.fsum(self.air.values())
 
     @property

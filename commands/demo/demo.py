@@ -1,4 +1,4 @@
-"""`demo`: the whole loop on a small real model, run with the same commands that a user has."""
+"""`demo`: the main loop on a small real model, run with the same commands that a user has."""
 
 from __future__ import annotations
 

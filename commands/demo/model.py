@@ -27,7 +27,7 @@ def cache_directory() -> Path:
 
 
 def prepare_model(directory: Path) -> Path:
-    """Return the model's directory, made on first use in about 20 s. It appears whole or not at all."""
+    """Return the model's directory, made on first use in about 20 s. It appears atomically."""
     if (directory / "config.json").is_file():
         return directory
     package = find_spec(PACKAGE)

@@ -1,4 +1,4 @@
-"""`doctor`: checks the whole chain, from the configuration to the rewards, and says what to fix."""
+"""`doctor`: checks every link, from the configuration to the rewards, and says what to fix."""
 
 from __future__ import annotations
 

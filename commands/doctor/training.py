@@ -53,13 +53,13 @@ def trainer_runs(store: StoreConfig) -> bool:
 
 def full_groups(groups: list[Group]) -> int:
     """Count the groups that a step can take, all siblings of which have ended."""
-    return sum(group.group_id is None and group.whole for group in groups)
+    return sum(group.group_id is None and group.complete for group in groups)
 
 
 def what_is_missing(groups: list[Group], trainer: TrainerConfig) -> str:
     """Return how many groups are full, and how many a step still needs, as text."""
     wanted, full = trainer.tasks_per_step, full_groups(groups)
-    begun = [group for group in groups if group.group_id is None and not group.whole]
+    begun = [group for group in groups if group.group_id is None and not group.complete]
     line = f"{full} of the {wanted} groups that it takes are full (of {trainer.group_size} ended rollouts)"
     if full >= wanted:
         return f"{line}: it can be made"

@@ -140,11 +140,11 @@ class VllmChecks:
         answer = await self._tokenize(prompt=ANSWER, add_special_tokens=False)
         more = [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": "And plus one?"}]
         second = await self._tokenize(messages=[*QUESTION, *more], add_generation_prompt=True)
-        whole = first + answer
-        same = next((i for i, (a, b) in enumerate(zip(whole, second, strict=False)) if a != b), len(second))
-        if same >= len(whole):
+        turn = first + answer
+        same = next((i for i, (a, b) in enumerate(zip(turn, second, strict=False)) if a != b), len(second))
+        if same >= len(turn):
             return ok(name, "a second turn begins as the first one was: a conversation is trained on as one row")
-        found = f"a second turn changes token {same + 1} of the {len(whole)} before it: a row for each call"
+        found = f"a second turn changes token {same + 1} of the {len(turn)} before it: a row for each call"
         fix = "give vLLM a --chat-template that leaves earlier turns as they were (slower, not wrong)"
         return warning(name, found, fix)
 

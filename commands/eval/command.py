@@ -44,7 +44,7 @@ class EvalRequest:
 
 
 def eval_command(config: Config, request: EvalRequest) -> None:
-    """Run the whole command. Raise LightningError if it fails, or if every program failed."""
+    """Run the command. Raise LightningError if it fails, or if every program failed."""
     models, tasks = parse_models(request.models), read_tasks(request.tasks)
     if request.out is not None:
         check_writable(request.out)

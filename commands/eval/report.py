@@ -95,7 +95,7 @@ def _table(*heads: str) -> Table:
 
 
 def save(found: Json, path: Path) -> None:
-    """Write the whole file or leave it as it was. Raises LightningError."""
+    """Write the file atomically. Raises LightningError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")

@@ -72,8 +72,8 @@ def _public_name(facts: CardFacts) -> str | None:
 def _about(facts: CardFacts) -> Iterator[str]:
     version, count = facts.version, len(facts.steps)
     name = Path(facts.base).name
-    whole = "A whole model: all weights of" if facts.full else "A whole model: a LoRA adapter merged into"
-    what = "A LoRA adapter for" if facts.form == "adapter" else whole
+    full = "A full model: all weights of" if facts.full else "A full model: a LoRA adapter merged into"
+    what = "A LoRA adapter for" if facts.form == "adapter" else full
     yield f"# {name}, policy version {version.version}"
     yield ""
     yield f"{what} `{name}`, trained with lightning-proxy. The licence of the base model applies."

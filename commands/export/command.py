@@ -61,7 +61,7 @@ def export_version(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
     form: Annotated[
         str | None,
-        typer.Option("--as", help="adapter (PEFT), or merged: a whole model", show_default="as it was published"),
+        typer.Option("--as", help="adapter (PEFT), or merged: a full model", show_default="as it was published"),
     ] = None,
 ) -> None:
     """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not run."""
@@ -69,5 +69,5 @@ def export_version(
     from .policy import export_policy
 
     written = run_until_signal(export_policy(load_config(context.obj), version, directory, form))
-    what = "a LoRA adapter" if written == "adapter" else "a whole model"
+    what = "a LoRA adapter" if written == "adapter" else "a full model"
     typer.echo(f"policy version {version} is in {directory}: {what}, with a model card (README.md)")

@@ -1,4 +1,4 @@
-"""Makes rows for supervised fine-tuning of a rollout's calls: one for each conversation, whole. Pure."""
+"""Makes rows for supervised fine-tuning of a rollout's calls: one for each conversation. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counte
             left_out[reason] += 1
             continue
         yield {
-            "messages": turn.whole,
+            "messages": turn.messages,
             "tools": turn.tools or None,
             "rollout_id": rollout.rollout_id,
             "task_id": rollout.task_id,
@@ -39,12 +39,12 @@ def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counte
 def ends(turns: Sequence[ChatTurn]) -> list[int]:
     """Return the places of the answered turns that no later turn continues or repeats."""
     latest: dict[int, int] = {}
-    wholes: list[int] = []
+    lasts: list[int] = []
     for i, turn in enumerate(turns):
-        digests = [*beginnings(turn.whole)]
+        digests = [*beginnings(turn.messages)]
         latest.update(dict.fromkeys(digests, i))
-        wholes.append(digests[-1])
-    return [i for i, (turn, whole) in enumerate(zip(turns, wholes, strict=True)) if turn.answer and latest[whole] == i]
+        lasts.append(digests[-1])
+    return [i for i, (turn, last) in enumerate(zip(turns, lasts, strict=True)) if turn.answer and latest[last] == i]
 
 
 def _ended(call: ModelCall) -> bool:

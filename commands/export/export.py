@@ -100,7 +100,7 @@ def _selection(kind: str, filters: dict[str, Any]) -> Selection:
 
 
 async def export(store: StoreConfig, target: Path, format: str, kind: Kind, selection: Selection) -> Written:
-    """Write the rows to `target` (`-`: standard output). A file appears whole or not at all."""
+    """Write the rows to `target` (`-`: standard output). A file is written atomically."""
     if not store.may_be_there:
         raise LightningError(f"there is no store at {store.where} (store.url)")
     in_place = str(target) == "-" or (target.exists() and not target.is_file())  # a pipe, a device

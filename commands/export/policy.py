@@ -22,7 +22,7 @@ MARKER = "COMPLETE"
 
 
 async def export_policy(config: Config, number: int, target: Path, form: str | None) -> Form:
-    """Write version `number` to `target`, whole or not at all, and return its form: by default as it was published."""
+    """Write version `number` to `target`, atomically, and return its form: by default as it was published."""
     if form not in (None, *get_args(Form)):
         raise ConfigError(f"--as is adapter or merged, got {form!r}")
     target = target.expanduser().absolute()
@@ -39,7 +39,7 @@ async def export_policy(config: Config, number: int, target: Path, form: str | N
         published: Form = "adapter" if version.publish == "lora" else "merged"
         wanted = published if form is None else cast(Form, form)
         facts = await _facts(store, config, version, wanted, step)
-    with _whole(target) as temporary:
+    with _atomic(target) as temporary:
         if wanted == published:
             shutil.copytree(source, temporary, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MARKER, "README.md"))
         else:
@@ -70,13 +70,13 @@ async def where(config: Config, options: str = "") -> str | None:
 
 
 def has_files(version: PolicyVersion) -> bool:
-    """Return whether the version's files are whole and still there."""
+    """Return whether the version's files are complete and still there."""
     unfinished = version.status in ("failed", "publishing")
     return not unfinished and version.path is not None and Path(version.path).is_dir()
 
 
 @contextmanager
-def _whole(target: Path) -> Iterator[Path]:
+def _atomic(target: Path) -> Iterator[Path]:
     """Yield an empty directory that becomes `target` if the block ends without an error. Raises LightningError.
 
     Only its owner may read it: weights hold users' conversations.

@@ -1,4 +1,4 @@
-"""A store in an SQLite file, read as of one moment, or made anew beside the place that it gets when it is whole."""
+"""A store in an SQLite file, read as of one moment, or made anew beside the place that it gets when it is complete."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
 def _without_triggers(connection: sqlite3.Connection) -> Iterator[None]:
     """Make an empty store, whose triggers come when the block ends: they note what happens, not what is moved."""
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    connection.execute("PRAGMA synchronous = OFF")  # it is synced as a whole before it gets its name
+    connection.execute("PRAGMA synchronous = OFF")  # it is synced once before it gets its name
     connection.execute("PRAGMA journal_mode = OFF")
     migrate(connection)
     triggers = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()

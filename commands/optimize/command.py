@@ -83,7 +83,7 @@ class Found:
 
 
 def optimize(config: Config, request: OptimizeRequest) -> None:
-    """Run the whole command. Raise LightningError if it fails; what was tried until then is kept."""
+    """Run the command. Raise LightningError if it fails; what was tried until then is kept."""
     require_litellm(f"--reflect {request.reflect}")
     split = _split(request)
     console = Console(stderr=True)

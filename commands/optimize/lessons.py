@@ -25,8 +25,8 @@ def outputs(rollout: Mapping[str, Any]) -> str:
     turns = read(rollout["calls"])
     if not turns:
         return "(no call was made)"
-    longest = max(turns, key=lambda turn: len(turn.whole))
-    lines = [line for message in longest.whole for line in _lines(message)]
+    longest = max(turns, key=lambda turn: len(turn.messages))
+    lines = [line for message in longest.messages for line in _lines(message)]
     return _cut("\n".join(lines) or "(nothing was said)")
 
 

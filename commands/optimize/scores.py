@@ -117,7 +117,7 @@ class PromptScores:
         return [score.reward for score in known] + self._elsewhere.get((version, task.task_id), [])
 
     async def lesson(self, score: Score) -> Mapping[str, Any]:
-        """Return the whole record of a rollout."""
+        """Return the full record of a rollout."""
         return await self._api.rollout(score.rollout_id)
 
     def _add(self, version: int, task_id: str, rollout_id: str, reward: float | None, failed: bool) -> None:

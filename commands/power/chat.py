@@ -35,7 +35,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=600, sock_connect=5)  # of each of the man
 _NAME = re.compile(r"power:(\d+(?:\.\d+)?)")
 # What decides how p is sampled: the target has p as it is.
 _PLAIN: Json = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-_WHOLE: Json = {
+_NON_STREAMED: Json = {
     "stream": False, "stream_options": None, "logprobs": True, "top_logprobs": 0, "return_token_ids": True,
 }  # fmt: skip
 _GRAMMARS = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
@@ -51,8 +51,8 @@ def power_of(model: object) -> float | None:
     return alpha
 
 
-class WholeAnswer(NamedTuple):
-    """A whole answer."""
+class BufferedAnswer(NamedTuple):
+    """An answer in one piece."""
 
     status: int
     content_type: str
@@ -60,14 +60,14 @@ class WholeAnswer(NamedTuple):
 
 
 class PowerChat:
-    """Answers requests for `power:ALPHA`, each as one whole answer."""
+    """Answers requests for `power:ALPHA`, each with an answer in one piece."""
 
     def __init__(self, session: aiohttp.ClientSession, base_url: str) -> None:
         """`base_url`: of the vLLM, ending in /v1."""
         self._session = session
         self._base_url = base_url
 
-    async def answer(self, body: Json, headers: Mapping[str, str]) -> WholeAnswer:
+    async def answer(self, body: Json, headers: Mapping[str, str]) -> BufferedAnswer:
         """Return the answer to a request's body. vLLM gets `headers`, which carry the key that it may want.
 
         Raises NotFound, InvalidRequest and Unsupported where it cannot be sampled; vLLM's own refusals are answers.
@@ -85,7 +85,7 @@ class PowerChat:
 
 async def _sample(vllm: _Vllm, body: Json, alpha: float) -> Json:
     plain = {name: value for name, value in body.items() if name not in SAMPLING or name == "logit_bias"} | _PLAIN
-    plain |= _WHOLE
+    plain |= _NON_STREAMED
     prompt, most = await vllm.rendered(plain)
 
     async def propose(beginning: Sequence[int], n: int, tokens: int) -> list[SampledAnswer]:
@@ -103,7 +103,7 @@ async def _sample(vllm: _Vllm, body: Json, alpha: float) -> Json:
 class _Refused(Exception):
     """vLLM answered one of our requests with an error: the agent gets it."""
 
-    def __init__(self, answer: WholeAnswer) -> None:
+    def __init__(self, answer: BufferedAnswer) -> None:
         self.answer = answer
 
 
@@ -180,7 +180,7 @@ class _Vllm:
         if answer.status in (403, 404, 405, 501) and path != CHAT:
             raise Unsupported(f"power sampling: vLLM has no {path}: start it with --enable-scale-out")
         if answer.status != 200:
-            raise _Refused(WholeAnswer(answer.status, content_type, raw))
+            raise _Refused(BufferedAnswer(answer.status, content_type, raw))
         try:
             return orjson.loads(raw)
         except orjson.JSONDecodeError:
@@ -223,10 +223,10 @@ def _finish(choice: Json, answer: SampledAnswer) -> None:
     choice["token_ids"] = answer.token_ids
 
 
-def _as_json_or_chunk(body: Json, completion: Json) -> WholeAnswer:
+def _as_json_or_chunk(body: Json, completion: Json) -> BufferedAnswer:
     """The answer as JSON, or for a request that wants a stream as one chunk."""
     if not body.get("stream"):
-        return WholeAnswer(200, "application/json", orjson.dumps(completion))
+        return BufferedAnswer(200, "application/json", orjson.dumps(completion))
     same = {name: completion.get(name) for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     (choice,) = completion["choices"]
     delta = {name: value for name, value in choice["message"].items() if value}
@@ -238,4 +238,4 @@ def _as_json_or_chunk(body: Json, completion: Json) -> WholeAnswer:
     if isinstance(options, dict) and options.get("include_usage"):
         events.append(same | {"choices": [], "usage": completion["usage"]})
     raw = b"".join(sse.encode(orjson.dumps(event)) for event in events) + sse.encode(b"[DONE]")
-    return WholeAnswer(200, "text/event-stream", raw)
+    return BufferedAnswer(200, "text/event-stream", raw)

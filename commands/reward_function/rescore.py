@@ -18,7 +18,7 @@ import typer
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError
 from ...proxy.reward_function.process import FunctionProcess, NoReward, NotLoaded, source_of
-from ...proxy.store.requests.whole import whole_calls
+from ...proxy.store.requests.full import full_calls
 from ..api_client import ApiClient, ApiError
 from ..formats import progress_bar
 from ..show.listing import PAGE, checked, since_of
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def rescore_command(config: Config, options: Options, *, as_json: bool) -> None:
-    """Run the whole command. Raise ConfigError for a wrong option; exit with 1 if the function failed."""
+    """Run the command. Raise ConfigError for a wrong option; exit with 1 if the function failed."""
     if config.rewards.function is None:
         raise ConfigError("name the reward function: --reward FILE.py:NAME, or rewards.function")
     checked(options.filters["mode"], None)
@@ -185,7 +185,7 @@ class _Work:
             before = {reward["name"]: reward["reward"] for reward in rollout["rewards"] if reward["call_id"] is None}
             made = partial(RescoredRollout, rollout_id, rollout["task_id"], before)
             try:
-                judgement = await process.ask(orjson.dumps(rollout | {"calls": whole_calls(rollout["calls"])}))
+                judgement = await process.ask(orjson.dumps(rollout | {"calls": full_calls(rollout["calls"])}))
             except NoReward as error:
                 return made({}, source, str(error))
             return made(judgement.values, source_of(self._config, judgement.version), None)

@@ -53,7 +53,7 @@ class RunRequest:
 
 
 def run_command(config: Config, request: RunRequest) -> None:
-    """Run the whole command. Raise LightningError if it fails, or if every program failed."""
+    """Run the command. Raise LightningError if it fails, or if every program failed."""
     if request.mode not in ("train", "eval"):
         raise ConfigError(f"--mode is train or eval, got {request.mode!r}")
     for option, value in (("--ahead", request.ahead is not None), ("--refill", request.refill)):

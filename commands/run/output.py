@@ -51,7 +51,7 @@ class ProgramLog:
         self._line += data
         end = self._line.rfind(b"\n") + 1
         begun = self._line.rfind(b"-----BEGIN ", 0, end)
-        if begun >= 0 and b"-----END " not in self._line[begun:end]:  # of a key only the whole is known as one
+        if begun >= 0 and b"-----END " not in self._line[begun:end]:  # of a key only all of it is known as one
             end = begun
         if len(self._line) > PIECE:
             end = end or len(self._line)
@@ -73,8 +73,8 @@ class ProgramLog:
         self._file.write(self._tail)
         self._file.close()
         if self._redact is not None:
-            whole = self._path.read_bytes()
-            if (redacted := self._redacted(whole)) != whole:
+            content = self._path.read_bytes()
+            if (redacted := self._redacted(content)) != content:
                 self._path.write_bytes(redacted)
 
     def _redacted(self, data: bytes) -> bytes:

@@ -25,7 +25,7 @@ class Runner(Protocol):
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
         """Run it once and return its exit code, negative for a signal. Cancelling the call kills it.
 
-        `log` gets its stdout and stderr. A program that runs for `limit_s` gets SIGTERM with its whole process group,
+        `log` gets its stdout and stderr. A program that runs for `limit_s` gets SIGTERM with its process group,
         and SIGKILL a little later. Raise RunTimedOut then, RunLost if the machine goes away, LightningError if no run
         can continue.
         """

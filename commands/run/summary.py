@@ -63,9 +63,9 @@ def by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:
 
 def sentence(results: Sequence[RolloutResult]) -> str:
     """Return the summary in one line for a person."""
-    whole = totals(results)
-    mean = "no reward" if whole.mean_reward is None else f"mean reward {whole.mean_reward:.3f}"
-    line = f"{whole.rollouts} rollouts, {mean}, {whole.failed} failed, {whole.without_reward} without a reward so far"
+    total = totals(results)
+    mean = "no reward" if total.mean_reward is None else f"mean reward {total.mean_reward:.3f}"
+    line = f"{total.rollouts} rollouts, {mean}, {total.failed} failed, {total.without_reward} without a reward so far"
     reasons = [result.reason for result in results if result.reason]
     return f"{line}\nfirst failure: {reasons[0]}" if reasons else line
 

@@ -16,14 +16,14 @@ def additions(turns: Iterable[ChatTurn]) -> Iterator[tuple[ChatTurn, list[Messag
     """Yield each turn with its new messages: all after the longest beginning that it shares with an earlier one."""
     earlier: set[int] = set()
     for turn in turns:
-        digests = [*beginnings(turn.whole)]
+        digests = [*beginnings(turn.messages)]
         shared = next((i for i in range(len(turn.shown), 0, -1) if digests[i] in earlier), 0)
         yield turn, turn.shown[shared:]
         earlier.update(digests)
 
 
 def beginnings(messages: Sequence[Message]) -> Iterator[int]:
-    """Yield a digest of every beginning of a conversation, from the empty one to the whole."""
+    """Yield a digest of every beginning of a conversation, from the empty one to all of it."""
     digest = hash(())
     yield digest
     for message in messages:

@@ -22,7 +22,7 @@ _NO_PATH = ("", ".", "..")  # with one of these a path would name another route
 async def with_id(api: ApiClient, given: str, work: Callable[[str], Awaitable[T]], *, changes: bool = False) -> T:
     """Do `work` with the rollout of this id; if there is none, with the only one whose id begins so. `…` may end it.
 
-    What `changes` a rollout needs its whole id, unless it is one that the proxy made, or `…` ends it: a rollout of
+    What `changes` a rollout needs its full id, unless it is one that the proxy made, or `…` ends it: a rollout of
     another name must not be changed because the one that was meant is gone.
     """
     if given not in _NO_PATH and not CUT.search(given):

@@ -23,7 +23,7 @@ ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yel
 
 
 def rollouts_table(rollouts: Sequence[dict[str, Any]], now: float, width: int | None) -> Table:
-    """Return one line per rollout. Long ids and tasks are cut to fit the width; None: they are whole, for programs."""
+    """Return one line per rollout. Long ids and tasks are cut to fit the width; None: not cut, for programs."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
     names = None if width is None else max(width - NUMBERS_WIDTH, 20)
     table.add_column("rollout", max_width=names and names * 2 // 3, no_wrap=True)
@@ -51,7 +51,7 @@ def rollout_line(rollout: dict[str, Any]) -> Text:
 
 
 def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
-    """Return the whole rollout: a header, then each call's new messages and answer, and events between."""
+    """Return the rollout: a header, then each call's new messages and answer, and events between."""
     parts: list[RenderableType] = [_header(rollout)]
     events = deque(rollout.get("events", ()))
     turns = additions(read_each(rollout["calls"]))

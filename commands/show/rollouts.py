@@ -45,7 +45,7 @@ def list_rollouts(
     cursor: Annotated[str | None, typer.Option(help="continue where an earlier list ended")] = None,
     as_json: Json = False,
 ) -> None:
-    """List rollouts, newest first. Other orders are of the newest 1,000 that fit. A pipe gets whole ids."""
+    """List rollouts, newest first. Other orders are of the newest 1,000 that fit. A pipe gets full ids."""
     from rich.console import Console
 
     from ..api_client import ask
@@ -125,7 +125,7 @@ def _each(
 def show(
     context: typer.Context,
     rollout_id: Annotated[str, typer.Argument(metavar="ID", help="an id, or its beginning")],
-    full: Annotated[bool, typer.Option("--full", help="show long texts whole")] = False,
+    full: Annotated[bool, typer.Option("--full", help="show long texts in full")] = False,
     as_json: Json = False,
 ) -> None:
     """Show one rollout: its conversation, calls and rewards."""

@@ -18,7 +18,7 @@ def downloaded(model: str, vllm_args: Sequence[str] = ()) -> int:
             path = Path(folder, file)
             try:
                 found += 0 if path.is_symlink() else path.stat().st_size
-            except OSError:  # renamed meanwhile: it is whole
+            except OSError:  # renamed meanwhile: it is complete
                 continue
     return found
 

@@ -1,6 +1,6 @@
 """Runs one program and makes sure that it ends with its supervisor: `guard.py LIFELINE_FD PROGRAM ARGS…`.
 
-When the other end of the lifeline closes, because the supervisor let go or was killed, the program's whole process
+When the other end of the lifeline closes, because the supervisor let go or was killed, the program's entire process
 group ends. Signals are passed on to the program; its exit code, or the signal that killed it, becomes the guard's.
 It uses only the standard library, so that it starts in 20 ms.
 """

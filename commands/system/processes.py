@@ -76,7 +76,7 @@ class Child:
         return self.process.returncode is None
 
     async def stop(self, say: Callable[[str], None]) -> None:
-        """Send SIGINT, SIGTERM after half of the grace, SIGKILL at its end, each to the whole process group."""
+        """Send SIGINT, SIGTERM after half of the grace, SIGKILL at its end, each to the entire process group."""
         for number in (signal.SIGINT, signal.SIGTERM):
             if not self.running:
                 break

@@ -1,4 +1,4 @@
-"""The whole system as one unit: vLLM, proxy and trainer, started and stopped in order."""
+"""The system as one unit: vLLM, proxy and trainer, started and stopped in order."""
 
 from __future__ import annotations
 

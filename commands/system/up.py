@@ -1,4 +1,4 @@
-"""`up`: the whole system until Ctrl-C."""
+"""`up`: the system until Ctrl-C."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class ChatStream:
         return self._tokens
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         choices = self.tokens.choices
         return bool(choices) and all(choice.finish_reason for choice in choices)
 

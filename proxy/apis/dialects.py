@@ -38,7 +38,7 @@ class Stream(Protocol):
         """Return whether the last event that was fed in was the answer's last event."""
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         """Return whether the answer is complete although the stream's last event is missing."""
 
     def feed(self, raw: bytes, event: Json) -> bytes:
@@ -61,13 +61,13 @@ class Dialect(Protocol):
         """Return the request for a vLLM upstream, and the fields that were added to it."""
 
     def agents(self, body: Json, injection: Injection) -> Json | None:
-        """Return a whole answer as the agent gets it; None if that is the answer's own bytes."""
+        """Return a non-streamed answer as the agent gets it; None if that is the answer's own bytes."""
 
     def refusal(self, body: Json, status: int) -> Json | None:
         """Return the upstream's error as the agent gets it; None if that is the error's own bytes."""
 
     def tokens(self, body: Json) -> Tokens:
-        """Return the tokens that a whole answer reports. Call it before `agents`, which may change the answer."""
+        """Return the tokens that a non-streamed answer reports. Call it before `agents`, which may change it."""
 
     def stream(self, injection: Injection) -> Stream: ...
 

@@ -159,19 +159,19 @@ def _encode(chunk: Json) -> bytes:
 
 # JSON's strings and numbers, with possessive quantifiers: a match takes one look at every byte.
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
-_WHOLE = rb"(?:0|[1-9]\d*+)"
-_NUMBER = rb"-?" + _WHOLE + rb"(?:\.\d++)?(?:[eE][+-]?\d++)?"
-_WHOLES = rb"(?:%b(?:,%b)*+)?+" % (_WHOLE, _WHOLE)
-_TOKEN = rb'\{"token":%b,"logprob":%b,"bytes":(?:null|\[%b\]),"top_logprobs":\[\]\}' % (_STRING, _NUMBER, _WHOLES)
+_INTEGER = rb"(?:0|[1-9]\d*+)"
+_NUMBER = rb"-?" + _INTEGER + rb"(?:\.\d++)?(?:[eE][+-]?\d++)?"
+_INTEGERS = rb"(?:%b(?:,%b)*+)?+" % (_INTEGER, _INTEGER)
+_TOKEN = rb'\{"token":%b,"logprob":%b,"bytes":(?:null|\[%b\]),"top_logprobs":\[\]\}' % (_STRING, _NUMBER, _INTEGERS)
 _PARTS = (
     (rb'\{"(?:content|reasoning|reasoning_content)":', rb"\}"),
-    (rb'\{(?:"content":null,)?"tool_calls":\[\{"index":%b,"function":\{"arguments":' % _WHOLE, rb"\}\}\]\}"),
+    (rb'\{(?:"content":null,)?"tool_calls":\[\{"index":%b,"function":\{"arguments":' % _INTEGER, rb"\}\}\]\}"),
 )
 _HELD_BACK = b"{}"  # while a tool parser holds text back, vLLM sends such chunks to those who asked for token ids
 _DELTA = b"|".join(b"(%b)(%b)(%b)" % (before, _STRING, after) for before, after in _PARTS) + rb"|(\{\})"
 _REST = re.compile(
     rb'\{"index":0,"delta":(?:%b),"logprobs":(\{"content":\[%b(?:,%b)*+\]\}),"finish_reason":null,"token_ids":\[(%b)\]'
-    rb"\}\]\}\n\n" % (_DELTA, _TOKEN, _TOKEN, _WHOLES)
+    rb"\}\]\}\n\n" % (_DELTA, _TOKEN, _TOKEN, _INTEGERS)
 )
 _LOGPROB = re.compile(rb'"logprob":(%b),"bytes":' % _NUMBER)  # no string can hold this: its quotes have backslashes
 MISSES = 8  # after so many other chunks in a row, no more are expected

@@ -59,7 +59,7 @@ class MessagesStream:
         self.error: str | None = None
         self.finished = False
         self._api = api
-        self.whole = False  # it has a stop reason: some servers send no more after it
+        self.complete = False  # it has a stop reason: some servers send no more after it
         self._message: Json | None = None
         self._blocks = Blocks()
 
@@ -98,7 +98,7 @@ class MessagesStream:
         message = self._message = self._message or {"type": "message", "role": "assistant"}
         for name, value in _object(event.get("delta")).items():
             put(message, name, value)
-        self.whole = bool(message.get("stop_reason"))
+        self.complete = bool(message.get("stop_reason"))
         before, usage = _object(message.get("usage")), _object(event.get("usage"))
         # Counts only grow: some servers send 0 for counts that they sent before.
         message["usage"] = before | {name: n for name, n in usage.items() if n or not before.get(name)}

@@ -90,8 +90,8 @@ class _Item:
         place = number(event.get("content_index", event.get("summary_index"))) or 0
         if what == "delta" and isinstance(piece := event.get("delta"), str):
             self._texts.setdefault((text, place), []).append(piece)
-        elif what == "done" and isinstance(whole := event.get("part", event).get(text.field), str) and whole:
-            self._texts[text, place] = [whole]
+        elif what == "done" and isinstance(full := event.get("part", event).get(text.field), str) and full:
+            self._texts[text, place] = [full]
 
     def result(self) -> Json:
         if self._item is not None:
@@ -112,7 +112,7 @@ class _Item:
 
 
 def _text_of(part: Any) -> _Text | None:
-    """Where the text of a part belongs that comes as a whole."""
+    """Where the text of a part belongs that comes in one piece."""
     kind = part.get("type") if isinstance(part, dict) else None
     return next((text for text in _TEXTS.values() if text.part and text.part == kind), None)
 

@@ -45,9 +45,9 @@ class ResponsesApi:
 
 
 class ResponsesStream:
-    """A stream of events that each say their `type`; the last one holds the whole response, or should."""
+    """A stream of events that each say their `type`; the last one holds the full response, or should."""
 
-    whole = False  # before the last one
+    complete = False  # before the last one
     rewrites = False
 
     usual = None

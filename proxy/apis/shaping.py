@@ -71,7 +71,7 @@ def _tool_constraint(request: Json) -> str | None:
 
 
 def can_be_imitated(reason: str | None) -> bool:
-    """Return whether an answer that was left out for `reason` is still whole, with its tokens."""
+    """Return whether an answer that was left out for `reason` is still complete, with its tokens."""
     return reason == GREEDY or (reason is not None and reason.startswith(NOT_FOLLOWED))
 
 

@@ -50,7 +50,7 @@ class SSEDecoder:
     def feed(self, data: bytes) -> list[Frame]:
         frames = self._cut(data)
         if frames and (self._begins or self._let_go):
-            frames[0] = self._whole(frames[0].raw)
+            frames[0] = self._last_of(frames[0].raw)
             self._begins = self._let_go = False
         return frames
 
@@ -63,14 +63,14 @@ class SSEDecoder:
 
     def _cut(self, data: bytes) -> list[Frame]:
         if len(self._buffer) < _LARGE and b"\r" not in (text := bytes(self._buffer) + data):
-            *whole, rest = text.split(b"\n\n")
+            *complete, rest = text.split(b"\n\n")
             self._buffer = bytearray(rest)
             return [
                 # One line of data, as most frames are.
                 Frame(raw + b"\n\n", raw[6:])
                 if raw.startswith(b"data: ") and b"\n" not in raw
                 else _frame(raw + b"\n\n")
-                for raw in whole
+                for raw in complete
             ]
         search_from = max(0, len(self._buffer) - _BLANK)
         buffer = self._buffer
@@ -85,11 +85,11 @@ class SSEDecoder:
 
     def close(self) -> Frame:
         """Return the bytes of a frame that never ended, once the stream is over; they are given out once."""
-        last = self._whole(bytes(self._buffer))
+        last = self._last_of(bytes(self._buffer))
         self._buffer.clear()
         return last
 
-    def _whole(self, raw: bytes) -> Frame:
+    def _last_of(self, raw: bytes) -> Frame:
         """A frame that is the first, or of which a part was given out."""
         text = raw.removeprefix(BOM_UTF8) if self._begins else raw
         return Frame(raw, None if self._let_go else _frame(text).data)

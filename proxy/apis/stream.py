@@ -36,7 +36,7 @@ class Transcript:
         self._let_go = False  # an event was too large to look at
         self._decoder = SSEDecoder()
         self._stream = stream
-        self._whole_frames = stream.rewrites
+        self._rewrites = stream.rewrites
 
     @property
     def tokens(self) -> Tokens:
@@ -53,7 +53,7 @@ class Transcript:
 
         An event that was too large to look at may have been the last one.
         """
-        return self.ended or self._stream.error is not None or self._stream.whole or self._let_go
+        return self.ended or self._stream.error is not None or self._stream.complete or self._let_go
 
     @property
     def error(self) -> str | None:
@@ -92,7 +92,7 @@ class Transcript:
                     out += sent
         if self.ended:
             self.held += self._decoder.rest
-        elif self._decoder.pending > MAX_ANSWER_BYTES and not self._whole_frames:
+        elif self._decoder.pending > MAX_ANSWER_BYTES and not self._rewrites:
             self._let_go = True
             out += self._stream.flush() + self._decoder.let_go()
         elif self._decoder.pending > MAX_HELD_BYTES:
@@ -102,8 +102,8 @@ class Transcript:
     def end(self) -> bytes:
         """Return the bytes to send at the stream's end. Its last event is `held` if only its blank line was missing."""
         last = self._decoder.close()
-        out = self._stream.flush() + (b"" if self._whole_frames or last.is_done else last.raw)
-        if last.is_done or self._stream.whole:
+        out = self._stream.flush() + (b"" if self._rewrites or last.is_done else last.raw)
+        if last.is_done or self._stream.complete:
             held = self._stream.last(last.raw if last.is_done else b"")
             self.ended, self.held = bool(held), held
         return out
@@ -125,7 +125,7 @@ class Transcript:
         return self._stream.flush() + frame.raw
 
 
-class WholeTranscript:
+class BufferedTranscript:
     """An answer that comes in one piece. All of it waits for the record, like a stream's last event."""
 
     may_end = True

@@ -15,7 +15,7 @@ Json = dict[str, Any]
 # What vLLM sends for a log-probability of minus infinity, which JSON does not have.
 _MINUS_INFINITY = -9999.0
 # How an answer ends that was sampled to its end, or to the agent's limit.
-_WHOLE = frozenset({"stop", "length", "tool_calls", "function_call"})
+_COMPLETE = frozenset({"stop", "length", "tool_calls", "function_call"})
 
 NO_TOKEN_IDS = "no token ids from the upstream"
 NOT_THE_POLICY = "the model is not the policy"
@@ -45,7 +45,7 @@ class _ChoiceTokens:
 
 
 class Tokens:
-    """Collects tokens from a whole answer (one `add`) or from its chunks, before injected fields are removed."""
+    """Collects tokens from a non-streamed answer (one `add`) or from its chunks, before injected fields are removed."""
 
     def __init__(self) -> None:
         self.prompt_token_ids: tuple[int, ...] = ()
@@ -88,7 +88,7 @@ class Tokens:
     def _mismatch(self, choice: _ChoiceTokens) -> str | None:
         if not choice.ids:
             return "the answer is empty"
-        if choice.finish_reason not in _WHOLE:
+        if choice.finish_reason not in _COMPLETE:
             return f"the answer may be cut: its finish reason is {choice.finish_reason}"
         if not _are_finite(choice.logprobs):
             return "a log-probability is not a finite number of at most 0"

@@ -99,20 +99,20 @@ class ToolCallPieces:
             return True
         if not name or not self.name or self._is_again(delta):
             return False
-        if _is_given(arguments) and self.is_whole:
+        if _is_given(arguments) and self.is_complete:
             return True
         return not name.startswith(self.name) and (index is None or _is_given(self._arguments))
 
     def is_continued_by(self, delta: Json) -> bool:
         """Return whether a piece that has this call's id, and another's index, does not begin a call."""
         name, _ = _named(delta)
-        return not name or (name == self.name and not self.is_whole)
+        return not name or (name == self.name and not self.is_complete)
 
     def may_be_followed_by(self, other: ToolCallPieces) -> bool:
         """Return whether the pieces of a call without a name may be of this one."""
         if other.index == self.index:
             return True
-        return other.id in (None, "", self.id) and not (_is_given(other.text) and self.is_whole)
+        return other.id in (None, "", self.id) and not (_is_given(other.text) and self.is_complete)
 
     def with_more(self, other: ToolCallPieces) -> ToolCallPieces:
         """Return this call with the arguments of another after its own."""
@@ -144,7 +144,7 @@ class ToolCallPieces:
         return self._may_be_none or not isinstance(self._arguments, str | None)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         if not isinstance(self._arguments, str):
             return self._arguments is not None
         try:
@@ -153,11 +153,11 @@ class ToolCallPieces:
             return False
 
     def _is_again(self, delta: Json) -> bool:
-        """Whether this is the whole call once more, or all its arguments."""
+        """Whether this is the entire call once more, or all its arguments."""
         name, arguments = _named(delta)
         if arguments != self._arguments or delta.get("id") not in (None, "", self.id):
             return False
-        return (not name or (name == self.name and bool(self.id))) and self.is_whole
+        return (not name or (name == self.name and bool(self.id))) and self.is_complete
 
     def _has(self, kind: str, name: str) -> bool:
         return isinstance(self._fields.get(kind), dict) and name in self._fields[kind]

@@ -10,7 +10,7 @@ from .sse import event_name
 
 Json = dict[str, Any]
 
-# By the last word of their names, texts that are sent whole, and by some servers again in every chunk.
+# By the last word of their names, texts that are sent in full, and by some servers again in every chunk.
 _WORDS = frozenset({
     "role", "id", "type", "name", "reason", "object", "format", "status", "model", "provider", "phase", "channel",
     "signature",

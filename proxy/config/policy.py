@@ -60,7 +60,7 @@ class PolicyConfig(Section):
     @model_validator(mode="after")
     def _keeps_a_rollout_on_its_version(self) -> PolicyConfig:
         if self.is_gated and not self.pin_rollouts:
-            raise ValueError("policy.promotion gated compares whole rollouts: it needs policy.pin_rollouts true")
+            raise ValueError("policy.promotion gated compares entire rollouts: it needs policy.pin_rollouts true")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""The whole configuration: its sections, and checks across them. `file.py` reads it."""
+"""The configuration: its sections, and checks across them. `file.py` reads it."""
 
 from __future__ import annotations
 

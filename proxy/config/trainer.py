@@ -278,9 +278,9 @@ class TrainerConfig(Section):
     @model_validator(mode="after")
     def _has_a_level_for_its_loss(self) -> TrainerConfig:
         if self.loss_type == "luspo" and self.importance_level != "sequence":
-            raise ValueError("loss_type luspo is a loss of whole answers: it needs importance_level: sequence")
+            raise ValueError("loss_type luspo is a loss of entire answers: it needs importance_level: sequence")
         if self.loss_type == "vespo" and self.importance_level != "token":
-            raise ValueError("loss_type vespo weighs whole answers by itself: it needs importance_level: token")
+            raise ValueError("loss_type vespo weighs entire answers by itself: it needs importance_level: token")
         return self
 
     @model_validator(mode="after")
@@ -309,7 +309,7 @@ class TrainerConfig(Section):
 
     @property
     def rollouts_per_step(self) -> int:
-        """Return how many rollouts a whole step compares."""
+        """Return how many rollouts a full step compares."""
         return self.group_size * self.tasks_per_step
 
     @property

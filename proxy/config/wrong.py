@@ -47,7 +47,7 @@ def _did_you_mean(guesses: Sequence[str]) -> str:
 
 
 def _alike(loc: Sequence[object], model: type[BaseModel]) -> list[str]:
-    """The keys beside this one that read alike; else those of this name elsewhere, whole."""
+    """The keys beside this one that read alike; else the full names of those elsewhere."""
     *above, name = (str(part) for part in loc)
     here: type[BaseModel] | None = model
     for part in above:

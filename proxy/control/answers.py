@@ -67,7 +67,7 @@ class RolloutPage(BaseModel):
 class RequestOf(BaseModel):
     """What a request takes from an earlier call's: of each field named here, the first so many.
 
-    That is items of a list, characters (Unicode code points) of a text, members of an object of the whole field there.
+    That is items of a list, characters (Unicode code points) of a text, members of an object of the full field there.
     The request itself has what comes after them.
     """
 

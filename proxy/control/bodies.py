@@ -20,12 +20,12 @@ Finite = Annotated[float, Query(allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
-def _whole(value: Any) -> Any:
-    """A whole number as an integer: in JSON, 3.0 is one."""
+def _integer(value: Any) -> Any:
+    """Return a number's integer: in JSON, 3.0 is one."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-WHOLE = BeforeValidator(_whole)
+INTEGER = BeforeValidator(_integer)
 
 
 class Body(BaseModel):
@@ -66,13 +66,13 @@ class RolloutsBody(Body):
     task_id: Id | None = None
     mode: Literal["train", "eval"] = "train"
     metadata: dict[str, Any] = {}
-    n: Annotated[int, Field(strict=True, ge=0, le=1000), WHOLE] = 1
+    n: Annotated[int, Field(strict=True, ge=0, le=1000), INTEGER] = 1
     may_reward: Annotated[bool, Field(strict=True)] = True
     sibling_of: Id | None = None
-    policy_version: Annotated[int, Field(strict=True, ge=0, lt=2**31), WHOLE] | None = None
+    policy_version: Annotated[int, Field(strict=True, ge=0, lt=2**31), INTEGER] | None = None
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     prompts: Annotated[
-        dict[Id, Annotated[int, Field(strict=True, ge=1, lt=2**31), WHOLE]],
+        dict[Id, Annotated[int, Field(strict=True, ge=1, lt=2**31), INTEGER]],
         Field(json_schema_extra={"additionalProperties": False}),  # beside the pattern of its names
     ] = {}
 
@@ -83,7 +83,7 @@ class EndBody(Body):
 
 
 class PromoteBody(Body):
-    version: Annotated[int, Field(strict=True, ge=0, lt=2**31), WHOLE]
+    version: Annotated[int, Field(strict=True, ge=0, lt=2**31), INTEGER]
 
 
 class _EventBody(Body):

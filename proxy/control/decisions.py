@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..store.requests.whole import begun
+from ..store.requests.full import begun
 from ..types import ModelCall
 
 Of = dict[str, Any] | None

@@ -36,7 +36,7 @@ class PrefixRun(BaseModel):
     """Tokens that the same rows pass through. `depth` is that of the first; `parent` the index of the run before.
 
     `trained`: how many of them an answer has that is trained on. `rows`: rollout ids with the index of their row.
-    `call_ids`: calls whose answers lie in it, in part or as a whole.
+    `call_ids`: calls whose answers lie in it, in part or entirely.
     """
 
     parent: int | None

@@ -18,7 +18,7 @@ _SHOWN = ("system", "instructions", "messages", "prompt", "input", "previous_res
 def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[Event] = ()) -> list[Transition]:
     """Return one transition for each call, and one for each tool call whose result came back.
 
-    A state is what the model was shown, an action its whole answer. The last call's transition carries the rollout's
+    A state is what the model was shown, an action its entire answer. The last call's transition carries the rollout's
     own reward. A request that the client sent again counts once: as the last of its calls. An action that the agent
     posted is a tool transition without a call; its state is the one that the same agent posted last.
 
@@ -57,7 +57,7 @@ def _action_transition(t: int, event: Event, state: Any) -> Transition:
 
 
 def message_of(call: ModelCall) -> Any:
-    """Return the answer: the first choice's message (chat), its text (completions), or another API's whole response."""
+    """Return the answer: the first choice's message (chat), its text (completions), or another API's response."""
     response = call.response if isinstance(call.response, dict) else {}
     first = next(iter(dicts(response.get("choices"))), {})
     return first.get("message", first.get("text", call.response))

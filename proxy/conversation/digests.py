@@ -125,8 +125,8 @@ def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
             continue
         if who == "user":  # it may be the order that a tool call gave to a sub-agent
             yield digest(caller, "order", what)
-        whole = len(what) <= 2 * QUOTING_CHARACTERS
-        for fragment in _fragments(what if whole else f"{what[:QUOTING_CHARACTERS]}\n{what[-QUOTING_CHARACTERS:]}"):
+        is_short = len(what) <= 2 * QUOTING_CHARACTERS
+        for fragment in _fragments(what if is_short else f"{what[:QUOTING_CHARACTERS]}\n{what[-QUOTING_CHARACTERS:]}"):
             if len(raw := _bytes(fragment)) >= TELLING:
                 yield digest(caller, "said", raw)
 

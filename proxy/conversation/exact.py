@@ -99,7 +99,7 @@ class ExactCall:
         self._start = start
         self._sent = sent
         self._prompt: tuple[int, ...] = ()
-        self._whole: list[int] = []
+        self._rendered: list[int] = []
         self._outcome: Outcome | None = None
 
     async def open(self, request: Request) -> Answer:
@@ -108,12 +108,12 @@ class ExactCall:
         if self._outcome is not None:
             return await open_upstream(self._upstream, request)
         try:
-            prompt, whole = await self._exact_prompt(request)
+            prompt, rendered = await self._exact_prompt(request)
             answer = await open_upstream(self._upstream, _with_prompt(request, prompt))
             if answer.status in (400, 422):  # whatever is wrong, the agent shall see vLLM's answer to its own request
                 answer.release()
                 raise AsText("refused")
-            self._outcome, self._prompt, self._whole = "exact", tuple(prompt), whole
+            self._outcome, self._prompt, self._rendered = "exact", tuple(prompt), rendered
             return answer
         except AsText as reason:
             self._outcome = reason.outcome
@@ -131,7 +131,7 @@ class ExactCall:
         self._exact.count(self._outcome)
         if end.status == "ok":
             answer = chat_answer(self._start.endpoint, end.response)
-            answered = turns(self._chat, answer, end.prompt_token_ids, end.choices, self._whole)
+            answered = turns(self._chat, answer, end.prompt_token_ids, end.choices, self._rendered)
             self._exact.turns.add(self._start.rollout.rollout_id, answered, self._start.call_id)
 
     async def _exact_prompt(self, request: Request) -> tuple[list[int], list[int]]:
@@ -140,14 +140,14 @@ class ExactCall:
             raise AsText("unsupported")
         turn = await self._exact.turns.earlier(self._start.rollout.rollout_id, self._chat)
         renderer, upstream, sent = self._exact.renderer, self._upstream, self._sent
-        whole = await renderer.tokens(upstream, request, request.whole_body())
+        rendered = await renderer.tokens(upstream, request, request.sent_body())
         end = await renderer.closing(upstream, request, sent)
-        prompt = undrifted_prompt(turn, whole, end)
+        prompt = undrifted_prompt(turn, rendered, end)
         if prompt is None:
             old = sent | {"messages": sent["messages"][: len(turn.messages) + 1], "add_generation_prompt": False}
             history = await renderer.tokens(upstream, request, encode(old))
-            prompt = exact_prompt(turn, history, whole, end)
-        return prompt, whole
+            prompt = exact_prompt(turn, history, rendered, end)
+        return prompt, rendered
 
 
 @dataclass(slots=True)

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 
-UNKNOWN_PREVIOUS = "unknown previous_response_id on the server's own route: send the whole conversation"
+UNKNOWN_PREVIOUS = "unknown previous_response_id on the server's own route: send the entire conversation"
 NOT_AS_CHAT = "the chat route, which gives token ids, cannot stand for it"
 
 

@@ -14,7 +14,7 @@ from ..apis.as_chat.translation import Untranslatable
 from ..apis.tools import dicts
 from ..errors import NotFound
 from ..json_text import loads
-from ..store.requests.whole import whole_calls
+from ..store.requests.full import full_calls
 from .earlier import Exchange, exchange_of, exchanges_up_to, items_of
 
 Json = dict[str, Any]
@@ -37,7 +37,7 @@ class ChatTurn(NamedTuple):
     unreadable: str | None = None
 
     @property
-    def whole(self) -> list[Json]:
+    def messages(self) -> list[Json]:
         return [*self.shown, *self.answer]
 
 
@@ -48,7 +48,7 @@ def read(calls: Sequence[Json]) -> list[ChatTurn]:
 
 def read_each(calls: Sequence[Json]) -> Iterator[ChatTurn]:
     """Yield what `read` returns: all turns of a long rollout together take much memory."""
-    calls = whole_calls(calls, prompts=False)
+    calls = full_calls(calls, prompts=False)
     responses = [call for call in calls if _endpoint(call) == "responses" and isinstance(call["response"], dict)]
     answered = [call for call in responses if call["status"] == "ok"]
     exchanges = [exchange_of(call["call_id"], call["request"], call["response"]) for call in answered]

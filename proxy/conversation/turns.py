@@ -92,8 +92,8 @@ def turns(
         choice, message = by_index.get(answered.get("index", 0)), answered.get("message")
         if prompt and choice and choice.token_ids and isinstance(message, dict) and isinstance(messages, list):
             ids = array("i", [*prompt, *choice.token_ids])
-            whole = array("i", rendered or prompt)
-            yield TokenTurn(messages, shape(request), message, ids, len(choice.token_ids), choice.finish_reason, whole)
+            shown = array("i", rendered or prompt)
+            yield TokenTurn(messages, shape(request), message, ids, len(choice.token_ids), choice.finish_reason, shown)
 
 
 def shape(request: Json) -> Json:
@@ -143,28 +143,28 @@ def closing(one: Sequence[int], other: Sequence[int]) -> list[int]:
     return [*one][len(one) - common_prefix(one[::-1], other[::-1]) :]
 
 
-def undrifted_prompt(turn: TokenTurn, whole: Sequence[int], closing: Sequence[int]) -> list[int] | None:
+def undrifted_prompt(turn: TokenTurn, rendered: Sequence[int], closing: Sequence[int]) -> list[int] | None:
     """Return the tokens to send when the answer is rendered as the same tokens that were sampled.
 
-    `whole`: the request's messages with the generation prompt, rendered. None where they differ.
+    `rendered`: the request's messages with the generation prompt. None where they differ.
     """
     answer = turn.sampled_ids
     old = [*turn.rendered, *answer]
     ends = [*closing[_overlap(answer, closing) if turn.ends_by_itself else 0 :]]
-    if [*whole[: len(old) + len(ends)]] != old + ends:
+    if [*rendered[: len(old) + len(ends)]] != old + ends:
         return None
-    return [*turn.ids, *whole[len(old) :]]
+    return [*turn.ids, *rendered[len(old) :]]
 
 
-def exact_prompt(turn: TokenTurn, history: Sequence[int], whole: Sequence[int], closing: Sequence[int]) -> list[int]:
+def exact_prompt(turn: TokenTurn, history: Sequence[int], rendered: Sequence[int], closing: Sequence[int]) -> list[int]:
     """Return the tokens to send. Raise AsText if the template mixes the new part with the old one.
 
-    `history`: the turn's messages and its answer, rendered; `whole`: the request's with the generation prompt.
+    `history`: the turn's messages and its answer, rendered; `rendered`: the request's with the generation prompt.
     """
     end = len(history) - len(closing)
-    if [*whole[: len(history)]] != [*history] or [*history[end:]] != [*closing]:
+    if [*rendered[: len(history)]] != [*history] or [*history[end:]] != [*closing]:
         raise AsText("template")
-    follows = [*whole[end:]]
+    follows = [*rendered[end:]]
     if turn.ends_by_itself:
         follows = follows[_overlap(turn.sampled_ids, follows[: max(len(closing), 1)]) :]
     return [*turn.ids, *follows]

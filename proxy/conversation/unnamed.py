@@ -38,8 +38,8 @@ class Conversation:
         self.begun = beginnings(self.atoms)
 
     @property
-    def whole(self) -> State:
-        """Return the state of the whole request."""
+    def last(self) -> State:
+        """Return the state of the entire request."""
         return self.begun[-1] if self.begun else State()
 
     def ends(self) -> Iterator[State]:
@@ -70,7 +70,7 @@ class Conversation:
         while begun and (self.atoms[begun - 1].kind, self.atoms[begun - 1].who) == ("text", "assistant"):
             begun -= 1
         states = beginnings([*self.atoms[begun:], *answer], self.begun[begun - 1] if begun else State())
-        return states[-1] if states else self.whole
+        return states[-1] if states else self.last
 
 
 class UnnamedRollouts:
@@ -166,8 +166,8 @@ def _end_statements(
     marks = set(answer_marks(response))
     question, is_forced = last_question(conversation.atoms), _forces_a_call(start.request)
     for answer in answer_atoms(response):
-        for whole in conversation.extended_by(answer, is_forced=is_forced):
-            exact, loose = digest(within, whole.exact), digest(within, whole.loose)
+        for state in conversation.extended_by(answer, is_forced=is_forced):
+            exact, loose = digest(within, state.exact), digest(within, state.loose)
             yield CONVERSATION_TIP, row | {"digest": loose, "exact": exact}
             for point in {exact, loose}:
                 yield CONVERSATION_POINT, row | {"digest": point}
@@ -198,4 +198,4 @@ def _kept(body: Json) -> Any:
 def _request_digest(within: str, conversation: Conversation) -> bytes:
     """The digest of a request, ids included: requests of two agents may differ in them alone."""
     ids = (atom.who for atom in conversation.atoms if atom.kind != "text")
-    return digest(within, "asked", conversation.whole.exact, *ids)
+    return digest(within, "asked", conversation.last.exact, *ids)

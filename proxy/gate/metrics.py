@@ -49,7 +49,7 @@ def _answer_tokens(rollout: Observed) -> float | None:
 
 
 # Metrics that need no reward: the share of failed tool calls, of answers that were cut off, and of rollouts without a
-# reward; tokens of an answer, and milliseconds until it was whole, on average over the rollout's calls.
+# reward; tokens of an answer, and milliseconds until it was complete, on average over the rollout's calls.
 OWN: Mapping[str, tuple[Value, tuple[float, float] | None]] = {
     "tool_errors": (lambda rollout: rollout.tool_errors or 0.0, (0.0, 1.0)),
     "truncated": (lambda rollout: rollout.truncated, (0.0, 1.0)),

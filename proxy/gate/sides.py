@@ -19,7 +19,7 @@ def group_of(place: int, task_id: str | None, group_size: int) -> int:
 def choose(promotion: Promotion, task_id: str | None, place: int, group_size: int, share: float) -> Assigned:
     """Return the version for the rollout at a place, from 0, among those of its task (None: of no task).
 
-    A group is compared as a whole or not at all. In it, one of each two rollouts in a row goes to each version; which
+    A group is compared entirely or not at all. In it, one of each two rollouts in a row goes to each version; which
     one comes first is drawn by a hash (permuted blocks of two), so order says nothing.
     """
     group = group_of(place, task_id, group_size)

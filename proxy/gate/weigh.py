@@ -81,8 +81,8 @@ def _groups(
     for (_, task_id, _), found in members.items():
         siblings = _in_time(found, rules.group_timeout_s)
         at = max(_settled_at(rollout, rules) for rollout in siblings)
-        is_whole = len(found) >= (LONE if task_id is None else rules.group_size) or len(siblings) < len(found)
-        if not is_whole and not is_full:
+        is_complete = len(found) >= (LONE if task_id is None else rules.group_size) or len(siblings) < len(found)
+        if not is_complete and not is_full:
             at = max(at, siblings[-1].created_at + rules.group_timeout_s)
         if at > now:
             break

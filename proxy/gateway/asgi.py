@@ -79,14 +79,14 @@ class Reply:
         if data or not more:
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
-    async def whole(self, status: int, headers: list[Header], body: bytes) -> None:
+    async def send(self, status: int, headers: list[Header], body: bytes) -> None:
         if status != 204:  # RFC 9110, section 8.6
             headers = [*headers, (b"content-length", str(len(body)).encode())]
         await self.start(status, headers)
         await self.body(body, more=False)
 
     async def json(self, status: int, body: Any, headers: Iterable[Header] = ()) -> None:
-        await self.whole(status, [(b"content-type", b"application/json"), *headers], orjson.dumps(body))
+        await self.send(status, [(b"content-type", b"application/json"), *headers], orjson.dumps(body))
 
     async def error(self, error: LightningError, headers: Iterable[Header] = ()) -> None:
         await self.json(error.status, self._error_body(error), (*error.headers, *headers))

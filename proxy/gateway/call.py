@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..access.auth import credentials
 from ..access.limits import Limiter
 from ..apis.dialects import Dialect
-from ..apis.stream import Transcript, WholeTranscript
+from ..apis.stream import BufferedTranscript, Transcript
 from ..apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, Tokens
 from ..apis.tools import tool_calls
 from ..aside import aside
@@ -212,7 +212,7 @@ class CallUnderWay:
         self._ttft_ms: float | None = None
         self._http_status: int | None = None
         self._head: list[Header] = []
-        self._transcript: Transcript | WholeTranscript | None = None
+        self._transcript: Transcript | BufferedTranscript | None = None
         self._pieces: AsyncIterator[bytes] | None = None
         self._committed: asyncio.Future[None] | None = None  # the call's end
 
@@ -258,20 +258,20 @@ class CallUnderWay:
         reply, transcript, pieces = self._reply, self._transcript, self._pieces
         assert transcript is not None and pieces is not None
         if not reply.started:
-            await reply.whole(self._http_status or 0, self._head, transcript.held)
+            await reply.send(self._http_status or 0, self._head, transcript.held)
             return
         await reply.body(transcript.held)
         async for piece in pieces:
             await reply.body(piece)
         await reply.body(b"", more=False)
 
-    def _transcript_of(self, answer: Answer) -> Transcript | WholeTranscript:
+    def _transcript_of(self, answer: Answer) -> Transcript | BufferedTranscript:
         """The object that turns the answer's bytes into the agent's bytes and the record."""
         target = self.attempts.target
         dialect = self._decision.chat if self._decision.chat and target.translated else self._question.dialect
         if answer.is_stream:
             return Transcript(dialect.stream(target.injection))
-        return WholeTranscript(dialect, target.injection, answer.status)
+        return BufferedTranscript(dialect, target.injection, answer.status)
 
     async def record_end(self, status: CallStatus = "ok", error: str | None = None) -> None:
         """Return when the call's end is durable. Only the first end counts, and a cancellation does not undo it.
@@ -297,7 +297,7 @@ class CallUnderWay:
                 yield
             except TimeoutError:
                 seconds = self._route.upstream.total_timeout_s
-                await self._failed(UpstreamTimeout(f"{self.upstream}: no whole answer within {seconds} s"))
+                await self._failed(UpstreamTimeout(f"{self.upstream}: no complete answer within {seconds} s"))
             except asyncio.CancelledError:
                 await self._cancelled()
                 raise

@@ -249,7 +249,7 @@ class Relay:
             answer.release()
         if answer.status == 200:
             raw = self._with_alias(raw)
-        await reply.whole(answer.status, answer.headers(keep_length=False), raw)
+        await reply.send(answer.status, answer.headers(keep_length=False), raw)
 
     def _with_alias(self, raw: bytes) -> bytes:
         try:

@@ -28,7 +28,7 @@ _PROBES = (b"/healthz", b"/readyz", b"/metrics")
 
 
 def _refusal(error: LightningError) -> bytes:
-    """Return the whole answer that refuses a request and closes the connection."""
+    """Return the complete answer that refuses a request and closes the connection."""
     body = json.dumps(error.body()).encode()
     lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()]
     lines += [b"%s: %s" % header for header in dict([*error.headers, (b"connection", b"close")]).items()]

@@ -59,18 +59,18 @@ def _openinference(attributes: Attributes) -> Json:
     }
 
 
-def _inferred(attributes: Attributes, prefix: str, whole: str, role: str) -> list[Json]:
-    """The numbered messages; where there are none, those of the span's input or output as a whole."""
+def _inferred(attributes: Attributes, prefix: str, unnumbered: str, role: str) -> list[Json]:
+    """The numbered messages; where there are none, the span's one input or output."""
     numbered = [_message(one["message"]) for one in _listed(_tree(attributes, prefix)) if _is_tree(one, "message")]
-    if numbered or whole not in attributes:
+    if numbered or unnumbered not in attributes:
         return numbered
-    value = parsed(attributes[whole])
+    value = parsed(attributes[unnumbered])
     messages = value.get("messages") if isinstance(value, dict) else value
     if isinstance(messages, list) and messages and all(isinstance(one, dict) and "role" in one for one in messages):
         return messages
     if isinstance(value, dict) and isinstance(value.get("choices"), list):
         return [one["message"] for one in value["choices"] if _is_tree(one, "message")]
-    return [{"role": role, "content": value if isinstance(value, str) else attributes[whole]}]
+    return [{"role": role, "content": value if isinstance(value, str) else attributes[unnumbered]}]
 
 
 def _message(message: Json) -> Json:

@@ -47,8 +47,8 @@ async def feed(
     events = Feed(p.store.database)
     given = cursor if cursor is not None else last_event_id or None  # a browser sends an empty one before the first
     after = await events.newest() if given is None else _number(given)
-    whole = given is None or await events.knows(after)
-    frames = _frames(request, events, after if whole else await events.newest(), whole)
+    nothing_missed = given is None or await events.knows(after)
+    frames = _frames(request, events, after if nothing_missed else await events.newest(), nothing_missed)
     return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
 
 
@@ -58,8 +58,8 @@ def _number(cursor: str) -> int:
     return int(cursor)
 
 
-async def _frames(request: Request, events: Feed, cursor: int, whole: bool) -> AsyncIterator[bytes]:
-    yield b"id: %d\n\n" % cursor if whole else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
+async def _frames(request: Request, events: Feed, cursor: int, nothing_missed: bool) -> AsyncIterator[bytes]:
+    yield b"id: %d\n\n" % cursor if nothing_missed else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
     sent_at, keys, headers = monotonic(), parts(request).keys, read_headers(request.scope)
     changes = parts(request).store.database.changes("calls", "rewards", "live", "steps", "keys")
     try:

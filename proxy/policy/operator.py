@@ -62,7 +62,7 @@ def _relay_key(key: bytes) -> bytes:
 
 
 def _make_key(path: Path) -> None:
-    """Write the whole file, then give it its name: another process may be making it now."""
+    """Write the file, then give it its name: another process may be making it now."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     with os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:

@@ -249,7 +249,7 @@ class VllmFleet:
     """All vLLM servers of the policy, one or more, which are published to together.
 
     A server that is away is left out: it answers no calls until `Swap.restore` has given it the live version. If any
-    other server refuses, the whole fleet has refused.
+    other server refuses, the fleet has refused.
     """
 
     def __init__(

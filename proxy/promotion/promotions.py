@@ -133,7 +133,7 @@ class Promotions:
         return None if row is None else read_version(row)
 
     async def wait(self, version: int, step: int) -> None:
-        """Let a version whose files are whole wait for its test. It takes the place of the one that waits already."""
+        """Let a version whose files are complete wait for its test, in the place of the one that waits already."""
         row = {"version": version, "step": step, "why": f"version {version} took its place before it was tested"}
         await self._db.commit([(REPLACED, [row]), (WAITS, [row]), (STEP_PUBLISHED, [row])])
 

@@ -35,7 +35,7 @@ class Metrics:
         self.redacted = self._counter("redacted_calls", "Calls that could be trained on but for what was redacted")
         tokens = self._counter("tokens", "Tokens of recorded calls", "kind")
         self._prompt_tokens, self._sampled_tokens = tokens.labels("prompt"), tokens.labels("sampled")
-        self._latency = self._histogram("call_seconds", "Whole calls")
+        self._latency = self._histogram("call_seconds", "Calls, to the last byte")
         self._ttft = self._histogram("first_byte_seconds", "Until the answer's first byte")
         self._continuity = self._counter("token_continuity", "Policy chats by how their prompt was made", "outcome")
         self._prompts = self._counter("prompts", "Calls that a prompt was put into, and that fitted none", "outcome")

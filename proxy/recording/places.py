@@ -1,6 +1,6 @@
 """Finds where tool calls stand in a conversation, so that a result is given to the call that it answers. Pure.
 
-The request that brings a result resends the call and the whole conversation before it. That identifies the call, also
+The request that brings a result resends the call and the entire conversation before it. That identifies the call, also
 where ids are missing, repeated within a turn, written anew by the client, or counted anew in every answer. Example:
 
     recorded   user: go                                   answer: call f(1), id f:0; call f(2), id f:0
@@ -30,7 +30,7 @@ NEAR = 2  # how many atoms right before a call help to identify it
 class Spot(NamedTuple):
     """Where one tool call stands, as digests; None where that is not known.
 
-    `place`: the whole conversation before it; `what`: its name and arguments; `near`: the last atoms before it; `root`:
+    `place`: all of the conversation before it; `what`: its name and arguments; `near`: the last atoms of that; `root`:
     the first atom; `system`: the system's prompt; `response` and `item`: the ids that Responses gives.
     """
 

@@ -10,7 +10,7 @@ from ..json_text import dumps, loads_or_none
 from ..types import CallStatus, Choice, ModelCall, ToolCall
 from .database import Database, Row, Sql, Transaction
 from .requests.delta import pack_ids, unpack_floats, unpack_ids
-from .requests.parents import Parent, ShortParts, WholeParts
+from .requests.parents import FullParts, Parent, ShortParts
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .rows import read
@@ -175,7 +175,7 @@ PARENTS = 16  # calls of a rollout that are kept to read later ones
 
 
 class Calls:
-    """The table of calls, with their tool calls. The recorder writes it, in whole batches."""
+    """The table of calls, with their tool calls. The recorder writes it, in batches."""
 
     def __init__(self, database: Database, rollouts: Rollouts, rewards: Rewards) -> None:
         self._db = database
@@ -194,7 +194,7 @@ class Calls:
         calls, made = await self._db.all(CALLS, params), await self._db.all(tools, params)
         rewards = (await self._rewards.earned(rollout_id)).calls
         log = await self._db.all(POLICY_LOG_DURING, params)
-        parts = ShortParts() if short else WholeParts({})
+        parts = ShortParts() if short else FullParts({})
         return await asyncio.to_thread(read_calls, calls, made, rewards, log, parts)
 
     async def some(self, call_ids: Collection[str], known: Mapping[str, Parent]) -> list[ModelCall]:
@@ -204,7 +204,7 @@ class Calls:
         """
         lists: dict[str, object] = {"call_ids": dumps([*call_ids]), "known": dumps([*known])}
         rows = await self._db.all(CALLS_WITH_PARENTS, lists)
-        calls = await asyncio.to_thread(read_calls, rows, (), {}, (), WholeParts(known))
+        calls = await asyncio.to_thread(read_calls, rows, (), {}, (), FullParts(known))
         return [call for call in calls if call.call_id in call_ids]
 
     async def superseded(
@@ -288,7 +288,7 @@ def read_calls(
     tool_calls: Iterable[Row],
     rewards: Mapping[str, float],
     log: Sequence[Row],
-    parts: ShortParts | WholeParts,
+    parts: ShortParts | FullParts,
 ) -> list[ModelCall]:
     """Read a rollout's calls, in order of `seq`: a parent comes before its children. `log`: of POLICY_LOG_DURING."""
     tools: dict[str, list[ToolCall]] = {}

@@ -1,4 +1,4 @@
-"""The interface of a database: statements that run in transactions, which are applied whole or not at all."""
+"""The interface of a database: statements that run in transactions, which are atomic."""
 
 from __future__ import annotations
 

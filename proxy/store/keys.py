@@ -72,7 +72,7 @@ class StoredKey:
 
 
 class Keyring:
-    """The table of keys. It has few rows and is read as a whole."""
+    """The table of keys. It has few rows and is read entirely."""
 
     def __init__(self, database: Database) -> None:
         self._db = database

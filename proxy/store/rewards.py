@@ -23,7 +23,7 @@ RETURNING reward_id
 ROLLOUT_COMPLETE = """
 UPDATE rollouts SET status = 'completed', ended_at = :at WHERE rollout_id = :rollout_id AND status = 'running'
 """
-# With its whole group, whichever steps took or dropped its siblings; of those, what the sender may decide over.
+# With all of its group, whichever steps took or dropped its siblings; of those, what the sender may decide over.
 ROLLOUT_OFFER_AGAIN = """
 UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL
 WHERE rollout_id = :rollout_id OR (group_id = :group_id AND status <> 'running' AND (NOT :own OR key_id IS :key_id))

@@ -229,7 +229,7 @@ class TrainingSteps:
         await self._db.write(work)
 
     async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
-        """Commit a step whose checkpoint is whole: its rollouts are never offered again."""
+        """Commit a step whose checkpoint is complete: its rollouts are never offered again."""
         row = {"step": step, "checkpoint": checkpoint, "metrics": dumps(metrics), "at": time.time()}
         await self._db.commit([(STEP_TRAINED, [row])])
 

@@ -145,7 +145,7 @@ class PolicyVersions:
     async def saved(
         self, version: int, path: str, served_model: str | None, adapters: Mapping[str, str] | None = None
     ) -> None:
-        """Note that the version's files are whole, and the names that it and its further adapters are served as."""
+        """Note that the version's files are complete, and the names that it and its further adapters are served as."""
         row = {"version": version, "path": path, "served_model": served_model, "adapters": dumps(adapters or {})}
         await self._db.commit([(VERSION_SAVED, [row])])
 

@@ -201,11 +201,11 @@ class Waiting:
         pools: dict[Pool, list[Group]] = {}
         for first in range(0, len(numbers), LOOK):
             for row in await self._db.all(POOLS_OF, {"numbers": dumps(numbers[first : first + LOOK])}):
-                whole = Pool(row["task_id"], row["owner"])
+                one_by_one = Pool(row["task_id"], row["owner"])
                 opened = row["opened_with"]
-                pools[whole if opened is None else whole._replace(opened_with=opened)] = []
+                pools[one_by_one if opened is None else one_by_one._replace(opened_with=opened)] = []
                 if row["group_id"] is not None:
-                    pools[whole._replace(group_id=row["group_id"])] = []
+                    pools[one_by_one._replace(group_id=row["group_id"])] = []
         rows = await self._together(pools)
         for pool in pools:
             if pool.opened_with is None and pool.group_id is None:

@@ -67,7 +67,7 @@ class Request(NamedTuple):
         *before, last = self.pieces or (self.body.rstrip(),)
         return self.with_body(*before, memoryview(last)[:-1], b"," + members[1:])
 
-    def whole_body(self) -> bytes:
+    def sent_body(self) -> bytes:
         """Return the bytes that are sent."""
         return b"".join(self.pieces) if self.pieces else self.body
 
@@ -93,14 +93,14 @@ class Answer(Protocol):
         """Yield the body as it arrives. Raise UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls."""
 
     async def read(self) -> bytes:
-        """Return the whole body. Errors are those of `chunks`."""
+        """Return the entire body. Errors are those of `chunks`."""
 
     def release(self) -> Any:
         """Release the answer's connection, even if the body was not read to its end."""
 
 
 class ReadAnswer:
-    """An answer whose whole body was read already."""
+    """An answer whose entire body was read already."""
 
     def __init__(self, answer: Answer, body: bytes) -> None:
         self._answer = answer

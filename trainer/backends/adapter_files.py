@@ -15,7 +15,7 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from ...proxy.errors import PublishError
-from ..files.checkpoint import whole_directory
+from ..files.checkpoint import atomic_directory
 from ..files.weights import MARKER
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
@@ -52,7 +52,7 @@ def read_adapter(files: Mapping[str, bytes]) -> tuple[Weights, dict[str, Any]]:
 
 
 def write_adapter(weights: Weights, theirs: Mapping[str, Any], model: str, directory: Path) -> None:
-    """Write the adapter of `model`. `directory` appears whole, with a marker file, or not at all."""
+    """Write the adapter of `model`. `directory` appears atomically, with a marker file."""
     targets = {match[1].rsplit(".", 1)[-1] for name in weights if (match := _NAME.fullmatch(name))}
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -62,7 +62,7 @@ def write_adapter(weights: Weights, theirs: Mapping[str, Any], model: str, direc
         base_model_name_or_path=model,
         inference_mode=True,
     )
-    with whole_directory(directory) as temporary:
+    with atomic_directory(directory) as temporary:
         save_file(weights, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
         config.save_pretrained(str(temporary))
         (temporary / MARKER).touch()

@@ -29,7 +29,7 @@ class TinkerService:
     """One model on a service. After an error it has none: `begin` makes it anew from a saved state."""
 
     def __init__(self, config: TinkerConfig, base_model: str, rank: int, seed: int) -> None:
-        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs whole addresses, with what lets one in
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs full addresses, with what lets one in
         os.environ.setdefault("TINKER_TELEMETRY", "0")  # the client reports errors to the service otherwise
         import tinker
 

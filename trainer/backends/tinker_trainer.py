@@ -18,7 +18,7 @@ from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 from ..files import saved_config
-from ..files.checkpoint import whole_directory
+from ..files.checkpoint import atomic_directory
 from ..report.trackers import Trackers
 from ..step.losses import token_weights
 from ..step.scoring import longest_sample
@@ -165,12 +165,12 @@ class TinkerTrainer:
         self._published = weights
 
     def save(self, directory: Path) -> None:
-        """Write where the service has its state; `directory` appears whole or not at all."""
+        """Write where the service has its state; `directory` appears atomically."""
         if self._state is None:
             self._ready()
             self._state = self._save_state()
         state = {"step": self._step, "updates": self._updates, "state": self._state}
-        with whole_directory(directory) as temporary:
+        with atomic_directory(directory) as temporary:
             (temporary / STATE_FILE).write_text(json.dumps(state, indent=1))
             saved_config.write(temporary, self._saved_config)
 

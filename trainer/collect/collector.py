@@ -140,11 +140,11 @@ class Collector:
             for group, (_, comparisons) in zip(groups, found, strict=True):
                 compared = group.task_id is not None or self._config.lone_rollouts == "running"
                 (parts.setdefault(group.owner, []) if compared else alone).extend(comparisons)
-            whole = [
+            across = [
                 ComparedRollouts([m for part in of for m in part.members], [s for part in of for s in part.known])
                 for of in parts.values()
             ]
-            found = [(together((take for take, _ in found), live), [*whole, *alone])]
+            found = [(together((take for take, _ in found), live), [*across, *alone])]
         for take, comparisons in found:
             for comparison in comparisons:
                 await self._take_group(take, comparison)
@@ -158,7 +158,7 @@ class Collector:
             return take, [ComparedRollouts([member]) for member in lone]
         siblings, awaited = await self._store.waiting.siblings(group)
         take.counts["groups"] += 1
-        take.counts["groups_incomplete"] += not group.whole
+        take.counts["groups_incomplete"] += not group.complete
         ids = [*(rollout.rollout_id for rollout in siblings), *awaited]
         take.groups += [ComparedGroup(group.task_id, ids)] if siblings else []
         return take, [ComparedRollouts(await self._members(take, siblings), await self._known(group, take.live))]
@@ -258,7 +258,7 @@ class Collector:
         take.staleness.append(max(0, take.live - _oldest_version([call for call, _, _ in taught], take.live)))
 
     def _leave_out(self, take: Take, reason: str, rollouts: Sequence[Rollout]) -> None:
-        """Drop rollouts with absurd numbers, which would spoil the whole step, and name them."""
+        """Drop rollouts with absurd numbers, which would spoil the entire step, and name them."""
         log.warning("left out: %s: %s", ", ".join(rollout.rollout_id for rollout in rollouts), reason)
         take.drop(reason, rollouts)
 

@@ -56,9 +56,9 @@ class WaitingGroups:
         found = [*self._ready, *self._unready, *([lone] if lone else [])]
         return sum(group.completed for group in found), min((group.oldest for group in found), default=None)
 
-    def is_whole(self, group: Group) -> bool:
+    def is_complete(self, group: Group) -> bool:
         """Return whether nobody need wait for siblings: they are there, or were compared before."""
-        return group.whole or (group.pool is None and group.ended >= self._config.group_size)
+        return group.complete or (group.pool is None and group.ended >= self._config.group_size)
 
     def forget(self, groups: Iterable[Group]) -> None:
         """Forget these groups. Rollouts of theirs that are left are read again, as changed ones."""
@@ -84,7 +84,7 @@ class WaitingGroups:
         if groups:
             self._pools[pool] = groups
         for group in groups:
-            if group.whole:
+            if group.complete:
                 self._ready.add(group)
             else:
                 self._unready.add(group)
@@ -103,7 +103,7 @@ class WaitingGroups:
         if not self._config.takes_lone_rollouts:
             return []
         lone = await self._store.waiting.lone(self._grouping.failed, self._config.rollouts_per_step)
-        return [lone] if lone is not None and (self.is_whole(lone) or self._has_waited(lone, now)) else []
+        return [lone] if lone is not None and (self.is_complete(lone) or self._has_waited(lone, now)) else []
 
     def _has_waited(self, group: Group, now: float) -> bool:
         return now - group.oldest >= self._config.group_timeout_s

@@ -90,7 +90,7 @@ class Take:
 
 def together(takes: Iterable[Take], live: int) -> Take:
     """Return several takes as one."""
-    whole = Take(live)
+    joined = Take(live)
     for take in takes:
-        whole.add(take)
-    return whole
+        joined.add(take)
+    return joined

@@ -39,7 +39,7 @@ def rloo(returns: Sequence[float]) -> list[Baseline]:
 
 
 def reinforce_pp(returns: Sequence[float]) -> list[Baseline]:
-    """Compute (r - mean) / sqrt(variance + 1e-8) over the whole step, across tasks (REINFORCE++, arXiv 2501.03262).
+    """Compute (r - mean) / sqrt(variance + 1e-8) over the entire step, across tasks (REINFORCE++, arXiv 2501.03262).
 
     The paper takes the variance over tokens; here every rollout counts once, as in the loss.
     """

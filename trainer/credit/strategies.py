@@ -36,7 +36,7 @@ def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Values:
 
     The k-th decision of an agent is compared with the siblings' k-th decisions of that agent. Such a baseline depends
     on time and not on any action, so it leaves the gradient's expectation as it is, and its variance is lower than with
-    one baseline for the whole rollout (Greensmith, Bartlett & Baxter 2004; Peters & Schaal 2008, section 3.1). A
+    one baseline for the entire rollout (Greensmith, Bartlett & Baxter 2004; Peters & Schaal 2008, section 3.1). A
     rollout that outlasts its siblings keeps the baseline of the last step that it shared.
     """
     returns = call_returns(group, config)

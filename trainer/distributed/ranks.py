@@ -151,7 +151,7 @@ class Ranks(Processes):
         for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad = piece.view_as(p).to(p.dtype)
 
-    def whole(self, weight: Tensor) -> Tensor:
+    def gather(self, weight: Tensor) -> Tensor:
         return shards.gathered(weight)
 
     def part(self, weight: Tensor, like: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Spreads a model over the ranks with FSDP2: every rank keeps a part of each layer.
 
-Embeddings, head and LoRA adapters stay whole on every rank. If layers are trained, FSDP2 gathers their weights while
+Embeddings, head and LoRA adapters stay unsharded on every rank. If layers are trained, FSDP2 gathers their weights when
 they are needed, and sums and shares out their gradients; each rank has the optimizer's state of its own parts.
 """
 
@@ -38,26 +38,26 @@ def shard(model: nn.Module, device: torch.device) -> None:
     spread = {
         p for layer in layers for p in layer.parameters() if not (isinstance(model, PeftModel) and p.requires_grad)
     }
-    whole = {p for p in body.parameters() if p not in spread}
+    rest = {p for p in body.parameters() if p not in spread}
     for layer in layers:
-        shared = fully_shard(layer, mesh=mesh, ignored_params=whole, reshard_after_forward=plugin.reshard_after_forward)
+        shared = fully_shard(layer, mesh=mesh, ignored_params=rest, reshard_after_forward=plugin.reshard_after_forward)
         # Gradients are summed, not averaged. Gloo knows no sum that is scaled on the way.
         shared.set_gradient_divide_factor(1.0)
         shared.set_force_sum_reduction_for_comms(True)
     # The root: it starts gathering the next layer while one is computed.
-    fully_shard(body, mesh=mesh, ignored_params=whole)
+    fully_shard(body, mesh=mesh, ignored_params=rest)
     for tensor in (*bare.parameters(), *bare.buffers()):
         if not isinstance(tensor, DTensor):
             tensor.data = tensor.data.to(device)
 
 
 def gathered(weight: Tensor) -> Tensor:
-    """Return a sharded weight as a whole, which needs every rank; return any other weight as it is."""
+    """Gather a sharded weight, which needs every rank; return any other weight as it is."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def scattered(weight: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a weight, or the weight itself if `like` is whole. Rank 0 has the values."""
+    """Return this rank's part of a weight, or the weight itself if `like` is not sharded. Rank 0 has the values."""
     value = (
         torch.empty(weight.shape, dtype=weight.dtype, device=like.device) if weight.is_meta else weight.to(like.device)
     )
@@ -74,10 +74,10 @@ def local(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
-    """Clip the norm of all gradients together, of sharded and of whole parameters; return it as it was."""
+    """Clip the norm of all gradients together, of sharded and of unsharded parameters; return it as it was."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    spread, whole = ([g for g in gradients if isinstance(g, DTensor) is one] for one in (True, False))
-    squares = torch.stack([gathered(torch.nn.utils.get_total_norm(part)) for part in (spread, whole) if part]) ** 2
+    spread, unsharded = ([g for g in gradients if isinstance(g, DTensor) is one] for one in (True, False))
+    squares = torch.stack([gathered(torch.nn.utils.get_total_norm(part)) for part in (spread, unsharded) if part]) ** 2
     norm = squares.sum().sqrt()
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     for gradient in gradients:

@@ -1,4 +1,4 @@
-"""Checkpoint directories: they appear whole or not at all, and old ones are removed."""
+"""Checkpoint directories: they are written atomically, and old ones are removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...proxy.store.store import Store
 
 
 @contextmanager
-def whole_directory(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path) -> Iterator[Path]:
     """Yield an empty directory to fill. It takes the place of `target` when the block ends without an error.
 
     Everything is on disk before the rename, so a directory under its final name is complete, even after a power cut.

@@ -1,4 +1,4 @@
-"""Writes the policy's weights for vLLM: as LoRA adapters, or as a whole model."""
+"""Writes the policy's weights for vLLM: as LoRA adapters, or as a full model."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .checkpoint import whole_directory
+from .checkpoint import atomic_directory
 
 MARKER = "COMPLETE"
 
 
 def save_adapter(model: PeftModel, directory: Path) -> None:
-    """Write the adapters in PEFT's format. `directory` appears whole, with a marker file, or not at all.
+    """Write the adapters in PEFT's format. `directory` appears atomically, with a marker file.
 
     The adapter `default` is in `directory` itself, each other one in a sub-directory of its name.
     """
-    with whole_directory(directory) as temporary:
+    with atomic_directory(directory) as temporary:
         write_adapter(model, temporary)
         (temporary / MARKER).touch()
 
@@ -44,16 +44,16 @@ def save_merged(
     tokenizer: PreTrainedTokenizerBase,
     directory: Path,
     *,
-    whole: Callable[[Tensor], Tensor] = lambda weight: weight,
+    gather: Callable[[Tensor], Tensor] = lambda weight: weight,
     writes: bool = True,
 ) -> None:
-    """Write base + LoRA as an ordinary checkpoint, whole or not at all. The weights in memory do not change.
+    """Write base + LoRA as an ordinary checkpoint, atomically. The weights in memory do not change.
 
-    If the base is sharded, every process calls this with a `whole` that gathers a weight, and only one `writes`.
+    If the base is sharded, every process calls this with a `gather` that unshards a weight, and only one `writes`.
     """
     base = model.get_base_model()
     assert isinstance(base, PreTrainedModel)
-    _write_whole(base, _merged_state(base, whole, keep=writes), tokenizer, directory, writes=writes)
+    _write_atomically(base, _merged_state(base, gather, keep=writes), tokenizer, directory, writes=writes)
 
 
 def save_model(
@@ -62,10 +62,10 @@ def save_model(
     directory: Path,
     dtype: torch.dtype,
     *,
-    whole: Callable[[Tensor], Tensor],
+    gather: Callable[[Tensor], Tensor],
     writes: bool,
 ) -> None:
-    """Write a whole model in `dtype` as an ordinary checkpoint. Otherwise like `save_merged`.
+    """Write a full model in `dtype` as an ordinary checkpoint. Otherwise like `save_merged`.
 
     A weight that two modules share is written once, as transformers does.
     """
@@ -74,14 +74,14 @@ def save_model(
     state = {}
     for name, part in model.state_dict().items():
         if name not in again:
-            weight = whole(part)
+            weight = gather(part)
             if writes:
                 weight = weight.to(dtype) if weight.is_floating_point() else weight
                 state[name] = weight if weight is part else weight.cpu()
-    _write_whole(model, state, tokenizer, directory, writes=writes, dtype=dtype)
+    _write_atomically(model, state, tokenizer, directory, writes=writes, dtype=dtype)
 
 
-def _write_whole(
+def _write_atomically(
     model: PreTrainedModel,
     state: dict[str, Tensor],
     tokenizer: PreTrainedTokenizerBase,
@@ -92,7 +92,7 @@ def _write_whole(
 ) -> None:
     if not writes:
         return
-    with whole_directory(directory) as temporary:
+    with atomic_directory(directory) as temporary:
         _write_model(model, state, tokenizer, temporary)
         if dtype is not None:
             _note_dtype(temporary / "config.json", dtype)
@@ -113,7 +113,7 @@ def _write_model(
 
 
 @torch.no_grad()
-def _merged_state(base: PreTrainedModel, whole: Callable[[Tensor], Tensor], *, keep: bool) -> dict[str, Tensor]:
+def _merged_state(base: PreTrainedModel, gather: Callable[[Tensor], Tensor], *, keep: bool) -> dict[str, Tensor]:
     """The state dict that `base` would have without PEFT, with W + BA·scale for each weight under a LoRA layer.
 
     With `keep=False` it only helps the other processes to gather theirs, and returns nothing.
@@ -127,7 +127,7 @@ def _merged_state(base: PreTrainedModel, whole: Callable[[Tensor], Tensor], *, k
     for name, part in base.state_dict().items():
         if ".lora_" in name:
             continue
-        weight = whole(part)
+        weight = gather(part)
         if not keep:
             continue
         delta = deltas.get(name)

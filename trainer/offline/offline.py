@@ -146,10 +146,10 @@ def save_weights(config: Config, trainer: TrainingEngine, step: int) -> None:
     directory = config.policy.directory
     if not config.policy.adapters and publish_mode(config) == "merged":
         trainer.save_weights(directory / "model", merged=True)
-        log.info("the weights of step %d, as a whole model: %s", step, directory / "model")
+        log.info("the weights of step %d, as a full model: %s", step, directory / "model")
     if config.trainer.weights == "full":
-        whole = shlex.quote(str(directory / "model"))
-        log.info("to serve them: vllm serve %s --served-model-name %s", whole, config.policy.alias)
+        model = shlex.quote(str(directory / "model"))
+        log.info("to serve them: vllm serve %s --served-model-name %s", model, config.policy.alias)
     else:
         _save_adapters(config, trainer, step)
     log.info(

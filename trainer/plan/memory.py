@@ -43,7 +43,7 @@ def master_weights(shape: DecoderShape, *, reference: bool = False) -> float:
     return (FLOAT32 + BF16 * reference) * shape.parameters
 
 
-def whole_gradients(shape: DecoderShape) -> float:
+def full_gradients(shape: DecoderShape) -> float:
     """Return the bytes of their gradients and of AdamW's two moments."""
     return 3 * FLOAT32 * shape.parameters
 
@@ -76,7 +76,7 @@ def training_pass(shape: DecoderShape, tokens: int, *, checkpointing: bool = Tru
     return max(a_token * tokens, (shape.layers * width * shape.hidden + ends) * tokens + LOGITS)
 
 
-def whole_pass(shape: DecoderShape, tokens: int, *, checkpointing: bool = True) -> float:
+def full_pass(shape: DecoderShape, tokens: int, *, checkpointing: bool = True) -> float:
     """Return what a pass takes if all weights are trained, besides these and their gradients.
 
     Without checkpointing it keeps all weights in bfloat16. In the end there is the gradient of the head, twice.

@@ -15,7 +15,7 @@ from .shape import DecoderShape
 USABLE, ALONE = 0.97, 0.9
 LENGTH_STEP = 1024
 LEAST_LENGTH = 1024
-# vLLM should hold so many whole contexts at once, or so many tokens.
+# vLLM should hold so many full contexts at once, or so many tokens.
 CONTEXTS = 2
 # A pass is larger than the longest sample where that costs nothing else.
 COMFORTABLE_PASS = 8192
@@ -37,7 +37,7 @@ class PlanRequest:
     served: bool = True  # vLLM runs on this machine, too
     trained: bool = True  # and the trainer
     adapter: Adapter = field(default_factory=Adapter)
-    whole: bool = False  # all weights are trained
+    full: bool = False  # all weights are trained
     reference: bool = False  # and compared with those of the base model
 
 
@@ -85,8 +85,8 @@ def pass_on_cpu(
     width = memory.FLOAT32
     weights = width * shape.parameters
     server = weights + memory.SERVING + kv_cache_gib * GIB if wanted.served else 0.0
-    if wanted.whole:
-        own = memory.master_weights(shape, reference=wanted.reference) + memory.whole_gradients(shape)
+    if wanted.full:
+        own = memory.master_weights(shape, reference=wanted.reference) + memory.full_gradients(shape)
     else:
         own = weights + memory.trained_adapters(shape, wanted.adapter)
     room = USABLE_OF_MACHINE * gib * GIB - server - own - memory.CONTEXT
@@ -175,11 +175,11 @@ def _server(shape: DecoderShape, wanted: PlanRequest, cards: int) -> dict[str, f
 def _trainer(shape: DecoderShape, wanted: PlanRequest, tokens: int) -> dict[str, float]:
     if not wanted.trained:
         return {}
-    if wanted.whole:
+    if wanted.full:
         needs = {
             "weights": memory.master_weights(shape, reference=wanted.reference),
-            "gradients, optimizer": memory.whole_gradients(shape),
-            "a pass": memory.whole_pass(shape, tokens, checkpointing=wanted.checkpointing),
+            "gradients, optimizer": memory.full_gradients(shape),
+            "a pass": memory.full_pass(shape, tokens, checkpointing=wanted.checkpointing),
         }
     else:
         needs = {

@@ -77,7 +77,7 @@ def _wanted(config: Config, numbers: list[int], offline: bool) -> PlanRequest:
         checkpointing=trainer.gradient_checkpointing is not False,
         served=not offline and _is_here(config),
         adapter=Adapter(trainer.lora_rank, adapters, vllm.max_loras * adapters if lora else 0),
-        whole=trainer.weights == "full",
+        full=trainer.weights == "full",
         reference=bool(trainer.kl_coef) or trainer.kl_metric,
     )
 
@@ -106,7 +106,7 @@ def _without_plan(config: Config, on_cpu: DecoderShape | None, *, served: bool) 
         wanted = PlanRequest(
             max_sample_tokens=sample, checkpointing=checkpointing is True, served=served,
             adapter=Adapter(trainer.lora_rank, 1 + len(config.policy.adapters)),
-            whole=trainer.weights == "full", reference=bool(trainer.kl_coef) or trainer.kl_metric,
+            full=trainer.weights == "full", reference=bool(trainer.kl_coef) or trainer.kl_metric,
         )  # fmt: skip
         tokens, needed = pass_on_cpu(on_cpu, machine_memory(), wanted, vllm.kv_cache_gib, TOKENS_PER_PASS)
         checkpointing = True if needed and checkpointing == "auto" else checkpointing

@@ -68,7 +68,7 @@ def dataset(samples: Sequence[Sample]) -> Dataset:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The number of tokens in a block of whole rows, and of blocks in an optimizer step."""
+    """The number of tokens in a block of complete rows, and of blocks in an optimizer step."""
 
     block_tokens: int
     blocks: int

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from ...proxy.apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY
 from ...proxy.types import ModelCall
 from ..rows.rendered import CANNOT_BE_SHOWN, as_shown, shown, tokens_of
-from ..tuning.rollouts import is_whole, with_tokens
+from ..tuning.rollouts import has_own_tokens, with_tokens
 
 
 def as_trace(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> ModelCall | None:
@@ -19,7 +19,7 @@ def as_trace(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> ModelCall |
 
     None if it has to be tokenised, and the chat template does not show its answer after the prompt.
     """
-    if is_whole(call):
+    if has_own_tokens(call):
         return with_tokens(call, call.prompt_token_ids, call.response_token_ids)
     if call.untrainable_reason not in (NOT_THE_POLICY, NO_TOKEN_IDS) or not call.is_decision or len(call.choices) > 1:
         return call
@@ -32,13 +32,13 @@ def _tokenised(call: ModelCall, tokenizer: PreTrainedTokenizerBase) -> tuple[lis
     try:
         (choice,), messages = call.response["choices"], [as_shown(m) for m in call.request["messages"]]
         prompt = shown(tokenizer, call.request, messages, add_generation_prompt=True)
-        whole = shown(tokenizer, call.request, [*messages, as_shown(choice["message"])])
+        text = shown(tokenizer, call.request, [*messages, as_shown(choice["message"])])
         cut = choice.get("finish_reason") == "length"
     except CANNOT_BE_SHOWN:
         return None
-    if not whole.startswith(prompt):
+    if not text.startswith(prompt):
         return None
-    answer = tokens_of(tokenizer, whole[len(prompt) :])
+    answer = tokens_of(tokenizer, text[len(prompt) :])
     return tokens_of(tokenizer, prompt), _ended(answer, tokenizer.eos_token_id, cut=cut)
 
 

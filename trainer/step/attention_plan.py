@@ -45,7 +45,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Whole subtrees side by side, nodes [start, stop), with the cheapest blocks found for them."""
+    """Complete subtrees side by side, nodes [start, stop), with the cheapest blocks found for them."""
 
     start: int
     stop: int

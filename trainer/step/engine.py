@@ -54,10 +54,10 @@ class TrainingEngine(Protocol):
         """Return an adapter's weights under PEFT's names."""
 
     def save_weights(self, directory: Path, *, merged: bool) -> None:
-        """Write what vLLM loads: adapters, or with `merged` a whole model."""
+        """Write what vLLM loads: adapters, or with `merged` a full model."""
 
     def save(self, directory: Path) -> None:
-        """Write a checkpoint. `directory` appears whole or not at all."""
+        """Write a checkpoint. `directory` appears atomically."""
 
     def load(self, directory: Path) -> int:
         """Resume exactly from what `save` wrote; returns the step it was written after."""

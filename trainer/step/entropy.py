@@ -49,7 +49,7 @@ class EntropyBonus:
 
 
 def entropy_term(entropies: Tensor, mask: Tensor, tokens: int) -> Tensor:
-    """Return the term that (A, L) entropies, where `mask` is 1, add to the mean over the `tokens` of a whole step."""
+    """Return the term that (A, L) entropies, where `mask` is 1, add to the mean over all `tokens` of the step."""
     return (entropies * mask).sum() / tokens
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers.integrations.sdpa_attention import repeat_kv
 
-# FlexAttention works in blocks of so many nodes. Trees are padded to whole blocks.
+# FlexAttention works in blocks of so many nodes. Trees are padded to full blocks.
 FLEX_BLOCK = 128
 
 
@@ -25,11 +25,11 @@ def block_mask(ends: Tensor) -> BlockMask:
     by_block = nn.functional.pad(ends, (0, -n % FLEX_BLOCK), value=n).view(-1, FLEX_BLOCK)
     starts = torch.arange(0, n, FLEX_BLOCK, device=device)[:, None]
     earlier = starts > starts.T
-    whole = earlier & (by_block.amin(1) >= (starts + FLEX_BLOCK).clamp(max=n))
-    partly = earlier & (by_block.amax(1) > starts) & ~whole
+    full = earlier & (by_block.amin(1) >= (starts + FLEX_BLOCK).clamp(max=n))
+    partly = earlier & (by_block.amax(1) > starts) & ~full
     own = torch.eye(len(starts), dtype=torch.bool, device=device)
     return BlockMask.from_kv_blocks(
-        *_lists(partly | own), *_lists(whole), BLOCK_SIZE=FLEX_BLOCK, mask_mod=_ancestor_or_self(ends),
+        *_lists(partly | own), *_lists(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=_ancestor_or_self(ends),
         seq_lengths=(n, n),
     )  # fmt: skip
 

@@ -151,7 +151,7 @@ def policy_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], config: TrainerC
 
 
 def _gamma_weights(log_ratios: Tensor, advantages: Tensor, mask: Tensor, config: TrainerConfig) -> Tensor:
-    """VESPO's weight of an answer, w^k · e^(λ - λw) of its whole ratio w: (A, L)."""
+    """VESPO's weight of an answer, w^k · e^(λ - λw) of its sequence ratio w: (A, L)."""
     log_w = (log_ratios.clamp(-20.0, 20.0) * mask).sum(1, keepdim=True).clamp(math.log(1e-8), 20.0)
     good = advantages >= 0
     k = torch.where(good, config.vespo.k_pos, config.vespo.k_neg)

@@ -56,12 +56,12 @@ class Processes:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients over all processes, in each of them."""
 
-    def whole(self, weight: Tensor) -> Tensor:
+    def gather(self, weight: Tensor) -> Tensor:
         """Return the weight itself. A sharded one is gathered, which every process has to take part in."""
         return weight
 
     def part(self, weight: Tensor, like: Tensor) -> Tensor:
-        """Return this process's part of a whole weight, sharded `like` this one. It undoes `whole`.
+        """Return this process's part of an unsharded weight, sharded `like` this one. It undoes `gather`.
 
         With a sharded model only process 0 need have the values, and every process has to take part.
         """

@@ -18,7 +18,7 @@ from ..rows.prefix_tree import Ints
 from ..types import Sample, Sampling
 from .grammars import Grammars, Masks
 
-# The likeliest tokens are looked at first: sorting a whole vocabulary takes ten times as long.
+# The likeliest tokens are looked at first: sorting an entire vocabulary takes ten times as long.
 _LIKELIEST = 1024
 
 

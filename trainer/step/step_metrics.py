@@ -118,14 +118,14 @@ class StepMetrics:
         """Return the sums over all processes. Numbers that are no sums are this process's."""
         if len(parts) == 1:
             return parts[0]
-        whole = replace(self)
+        total = replace(self)
         for name in SUMS:
-            setattr(whole, name, sum(getattr(part, name) for part in parts))
-        whole.fault = next((part.fault for part in parts if part.fault), None)
-        whole.ratio_max = max(part.ratio_max for part in parts)
-        whole.too_large = tuple(rollout_id for part in parts for rollout_id in part.too_large)
-        whole.fitting = min(part.fitting for part in parts)
-        return whole
+            setattr(total, name, sum(getattr(part, name) for part in parts))
+        total.fault = next((part.fault for part in parts if part.fault), None)
+        total.ratio_max = max(part.ratio_max for part in parts)
+        total.too_large = tuple(rollout_id for part in parts for rollout_id in part.too_large)
+        total.fitting = min(part.fitting for part in parts)
+        return total
 
     @property
     def entropy(self) -> float:

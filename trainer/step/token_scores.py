@@ -108,8 +108,8 @@ class _WithHead(torch.autograd.Function):
                     ctx.model, *chunk, head, [gradient[start:end] for gradient in gradients[: ctx.slopes]]
                 )
                 of_hidden.append(first)
-                for whole, part in zip(of_head, others, strict=True):
-                    whole.add_(part)
+                for total, part in zip(of_head, others, strict=True):
+                    total.add_(part)
                 start = end
         return torch.cat(of_hidden), None, None, None, *of_head
 

@@ -21,7 +21,7 @@ from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 from ..files import saved_config
-from ..files.checkpoint import whole_directory
+from ..files.checkpoint import atomic_directory
 from ..plan.settle import COMFORTABLE_ON_CPU, TOKENS_PER_PASS
 from ..report.trackers import Trackers
 from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
@@ -277,7 +277,7 @@ class LightningTrainer(GRPOTrainer):
 
     @on_every_shard
     def adapter(self, name: str = DEFAULT_ADAPTER) -> Weights:
-        """Return a copy of an adapter's weights; `default` is also the name of a whole model's."""
+        """Return a copy of an adapter's weights; `default` is also the name of a full model's."""
         return self.trained.weights(name)
 
     def adopt(self, step: int) -> None:
@@ -287,10 +287,10 @@ class LightningTrainer(GRPOTrainer):
 
     @on_every_shard
     def save(self, directory: Path) -> None:
-        """Write weights, optimizer, scheduler, random state and step; `directory` appears whole or not at all."""
+        """Write weights, optimizer, scheduler, random state and step; `directory` appears atomically."""
         state = state_of(self)
         if self.processes.rank == 0:
-            with whole_directory(directory) as temporary:
+            with atomic_directory(directory) as temporary:
                 torch.save(state, temporary / STATE_FILE)
                 saved_config.write(temporary, self._saved_config)
 
@@ -317,7 +317,7 @@ class LightningTrainer(GRPOTrainer):
 
     @on_every_shard
     def save_weights(self, directory: Path, *, merged: bool) -> None:
-        """Write what vLLM loads: adapters, or with `merged` a whole model."""
+        """Write what vLLM loads: adapters, or with `merged` a full model."""
         self.trained.save(directory, self.processing_class, merged=merged)
 
     def end(self) -> None:

@@ -27,7 +27,7 @@ SAVES = 10  # checkpoints in a run
 
 
 class FitCallback(TrainerCallback):
-    """Ends the run on request, marks whole checkpoints, and logs every epoch.
+    """Ends the run on request, marks complete checkpoints, and logs every epoch.
 
     Each checkpoint holds the numbers up to its own step, so that a run that is killed ends with the same ones.
     `measure` returns the numbers of held-out tasks, which go into the log of each epoch.
@@ -118,7 +118,7 @@ def fit(trainer: LightningTrainer, tuner: Trainer, directory: Path, rate: str) -
 
 
 def last_epoch(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the newest log, with means over its epoch's steps; `seconds` are the whole run's.
+    """Return the newest log, with means over its epoch's steps; `seconds` are the entire run's.
 
     A log is of the steps since the one before it: two steps with loss 1, then one with loss 4, make a mean of 2.
     """
@@ -185,5 +185,5 @@ def arguments(
 
 def _newest_checkpoint(directory: Path) -> str | None:
     """The newest checkpoint that was written to the end."""
-    whole = [path.parent for path in directory.glob(f"checkpoint-*/{MARKER}")]
-    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+    complete = [path.parent for path in directory.glob(f"checkpoint-*/{MARKER}")]
+    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None

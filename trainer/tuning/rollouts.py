@@ -118,7 +118,7 @@ class RolloutReader:
         return sorted(tasks, key=lambda task: hashlib.sha256(f"{self._config.seed} {task}".encode()).digest())
 
 
-def is_whole(call: ModelCall) -> bool:
+def has_own_tokens(call: ModelCall) -> bool:
     """Return whether the policy's own tokens are known, however they were sampled."""
     return call.trainable or can_be_imitated(call.untrainable_reason)
 
@@ -131,7 +131,7 @@ def with_tokens(call: ModelCall, prompt: Sequence[int], answer: Sequence[int]) -
 
 def as_sampled(call: ModelCall) -> ModelCall:
     """Return the call with the policy's own tokens, however they were sampled; unchanged if it has none."""
-    return with_tokens(call, call.prompt_token_ids, call.response_token_ids) if is_whole(call) else call
+    return with_tokens(call, call.prompt_token_ids, call.response_token_ids) if has_own_tokens(call) else call
 
 
 def what_was_left_out(seen: Seen) -> str:

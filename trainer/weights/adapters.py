@@ -63,9 +63,9 @@ class Adapters(Trained):
             yield self.model
 
     def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, *, merged: bool) -> None:
-        """Write the adapters, or the whole model with the default adapter merged in."""
+        """Write the adapters, or the full model with the default adapter merged in."""
         if merged:
-            save_merged(self._model, tokenizer, directory, whole=self._spread.whole, writes=self.writes)
+            save_merged(self._model, tokenizer, directory, gather=self._spread.gather, writes=self.writes)
         elif self.writes:
             save_adapter(self._model, directory)
 

@@ -12,13 +12,13 @@ from trl.trainer.utils import create_model_from_path
 from ...proxy.config.policy import PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
 from .adapters import Adapters
+from .full import FullModel
 from .targets import lora_config
 from .trained import Spread, Trained
-from .whole import WholeModel
 
 log = logging.getLogger(__name__)
 
-HIGH_RATE = 1e-5  # for a whole model
+HIGH_RATE = 1e-5  # for a full model
 
 
 def compute_dtype(config: TrainerConfig) -> torch.dtype:
@@ -67,4 +67,4 @@ def trained(model: PreTrainedModel, config: TrainerConfig, policy: PolicyConfig,
     base = None
     if config.kl_coef or config.kl_metric:
         base = load_model(str(policy.model), compute_dtype(config)).requires_grad_(False)
-    return WholeModel(model, base, spread, compute_dtype(config))
+    return FullModel(model, base, spread, compute_dtype(config))

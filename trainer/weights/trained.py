@@ -1,4 +1,4 @@
-"""The weights that a trainer trains: LoRA adapters on a frozen model, or the whole model."""
+"""The weights that a trainer trains: LoRA adapters on a frozen model, or the full model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Spread(Protocol):
     rank: int
     sharded: bool
 
-    def whole(self, weight: Tensor) -> Tensor: ...
+    def gather(self, weight: Tensor) -> Tensor: ...
     def part(self, weight: Tensor, like: Tensor) -> Tensor: ...
     def local(self, weight: Tensor) -> Tensor: ...
 
@@ -70,7 +70,7 @@ class Trained(ABC):
 
     @abstractmethod
     def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, *, merged: bool) -> None:
-        """Write what vLLM loads: with `merged` a whole model, else adapters."""
+        """Write what vLLM loads: with `merged` a full model, else adapters."""
 
     @abstractmethod
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -86,19 +86,19 @@ class Trained(ABC):
         return self._spread.rank == 0
 
     def weights(self, name: str = DEFAULT_ADAPTER) -> Weights:
-        """Return copies of a set's whole weights; nothing in a process that only helps to gather them."""
+        """Return copies of a set's unsharded weights; nothing in a process that only helps to gather them."""
         found = {}
         for key, weight in self.live(name).items():
-            whole = self._spread.whole(weight)
+            gathered = self._spread.gather(weight)
             if self.writes or not self.sharded:
-                found[key] = whole.clone() if whole is weight else whole.cpu()
+                found[key] = gathered.clone() if gathered is weight else gathered.cpu()
         return found
 
     def all_weights(self) -> dict[str, Weights]:
         return {name: self.weights(name) for name in self.names}
 
     def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Return the shape of every whole weight, by set and name."""
+        """Return the shape of every unsharded weight, by set and name."""
         return {name: {key: tuple(weight.shape) for key, weight in self.live(name).items()} for name in self.names}
 
     @torch.no_grad()
@@ -124,7 +124,7 @@ class Trained(ABC):
 
     @torch.no_grad()
     def _exchange(self, name: str, copy: Weights) -> None:
-        """One weight at a time: a second copy of a whole model may not fit."""
+        """One weight at a time: a second copy of a full model may not fit."""
         for key, weight in self.live(name).items():
             local = self._spread.local(weight)
             present = local.to("cpu", copy=True)

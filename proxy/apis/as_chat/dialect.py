@@ -94,8 +94,8 @@ class ThroughChatStream:
         return self._chat.error
 
     @property
-    def whole(self) -> bool:
-        return self._chat.whole
+    def complete(self) -> bool:
+        return self._chat.complete
 
     def feed(self, raw: bytes, event: Json) -> bytes:
         error = self._chat.read(raw, event)

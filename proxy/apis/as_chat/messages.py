@@ -15,7 +15,7 @@ from .translation import Untranslatable
 
 Json = dict[str, Any]
 
-_NUMBERS = {"temperature": "a number", "top_p": "a number", "top_k": "a whole number"}
+_NUMBERS = {"temperature": "a number", "top_p": "a number", "top_k": "an integer"}
 # vLLM's own fields, of which both routes make the same.
 _ALIKE = {
     "watermarking": "true or false", "cache_salt": "text", "kv_transfer_params": "an object",
@@ -58,7 +58,7 @@ def chat_request(body: Json, template: Template) -> Json:
     """Return a Messages request as a chat request; raise Untranslatable."""
     if not required(body, "model", "text"):
         raise Untranslatable("`model` is empty")
-    most = required(body, "max_tokens", "a whole number")
+    most = required(body, "max_tokens", "an integer")
     if most <= 0:
         raise Untranslatable("`max_tokens` is not positive")
     optional(body, "metadata", "an object")
@@ -106,7 +106,7 @@ def _thinking(body: Json, disabled_effort: str | None) -> Json:
     if thinking is None or kind == "adaptive":
         return {}
     if kind == "enabled":
-        budget = required(thinking, "budget_tokens", "a whole number")
+        budget = required(thinking, "budget_tokens", "an integer")
         if not _LEAST_BUDGET <= budget < body["max_tokens"]:
             raise Untranslatable("`thinking.budget_tokens` is below 1024, or not below `max_tokens`")
         return {"thinking_token_budget": budget}

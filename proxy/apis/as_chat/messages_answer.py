@@ -1,4 +1,4 @@
-"""Turns a whole chat answer into an answer of /v1/messages, as vLLM's own route does."""
+"""Turns a non-streamed chat answer into an answer of /v1/messages, as vLLM's own route does."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def message_of(chat: Json) -> Json:
 def stop_reason(finish: str | None, stop: Any, called: bool, complete: bool) -> tuple[str | None, str | None]:
     """Return why an answer ended, and the stop sequence that ended it.
 
-    `called`: a tool was called. `complete`: and its arguments are whole; then a stop sequence says nothing more.
+    `called`: a tool was called. `complete`: and its arguments are complete; then a stop sequence says nothing more.
     """
     if finish == "length":
         return "max_tokens", None
@@ -55,7 +55,7 @@ def usage_of(usage: Any) -> Json:
 
 
 def is_json(text: str) -> bool:
-    """Return whether a tool's arguments are whole."""
+    """Return whether a tool's arguments are complete."""
     try:
         loads(text)
     except ValueError:

@@ -75,7 +75,7 @@ class _Blocks:
 
     @property
     def complete(self) -> bool:
-        """Whether the last tool's arguments are whole; only the last can have been cut."""
+        """Whether the last tool's arguments are complete; only the last can have been cut."""
         return self.called and is_json("".join(self._arguments))
 
     def feed(self, delta: Json) -> Iterator[Json]:

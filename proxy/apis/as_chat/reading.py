@@ -11,7 +11,7 @@ Json = dict[str, Any]
 _KINDS: dict[str, tuple[type, ...]] = {
     "text": (str,),
     "true or false": (bool,),
-    "a whole number": (int,),
+    "an integer": (int,),
     "a number": (int, float),
     "an object": (dict,),
     "a list": (list,),

@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 class RegularCalls:
-    """The calls of the first choice. A call waits until the one before it is whole, or the answer has ended."""
+    """The calls of the first choice. A call waits until the one before it is complete, or the answer has ended."""
 
     def __init__(self) -> None:
         self._calls = ToolCalls()
@@ -59,7 +59,7 @@ class RegularCalls:
                 more = text[self._sent[self._place] :]
                 found.append({"index": self._place, "function": {"arguments": more}})
             self._sent[self._place] = max(self._sent[self._place], len(text))
-            if self._place + 1 == len(calls) or not (to_the_end or call.is_whole):
+            if self._place + 1 == len(calls) or not (to_the_end or call.is_complete):
                 break
             self._place += 1
         return found
@@ -72,7 +72,7 @@ def _first(index: int, call: ToolCallPieces, text: str) -> Json:
 
 
 def regular_answer(chat: Json) -> Json:
-    """Return a whole chat answer in which the arguments of tool calls are text."""
+    """Return a non-streamed chat answer in which the arguments of tool calls are text."""
     choice, *others = chat["choices"]
     calls = choice["message"].get("tool_calls")
     if not calls or all(isinstance(call["function"]["arguments"], str) for call in calls):

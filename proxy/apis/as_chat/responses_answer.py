@@ -51,12 +51,12 @@ class ResponsesReply:
         )
 
     def answer(self, chat: Json) -> Json:
-        """Return a whole chat answer as a response."""
+        """Return a non-streamed chat answer as a response."""
         choice = chat["choices"][0]
         return self.response(chat, self._output(choice), self._finish(choice["finish_reason"], chat["usage"]))
 
     def call(self, item_id: str, call_id: str, name: str, arguments: str, status: str) -> Json:
-        """Return the item of a tool call; of a custom tool, `arguments` are its whole input."""
+        """Return the item of a tool call; of a custom tool, `arguments` are its entire input."""
         namespace, own = self.tools.own_name(name)
         if self.tools.is_custom(name):
             item = {"call_id": call_id, "input": arguments, "name": name, "type": "custom_tool_call", "id": item_id}
@@ -114,7 +114,7 @@ def logprobs(choice: Json) -> list[Json]:
 
 
 def custom_input(arguments: str) -> str:
-    """Return a custom tool's input: the one argument, or the whole text where there is none."""
+    """Return a custom tool's input: the one argument, or the entire text where there is none."""
     try:
         value = json.loads(arguments)[CUSTOM_INPUT]
     except (ValueError, TypeError, LookupError):

@@ -19,7 +19,7 @@ _INPUT = re.compile(r'(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\["\\/bfnrt])*', re.DOTALL)
 
 
 class OpenItem(ABC):
-    """An item at its place in the output. The last of the events by which it closes has the whole item."""
+    """An item at its place in the output. The last of the events by which it closes has the complete item."""
 
     def __init__(self, place: int, kind: str) -> None:
         self.id = new_id(kind)
@@ -110,9 +110,9 @@ class OpenCall(OpenItem):
 
     def close(self) -> list[Json]:
         if self._custom:
-            whole = custom_input(self.text)
-            events = [*self._more_input(whole), self.event("custom_tool_call_input.done", input=whole)]
-            return [*events, self.item_event("done", self._item(whole, "completed"))]
+            text = custom_input(self.text)
+            events = [*self._more_input(text), self.event("custom_tool_call_input.done", input=text)]
+            return [*events, self.item_event("done", self._item(text, "completed"))]
         name = self._reply.tools.own_name(self._name)[1]
         done = self.event("function_call_arguments.done", arguments=self.text, name=name)
         return [done, self.item_event("done", self._item(self.text, "completed"))]
@@ -139,12 +139,12 @@ class OpenCall(OpenItem):
             more = more[:-1]
         return self._input + more
 
-    def _more_input(self, whole: str) -> list[Json]:
-        """A delta with the new part of the input. Sent text cannot be taken back: changed input is sent again whole."""
-        before, self._input = self._input, whole
-        if whole == before:
+    def _more_input(self, text: str) -> list[Json]:
+        """A delta with the new part of the input. Sent text cannot be taken back: changed input is sent anew."""
+        before, self._input = self._input, text
+        if text == before:
             return []
-        return [self.event("custom_tool_call_input.delta", delta=whole.removeprefix(before))]
+        return [self.event("custom_tool_call_input.delta", delta=text.removeprefix(before))]
 
 
 def _thought(text: str) -> Json:

@@ -61,7 +61,7 @@ class Tools:
         raise Untranslatable(f"tool_choice {choice['type']}")
 
     def named(self, choice: Any) -> Any:
-        """Return `tool_choice` as the response repeats it, with a tool's whole name."""
+        """Return `tool_choice` as the response repeats it, with a tool's full name."""
         if isinstance(choice, dict) and choice["type"] in ("function", "custom"):
             return choice | {"name": self._shown_name(choice["name"])}
         return choice

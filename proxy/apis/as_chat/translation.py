@@ -23,7 +23,7 @@ class StreamTranslation(Protocol):
         """Return the events for a chunk, an error among them; each has a `type`. The chunk may have more than asked."""
 
     def end(self) -> Iterable[Json]:
-        """Return the events that are left when the chat answer is whole; the last of them ends the stream."""
+        """Return the events that are left when the chat answer is complete; the last of them ends the stream."""
 
 
 class Translation(Protocol):
@@ -33,7 +33,7 @@ class Translation(Protocol):
     """The body for the chat route, without the additions of the proxy."""
 
     def answer(self, chat: Json) -> Json:
-        """Return a whole chat answer as the agent's API has it."""
+        """Return a non-streamed chat answer as the agent's API has it."""
 
     def stream(self) -> StreamTranslation: ...
 

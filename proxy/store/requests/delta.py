@@ -1,4 +1,4 @@
-"""Stores a request as its difference from an earlier one: agents resend their whole history every turn. Pure.
+"""Stores a request as its difference from an earlier one: agents resend their entire history every turn. Pure.
 
 A stored request is `{"same": [keys], "grown": {key: [kept, suffix]}, "new": {key: value}}`, relative to its parent's.
 """
@@ -15,7 +15,7 @@ from ...types import SAMPLING
 
 LONG_TEXT = 100  # characters from which on a text is shared with the parent's
 LARGE_OBJECT = 1_000  # bytes of JSON, likewise
-# `request_of` has this name itself, and `sampling` of a call shows these whole.
+# `request_of` has this name itself, and `sampling` of a call shows these in full.
 _NEVER_SHARED = {"call_id", *SAMPLING}
 
 
@@ -102,7 +102,7 @@ def grow_request(stored: dict[str, Any], parent: dict[str, Any] | None) -> dict[
 def short_request(stored: dict[str, Any], parent: Outline | None) -> tuple[dict[str, Any], dict[str, int], Outline]:
     """Return a stored request's additions to its parent's, how much it shares by field, and its outline.
 
-    Nothing whole is made of it: `store/requests/whole.py` does that.
+    No full request is made of it: `store/requests/full.py` does that.
     """
     request, shared, outline = {}, {}, {}
     for key in stored.get("same", ()):

@@ -1,4 +1,4 @@
-"""Reads requests and prompts that are stored relative to their parents', whole or as additions. Pure."""
+"""Reads requests and prompts that are stored relative to their parents', in full or as additions. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Parent(NamedTuple):
     tokens: bytes
 
 
-class WholeParts:
-    """Gives each call its whole request and prompt. Requests share their messages, so they take little memory."""
+class FullParts:
+    """Gives each call its full request and prompt. Requests share their messages, so they take little memory."""
 
     def __init__(self, known: Mapping[str, Parent]) -> None:
         """`known`: calls that were read before, and may be parents of these."""

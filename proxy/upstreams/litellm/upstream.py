@@ -54,7 +54,7 @@ class LitellmUpstream:
 
     def _parsed(self, request: Request) -> dict[str, Any]:
         try:
-            body = orjson.loads(request.whole_body())
+            body = orjson.loads(request.sent_body())
         except orjson.JSONDecodeError as error:
             raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
         model = body.get("model") if isinstance(body, dict) else None

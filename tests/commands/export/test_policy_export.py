@@ -152,4 +152,4 @@ async def test_all_weights_are_a_model_and_no_adapter(base: Path, tmp_path: Path
         served = logits(loaded(base, Path(str((await b.store.versions.get(1)).path))))
     assert torch.equal(logits(loaded(base, tmp_path / "out")), served)
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "A whole model: all weights of" in card and "LoRA" not in card
+    assert "A full model: all weights of" in card and "LoRA" not in card

@@ -17,7 +17,7 @@ from lightning_proxy.proxy.control.views import record_view, rollout_detail
 from lightning_proxy.proxy.json_text import dumps, loads
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.requests.whole import whole_calls, whole_transitions
+from lightning_proxy.proxy.store.requests.full import full_calls, full_transitions
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
 from support.paths import ROOT
@@ -96,13 +96,13 @@ async def test_a_short_rollout_made_whole_is_the_whole_one(store: Store, endpoin
         rollout = await store.rollouts.get(rollout_id)
         short, whole = [await store.calls.of(rollout_id, short=is_short) for is_short in (True, False)]
         told = [loads(dumps(rollout_detail(rollout, calls, [])["calls"])) for calls in (short, whole)]
-        assert dumps(whole_calls(told[0])) == dumps(
-            [sorted_as(one, other) for one, other in zip(told[1], whole_calls(told[0]), strict=True)]
+        assert dumps(full_calls(told[0])) == dumps(
+            [sorted_as(one, other) for one, other in zip(told[1], full_calls(told[0]), strict=True)]
         )
         assert whole_requests(told[0]) == {call["call_id"]: call["request"] for call in told[1]}
         steps = [loads(dumps([*map(record_view, transitions(rollout, calls))])) for calls in (short, whole)]
-        assert whole_transitions(steps[0]) == steps[1]
-        assert whole_transitions(steps[1]) == steps[1]
+        assert full_transitions(steps[0]) == steps[1]
+        assert full_transitions(steps[1]) == steps[1]
         shortened += sum(call["request_of"] is not None for call in told[0])
     assert shortened > 4 * TURNS
 

@@ -260,7 +260,7 @@ async def test_an_answer_that_takes_too_long_is_broken_off(streamed):
     async with between(drip, total_timeout_s=0.3) as (url, recorder):
         status, _, complete = await post(url, STREAM if streamed else CHAT)
     assert (status, complete) == ((200, False) if streamed else (504, True))
-    assert (recorder.ends[0].status, "no whole answer within 0.3 s" in recorder.ends[0].error) == ("error", True)
+    assert (recorder.ends[0].status, "no complete answer within 0.3 s" in recorder.ends[0].error) == ("error", True)
 
 
 async def test_a_call_that_cannot_be_stored_is_503_and_leaves_the_upstream():

@@ -14,7 +14,7 @@ import torch
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.trainer import JudgeConfig, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError, NotSaved
-from lightning_proxy.trainer.files.checkpoint import whole_directory
+from lightning_proxy.trainer.files.checkpoint import atomic_directory
 from lightning_proxy.trainer.files.saved_config import fingerprint
 from lightning_proxy.trainer.step.trainer import STATE_FILE, LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
@@ -146,11 +146,11 @@ def test_no_secret_is_in_a_checkpoint(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_what_was_there_and_no_half_of_anything(tmp_path: Path) -> None:
-    with whole_directory(tmp_path / "1") as directory:
+    with atomic_directory(tmp_path / "1") as directory:
         (directory / "a").write_text("whole")
     with (
         pytest.raises(NotSaved, match=r"/1 cannot be written: .*No space left"),
-        whole_directory(tmp_path / "1") as directory,
+        atomic_directory(tmp_path / "1") as directory,
     ):
         (directory / "a").write_text("ha")
         raise OSError(errno.ENOSPC, "No space left on device")

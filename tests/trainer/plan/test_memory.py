@@ -50,7 +50,7 @@ def test_a_pass_of_all_weights_takes_what_the_plan_says(checkpointing: bool, mon
     config = TrainerConfig(weights="full", gradient_checkpointing=checkpointing)
     found = peak_of_a_pass(sizes, TOKENS, config, monkeypatch)
     gradients = memory.FLOAT32 * shape.parameters
-    said = gradients + memory.whole_pass(shape, TOKENS, checkpointing=checkpointing)
+    said = gradients + memory.full_pass(shape, TOKENS, checkpointing=checkpointing)
     assert said == pytest.approx(found, rel=0.15)
 
 

@@ -27,7 +27,7 @@ from transformers import (  # noqa: E402
     TrainerCallback,
 )
 
-from lightning_proxy.trainer.files.checkpoint import whole_directory  # noqa: E402
+from lightning_proxy.trainer.files.checkpoint import atomic_directory  # noqa: E402
 from lightning_proxy.trainer.files.weights import MARKER, save_adapter, save_merged  # noqa: E402
 from lightning_proxy.trainer.report.metric_schema import by_tag  # noqa: E402
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
@@ -228,17 +228,17 @@ def test_a_resumed_run_takes_the_rate_that_is_configured_now(model_directory: Pa
 
 def test_a_directory_that_was_not_finished_never_appears(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint-1"
-    with whole_directory(target) as temporary:
+    with atomic_directory(target) as temporary:
         (temporary / "a").write_text("old")
 
     class PowerCut(Exception):
         pass
 
-    with pytest.raises(PowerCut), whole_directory(target) as temporary:
+    with pytest.raises(PowerCut), atomic_directory(target) as temporary:
         (temporary / "a").write_text("half")
         raise PowerCut
     assert (target / "a").read_text() == "old"
-    with whole_directory(target) as temporary:
+    with atomic_directory(target) as temporary:
         assert not list(temporary.iterdir())
         (temporary / "a").write_text("new")
     assert (target / "a").read_text() == "new"

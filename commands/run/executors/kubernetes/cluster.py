@@ -132,7 +132,7 @@ class Cluster:
         return True
 
     async def log(self, pod: str) -> bytes:
-        """Return the whole output of a container that has ended."""
+        """Return the entire output of a container that has ended."""
         return b"".join([piece async for piece in self._log(pod, follow=False)])
 
     async def _log(self, pod: str, *, follow: bool) -> AsyncIterator[bytes]:

@@ -40,11 +40,11 @@ class Output:
     async def complete(self) -> None:
         """Wait for the rest of the output, once the program has ended. Read it again if the connection broke."""
         assert self._following is not None
-        whole = False
+        complete = False
         with suppress(TimeoutError):
             async with asyncio.timeout(END_S):
-                whole = await self._following
-        if whole:
+                complete = await self._following
+        if complete:
             return
         try:
             output = await self._cluster.log(self._pod)

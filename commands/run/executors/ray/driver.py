@@ -102,7 +102,7 @@ class Driver:
             nothing_runs = len(self._waiting) == len(self._runs)
             longest_s = time.monotonic() - min(self._waiting.values()) if self._waiting and nothing_runs else 0.0
         there = {name: n for name, n in ray.cluster_resources().items() if ":" not in name}
-        message = f"no Ray node has room for a program, which needs {self._options}; the whole cluster has {there}"
+        message = f"no Ray node has room for a program, which needs {self._options}; the cluster has {there}"
         self._report({"say": message})
 
     def _report(self, report: Mapping[str, Any]) -> None:

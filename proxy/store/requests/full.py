@@ -1,6 +1,6 @@
-"""Makes short calls and transitions whole again, as the control API gives them. Pure.
+"""Makes short calls and transitions full again, as the control API gives them. Pure.
 
-`request_of: {"call_id": C, NAME: n, …}` says of each field NAME that it begins as the first n of call C's whole field:
+`request_of: {"call_id": C, NAME: n, …}` says of each field NAME that it begins as the first n of call C's full field:
 items of a list, characters (Unicode code points) of a text, members of an object. What the request itself has in the
 field comes after that. `prompt_of: {"call_id": C, "tokens": n}` says that the prompt begins with the first n of call
 C's tokens, prompt and answer. Without them, or where they are null, nothing is shared. C is an earlier call of the same
@@ -16,57 +16,57 @@ from typing import Any
 Json = dict[str, Any]
 
 
-def whole_calls(calls: Iterable[Json], *, prompts: bool = True) -> list[Json]:
-    """Return a rollout's calls with whole requests, which share their messages in memory.
+def full_calls(calls: Iterable[Json], *, prompts: bool = True) -> list[Json]:
+    """Return a rollout's calls with full requests, which share their messages in memory.
 
-    Without `prompts` these stay short: all of them whole take much memory.
+    Without `prompts` these stay short: all of them in full take much memory.
     """
     requests, rows, found = _Requests(), _Rows(), []
     for call in calls:
-        whole = call | {"request": requests.whole(call["call_id"], call["request"], call.get("request_of"))}
-        whole["request_of"] = None
+        full = call | {"request": requests.full(call["call_id"], call["request"], call.get("request_of"))}
+        full["request_of"] = None
         if prompts:
             prompt = rows.prompt(call["prompt_token_ids"], call.get("prompt_of"))
             rows.add(call["call_id"], prompt, call["response_token_ids"])
-            whole |= {"prompt_token_ids": prompt, "prompt_of": None}
-        found.append(whole)
+            full |= {"prompt_token_ids": prompt, "prompt_of": None}
+        found.append(full)
     return found
 
 
-def whole_transitions(transitions: Iterable[Json]) -> list[Json]:
-    """Return a rollout's transitions with whole states."""
+def full_transitions(transitions: Iterable[Json]) -> list[Json]:
+    """Return a rollout's transitions with full states."""
     requests, rows, found = _Requests(), _Rows(), []
 
-    def whole(call_id: str | None, state: Json) -> Json:
+    def full(call_id: str | None, state: Json) -> Json:
         own = dict(state)
         request_of, prompt_of = own.pop("request_of", None), own.pop("prompt_of", None)
         own["prompt_token_ids"] = rows.prompt(own["prompt_token_ids"], prompt_of)
-        return requests.whole(call_id, own, request_of)
+        return requests.full(call_id, own, request_of)
 
     for transition in transitions:
         states = {}
         if transition["kind"] == "llm":
             call_id, following = transition["call_id"], transition["next_state"]
-            states["state"] = whole(call_id, transition["state"])
+            states["state"] = full(call_id, transition["state"])
             rows.add(call_id, states["state"]["prompt_token_ids"], transition["action"]["token_ids"])
-            states["next_state"] = following and whole(None, following)
+            states["next_state"] = following and full(None, following)
         found.append(transition | states)
     return found
 
 
 class _Requests:
-    """The whole requests of the calls so far, by call."""
+    """The full requests of the calls so far, by call."""
 
     def __init__(self) -> None:
-        self._whole: dict[str | None, Json] = {}
+        self._full: dict[str | None, Json] = {}
 
-    def whole(self, call_id: str | None, own: Json, of: Json | None) -> Json:
-        whole = dict(own)
+    def full(self, call_id: str | None, own: Json, of: Json | None) -> Json:
+        full = dict(own)
         for name, shared in (of or {}).items():
             if of and name != "call_id":
-                whole[name] = begun(self._whole[of["call_id"]][name], shared, own[name])
-        self._whole[call_id] = whole
-        return whole
+                full[name] = begun(self._full[of["call_id"]][name], shared, own[name])
+        self._full[call_id] = full
+        return full
 
 
 class _Rows:

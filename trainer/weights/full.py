@@ -1,4 +1,4 @@
-"""The whole model, all of whose weights are trained: embeddings, norms and head too."""
+"""The full model, all of whose weights are trained: embeddings, norms and head too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..files.weights import save_model
 from .trained import Spread, Trained, Weights
 
 
-class WholeModel(Trained):
+class FullModel(Trained):
     """The weights of `model`, as one set. A weight that several modules share counts once.
 
     `base` is a frozen copy of the model before training, where one is needed. Files are written in `dtype`.
@@ -63,19 +63,19 @@ class WholeModel(Trained):
         yield self._base
 
     def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, *, merged: bool) -> None:
-        """Write the whole model; LightningError if adapters are asked for."""
+        """Write the full model; LightningError if adapters are asked for."""
         if not merged:
             raise LightningError("with trainer.weights: full there is no adapter to write")
-        save_model(self.model, tokenizer, directory, self._dtype, whole=self._spread.whole, writes=self.writes)
+        save_model(self.model, tokenizer, directory, self._dtype, gather=self._spread.gather, writes=self.writes)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the optimizer's state by the names of weights: over ranks their order is another one."""
         named = self._packed_names(optimizer)
         found: dict[str, Any] = {}
         for place, moments in optimizer.state_dict()["state"].items():
-            whole = {key: self._spread.whole(value) for key, value in moments.items()}
+            gathered = {key: self._spread.gather(value) for key, value in moments.items()}
             if self.writes or not self.sharded:
-                found[named[place]] = {key: v.cpu() if self.sharded else v for key, v in whole.items()}
+                found[named[place]] = {key: v.cpu() if self.sharded else v for key, v in gathered.items()}
         return found
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
