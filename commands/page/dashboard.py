@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,8 @@ HOST = "127.0.0.1"
 _NONE = UpstreamConfig(name="none", kind="openai", base_url=f"http://{HOST}:9/v1")
 
 
-def dashboard(store: StoreConfig, port: int) -> None:
-    """Serve the page until Ctrl-C. LightningError if the port is taken, or there is no store that can be read.
+def dashboard(stores: Sequence[StoreConfig], port: int) -> None:
+    """Serve the page until Ctrl-C. LightningError if the port is taken, or a store cannot be read.
 
     Whoever has the address that is printed can look: it holds a key that is made for this once.
     """
@@ -36,31 +38,60 @@ def dashboard(store: StoreConfig, port: int) -> None:
     from uvicorn import Server
 
     from ...proxy.page.dashboard import create_dashboard
+    from ...proxy.page.several import create_dashboards
 
-    path = None if store.is_postgres else store.path.expanduser().absolute()
-    if path is not None and not path.is_file():
-        raise LightningError(f"there is no store at {path}: name one with --store FILE")
-    asyncio.run(_require_readable(store))
+    paths = [store.path.expanduser().absolute() for store in stores if not store.is_postgres]
+    if missing := next((path for path in paths if not path.is_file()), None):
+        raise LightningError(f"there is no store at {missing}: name one with --store FILE")
+    for store in stores:
+        asyncio.run(_require_readable(store))
     require_free_port(HOST, port, "--port")
     key = secrets.token_urlsafe(16)
-    config = Config(store=store, proxy=ProxyConfig(port=port, api_keys=[SecretStr(key)]), upstreams=[_NONE])
-    server = Server(Settings(create_dashboard(config), host=HOST, port=port, **UVICORN))
-    typer.echo(f"{store.where}: http://{HOST}:{port}/#/?key={key}")
+    proxy = ProxyConfig(port=port, api_keys=[SecretStr(key)])
+    configs = [Config(store=store, proxy=proxy, upstreams=[_NONE]) for store in stores]
+    if len(stores) == 1:
+        app, what, where = create_dashboard(configs[0]), stores[0].where, "#/"
+    else:
+        app = create_dashboards(list(zip(_names(stores), configs, strict=True)), key)
+        what, where = f"{len(stores)} stores", ""
+    server = Server(Settings(app, host=HOST, port=port, **UVICORN))
+    typer.echo(f"{what}: http://{HOST}:{port}/{where}?key={key}")
     typer.echo("Ctrl-C stops. Nothing is written to the store.", err=True)
-    idle = None if path is None or is_in_use(path) else IdleFile(path)  # a PostgreSQL server notifies of changes
-    if idle is not None:
-        threading.Thread(target=_end_when_written, args=(idle, server), daemon=True).start()
+    idle = [IdleFile(path) for path in paths if not is_in_use(path)]  # a PostgreSQL server notifies of changes
+    threading.Thread(target=_end_when_written, args=(idle, server), daemon=True).start()
     with suppress(KeyboardInterrupt):
         server.run()
-    if idle is not None and idle.is_written():
-        raise LightningError(f"{path} is in use again, so the page would be out of date: start the dashboard again")
+    if written := next((file for file in idle if file.is_written()), None):
+        raise LightningError(
+            f"{written.path} is in use again, so the page would be out of date: start the dashboard again"
+        )
+
+
+def stores_at(place: str) -> list[StoreConfig]:
+    """Return the store at a file or URL, or all in a folder. Raise LightningError for a folder without one."""
+    if "://" in place:
+        return [StoreConfig(url=place)]
+    path = Path(place).absolute()
+    found = sorted(path.rglob("lightning.db")) if path.is_dir() else [path]
+    if not found:
+        raise LightningError(f"there is no lightning.db in {path}: name a store with --store FILE")
+    return [StoreConfig(url=f"sqlite:///{file}") for file in found]
+
+
+def _names(stores: Sequence[StoreConfig]) -> list[str]:
+    """What tells the stores apart: files are named from the folder that they share."""
+    shared = os.path.commonpath([Path(store.where).parent for store in stores if not store.is_postgres] or [Path("/")])
+    return [
+        store.where if store.is_postgres else os.path.relpath(store.where, shared).removesuffix("/lightning.db")
+        for store in stores
+    ]
 
 
 class IdleFile:
     """A file that nobody used was opened as one that does not change. Others may read it."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._was = self._now()
 
     def is_written(self) -> bool:
@@ -68,17 +99,17 @@ class IdleFile:
         return self._now() != self._was
 
     def _now(self) -> tuple[int, ...]:
-        log = self._path.with_name(f"{self._path.name}-wal")
+        log = self.path.with_name(f"{self.path.name}-wal")
         with suppress(OSError):  # removed
-            file = self._path.stat()
+            file = self.path.stat()
             return file.st_ino, file.st_size, file.st_mtime_ns, log.stat().st_size if log.exists() else 0
         return ()
 
 
-def _end_when_written(file: IdleFile, server: Any) -> None:
+def _end_when_written(files: Sequence[IdleFile], server: Any) -> None:
     while not server.should_exit:
         time.sleep(0.5)
-        server.should_exit = server.should_exit or file.is_written()
+        server.should_exit = server.should_exit or any(file.is_written() for file in files)
 
 
 async def _require_readable(store: StoreConfig) -> None:

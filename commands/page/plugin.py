@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,24 +10,25 @@ import typer
 def dashboard(
     context: typer.Context,
     store: Annotated[
-        str | None, typer.Option(metavar="FILE", help="a store's file, or postgresql://…", show_default="store.url")
+        list[str] | None,
+        typer.Option(
+            metavar="FILE",
+            help="a store's file, a folder of stores, or postgresql://…; again for more stores",
+            show_default="store.url",
+        ),
     ] = None,
     port: Annotated[int, typer.Option(metavar="N", help="the page's port")] = 8081,
 ) -> None:
     """Show the page over a store alone, in a browser. The proxy need not run.
 
-    A running proxy has the same page at its own address. Here nothing is written, served or trained. The address that
-    is printed holds a key: give it to nobody who is not to read the store.
+    A running proxy has the same page at its own address. Here nothing is written, served or trained. Several stores get
+    a page that lists their curves. The address that is printed holds a key: give it to nobody who is not to read them.
     """
     from ...proxy.config.file import load_config
-    from ...proxy.config.server import StoreConfig
     from .dashboard import dashboard as run
+    from .dashboard import stores_at
 
-    if store is None:
-        chosen = load_config(context.obj).store
-    else:
-        chosen = StoreConfig(url=store if "://" in store else f"sqlite:///{Path(store).absolute()}")
-    run(chosen, port)
+    run([store for one in store for store in stores_at(one)] if store else [load_config(context.obj).store], port)
 
 
 def add_to(commands: typer.Typer) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp
 
 from ..app import Dispatch, add_routes, control_api, open_parts
@@ -23,9 +23,14 @@ async def readyz() -> dict[str, str]:
 
 
 def create_dashboard(config: Config) -> ASGIApp:
-    """Return the page over a store as an app, with the routes that read."""
+    """Return the page over a store as an app."""
+    return Dispatch(dashboard_api(config), forwards=False)
+
+
+def dashboard_api(config: Config) -> FastAPI:
+    """Return the page and the routes that read."""
     control = control_api(partial(open_parts, config, plugins_of(config), writes=False))
     core = (module.router for module in (rollouts, tasks, policy, status))
     add_routes(control, *core, router, feed.router, page.router)
     control.router.routes[:] = [route for route in control.routes if getattr(route, "methods", {"GET"}) & {"GET"}]
-    return Dispatch(control, forwards=False)
+    return control

@@ -32,12 +32,13 @@ async def dashboard(store: Path | str, where: str | None = None) -> AsyncIterato
     assert process.stdout is not None
     try:
         said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
-        found = re.search(r"(http://[^/]+)/#/\?key=(\S+)", said)
+        found = re.search(r"(http://[^/]+)/(?:#/)?\?key=(\S+)", said)
         assert found is not None and said.startswith(f"{where or store}: "), said
         async with aiohttp.ClientSession(headers={"Connection": "close"}) as session:
             while True:
                 try:
-                    async with session.get(f"{found[1]}/readyz") as answer:
+                    alone = "/readyz" if "/#/" in said else "/0/readyz"
+                    async with session.get(f"{found[1]}{alone}") as answer:
                         assert (await answer.json())["status"] == "alone"
                     break
                 except aiohttp.ClientConnectionError:
@@ -131,6 +132,29 @@ async def test_a_store_in_use_can_be_looked_at(running: Running, tmp_path: Path)
             await system.chat("r2")
             async with session.get(f"{url}/rollouts", headers={"Authorization": f"Bearer {key}"}) as answer:
                 assert len((await answer.json())["data"]) == 2
+
+
+async def test_the_stores_of_a_folder_are_listed_and_each_has_its_page(running: Running, tmp_path: Path) -> None:
+    for name in ("a<b", "c"):
+        (tmp_path / name).mkdir()
+        async with running(tmp_path / name) as system:
+            await system.chat(f"of-{name[0]}")
+        (tmp_path / name / "store.db").rename(tmp_path / name / "lightning.db")
+    async with dashboard(tmp_path, "2 stores") as (url, key), aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/") as answer:
+            assert answer.status == 401
+        async with session.get(f"{url}/?key={key}") as answer:
+            listed = await answer.text()
+        assert re.findall(r'href="(./)#/\?key=[^"]+">([^<]+)</a>', listed) == [("0/", "a&lt;b"), ("1/", "c")]
+        for n, rollout in enumerate(("of-a", "of-c")):
+            async with session.get(f"{url}/{n}/") as answer:
+                assert "<title>lightning-proxy</title>" in await answer.text()
+            async with session.get(f"{url}/{n}/page/app.mjs") as answer:
+                assert answer.status == 200
+            async with session.get(f"{url}/{n}/rollouts") as answer:
+                assert answer.status == 401
+            async with session.get(f"{url}/{n}/rollouts", headers={"Authorization": f"Bearer {key}"}) as answer:
+                assert [one["rollout_id"] for one in (await answer.json())["data"]] == [rollout]
 
 
 async def test_a_store_on_a_server_can_be_looked_at(running: Running, tmp_path: Path) -> None:
