@@ -12,6 +12,7 @@ ON_BOARD = (
     "optimize",
     "reward_function",
     "page",
+    "experiment",
 )
 
 

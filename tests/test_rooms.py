@@ -53,7 +53,7 @@ LEVELS = {
 SIDE_ROOMS = {
     "proxy": {"upstreams/litellm", "otel", "reward_function", "page", "gate", "prompts", "promotion"},
     "trainer": {"judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed", "backends"},
-    "commands": {"optimize", "page", "prompts", "reward_function"},
+    "commands": {"experiment", "optimize", "page", "prompts", "reward_function"},
 }
 # What several side rooms share. It plugs nothing in by itself.
 SHARED = {"proxy": {"gate"}, "trainer": {"tuning"}, "commands": set[str]()}

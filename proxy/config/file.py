@@ -26,7 +26,11 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
 
     Raises ConfigError with a line for each wrong key or value that names it, and where it comes from.
     """
-    data = _read_yaml(path) if path is not None else {}
+    return config_of(read_yaml(path) if path is not None else {}, overrides, path)
+
+
+def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, path: Path | None = None) -> Config:
+    """Check `data`, which was read from `path`, with the environment and `overrides`, as `load_config` does."""
     origins: dict[str, str] = {}  # of keys that are not the file's
     others = []
     for name, value in sorted(os.environ.items()):
@@ -50,7 +54,8 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
         raise ConfigError(lines(error, Config, path, origins)) from None
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return a YAML file's sections. Raise ConfigError."""
     try:
         data = _load(path.read_text())
     except OSError as error:
