@@ -218,7 +218,7 @@ class TrainingLoop:
         try:
             live = await self._publisher.publish(step, samples, scalars(metrics), self.version, self._stop)
             metrics["version"] = self.version = live.version
-            metrics["verify_difference"] = self._publisher.difference
+            metrics |= self._publisher.measured
             await self._publisher.files.prune(await self._monitor.keep())
         except Superseded as error:
             log.warning("step %d is not published: %s", step, error)

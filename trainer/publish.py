@@ -88,12 +88,8 @@ class Publisher(NoPublisher):
         self._verifier = Verifier(config, swap, trainer)
         self.files = VersionFiles(config, store, swap)
         self.vllm = swap.vllm
+        self.measured: dict[str, Any] = {}  # the step's metrics about the verification of what was published last
         self._decided: Decided | None = None
-
-    @property
-    def difference(self) -> float:
-        """Return the measured difference of the last published weights' log-probabilities from the trainer's."""
-        return self._verifier.difference
 
     async def publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
@@ -153,6 +149,7 @@ class Publisher(NoPublisher):
             if isinstance(error, PublishError) and mode == "merged" and went_live:
                 await self.take_back(version.version, base)
             raise
+        self.measured = self._verifier.measured
         return await self._store.versions.get(version.version)
 
     async def _save(self, step: int, metrics: dict[str, Any]) -> PolicyVersion:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load
@@ -46,9 +47,6 @@ Answer = tuple[list[int], list[float]]  # token ids, and their log-probabilities
 class Verifier:
     """Lets vLLM continue the prompts of a few samples. Raises PublishError if it does not serve the new weights.
 
-    `difference`: how far, in nats, the log-probabilities of what was verified last are from the trainer's on average;
-    the greatest of its adapters and servers.
-
     It does not ask for prompt_logprobs, which end the engine of vLLM 0.32 on a CPU with LoRA enabled.
     """
 
@@ -56,16 +54,32 @@ class Verifier:
         self._config = config
         self._swap = swap
         self._trainer = trainer
-        self.difference = 0.0
+        self._seen: list[tuple[WeightEvidence, str | None]] = []  # by adapter and server; what was checked besides
         # The trainer keeps the weights that were last seen to be served; at first those that it begins with.
         for adapter in (DEFAULT_ADAPTER, *config.adapters):
             trainer.keep(adapter)
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """Return the step's metrics about what was verified last: the worst of its adapters and servers.
+
+        An adapter that the step did not move counts only if none moved.
+        """
+        if not self._seen:
+            return {}
+        moved = [(evidence, by) for evidence, by in self._seen if evidence.tells_apart] or self._seen
+        found: dict[str, Any] = {
+            "verify_difference": max(evidence.difference for evidence, _ in self._seen),
+            "verify_deviations": min(evidence.deviations for evidence, _ in moved),
+        }
+        by = next((by for _, by in moved if by is not None), None)
+        return found if by is None else found | {"verified_by": by}
 
     async def load_and_verify(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> None:
         """Load a version's adapters and verify them. Do it again if vLLM restarts meanwhile: it forgets them."""
         for _ in range(VERIFY_RESTARTS):
             await self._swap.load(version)
-            self.difference = 0.0
+            self._seen = []
             try:
                 for adapter, model in {DEFAULT_ADAPTER: str(version.served_model), **version.adapters}.items():
                     own = [sample for sample in samples if sample.adapter == adapter]
@@ -84,7 +98,7 @@ class Verifier:
         """Verify the live version; again if vLLM restarts meanwhile. Raises Superseded if another is made live."""
         while True:
             await self._swap.restore(set())
-            self.difference = 0.0
+            self._seen = []
             try:
                 base = await self._swap.vllm.base_model()
                 return await self._verify(version, base, samples, DEFAULT_ADAPTER, stop)
@@ -113,7 +127,7 @@ class Verifier:
 
     def _check(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> Check:
         """Check a server with new merged weights before it answers agents."""
-        self.difference = 0.0
+        self._seen = []
 
         async def check(server: VllmServer) -> None:
             await self._verify_on(server, version, await server.base_model(), samples, DEFAULT_ADAPTER, stop)
@@ -155,10 +169,10 @@ class Verifier:
         count = self._config.verify_samples
         chosen = samples[:: max(1, len(samples) // count)][:count]  # spread evenly
         prompts = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)]
-        evidence = await self._ask(server, model, prompts, adapter, stop)
+        evidence, by = await self._ask(server, model, prompts, adapter, stop), None
         if not evidence.is_new:
-            await self._look_at_names(server, version, adapter, model, evidence)
-        self.difference = max(self.difference, evidence.difference)
+            by = await self._look_at_names(server, version, adapter, model, evidence)
+        self._seen.append((evidence, by))
 
     async def _ask(
         self, server: VllmServer, model: str, prompts: Sequence[Sequence[int]], adapter: str, stop: asyncio.Event
@@ -184,23 +198,24 @@ class Verifier:
 
     async def _look_at_names(
         self, server: VllmServer, version: PolicyVersion, adapter: str, model: str, evidence: WeightEvidence
-    ) -> None:
+    ) -> str:
         """Where answers prove nothing: check the server's name for the weights, and that the files are the trainer's.
 
-        Raises PublishError if not.
+        Return what was checked. Raises PublishError if it is wrong.
         """
         if self._swap.mode == "merged":
             if not await self._swap.has_label(server, version):
                 raise PublishError(f"vLLM does not say that it serves policy version {version.version}")
-            by = "its label"
+            by, what = "its label", ""
         else:
             path = Path(str(version.path)) / ("" if adapter == DEFAULT_ADAPTER else adapter)
             roots = [entry.get("root") for entry in await server.models() if entry["id"] == model]
             if roots != [str(path)]:
                 raise PublishError(f"vLLM serves {model} from {roots}, not from {path}")
             digest = await in_thread(self._digest, path, adapter)
-            by = f"its name and its files (sha256 {digest[:12]})"
-        log.info("%s is verified by %s alone: %s", model, by, evidence)
+            by, what = "its name and its files", f" (sha256 {digest[:12]})"
+        log.info("%s is verified by %s%s alone: %s", model, by, what, evidence)
+        return by
 
     def _digest(self, path: Path, adapter: str) -> str:
         """The digest of an adapter's file; PublishError if it does not hold the trainer's weights."""
@@ -271,9 +286,14 @@ class WeightEvidence:
         return self._apart[0] / max(1, self.tokens)
 
     @property
+    def tells_apart(self) -> bool:
+        """Return whether new and old weights differ in any of the answers' tokens."""
+        return self._squares > 0
+
+    @property
     def deviations(self) -> float:
         """Return how clearly the answers are those of the new weights; below 0, of the old ones."""
-        return self._sum / math.sqrt(self._squares) if self._squares else 0.0
+        return self._sum / math.sqrt(self._squares) if self.tells_apart else 0.0
 
     @property
     def is_new(self) -> bool:
@@ -289,7 +309,7 @@ class WeightEvidence:
         if not self.rounds:
             return True
         by_then = (abs(self.deviations) + 2) * math.sqrt(MOST_TOKENS / max(1, self.tokens))
-        more = self._squares > 0 and self.tokens < MOST_TOKENS and self.rounds < ROUNDS
+        more = self.tells_apart and self.tokens < MOST_TOKENS and self.rounds < ROUNDS
         return more and abs(self.deviations) < SURE <= by_then
 
     def __str__(self) -> str:

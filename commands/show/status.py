@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from rich.console import Console
@@ -51,7 +51,8 @@ async def read_status(api: ApiClient) -> dict[str, Any]:
     if ready["store"] != "ok":
         return {
             "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
-            "untrainable": {}, "publishing": None, "standstill": None, "collapse": None, "plugins": [], "recent": None,
+            "untrainable": {}, "publishing": None, "standstill": None, "collapse": None, "verified": None,
+            "plugins": [], "recent": None,
         }  # fmt: skip
     steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
     rewards = [step["metrics"]["reward_mean"] for step in steps if "reward_mean" in step["metrics"]]
@@ -90,6 +91,8 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     since = f" for {duration(now - policy['live_at'])}" if policy["live_at"] else ""
     served = ", ".join([policy["served_model"] or "the base model", *policy["adapters"].values()])
     table.add_row("policy", plain(f"version {policy['live_version']} live{since} ({policy['publish']}, {served})"))
+    for name, seen in _verified(status["verified"], now):
+        table.add_row(name, seen)
     for name, value in _new_versions(status, policy):
         table.add_row(name, value)
     if collapse := policy["collapse"]:
@@ -107,6 +110,18 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
         first, *_, last = status["rewards"]
         table.add_row("reward by step", f"{sparkline(status['rewards'])}  {number(first)} → {number(last)}")
     return table
+
+
+def _verified(seen: dict[str, Any] | None, now: float) -> Iterator[tuple[str, Text]]:
+    """The lines about how the live version was seen to be served: when it went live, and since."""
+    if seen is None:
+        return
+    if seen["version"]:
+        yield "verified", plain(seen["story"], "" if seen["verified"] else "yellow")
+    if (at := seen["probed_at"]) is not None:
+        found = seen["problem"] or "it answers as at first"
+        when = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC, {duration(now - at)} ago"
+        yield "probed", plain(f"{when}: {found}", "red" if seen["problem"] else "")
 
 
 def _new_versions(status: dict[str, Any], policy: dict[str, Any]) -> Iterator[tuple[str, Text | str]]:

@@ -20,6 +20,7 @@ OF_ALL: Mapping[Kind, dict[str, Any]] = {
         "untrainable": {},
         "standstill": None,
         "collapse": None,
+        "verified": None,
         "plugins": [],
         "recent": {
             "calls": 0, "since": None, "by_status": {}, "latency_ms": None, "ttft_ms": None, "response_tokens": 0

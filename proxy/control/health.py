@@ -12,6 +12,7 @@ from .answers import ERRORS, Ready, answers
 from .parts import Parts
 from .requests import parts
 from .status import waiting
+from .verified import verified
 
 router = APIRouter(tags=["health"], responses=ERRORS)
 
@@ -66,7 +67,8 @@ async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format."""
     p = parts(request)
     p.metrics.queue.set(p.recorder.depth)
-    p.metrics.live_version.set((await p.store.versions.live()).version)
+    seen = await verified(p.store)
+    p.metrics.seen_served(seen.version, seen.deviations, seen.probed_at)
     p.metrics.waiting.set(await waiting(p))
     p.metrics.stopped_for(await p.store.steps.collapse())
     if (last := await p.store.steps.last()) is not None:

@@ -13,6 +13,7 @@ from .answers import ERRORS, Status, answers
 from .door import AgentRoute
 from .parts import Parts
 from .requests import caller_of, parts_for_all
+from .verified import verified
 
 router = APIRouter(tags=["status"], responses=ERRORS, route_class=AgentRoute)
 
@@ -25,7 +26,8 @@ async def get_status(request: Request) -> dict[str, Any]:
     """Count rollouts by mode and status, those that wait, and the newest rollouts and calls that are not trained on.
 
     `publishing` says why new weights could not be published; `standstill`, that nothing was learned lately; `collapse`,
-    that publication is stopped, and why. `recent` sums up the newest 500 calls.
+    that publication is stopped, and why. `verified`: how the live version was seen to be served, and when last.
+    `recent` sums up the newest 500 calls.
     For a key that sees only its own rollouts, the answer counts these alone.
     """
     p, sight = await parts_for_all(request), caller_of(request).sight
@@ -37,7 +39,7 @@ async def get_status(request: Request) -> dict[str, Any]:
     newest, _ = await p.store.rollouts.page({"mode": "train"} | of_key, NEWEST)
     dropped = Counter(rollout.dropped for rollout in newest if rollout.dropped)
     found = await p.store.waiting.standstill(p.config.trainer.rollouts_per_step)
-    collapse = await p.store.steps.collapse()
+    collapse, seen = await p.store.steps.collapse(), await verified(p.store)
     view = {
         "rollouts": rollouts,
         "waiting": waits,
@@ -46,6 +48,7 @@ async def get_status(request: Request) -> dict[str, Any]:
         "untrainable": await p.store.calls.untrainable(NEWEST),
         "standstill": None if found is None else asdict(found) | {"story": found.story},
         "collapse": None if collapse is None else asdict(collapse),
+        "verified": asdict(seen),
         "plugins": p.config.plugins,
         "recent": asdict(await p.store.traffic.recent(RECENT_CALLS)),
     }

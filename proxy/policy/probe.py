@@ -93,7 +93,7 @@ class Prober:
             )
         if problem != first.problem:
             log.log(logging.INFO if problem is None else logging.ERROR, "%s", problem or "the live version is back")
-            await self._store.probes.found(live.version, problem)
+        await self._store.probes.found(live.version, problem)
 
 
 def difference(first: list[Any], again: list[Any]) -> float:

@@ -44,7 +44,10 @@ class Metrics:
         self.deleted = self._counter("rollouts_deleted", deleted, "why")
         # Each worker has a queue of its own. All other gauges are the store's: the newest look is right.
         self.queue = self._gauge("recorder_queue", "Records that wait for their commit", mode="livesum")
-        self.live_version = self._gauge("policy_version", "The live policy version")
+        self._live_version = self._gauge("policy_version", "The live policy version")
+        deviations = "How clearly the live version's answers were the new weights': standard deviations; 0: not known"
+        self._deviations = self._gauge("policy_verify_deviations", deviations)
+        self._probed_at = self._gauge("policy_probed_seconds", "Unix time when the live version was last probed")
         collapsed = "1: publication is stopped, for this sign of collapse"
         self._collapsed = self._gauge("policy_collapsed", collapsed, "sign")
         step = "The last training step's numbers, as docs/metrics.md names them; its own: step"
@@ -77,6 +80,12 @@ class Metrics:
         for name, value in {"step": step, **metrics}.items():
             if isinstance(value, int | float):
                 self._step.labels(name).set(value)
+
+    def seen_served(self, version: int, deviations: float | None, probed_at: float | None) -> None:
+        """Show the live version, and how clearly and when it was seen to be served."""
+        self._live_version.set(version)
+        self._deviations.set(deviations or 0.0)
+        self._probed_at.set(probed_at or 0.0)
 
     def stopped_for(self, collapse: Collapse | None) -> None:
         """Show the sign of collapse for which publication is stopped, if any."""

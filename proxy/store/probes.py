@@ -1,4 +1,4 @@
-"""Keeps the first answer of each policy version, and whether its server still answers the same."""
+"""Keeps the first answer of each policy version, and whether and when its server last answered the same."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ INSERT INTO probes (version, model, answer, at) VALUES (:version, :model, :answe
 ON CONFLICT (version) DO UPDATE SET model = excluded.model, answer = excluded.answer, at = excluded.at, problem = NULL
 WHERE probes.model <> excluded.model
 """
-PROBE_PROBLEM = "UPDATE probes SET problem = :problem WHERE version = :version"
+PROBE_PROBLEM = "UPDATE probes SET problem = :problem, at = :at WHERE version = :version"
 
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The first answer of a version: the name that it was served under, and `policy/probe.py`'s positions."""
+    """The first answer of a version: the name that it was served under, and `policy/probe.py`'s positions.
+
+    `at`: when its newest answer was compared (Unix time).
+    """
 
     model: str
     answer: list[Any]
     problem: str | None
+    at: float
 
 
 class Probes:
@@ -35,7 +39,7 @@ class Probes:
     async def of(self, version: int) -> Probed | None:
         """Return the version's first answer; None if it was never probed."""
         row = await self._db.one("SELECT * FROM probes WHERE version = :version", {"version": version})
-        return None if row is None else Probed(row["model"], loads(row["answer"]), row["problem"])
+        return None if row is None else Probed(row["model"], loads(row["answer"]), row["problem"], row["at"])
 
     async def problem(self, version: int) -> str | None:
         """Return why its server does not seem to serve this version; None if it does, or that is not known."""
@@ -48,5 +52,5 @@ class Probes:
         await self._db.commit([(PROBE_FIRST, [row])])
 
     async def found(self, version: int, problem: str | None) -> None:
-        """Keep the result of the newest comparison."""
-        await self._db.commit([(PROBE_PROBLEM, [{"version": version, "problem": problem}])])
+        """Keep the time and the result of the newest comparison."""
+        await self._db.commit([(PROBE_PROBLEM, [{"version": version, "problem": problem, "at": time.time()}])])

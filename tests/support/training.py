@@ -32,6 +32,7 @@ from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.opening import engine_of
 from lightning_proxy.trainer.plugins.on_board import plugins_of
 from lightning_proxy.trainer.publish import Publisher
+from lightning_proxy.trainer.verify import SURE
 from support.small_model import VOCABULARY
 from support.stores import store_url
 
@@ -230,6 +231,13 @@ async def bench(
         await database.close()
         for runner in runners:
             await runner.cleanup()
+
+
+async def require_seen_clearly(store: Store, version: int) -> None:
+    """The step that made a version says how clearly the servers answered with its weights, each of them."""
+    step = await store.steps.of_version(version)
+    assert step is not None and step.metrics["verify_deviations"] >= SURE
+    assert "verified_by" not in step.metrics and step.metrics["verify_difference"] < 0.01
 
 
 async def sample_varied(b: Bench, version: int) -> None:

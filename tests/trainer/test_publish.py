@@ -29,6 +29,7 @@ from support.training import (
     HonestServer,
     RestartingServer,
     bench,
+    require_seen_clearly,
 )
 
 
@@ -44,6 +45,7 @@ async def test_every_replica_gets_the_weights_and_is_verified(base: Path, tmp_pa
         await b.loop().run(asyncio.Event(), once=True)
         live = await b.store.versions.live()
         assert (live.version, live.verified) == (1, True)
+        await require_seen_clearly(b.store, 1)
         for server in (b.server, *b.replicas):
             assert (server.label.startswith("1-"), "policy-v1" in server.models) == (
                 publish == "merged",

@@ -21,6 +21,7 @@ from support.training import (
     HonestServer,
     RestartingServer,
     bench,
+    require_seen_clearly,
 )
 
 
@@ -42,6 +43,7 @@ async def test_a_version_holds_an_adapter_of_each_agent_and_a_step_moves_those_i
         moved = {name: any(w.any() for key, w in adapter_files(live, name).items() if "lora_B" in key)
                  for name in ("", "writer", "checker")}  # fmt: skip
         assert moved == {"": True, "writer": True, "checker": False}
+        await require_seen_clearly(b.store, 1)
         await b.groups("t3", "t4", agent="checker")
         await b.loop().run(asyncio.Event(), once=True)
         second = await b.store.versions.live()

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.errors import PublishError
-from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, VERIFIED_TOKENS, WeightEvidence
-from support.training import HonestServer, bench
+from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, SURE, VERIFIED_TOKENS, WeightEvidence
+from support.training import HonestServer, bench, require_seen_clearly
 
 NOISE = 0.05  # what bfloat16 does to a log-probability
 PROMPTS = 4
@@ -113,6 +113,9 @@ async def test_where_answers_do_not_tell_names_do_and_that_is_said(
         step = await b.store.steps.last()
         assert step is not None
         assert 0.2 * NOISE < step.metrics["verify_difference"] < 2 * NOISE
+        assert abs(step.metrics["verify_deviations"]) < SURE
+        names = "its label" if publish == "merged" else "its name and its files"
+        assert step.metrics["verified_by"] == names
     (line,) = [r.getMessage() for r in caplog.records if "is verified by" in r.getMessage()]
     names = (
         "base is verified by its label" if publish == "merged" else "policy-v1 is verified by its name and its files"
@@ -143,16 +146,17 @@ class CountingServer(HonestServer):
         return super().sample(body)
 
 
-@pytest.mark.parametrize("verify_samples", [1, 3])
+@pytest.mark.parametrize(("verify_samples", "publish"), [(1, "lora"), (3, "lora"), (3, "merged")])
 async def test_a_version_is_verified_by_as_many_answers_as_configured(
-    base: Path, tmp_path: Path, verify_samples: int
+    base: Path, tmp_path: Path, verify_samples: int, publish: str
 ) -> None:
     policy = {"verify_samples": verify_samples}
-    async with bench(base, tmp_path, "lora", CountingServer, policy=policy, learning_rate=0.05) as b:
+    async with bench(base, tmp_path, publish, CountingServer, policy=policy, learning_rate=0.05) as b:
         await b.groups("t1", "t2")
         await b.loop().run(asyncio.Event(), once=True)
         assert (await b.store.versions.live()).version == 1
         assert b.server.answers == verify_samples
+        await require_seen_clearly(b.store, 1)
 
 
 def test_what_is_not_a_number_is_no_evidence_for_either() -> None:

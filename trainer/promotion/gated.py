@@ -80,8 +80,9 @@ class GatedPublisher(Publisher):
             raise Superseded(f"policy version {live.version} is live, and these weights were not trained on from it")
         version = await self._save(step, metrics)
         await self._tests.wait(version.version, step)
+        self.measured = {}
         if await self._tests.now() is None:
-            await self._test(version, samples, stop)
+            self.measured = await self._test(version, samples, stop)
         else:
             log.info("policy version %d waits until the test under way is decided", version.version)
         return await self._store.versions.get(version.version)
@@ -101,22 +102,24 @@ class GatedPublisher(Publisher):
         if last.step != step.step:
             await in_thread(self._trainer.load, Path(step.checkpoint))
         try:
-            await self._test(version, await samples_of(await self._store.steps.rollouts_of(step.step)), stop)
+            samples = await samples_of(await self._store.steps.rollouts_of(step.step))
+            measured = await self._test(version, samples, stop)
+            await self._store.steps.update_metrics(step.step, step.metrics | measured)
         except Stopped:
             log.info("stopped before the test of policy version %d began: it still waits", version.version)
         finally:
             if last.step != step.step:
                 await in_thread(self._trainer.load, Path(str(last.checkpoint)))
 
-    async def _test(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> None:
+    async def _test(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> dict[str, Any]:
         """Have a version served beside the live one, verify it, and begin its test. If vLLM is away, it waits on.
 
-        PublishError if vLLM does not serve the weights.
+        Return the metrics of the verification. PublishError if vLLM does not serve the weights.
         """
         live = await self._store.versions.live()
         if not await self.builds_on(version.version, live):
             await self._tests.withdraw(f"version {live.version} is live, and it was not trained on from that")
-            return
+            return {}
 
         async def begin() -> None:
             await self._tests.begin(version.version, live.version)
@@ -132,9 +135,11 @@ class GatedPublisher(Publisher):
         except (UpstreamUnreachable, UpstreamTimeout, VllmFault, Conflict) as error:
             self._again = monotonic() + AGAIN_S
             log.warning("the test of policy version %d waits: %s", version.version, error)
+            return {}
         except PublishError as error:
             await self._store.versions.failed(version.version, str(error))
             raise
+        return self._verifier.measured
 
     async def _warn_if_nobody_looks(self, test: Promotion) -> None:
         """Say once that no proxy weighs a test: a gate's first look leaves its numbers, also before any rollout."""

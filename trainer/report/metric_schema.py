@@ -83,6 +83,11 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         "policy",
         ("version", "number", "policy version that the step was published as; missing if it was not published"),
         ("verify_difference", "nats", "mean difference of vLLM's log-probabilities from the published weights'"),
+        (
+            "verify_deviations",
+            "standard deviations",
+            "how much nearer vLLM's answers are to the new weights than to those before; see `verified_by`",
+        ),
         ("staleness_mean", "versions", "live version minus a rollout's oldest version; mean over `rollouts_trained`"),
         ("staleness_max", "versions", "greatest staleness of these rollouts"),
         ("ratio_mean", "1", "a token's probability by the trainer over that by the sampler; mean over trained tokens"),

@@ -70,6 +70,7 @@ function Numbers({ now, policy }) {
   const live = policy?.live_version;
   return html`<dl class="stats">
     <${Stat} label="live version" value=${html`<a href="#/versions">${live ?? "…"}</a>`} note=${policy?.live_at && html`since <${Time} at=${policy.live_at} />, ${policy.publish}`} />
+    ${now.verified?.version > 0 && html`<${Verified} seen=${now.verified} />`}
     ${policy?.test && html`<${Stat} label="candidate" value=${html`<a href="#/versions">${policy.test.version}</a>`} note=${`tested with ${number(policy.test.evidence.rollouts ?? 0)} rollouts`} />`}
     <${Stat} label="training steps" value=${number(policy?.steps)} note=${policy?.last_step && html`last <${Time} at=${policy.last_step.finished_at} />`} />
     <${Stat} label="last reward" value=${number(policy?.last_step?.metrics?.reward_mean)} note=${policy?.last_step && `± ${number(policy.last_step.metrics.reward_std)}`} />
@@ -80,6 +81,13 @@ function Numbers({ now, policy }) {
     <${Reasons} label="dropped" counts=${now.dropped} of="newest 200 rollouts" />
     <${Reasons} label="not trainable" counts=${now.untrainable} of="newest 200 calls" />
   </dl>`;
+}
+
+// How the live version was seen to be served: before agents got it, and since.
+function Verified({ seen }) {
+  const clear = typeof seen.deviations === "number" && !seen.by;
+  const probed = typeof seen.probed_at === "number" && html`<span class="reason">probed <${Time} at=${seen.probed_at} />: ${seen.problem ?? "it answers as at first"}</span>`;
+  return html`<${Stat} label="verified" value=${clear ? number(seen.deviations) : seen.verified ? "yes" : "not yet"} unit=${clear && "standard deviations"} warn=${Boolean(seen.problem)} note=${html`${seen.story}${probed}`} />`;
 }
 
 function Recent({ recent }) {

@@ -15,13 +15,13 @@ const ROW = 38;
 export function Versions() {
   const versions = useData("/policy/versions");
   const steps = useData("/policy/steps", { limit: 1000, brief: true });
-  const near = useMemo(() => new Map((steps.data?.data ?? []).map(({ metrics }) => [metrics.version, metrics.verify_difference])), [steps.data]);
+  const near = useMemo(() => new Map((steps.data?.data ?? []).map(({ metrics }) => [metrics.version, metrics])), [steps.data]);
   useFresh(["version", "step"], versions.reload);
   useFresh(["step"], steps.reload);
   return html`<h1 class="hidden">Versions</h1><${Loaded} of=${versions}>${({ data }) => html`<${History} versions=${data} near=${near} reload=${versions.reload} />`}<//>`;
 }
 
-// `near`: by version, how far the log-probabilities that were served were from the trainer's, in nats.
+// `near`: by version, the numbers of its step, which say how near what was served was to the trainer's weights.
 function History({ versions, near, reload }) {
   const [all, setAll] = useState(false);
   const [asking, setAsking] = useState(null);
@@ -68,7 +68,9 @@ function Version({ version, near, graph, count, onPromote }) {
 function Verified({ version, near }) {
   if (version.version === 0) return html`<small class="muted">the base model</small>`;
   if (!version.verified) return html`<${Badge} kind=${version.status === "live" ? "bad" : ""}>not verified<//>`;
-  return html`<${Badge} kind="good">verified<//> ${typeof near === "number" && html`<small title="mean difference of the served log-probabilities from the trainer's">within ${number(near)} nats</small>`}`;
+  const { verify_difference: nats, verify_deviations: deviations, verified_by: by } = near ?? {};
+  return html`<${Badge} kind="good">verified<//> ${typeof nats === "number" && html`<small title="mean difference of the served log-probabilities from the trainer's">within ${number(nats)} nats</small>`}
+    ${by ? html`<small>by ${by}</small>` : typeof deviations === "number" && html`<small>${number(deviations)} standard deviations from the old</small>`}`;
 }
 
 // The tree of versions, newest on top: each stands below those that were trained from it.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,10 +50,18 @@ async def test_weights_that_were_replaced_behind_our_back_are_noticed(running: A
         system.vllm.app.router.add_post("/v1/completions", completions(system.vllm))
         await until_it_says(system, "ready")
         await asyncio.sleep(0.3)  # it was asked for the first time
+        _, out, _ = await system.lightning("status")
+        assert re.search(r"probed +20\d\d-\d\d-\d\d \d\d:\d\d:\d\d UTC, .*s ago: it answers as at first", out)
         theirs, system.vllm.weights = system.vllm.weights, "/tmp/of-somebody-else"
         assert "version 0 did: its log-probabilities differ by" in (await until_it_says(system, "degraded"))["policy"]
+        _, answer = await system.call("GET", "/status")
+        assert "version 0 did: its log-probabilities differ by" in answer["verified"]["problem"]
         system.vllm.weights = theirs
         assert "policy" not in await until_it_says(system, "ready")
+        back = time.time()
+        async with asyncio.timeout(20):
+            while (await system.call("GET", "/status"))[1]["verified"]["probed_at"] < back:
+                await asyncio.sleep(0.02)
 
 
 async def test_an_adapter_that_was_replaced_under_its_name_is_loaded_again(

@@ -154,6 +154,9 @@ async def test_after_a_fault_the_step_is_taken_again_from_the_last_state(
         assert [*service.models.values()][-1].steps == 1
         version = await b.store.versions.live()
         assert (version.version, version.verified) == (1, True)
+        step = await b.store.steps.of_version(1)
+        assert step is not None
+        assert (step.metrics["verify_deviations"], step.metrics["verified_by"]) == (0, "its name and its files")
 
 
 def _settings(service: PlayedTinker) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lightning_proxy.proxy.policy.swap import Swap
 from lightning_proxy.proxy.promotion.promotions import Promotions
 from lightning_proxy.trainer.promotion import gated
 from lightning_proxy.trainer.waiting import Stopped
-from support.training import Bench, DeafServer, HonestServer, bench
+from support.training import Bench, DeafServer, HonestServer, bench, require_seen_clearly
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +59,7 @@ async def test_a_new_version_is_served_and_verified_but_not_live(base: Path, tmp
         assert await statuses(b) == {0: "live", 1: "candidate"}
         candidate = await b.store.versions.get(1)
         assert candidate.verified
+        await require_seen_clearly(b.store, 1)
         trial = await Promotions(b.store.database).now()
         assert trial is not None
         assert (trial.promotion.version, trial.promotion.against, trial.candidate) == (1, 0, candidate)
@@ -80,10 +81,12 @@ async def test_a_newer_step_replaces_the_one_that_waits_and_never_the_one_that_i
         assert (await b.store.versions.get(2)).error == "version 3 took its place before it was tested"
         steps = await b.store.steps.all()
         assert [(one.base, one.version) for one in steps] == [(0, 1), (1, 2), (2, 3)], "training goes on"
+        assert ["verify_deviations" in one.metrics for one in steps] == [True, False, False]
         await decide(b, "promoted")
         await loop.run(asyncio.Event(), once=True)
         assert await statuses(b) == {0: "ready", 1: "live", 2: "ready", 3: "candidate"}
         assert loop.version == 3
+        await require_seen_clearly(b.store, 3)
         await step(b, loop)
         assert [one.base for one in await b.store.steps.all()] == [0, 1, 2, 3]
         if publish == "merged":
