@@ -18,6 +18,7 @@ from ...proxy.control.transitions import transitions
 from ...proxy.control.views import record_view
 from ...proxy.errors import ConfigError, LightningError, NotFound
 from ...proxy.store.opening import opened
+from ...proxy.store.reports.credit import CreditBySeq
 from ...proxy.store.store import Store
 from ...proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
 from ..formats import progress_bar
@@ -136,47 +137,47 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
         with progress_bar() as progress:
             bar = progress.add_task("rollouts", total=None if selection.task_id else total)
             async with aclosing(_rollouts(store, selection)) as rollouts:
-                async for rollout in rollouts:
+                async for rollout, credit in rollouts:
                     progress.advance(bar)
                     if not selection.takes(rollout):
                         continue
                     with suppress(NotFound):  # deleted meanwhile, for its age perhaps
-                        calls = await store.calls.of(rollout.rollout_id, short=kind == "sft")
-                        events = await store.events.of(rollout.rollout_id)
-                        rewards = await store.rewards.of(rollout.rollout_id)
-                        for row in rows_of(rollout, calls, kind, events, rewards, written.left_out):
+                        for row in await _rows(store, rollout, credit, kind, written.left_out):
                             writer.write(row)
                             written.rows += 1
     return written
 
 
-async def _rollouts(store: Store, selection: Selection) -> AsyncGenerator[Rollout, None]:
-    """Yield rollouts, newest first, with one page in memory at a time."""
+async def _rollouts(store: Store, selection: Selection) -> AsyncGenerator[tuple[Rollout, CreditBySeq], None]:
+    """Yield rollouts and the credit of their calls, newest first, with one page in memory at a time."""
     cursor: int | None = None
     while True:
         page, cursor = await store.rollouts.page(selection.filters, PAGE, cursor)
+        credit = await store.credit.of_several([rollout.rollout_id for rollout in page])
         for rollout in page:
-            yield rollout
+            yield rollout, credit.get(rollout.rollout_id, {})
         if cursor is None:
             return
 
 
-def rows_of(
-    rollout: Rollout,
-    calls: list[ModelCall],
-    kind: Kind,
-    events: Sequence[Event],
-    rewards: Sequence[Reward],
-    left_out: Counter[str],
+async def _rows(
+    store: Store, rollout: Rollout, credit: CreditBySeq, kind: Kind, left_out: Counter[str]
 ) -> Iterator[dict[str, Any]]:
-    """Return the rollout's rows of this kind; count in `left_out` those that cannot be one, by reason."""
+    """The rollout's rows of this kind. Those that cannot be one are counted in `left_out`, by reason."""
+    calls = await store.calls.of(rollout.rollout_id, short=kind == "sft")
     if kind == "sft":
         return conversations(rollout, calls, left_out)
-    return _transitions(rollout, calls, events, rewards)
+    events = await store.events.of(rollout.rollout_id)
+    rewards = await store.rewards.of(rollout.rollout_id)
+    return _transitions(rollout, calls, events, rewards, credit)
 
 
 def _transitions(
-    rollout: Rollout, calls: list[ModelCall], events: Sequence[Event], rewards: Sequence[Reward]
+    rollout: Rollout,
+    calls: list[ModelCall],
+    events: Sequence[Event],
+    rewards: Sequence[Reward],
+    credit: CreditBySeq,
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each transition. The first one holds the rollout's rewards, the newest of each name and call."""
     newest = {(r.call_id, r.name): r for r in rewards}.values()
@@ -184,6 +185,7 @@ def _transitions(
     for transition in transitions(rollout, calls, events):
         call = by_id[transition.call_id] if transition.call_id is not None else None
         sampled = call if transition.kind == "llm" else None
+        trained = credit.get(sampled.seq) if sampled else None
         yield {
             "rollout_id": rollout.rollout_id,
             "task_id": rollout.task_id,
@@ -198,6 +200,13 @@ def _transitions(
             "temperature": sampled.temperature if sampled else None,
             "call_reward": sampled.reward if sampled else None,
             "untrainable_reason": _untrainable(sampled) if sampled else None,
+            "return": trained.returned if trained else None,
+            "advantage": trained.advantage if trained else None,
+            "step": trained.step if trained else None,
+            "started_at": sampled.started_at if sampled else None,
+            "latency_ms": sampled.latency_ms if sampled else None,
+            "usage": sampled.usage if sampled else None,
+            "metadata": rollout.metadata,
             "rewards": [_reward(r) for r in newest] if transition.t == 0 else None,
         }
 

@@ -14,9 +14,15 @@ from ...proxy.store.sqlite.copies import make_private
 ROW_GROUP = 256
 FORMATS = ("jsonl", "parquet")
 TEXTS = ("rollout_id", "task_id", "mode", "status", "kind", "agent", "call_id", "untrainable_reason")
-NUMBERS = ("rollout_reward", "reward", "call_reward", "temperature")
+NUMBERS = (
+    "rollout_reward", "reward", "call_reward", "temperature", "return", "advantage", "started_at", "latency_ms",
+)  # fmt: skip
+WHOLE_NUMBERS = ("t", "policy_version", "step")
 # Their shape differs from row to row, so Parquet holds them as JSON text.
-JSON_COLUMNS = {"transitions": ("state", "action", "next_state", "rewards"), "sft": ("messages", "tools")}
+JSON_COLUMNS = {
+    "transitions": ("state", "action", "next_state", "rewards", "usage", "metadata"),
+    "sft": ("messages", "tools"),
+}
 
 
 class RowWriter(Protocol):
@@ -108,7 +114,7 @@ def _schema(kind: str) -> Any:
         schema = pa.schema([*types.items(), ("reward", number)])
         return schema.with_metadata({"huggingface": dumps({"info": {"features": _features(schema)}})})
     fields = [(name, text) for name in (*TEXTS, *JSON_COLUMNS[kind])]
-    fields += [*((name, number) for name in NUMBERS), ("t", pa.int32()), ("policy_version", pa.int32())]
+    fields += [*((name, number) for name in NUMBERS), *((name, pa.int32()) for name in WHOLE_NUMBERS)]
     ids = [(name, pa.list_(pa.int32())) for name in ("prompt_token_ids", "response_token_ids")]
     return pa.schema([*fields, ("done", pa.bool_()), *ids, ("logprobs", pa.list_(pa.float32()))])
 

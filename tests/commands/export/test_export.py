@@ -15,6 +15,7 @@ import pytest
 
 from lightning_proxy.commands.show.listing import since
 from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.proxy.store.training import CallCredit
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -45,6 +46,31 @@ async def test_transitions_carry_tokens_reward_and_policy_version(running: Runni
     assert (last["prompt_token_ids"], last["response_token_ids"]) == ([1, 2, 3], [5, 6])
     assert "prompt_token_ids" not in last["state"], "a row holds its token ids once"
     assert (last["logprobs"], last["policy_version"]) == ([-0.5, -1.5], 0)
+
+
+async def test_transitions_say_how_they_were_trained_and_what_they_took(running: Running, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    async with running(tmp_path) as system:
+        _, (opened,) = await system.call("POST", "/rollouts", {"task_id": "t1", "metadata": {"level": 3}})
+        for name in (mine := opened["rollout_id"], "untrained"):
+            await two_turns(system, name, 0.5, X_Task_Id="t1")
+        async with system.store() as store:
+            credit = [CallCredit(mine, seq, 0.5, advantage, 0, "first") for seq, advantage in enumerate((0.25, -0.25))]
+            step = await store.steps.claim([mine], 0, credit=credit)
+        for file in ("t.jsonl", "t.parquet"):
+            assert (await system.lightning("export", tmp_path / file))[0] == 0
+    rows = lines(tmp_path / "t.jsonl")
+    learned, others = ([row for row in rows if (row["rollout_id"] == mine) is is_mine] for is_mine in (True, False))
+    assert [(r["return"], r["advantage"], r["step"]) for r in learned] == [(0.5, 0.25, step), (0.5, -0.25, step)]
+    assert {(r["return"], r["advantage"], r["step"]) for r in others} == {(None, None, None)}, "it was not trained"
+    assert ([r["metadata"] for r in learned], others[0]["metadata"]) == ([{"level": 3}] * 2, {})
+    for row in rows:
+        assert abs(time.time() - row["started_at"]) < 60 and row["latency_ms"] > 0
+        assert row["usage"]["completion_tokens"] == 2
+    columns = ("return", "advantage", "step", "started_at", "latency_ms")
+    for row, same in zip(parquet.read_table(tmp_path / "t.parquet").to_pylist(), rows, strict=True):
+        assert [row[name] for name in columns] == [same[name] for name in columns]
+        assert [json.loads(row[name]) for name in ("usage", "metadata")] == [same["usage"], same["metadata"]]
 
 
 async def test_a_conversation_is_exported_once_and_whole(running: Running, tmp_path: Path) -> None:
