@@ -20,8 +20,9 @@ def cost(plan: Experiment, lessons: Sequence[LessonPlan], results: Mapping[str, 
         amount = f"{calls:.0f} calls, {tokens:.0f} tokens sampled in training, {minutes:.0f} minutes"
         lines.append(f"about {amount}, as measured on {len(results)} finished")
     elif left:
-        least = len(left) * (held_out + (plan.rollouts or 0))
-        lines.append(f"at least {least} calls; once a run is finished, --dry-run says how long the others take")
+        least = f"{len(left) * (held_out + (plan.rollouts or 0))} calls"
+        least += f" and {len(left) * plan.minutes / jobs:.0f} minutes" if plan.minutes else ""
+        lines.append(f"at least {least}; once a run is finished, --dry-run says how long the others take")
     return lines
 
 

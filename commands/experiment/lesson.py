@@ -15,6 +15,8 @@ from itertools import islice
 
 import yaml
 
+from ...proxy.config.file import config_of
+from ...proxy.config.root import Config
 from ..api_client import ApiClient
 from ..run.tasks import read_tasks
 from ..system.processes import Child, ChildSpec, Supervisor, free_port
@@ -26,64 +28,63 @@ GROUPS_A_MINUTE = 10_000  # more than agents can work off
 
 
 class Lesson:
-    """Runs a lesson in its folder, which is emptied first. `env`: which GPUs its processes see."""
+    """Runs a lesson in its folder, which is emptied first. `env`: of its processes, such as which GPUs they see."""
 
     def __init__(
         self, experiment: Experiment, lesson: LessonPlan, env: Mapping[str, str], say: Callable[[str], None]
     ) -> None:
-        self._plan, self._lesson, self._env, self._say = experiment, lesson, env, say
-        self._directory, self._logs = lesson.directory, lesson.directory / "logs"
-        self._launch = Launch(lesson.directory / "config.yaml")
-        self._minutes: dict[str, float] = {}
+        self.plan, self._lesson, self.env, self.say = experiment, lesson, env, say
+        self.directory, self.logs = lesson.directory, lesson.directory / "logs"
+        self.launch = Launch(lesson.directory / "config.yaml")
+        self.minutes: dict[str, float] = {}
 
     async def run(self) -> Json:
         """Return what is kept of the lesson. LightningError has the end of a log."""
-        proxy, vllm = self._prepare()
-        async with Supervisor(self._logs) as servers:
-            with self._timed("start"):
-                for name, command, url in (("vllm", "vllm", f"{vllm}/health"), ("proxy", "serve", f"{proxy}/readyz")):
-                    limit = self._lesson.config.vllm.start_timeout_s
-                    spec = ChildSpec(name, self._launch.argv(command), self._env, url, limit)
+        config = self.prepare()
+        async with Supervisor(self.logs) as servers:
+            with self.timed("start"):
+                for command, path in (("vllm", f"{config.vllm.port}/health"), ("serve", f"{config.proxy.port}/readyz")):
+                    url, limit = f"http://127.0.0.1:{path}", config.vllm.start_timeout_s
+                    spec = ChildSpec(command, self.launch.argv(command), self.env, url, limit)
                     await servers.wait_healthy(await servers.start(spec))
-            return await servers.guard(self._stages(proxy))
+            return await servers.guard(self.stages(config))
 
-    async def _stages(self, proxy: str) -> Json:
-        before = await self._evaluate("before")
-        self._say(f"held out {before['mean_reward']:.3f}; training")
-        async with ApiClient(proxy, self._key(), patience_s=60) as api:
-            with self._timed("training"):
-                await self._train(api)
-            after = await self._evaluate("after")
-            found = await self._found(api)
-        self._say(
+    async def stages(self, config: Config) -> Json:
+        """Do all that is done while vLLM and proxy serve, and return what is kept."""
+        before = await self.evaluate("before")
+        self.say(f"held out {before['mean_reward']:.3f}; training")
+        async with ApiClient.of(config, patience_s=60) as api:
+            with self.timed("training"):
+                await self.train(api)
+            after = await self.evaluate("after")
+            found = await self.found(api)
+        self.say(
             f"held out {after['mean_reward']:.3f} after {found['rollouts']} rollouts, {found['steps_taken']} steps"
         )
         about = {"variant": self._lesson.variant, "seed": self._lesson.seed, "made_with": self._lesson.made_with}
-        return about | {"held_out": {"before": before, "after": after}, "minutes": self._minutes} | found
+        return about | {"held_out": {"before": before, "after": after}, "minutes": self.minutes} | found
 
-    async def _evaluate(self, name: str) -> Json:
+    async def evaluate(self, name: str) -> Json:
         """Mean reward of the held-out tasks with the live version, and each task's own."""
-        out = self._directory / f"{name}.json"
-        asked = ["--tasks", str(self._plan.held_out), "--samples", str(self._plan.samples), "--out", str(out)]
-        with self._timed("evaluations"):
-            async with Supervisor(self._logs) as own:
-                child = await own.start(self._spec(name, "eval", *asked, *self._agent()))
-                if await child.process.wait():
-                    raise child.death()
+        out = self.directory / f"{name}.json"
+        asked = ["--tasks", str(self.plan.held_out), "--samples", str(self.plan.samples), "--out", str(out)]
+        with self.timed("evaluations"):
+            async with Supervisor(self.logs) as own:
+                await self.done(own, name, "eval", *asked, *self.agent())
         row = json.loads(out.read_text())["rows"][0]
         by_task = {task: found["mean_reward"] for task, found in row["by_task"].items()}
-        kept = ("mean_reward", "policy_versions", "rollouts", "failed", "without_reward", "tokens")
+        kept = ("mean_reward", "interval", "policy_versions", "rollouts", "failed", "without_reward", "tokens")
         return {key: row[key] for key in kept} | {"by_task": by_task}
 
-    async def _train(self, api: ApiClient) -> None:
+    async def train(self, api: ApiClient) -> None:
         """Let agents work and the trainer learn, until the rollouts or the minutes are used up."""
-        minutes = self._plan.minutes
-        work = ["--tasks", str(self._directory / "tasks.jsonl"), "--ahead", str(self._plan.ahead)]
+        minutes, tasks = self.plan.minutes, self.directory / "tasks.jsonl"
+        work = ["--tasks", str(tasks), "--ahead", str(self.plan.ahead)]
         if minutes:
-            work += ["--repeat", str(math.ceil(minutes * GROUPS_A_MINUTE / len(read_tasks(self._plan.tasks))))]
-        async with Supervisor(self._logs) as both:
-            trainer = await both.start(self._spec("trainer", "train"))
-            agents = await both.start(self._spec("agents", "run", *work, *self._agent()))
+            work += ["--repeat", str(math.ceil(minutes * GROUPS_A_MINUTE / len(read_tasks(tasks))))]
+        async with Supervisor(self.logs) as both:
+            trainer = await both.start(self.spec("trainer", "train"))
+            agents = await both.start(self.spec("agents", "run", *work, *self.agent()))
             ends = [asyncio.ensure_future(child.process.wait()) for child in (trainer, agents)]
             timeout = minutes * 60 if minutes else None
             await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -94,12 +95,10 @@ class Lesson:
             for child in (agents, trainer):
                 await _end(child, may_fail=child is agents)
         if not (done or stopped or minutes):
-            async with Supervisor(self._logs) as rest:
-                trainer = await rest.start(self._spec("trainer-rest", "train", "--once"))
-                if await trainer.process.wait():
-                    raise trainer.death()
+            async with Supervisor(self.logs) as rest:
+                await self.done(rest, "trainer-rest", "train", "--once")
 
-    async def _found(self, api: ApiClient) -> Json:
+    async def found(self, api: ApiClient) -> Json:
         """What the proxy knows of the training."""
         policy = await api.policy()
         steps = (await api.request("GET", "/policy/steps", params={"limit": "1000"}))["data"]
@@ -122,38 +121,44 @@ class Lesson:
             "steps": sorted(curve, key=lambda one: one["step"]),
         }
 
-    def _prepare(self) -> tuple[str, str]:
-        """Empty the folder; write configuration and tasks. Return where proxy and vLLM will be."""
-        shutil.rmtree(self._directory, ignore_errors=True)
-        self._logs.mkdir(parents=True)
-        ports = free_port(), free_port()
-        settings = with_own(self._lesson.settings, self._directory, self._lesson.seed, *ports)
-        (self._directory / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
-        lines = [task.line for task in read_tasks(self._plan.tasks)]
+    def prepare(self) -> Config:
+        """Empty the folder; write configuration and tasks. Return the configuration."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self.logs.mkdir(parents=True)
+        settings = with_own(self._lesson.settings, self.directory, self._lesson.seed, free_port(), free_port())
+        (self.directory / "config.yaml").write_text(yaml.safe_dump(settings, sort_keys=False))
+        self.write_tasks()
+        return config_of(settings)
+
+    def write_tasks(self) -> None:
+        """Write tasks.jsonl: the tasks in an order of the seed, as often as it takes."""
+        lines = [task.line for task in read_tasks(self.plan.tasks)]
         group_size = self._lesson.config.trainer.group_size
-        groups = len(lines) if self._plan.rollouts is None else self._plan.rollouts // group_size
+        groups = len(lines) if self.plan.rollouts is None else self.plan.rollouts // group_size
         order = islice(_shuffled(lines, self._lesson.seed), groups)
-        (self._directory / "tasks.jsonl").write_text("".join(f"{line}\n" for line in order))
-        proxy, vllm = (f"http://127.0.0.1:{port}" for port in ports)
-        return proxy, vllm
+        (self.directory / "tasks.jsonl").write_text("".join(f"{line}\n" for line in order))
 
-    def _spec(self, name: str, *command: str) -> ChildSpec:
-        return ChildSpec(name, self._launch.argv(*command), self._env, may_end=True)
+    def spec(self, name: str, *command: str, **env: str) -> ChildSpec:
+        """Return a command of lightning-proxy as a child, which logs to NAME.log."""
+        return ChildSpec(name, self.launch.argv(*command), {**self.env, **env}, may_end=True)
 
-    def _agent(self) -> list[str]:
-        """How `run` and `eval` start it."""
-        preload = ["--preload", self._plan.preload] if self._plan.preload else []
-        return [*preload, "--concurrency", str(self._plan.concurrency), "--", *self._plan.agent]
+    async def done(self, supervisor: Supervisor, name: str, *command: str, **env: str) -> None:
+        """Run a command to its end. Raise ChildDied if it fails."""
+        child = await supervisor.start(self.spec(name, *command, **env))
+        if await child.process.wait():
+            raise child.death()
 
-    def _key(self) -> str | None:
-        proxy = self._lesson.config.proxy
-        return next((key.get_secret_value() for key in proxy.admin_keys or proxy.api_keys), None)
+    def agent(self, concurrency: int | None = None) -> list[str]:
+        """Return how `run` and `eval` start it, as many programs at once as the experiment says, or `concurrency`."""
+        preload = ["--preload", self.plan.preload] if self.plan.preload else []
+        return [*preload, "--concurrency", str(concurrency or self.plan.concurrency), "--", *self.plan.agent]
 
     @contextmanager
-    def _timed(self, name: str) -> Iterator[None]:
+    def timed(self, name: str) -> Iterator[None]:
+        """Count the block's minutes."""
         started = time.monotonic()
         yield
-        self._minutes[name] = round(self._minutes.get(name, 0.0) + (time.monotonic() - started) / 60, 2)
+        self.minutes[name] = round(self.minutes.get(name, 0.0) + (time.monotonic() - started) / 60, 2)
 
 
 def _shuffled(lines: Sequence[str], seed: int) -> Iterator[str]:

@@ -218,7 +218,7 @@ def test_a_run_has_a_folder_ports_and_an_order_of_tasks_of_its_own(place: Path) 
     written = []
     for plan in lessons_of(experiment, place / "out"):
         if plan.variant == "discounted":
-            Lesson(experiment, plan, {}, print)._prepare()
+            Lesson(experiment, plan, {}, print).prepare()
             settings = yaml.safe_load((plan.directory / "config.yaml").read_text())
             assert settings["store"]["url"] == f"sqlite:///{place}/out/discounted/seed-{plan.seed}/lightning.db"
             assert settings["trainer"] == {"group_size": 4, "credit": "discounted", "seed": plan.seed}
