@@ -106,8 +106,11 @@ def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
     found: dict[str, Json] = {}
     for lesson in lessons:
         if lesson.result.is_file():
-            found[lesson.name] = json.loads(lesson.result.read_text())
-            before, now = flat(found[lesson.name]["made_with"]), flat(lesson.made_with)
+            try:
+                found[lesson.name] = json.loads(lesson.result.read_text())
+                before, now = flat(found[lesson.name]["made_with"]), flat(lesson.made_with)
+            except (ValueError, KeyError):
+                raise ConfigError(f"{lesson.result} is no run's result: remove it to do the run again") from None
             keys = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
             if keys:
                 was, is_ = ({key: repr(one[key]) if key in one else "not set" for key in keys} for one in (before, now))

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
+from lightning_proxy.commands.experiment import experiment as module
 from lightning_proxy.commands.experiment.experiment import run_lessons
 from lightning_proxy.commands.experiment.lesson import Lesson
 from lightning_proxy.commands.experiment.plan import LessonPlan, lessons_of, read_experiment
 from lightning_proxy.commands.run.tasks import read_tasks
-from lightning_proxy.proxy.errors import LightningError
+from lightning_proxy.proxy.errors import ConfigError, LightningError
 from support.command_line import Done, lightning
 
 # `experiment` in front of a played run, which takes as long as the file `hang` is there.
@@ -162,6 +163,9 @@ def test_it_resumes_after_a_kill_also_elsewhere_and_refuses_another_file(place: 
     assert "uniform, seed 0 is finished" in refused.stderr
     assert "config.trainer.lora_rank was not set and is 8; samples was 4 and is 2" in refused.stderr
     write(place)
+    broken = other / "lightning-experiments/compare/uniform/seed-0/result.json"
+    broken.write_text(broken.read_text()[:99])
+    assert f"{broken} is no run's result" in lightning("experiment", "compare.yaml", cwd=other).stderr
     (place / "agent.py").write_text("print(1)")
     assert "files.agent.py was" in lightning("experiment", "compare.yaml").stderr
 
@@ -192,6 +196,14 @@ async def test_a_run_that_fails_is_named_and_the_others_go_on(place: Path, capsy
     assert sorted(await run_lessons(lessons, results, [{}, {}], work)) == ["broken, seed 0", "broken, seed 1"]
     assert sorted(results) == ["uniform, seed 0", "uniform, seed 1"] and lessons[1].result.is_file()
     assert "broken, seed 1: failed: the end of agents.log: no memory\n" in capsys.readouterr().err
+
+
+def test_gpus_are_shared_out_to_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "cards", lambda: {0: 80.0, 1: 80.0, 2: 80.0, 3: 80.0})
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in module.gpus_of(2)] == ["0,1", "2,3"]
+    assert module.gpus_of(1) == [{}]  # it may use all
+    with pytest.raises(ConfigError, match="--jobs 5: there are 4 GPUs"):
+        module.gpus_of(5)
 
 
 def test_a_dry_run_says_the_cost_as_far_as_it_is_known(place: Path) -> None:
