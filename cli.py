@@ -278,6 +278,20 @@ def evaluate(
     )
 
 
+@policy.app.command("compare")
+def compare_versions(
+    context: typer.Context,
+    a: Annotated[int, typer.Argument(metavar="A", min=0)],
+    b: Annotated[int, typer.Argument(metavar="B", min=0)],
+    mode: Annotated[str | None, typer.Option(help="`eval` or `train`; by default eval if both have it")] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare version B with A by the rollouts that were recorded: rewards, tokens and latency, paired by task."""
+    from .commands.eval.versions import show_comparison
+
+    show_comparison(_load(context, {}), a, b, mode, as_json=as_json)
+
+
 @app.command()
 def demo(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="training steps")] = 90,

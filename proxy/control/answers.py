@@ -260,15 +260,24 @@ class Versions(BaseModel):
     data: list[VersionSeen]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSide(MeanReward):
+    tokens: float | None = None
+    latency_ms: float | None = None
+
+
 class ComparedTask(BaseModel):
+    """A task of both versions. `tokens` of a rollout and `latency_ms` of its calls are means; with `costs` alone."""
+
     task_id: str
-    a: MeanReward
-    b: MeanReward
+    a: TaskSide
+    b: TaskSide
 
 
 class Compared(BaseModel):
     """Two versions on the tasks that both had. Each task counts once, however many rollouts it has.
 
+    `rollouts_a`, `rollouts_b`: all rewarded rollouts of the mode that have a task, in common or not.
     `difference`: how far `b` is above `a`, with its 95 % interval by the bootstrap over tasks, as `eval` has it. All of
     these are null without a common task.
     """
@@ -276,6 +285,8 @@ class Compared(BaseModel):
     a: int
     b: int
     mode: Mode
+    rollouts_a: int
+    rollouts_b: int
     tasks: int
     mean_a: float | None
     mean_b: float | None

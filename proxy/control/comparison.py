@@ -28,6 +28,8 @@ def compared(means: Sequence[TaskMean], a: int, b: int, mode: Mode | None) -> di
         "a": a,
         "b": b,
         "mode": mode,
+        "rollouts_a": sum(mean.rollouts for mean in of_a.values()),
+        "rollouts_b": sum(mean.rollouts for mean in of_b.values()),
         "tasks": len(tasks),
         "mean_a": mean_and_spread([of_a[task].mean for task in tasks])[0] if tasks else None,
         "mean_b": mean_and_spread([of_b[task].mean for task in tasks])[0] if tasks else None,
@@ -42,4 +44,5 @@ def _of(means: Sequence[TaskMean], version: int, mode: Mode) -> ByTask:
 
 
 def _view(mean: TaskMean) -> dict[str, Any]:
-    return {"mean": mean.mean, "rollouts": mean.rollouts}
+    costs = {"tokens": mean.tokens, "latency_ms": mean.latency_ms}
+    return {"mean": mean.mean, "rollouts": mean.rollouts} | (costs if mean.tokens is not None else {})

@@ -93,16 +93,17 @@ async def get_steps(request: Request, limit: Limit = 40, cursor: Cursor = None, 
 
 
 @router.get("/compare", response_model=None, responses=answers(Compared))
-async def compare(request: Request, a: Number, b: Number, mode: Mode | None = None) -> Response:
+async def compare(request: Request, a: Number, b: Number, mode: Mode | None = None, costs: bool = False) -> Response:
     """Compare two versions on the tasks of which both have rewarded rollouts: how far `b` is above `a`.
 
     A version's rollouts are those that began with it and that no other model answered. Without `mode`, held-out
-    rollouts are compared if both versions have some of a common task, else those of training.
+    rollouts are compared if both versions have some of a common task, else those of training. With `costs`, each task
+    has the mean tokens of a rollout and the mean latency of its calls, too.
     """
     p, sight = await parts_for_all(request), caller_of(request).sight
     for version in (a, b):
         await p.store.versions.get(version)
-    means = await p.store.version_report.rewards_by_task(a, b, sight.key_id)
+    means = await p.store.version_report.rewards_by_task(a, b, sight.key_id, costs=costs)
     return await large_response(lambda: compared(means, a, b, mode))
 
 

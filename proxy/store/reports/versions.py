@@ -24,11 +24,20 @@ WITH RECURSIVE line (version, step, base, status, created_at) AS (
 SELECT version, base, status, created_at FROM line
 """
 
-REWARDS_BY_TASK = """
-SELECT policy_version, mode, task_id, AVG(reward) AS mean, COUNT(*) AS rollouts FROM rollouts
-WHERE policy_version IN (:a, :b) AND reward IS NOT NULL AND foreign_calls = 0 AND task_id IS NOT NULL
+_BY_TASK = """
+FROM rollouts WHERE policy_version IN (:a, :b) AND reward IS NOT NULL AND foreign_calls = 0 AND task_id IS NOT NULL
     AND (:key_id IS NULL OR key_id = :key_id)
 GROUP BY policy_version, mode, task_id
+"""
+REWARDS_BY_TASK = f"""
+SELECT policy_version, mode, task_id, AVG(reward) AS mean, COUNT(*) AS rollouts, NULL AS tokens, NULL AS latency_ms
+{_BY_TASK}
+"""
+COSTS_BY_TASK = f"""
+SELECT policy_version, mode, task_id, AVG(reward) AS mean, COUNT(*) AS rollouts, AVG(tokens) AS tokens,
+    AVG((SELECT AVG(latency_ms) FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.status = 'ok'))
+    AS latency_ms
+{_BY_TASK}
 """
 
 
@@ -42,13 +51,18 @@ class Ancestor(NamedTuple):
 
 
 class TaskMean(NamedTuple):
-    """The mean reward of so many rollouts of a task that began with a version."""
+    """The mean reward of so many rollouts of a task that began with a version.
+
+    `tokens`: sampled in a rollout, on average; `latency_ms`: of a rollout's calls. None where they were not asked for.
+    """
 
     version: int
     mode: Mode
     task_id: str
     mean: float
     rollouts: int
+    tokens: float | None
+    latency_ms: float | None
 
 
 class VersionReport:
@@ -69,10 +83,13 @@ class VersionReport:
         rows = await self._db.all(LINE, {"version": version, "until": until, "since": since})
         return [Ancestor(*row) for row in rows]
 
-    async def rewards_by_task(self, a: int, b: int, key_id: str | None = None) -> list[TaskMean]:
+    async def rewards_by_task(
+        self, a: int, b: int, key_id: str | None = None, *, costs: bool = False
+    ) -> list[TaskMean]:
         """Return the rewards of rollouts that began with two versions, by version, mode and task.
 
         With `key_id`, only those that were opened with this key. Rollouts that another model answered do not count.
+        With `costs`, also their tokens and latency.
         """
-        rows = await self._db.all(REWARDS_BY_TASK, {"a": a, "b": b, "key_id": key_id})
+        rows = await self._db.all(COSTS_BY_TASK if costs else REWARDS_BY_TASK, {"a": a, "b": b, "key_id": key_id})
         return [TaskMean(*row) for row in rows]

@@ -55,7 +55,8 @@ async def test_two_versions_are_compared_on_the_tasks_that_both_had(running: Run
         status, answer = await system.call("GET", "/policy/compare?a=0&b=1")
         low, high = answer.pop("interval")
         assert (status, answer) == (200, {
-            "a": 0, "b": 1, "mode": "train", "tasks": 3, "mean_a": 0.25, "mean_b": 1.75 / 3, "difference": 1 / 3,
+            "a": 0, "b": 1, "mode": "train", "rollouts_a": 5, "rollouts_b": 4, "tasks": 3, "mean_a": 0.25,
+            "mean_b": 1.75 / 3, "difference": 1 / 3,
             "data": [
                 {"task_id": "t1", "a": {"mean": 0.5, "rollouts": 2}, "b": {"mean": 1.0, "rollouts": 1}},
                 {"task_id": "t2", "a": {"mean": 0.25, "rollouts": 1}, "b": {"mean": 0.75, "rollouts": 2}},
@@ -82,8 +83,8 @@ async def test_versions_without_a_common_task_have_no_difference(running: Runnin
         await versions(store, 0)
         await rewarded(store, 0, "t", 0.5)
         assert (await system.call("GET", "/policy/compare?a=0&b=1"))[1] == {
-            "a": 0, "b": 1, "mode": "train", "tasks": 0, "mean_a": None, "mean_b": None, "difference": None,
-            "interval": None, "data": [],
+            "a": 0, "b": 1, "mode": "train", "rollouts_a": 1, "rollouts_b": 0, "tasks": 0, "mean_a": None,
+            "mean_b": None, "difference": None, "interval": None, "data": [],
         }  # fmt: skip
         status, answer = await system.call("GET", "/policy/compare?a=0&b=2")
         assert (status, answer["error"]["message"]) == (404, "no policy version 2")
