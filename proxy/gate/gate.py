@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 from ..aside import aside
 from ..config.promotion import GateConfig
@@ -15,7 +15,7 @@ from ..config.trainer import TrainerConfig
 from ..errors import LightningError
 from ..store.database import Database
 from .metrics import metrics
-from .tests import Observed, Outcome, Promotion
+from .table import GateTests, Test
 from .weigh import GateRules, Weighed, weigh
 
 log = logging.getLogger(__name__)
@@ -30,19 +30,6 @@ NO_EVIDENCE = (
     "`keys create NAME --evaluator` (docs/promotion.md)"
 )
 
-Test = TypeVar("Test", bound=Promotion)
-
-
-class Tests(Protocol[Test]):
-    """The tests of the policy's versions, or of prompts', as the store has them."""
-
-    async def under_way(self) -> Sequence[Test]: ...
-    async def stamp(self, test: Test) -> tuple[Any, ...]: ...
-    async def observed(self, test: Test) -> Sequence[Observed]: ...
-    async def has_others(self, test: Test) -> bool: ...
-    async def found(self, test: Test, evidence: Mapping[str, Any]) -> None: ...
-    async def decide(self, test: Test, outcome: Outcome, reason: str, evidence: Mapping[str, Any]) -> bool: ...
-
 
 async def never() -> str | None:
     """Return None: nothing keeps a candidate from going live."""
@@ -55,7 +42,7 @@ class Gate(Generic[Test]):
     def __init__(
         self,
         name: str,
-        tests: Tests[Test],
+        tests: GateTests[Test],
         database: Database,
         rules: GateRules,
         waits_for: Callable[[], Awaitable[str | None]] = never,

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ..store.database import Row
-from ..store.rewards import read_reward
-from ..store.rows import read
 from ..types import Reward, RolloutStatus
 
 Outcome = Literal["promoted", "rejected"]
 PromotionStatus = Literal["testing", "promoted", "rejected", "ended"]
-NO_STORED_KEY = "configured"  # `opened_by` of rollouts opened with one of proxy.api_keys
-# What is known of a rollout so far, whatever is tested by it. That it failed or was discarded counts only where a key
-# that gives evidence has said so.
-FACTS = """
-CASE WHEN end_counts = 0 AND status <> 'running' THEN 'completed' ELSE status END AS status, ended_at, calls, tokens,
-    (SELECT AVG(CASE WHEN finish_reason = 'length' THEN 1.0 ELSE 0.0 END) FROM calls
-        WHERE calls.rollout_id = rollouts.rollout_id AND calls.status = 'ok') AS truncated,
-    (SELECT AVG(latency_ms) FROM calls
-        WHERE calls.rollout_id = rollouts.rollout_id AND calls.status = 'ok') AS latency_ms,
-    (SELECT AVG(CASE WHEN is_error = 1 THEN 1.0 ELSE 0.0 END) FROM tool_calls
-        WHERE tool_calls.rollout_id = rollouts.rollout_id) AS tool_errors
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +75,3 @@ class Observed:
     rewards: tuple[Reward, ...] = ()
     opened_by: str = ""
     shown: int = 1
-
-
-def opened(rollout: Row | Mapping[str, Any]) -> dict[str, Any]:
-    """Return in whose name a rollout is counted, and whether it is evidence already."""
-    evidence = bool(rollout["evidence"])
-    return {"opened_by": "" if evidence else rollout["key_id"] or NO_STORED_KEY, "evidence": evidence}
-
-
-def with_rewards(rollouts: Sequence[Row], rewards: Sequence[Row]) -> list[Observed]:
-    """Return observed rollouts in their order, each with its rewards."""
-    earned = defaultdict[str, list[Reward]](list)
-    for row in rewards:
-        earned[row["rollout_id"]].append(read_reward(row))
-    return [read(Observed, row, rewards=tuple(earned[row["rollout_id"]])) for row in rollouts]

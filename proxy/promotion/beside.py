@@ -14,9 +14,9 @@ class PromotionBeside(Beside):
 
     async def of_policy(self) -> Fields:
         tests = Promotions(self.store.database)
-        under_way, waiting = await tests.test(), await tests.waiting()
+        under_way, waiting = await tests.under_way(), await tests.waiting()
         return {
-            "test": None if under_way is None else asdict(under_way),
+            "test": asdict(under_way[0]) if under_way else None,
             "waiting": None if waiting is None else waiting.version,
         }
 
