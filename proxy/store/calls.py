@@ -50,8 +50,8 @@ UPDATE calls SET
     policy_version = CASE WHEN :fallback IS NULL THEN policy_version END,
     policy_version_end = CASE WHEN policy_version IS NULL OR :fallback IS NOT NULL OR NOT :merged THEN NULL
                               ELSE COALESCE(
-                                  (SELECT version FROM promotions
-                                   WHERE promotions.status = 'testing' AND version = calls.policy_version),
+                                  (SELECT version FROM policy_versions
+                                   WHERE version = calls.policy_version AND policy_versions.status = 'candidate'),
                                   (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1)) END
 WHERE call_id = :call_id
 """
