@@ -18,7 +18,7 @@ from ..errors import InvalidRequest, LightningError
 from ..gateway.asgi import read_headers
 from ..gateway.server import is_stopping
 from ..json_text import dumps
-from ..store.reports.feed import Feed, Happened
+from .events import FeedEvents, Happened
 
 router = APIRouter(tags=["page"], responses=ERRORS, route_class=AgentRoute)
 
@@ -44,7 +44,7 @@ async def feed(
     longer kept: look at everything again. Of events about one thing that come at once, only the last is sent.
     """
     p = await parts_for_all(request)
-    events = Feed(p.store.database)
+    events = FeedEvents(p.store.database)
     given = cursor if cursor is not None else last_event_id or None  # a browser sends an empty one before the first
     after = await events.newest() if given is None else _number(given)
     nothing_missed = given is None or await events.knows(after)
@@ -58,7 +58,7 @@ def _number(cursor: str) -> int:
     return int(cursor)
 
 
-async def _frames(request: Request, events: Feed, cursor: int, nothing_missed: bool) -> AsyncIterator[bytes]:
+async def _frames(request: Request, events: FeedEvents, cursor: int, nothing_missed: bool) -> AsyncIterator[bytes]:
     yield b"id: %d\n\n" % cursor if nothing_missed else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
     sent_at, keys, headers = monotonic(), parts(request).keys, read_headers(request.scope)
     changes = parts(request).store.database.changes("calls", "rewards", "live", "steps", "keys")

@@ -18,8 +18,8 @@ from lightning_proxy.commands.moving.file import file_to_read, new_file
 from lightning_proxy.commands.moving.tables import ORDERS
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable
+from lightning_proxy.proxy.page.events import FeedEvents
 from lightning_proxy.proxy.store.opening import open_database, opened
-from lightning_proxy.proxy.store.reports.feed import Feed
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import Reward, RolloutName
 from support.command_line import Done, lightning
@@ -114,7 +114,7 @@ async def test_a_moved_store_goes_on_above_its_highest_numbers(
         table: max(row["n"] for row in rows) for table, rows in (await rows_of(target)).items() if "n" in rows[0]
     }
     async with opened(target) as database:
-        store, feed = Store(database), Feed(database)
+        store, feed = Store(database), FeedEvents(database)
         assert await store.rollouts.counts() == counts
         assert await feed.newest() == highest["feed"]
         await store.rollouts.open([(RolloutName("new"), "hash")], {})

@@ -1,110 +1,26 @@
-"""Events of the store in the order of their commits, by any process. Triggers of migration 0008 write them."""
+"""The log of what happens in the store, in the order of commits by any process. Triggers of migration 0008 write it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal
-
-from ...json_text import dumps, loads, loads_or_none
-from ..database import Database, Row, Sql
-
-Kind = Literal["call", "reward", "rollout", "step", "version"]
+from ..database import Database, Sql
 
 BOUNDS = "SELECT (SELECT MIN(n) FROM feed) AS oldest, (SELECT MAX(n) FROM feed) AS newest"
 NEWEST = Sql("SELECT MAX(n) AS newest FROM feed", postgres="SELECT feed_newest() AS newest")
-AFTER = "SELECT n, kind, ref FROM feed WHERE n > :cursor ORDER BY n LIMIT :limit"
-
-# By kind: its rows, with `ref`. `own`: of the rollouts that a key opened, where that is all its owner sees.
-FEED_CALLS = """
-SELECT calls.call_id AS ref, calls.call_id, calls.rollout_id, calls.seq, calls.agent, calls.status, calls.model,
-    calls.policy_version, calls.latency_ms, calls.finish_reason, rollouts.task_id
-FROM calls JOIN rollouts USING (rollout_id) WHERE calls.call_id IN (SELECT CAST(value AS TEXT) FROM json_each(:refs))
-    AND (NOT :own OR rollouts.key_id IS :key_id)
-"""
-FEED_REWARDS = """
-SELECT reward_id AS ref, reward_id, rewards.rollout_id, call_id, name, rewards.value AS reward, source,
-    rewards.created_at AS at
-FROM rewards JOIN rollouts USING (rollout_id) WHERE reward_id IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
-    AND (NOT :own OR rollouts.key_id IS :key_id)
-"""
-FEED_ROLLOUTS = """
-SELECT n AS ref, rollout_id, task_id, mode, status, reward
-FROM rollouts WHERE n IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
-    AND (NOT :own OR rollouts.key_id IS :key_id)
-"""
-FEED_STEPS = """
-SELECT step AS ref, step, status, version, metrics
-FROM steps WHERE step IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
-"""
-FEED_VERSIONS = """
-SELECT policy_versions.version AS ref, policy_versions.version, status, verified,
-    policy_versions.version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) AS live,
-    (SELECT evidence FROM promotions WHERE promotions.version = policy_versions.version ORDER BY n DESC LIMIT 1)
-        AS evidence
-FROM policy_versions WHERE policy_versions.version IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
-"""
-_ROWS: dict[str, str] = {
-    "call": FEED_CALLS,
-    "reward": FEED_REWARDS,
-    "rollout": FEED_ROLLOUTS,
-    "step": FEED_STEPS,
-    "version": FEED_VERSIONS,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Happened:
-    """One event, the `n`th of all. `data` is as it is now: it may have changed again since."""
-
-    n: int
-    kind: Kind
-    data: dict[str, Any]
 
 
 class Feed:
     """The newest 10,000 events."""
 
     def __init__(self, database: Database) -> None:
-        self._db = database
+        self.database = database
 
     async def newest(self) -> int:
         """Return the number of the last event; 0 if there is none."""
-        row = await self._db.quick(NEWEST)
+        row = await self.database.quick(NEWEST)
         return (row and row["newest"]) or 0
 
     async def knows(self, cursor: int) -> bool:
         """Return whether all events after `cursor` are still here."""
-        row = await self._db.one(BOUNDS)
+        row = await self.database.one(BOUNDS)
         oldest, newest = (row["oldest"], row["newest"]) if row and row["newest"] else (1, 0)
         return bool(oldest - 1 <= cursor <= newest)
-
-    async def after(
-        self, cursor: int, limit: int, *, own: bool = False, key_id: str | None = None
-    ) -> tuple[list[Happened], int]:
-        """Return at most `limit` events after `cursor`, oldest first, and the cursor after them.
-
-        Events of deleted records are left out, and all but the last about one record. `own`: only rollouts opened with
-        `key_id`.
-        """
-        rows = await self._db.all(AFTER, {"cursor": cursor, "limit": limit})
-        last = {(row["kind"], str(row["ref"])): row["n"] for row in rows}
-        found: list[Happened] = []
-        for kind, statement in _ROWS.items():
-            if not (refs := [ref for one, ref in last if one == kind]):
-                continue
-            params: dict[str, object] = {"refs": dumps(refs)}
-            if ":own" in statement:
-                params |= {"own": own, "key_id": key_id}
-            happened = await self._db.all(statement, params)
-            found += [_happened(last[kind, str(row["ref"])], kind, row) for row in happened]
-        return sorted(found, key=lambda one: one.n), rows[-1]["n"] if rows else cursor
-
-
-def _happened(n: int, kind: str, row: Row) -> Happened:
-    data = {name: value for name, value in dict(row).items() if name != "ref"}
-    if kind == "step":
-        data["reward"] = loads(data.pop("metrics")).get("reward_mean")
-    if kind == "version":
-        data |= {"live": bool(data["live"]), "verified": bool(data["verified"])}
-        data["evidence"] = loads_or_none(data["evidence"])
-    return Happened(n, kind, data)  # type: ignore[arg-type]

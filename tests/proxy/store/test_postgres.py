@@ -14,11 +14,11 @@ import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import ConfigError, NotFound, StoreUnavailable
+from lightning_proxy.proxy.page.events import FeedEvents
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT
 from lightning_proxy.proxy.store.database import ConstraintRefused, Database, Transaction
 from lightning_proxy.proxy.store.opening import open_database, opened
-from lightning_proxy.proxy.store.reports.feed import Feed
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
 from support.postgres import END_LOCKS, Server, postgres_server
@@ -84,7 +84,7 @@ async def test_to_look_at_a_store_writes_nothing(config: StoreConfig) -> None:
         await Store(database).rollouts.open([(RolloutName("r"), "hash")], {})
     async with opened(config, to_write=False) as database:
         assert (await Store(database).rollouts.get("r")).rollout_id == "r"
-        assert await Feed(database).newest() == 0
+        assert await FeedEvents(database).newest() == 0
         with pytest.raises(StoreUnavailable, match="read-only"):
             await database.commit([(AT, [{"at": 1.0}])])
 
@@ -283,7 +283,7 @@ async def test_counts_stay_what_they_are_when_they_are_summed_up(database: Datab
 
 async def test_a_feed_misses_nothing_that_is_committed_late(config: StoreConfig) -> None:
     async with opened(config) as database, opened(config) as other:
-        store, feed = Store(database), Feed(database)
+        store, feed = Store(database), FeedEvents(database)
         await store.rollouts.open([(RolloutName("r"), "hash")], {})
         started = asyncio.Event()
 
