@@ -39,9 +39,6 @@ WHERE step = (SELECT step FROM policy_versions WHERE version = :version) AND ver
 """
 VERSION_FORGET = "DELETE FROM policy_versions WHERE version = :version AND status = 'publishing'"
 # Whoever makes a version live decides about the one that is tested, and about the one that waits.
-TEST_ENDED = """
-UPDATE promotions SET status = 'ended', decided_at = :at, reason = :reason WHERE status = 'testing'
-"""
 VERSION_UNTESTED = "UPDATE policy_versions SET status = 'ready' WHERE status IN ('candidate', 'waiting')"
 POLICY_LOG = "INSERT INTO policy_log (version, at) VALUES (:version, :at)"
 # Adapters of agents are served under the version's own name with a point and theirs: `names` are its beginnings.
@@ -150,10 +147,9 @@ class PolicyVersions:
         await self._db.commit([(VERSION_SAVED, [row])])
 
     async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
-        """Make the version live: the alias stands for it from now on. A test that is under way ends."""
+        """Make the version live: the alias stands for it from now on. No other is tested, or waits for it."""
         row: dict[str, Any] = {"version": version, "at": time.time(), "step": step}
-        row["reason"] = f"version {version} was made live during the test"
-        statements = [TEST_ENDED, VERSION_UNTESTED, POLICY_LOG, VERSION_LIVE, VERSION_RETIRE]
+        statements = [VERSION_UNTESTED, POLICY_LOG, VERSION_LIVE, VERSION_RETIRE]
         statements += [VERSION_VERIFIED] if verified else []
         statements += ["UPDATE steps SET version = :version WHERE step = :step"] if step is not None else []
 
