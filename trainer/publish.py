@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ..proxy.config.policy import PolicyConfig
@@ -137,7 +138,7 @@ class Publisher(NoPublisher):
                 await self._verifier.load_and_verify(version, samples, stop)
                 await self._swap.activate(version, step, expected=base, verified=True)
             elif not is_live and len(await self._swap.vllm.reachable()) > 1:  # server by server: verified, then live
-                await self._verifier.roll(version, step, samples, base, stop)
+                await self._verifier.give_checked(version, samples, partial(self._swap.roll, version, step, base), stop)
             else:  # the only server's weights are replaced: live, then verified
                 if not is_live:
                     await self._swap.activate(version, step, expected=base)

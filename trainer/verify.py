@@ -40,7 +40,7 @@ ADAPTER_FILE = "adapter_model.safetensors"
 VERIFY_TRIES = 150
 VERIFY_RESTARTS = 3
 
-Begin = Callable[[], Awaitable[None]]
+Give = Callable[[Check], Awaitable[None]]  # hands new weights to servers
 Answer = tuple[list[int], list[float]]  # token ids, and their log-probabilities
 
 
@@ -109,19 +109,11 @@ class Verifier:
                     raise
                 log.warning("vLLM restarted while its weights were verified: trying again")
 
-    async def roll(
-        self, version: PolicyVersion, step: int, samples: Sequence[Sample], base: int, stop: asyncio.Event
+    async def give_checked(
+        self, version: PolicyVersion, samples: Sequence[Sample], give: Give, stop: asyncio.Event
     ) -> None:
-        """Make merged weights live on several servers, one after the other, each verified before it answers agents."""
-        await self._swap.roll(version, step, expected=base, check=self._check(version, samples, stop))
-        self._trainer.keep(DEFAULT_ADAPTER)
-        give_back()
-
-    async def place(
-        self, version: PolicyVersion, url: str, samples: Sequence[Sample], begin: Begin, stop: asyncio.Event
-    ) -> None:
-        """Give merged weights to one server, verify them, and `begin`. Another version stays live."""
-        await self._swap.place(version, url, check=self._check(version, samples, stop), begin=begin)
+        """Have merged weights given to servers, each of which is verified before it answers agents."""
+        await give(self._check(version, samples, stop))
         self._trainer.keep(DEFAULT_ADAPTER)
         give_back()
 

@@ -79,7 +79,7 @@ class Swap:
                     path, label, lambda: self.store.versions.set_live(version.version, step)
                 )
 
-    async def roll(self, version: PolicyVersion, step: int, *, expected: int, check: Check) -> None:
+    async def roll(self, version: PolicyVersion, step: int, expected: int, check: Check) -> None:
         """Give the version's merged weights to the servers one after the other, and make it live when half have it.
 
         A server answers no agent until its weights have passed `check`, which raises PublishError. If they do not pass
@@ -100,21 +100,6 @@ class Swap:
                     await self._give(server, path, label, check)
                 except VllmError as error:  # it is out of line, which the proxy's watch sees and mends
                     log.warning("%s does not have the live weights yet: %s", shown(server.base_url), error)
-
-    async def place(
-        self, version: PolicyVersion, url: str, *, check: Check, begin: Callable[[], Awaitable[None]]
-    ) -> None:
-        """Give the version's merged weights to one server, as `roll` does, then `begin`. Another version stays live."""
-        async with self._locked():
-            live = await self._live_before(version, None)
-            servers = [server for server in self.vllm.servers if server.base_url == url]
-            path, label = await self._weights(version), labels_of(version)[0]
-            await self._give_all(servers, path, label, check, live)
-            try:
-                await begin()
-            except BaseException:
-                await asyncio.shield(self._give_back(servers, live))
-                raise
 
     async def _give_all(
         self, servers: Sequence[VllmServer], path: str, label: str, check: Check, live: PolicyVersion

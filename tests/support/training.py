@@ -138,10 +138,10 @@ class Bench:
             return Publisher(config.policy, self.store, Swap(self.store, self.vllm, self.mode, directory), self.trainer)
         from lightning_proxy.proxy.promotion.promotions import Promotions
         from lightning_proxy.proxy.promotion.splitting import candidates_server
-        from lightning_proxy.trainer.promotion.gated import GatedPublisher
+        from lightning_proxy.trainer.promotion.gated import CandidateSwap, GatedPublisher
 
         placed = candidates_server(self.config, Promotions(self.store.database))
-        swap = Swap(self.store, self.vllm, self.mode, directory, placed)
+        swap = CandidateSwap(self.store, self.vllm, self.mode, directory, placed)
         return GatedPublisher(config, self.store, swap, self.trainer)
 
     @property

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -17,8 +18,9 @@ from ...proxy.config.root import Config
 from ...proxy.errors import Conflict, PublishError, UpstreamTimeout, UpstreamUnreachable
 from ...proxy.gate.tests import Promotion
 from ...proxy.policy.mode import has_gpu
-from ...proxy.policy.swap import Superseded, Swap
+from ...proxy.policy.swap import Check, Superseded, Swap
 from ...proxy.policy.vllm import VllmFault
+from ...proxy.policy.weights import labels_of
 from ...proxy.promotion.promotions import Promotions
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
@@ -35,10 +37,27 @@ AGAIN_S = 10.0  # until a test that could not begin is tried again
 UNSEEN_S = 60.0  # a proxy's gate looks at a test at once
 
 
+class CandidateSwap(Swap):
+    """Gives a candidate's merged weights to the last server, while another version stays live."""
+
+    async def place(self, version: PolicyVersion, begin: Callable[[], Awaitable[None]], check: Check) -> None:
+        """Give the weights to the server, as `roll` does, then `begin`."""
+        async with self._locked():
+            live, servers = await self._live_before(version, None), self.vllm.servers[-1:]
+            await self._give_all(servers, await self._weights(version), labels_of(version)[0], check, live)
+            try:
+                await begin()
+            except BaseException:
+                await asyncio.shield(self._give_back(servers, live))
+                raise
+
+
 class GatedPublisher(Publisher):
     """Publishes versions that are not live yet. All state is in the store, so a restart changes nothing."""
 
-    def __init__(self, config: Config, store: Store, swap: Swap, trainer: TrainingEngine) -> None:
+    _swap: CandidateSwap
+
+    def __init__(self, config: Config, store: Store, swap: CandidateSwap, trainer: TrainingEngine) -> None:
         super().__init__(config.policy, store, swap, trainer)
         self._tests = Promotions(store.database)
         self._every = config.trainer.promote_every
@@ -131,7 +150,7 @@ class GatedPublisher(Publisher):
                 await self._verifier.load_and_verify(version, samples, stop)
                 await begin()
             else:
-                await self._verifier.place(version, self.vllm.servers[-1].base_url, samples, begin, stop)
+                await self._verifier.give_checked(version, samples, partial(self._swap.place, version, begin), stop)
         except (UpstreamUnreachable, UpstreamTimeout, VllmFault, Conflict) as error:
             self._again = monotonic() + AGAIN_S
             log.warning("the test of policy version %d waits: %s", version.version, error)

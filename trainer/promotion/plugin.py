@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ...proxy.policy.swap import Swap
 from ...proxy.promotion.promotions import NOT_GATED, Promotions
 from ...proxy.promotion.splitting import candidates_server
 from ..plugins.hooks import TrainerCore, TrainerHooks, TrainerPlugin
@@ -24,10 +23,11 @@ class GatedPublishingPlugin(TrainerPlugin):
             await tests.end(NOT_GATED)
             yield TrainerHooks()
         else:
-            from .gated import GatedPublisher
+            from .gated import CandidateSwap, GatedPublisher
 
-            swap = Swap(store, swap.vllm, swap.mode, config.policy.directory, candidates_server(config, tests))
-            yield TrainerHooks(publisher=GatedPublisher(config, store, swap, core.engine))
+            placed = candidates_server(config, tests)
+            own = CandidateSwap(store, swap.vllm, swap.mode, config.policy.directory, placed)
+            yield TrainerHooks(publisher=GatedPublisher(config, store, own, core.engine))
 
 
 plugin = GatedPublishingPlugin
