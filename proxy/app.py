@@ -62,6 +62,7 @@ def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
     control = control_api(partial(open_parts, config, plugins, heard_by))
     for routers in (CORE, *(plugin.routers for plugin in plugins)):
         add_routes(control, *routers)
+    control.openapi = partial(rewards.with_range, control.openapi, config.rewards)  # type: ignore[method-assign]
     return Dispatch(control)
 
 

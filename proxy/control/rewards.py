@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request
 
 from ..aside import aside
+from ..config.rollouts import RewardsConfig
 from ..errors import Forbidden
 from ..types import Reward
 from .answers import ERRORS, Rewarded, answers
@@ -44,3 +46,11 @@ def _reward(p: Parts, body: RewardBody, place: int | None) -> Reward:
     final = body.call_id is None if body.final is None else body.final
     source, comment = redacted_text(p, body.source), redacted_text(p, body.comment)
     return Reward(body.rollout_id, body.reward, body.call_id, body.name, source, comment, final, body.retrain)
+
+
+def with_range(document: Callable[[], dict[str, Any]], config: RewardsConfig) -> dict[str, Any]:
+    """Return the OpenAPI document with the rewards that this server's configuration allows."""
+    made = document()
+    low, high = config.range
+    made["components"]["schemas"]["RewardBody"]["properties"]["reward"].update(minimum=low, maximum=high)
+    return made
