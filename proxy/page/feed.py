@@ -29,7 +29,8 @@ AT_ONCE = 500  # events that are read and sent at a time
 
 # Neither a browser nor a proxy on the way is to keep events back.
 _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
-_EVENTS = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+_EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("id", "event", "data")}}
+_EVENTS = {200: {"content": {"text/event-stream": {"itemSchema": _EVENT}}}}
 
 
 @router.get("/feed", response_class=StreamingResponse, responses=_EVENTS)  # type: ignore[arg-type]
@@ -45,9 +46,10 @@ async def feed(
     """
     p = await parts_for_all(request)
     events = FeedEvents(p.store.database)
-    given = cursor if cursor is not None else last_event_id or None  # a browser sends an empty one before the first
-    after = await events.newest() if given is None else _number(given)
-    nothing_missed = given is None or await events.knows(after)
+    # A browser sends an empty Last-Event-ID before the first.
+    given = [_number(one) for one in (cursor, last_event_id or None) if one is not None]
+    after = given[0] if given else await events.newest()
+    nothing_missed = not given or await events.knows(after)
     frames = _frames(request, events, after if nothing_missed else await events.newest(), nothing_missed)
     return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
 
