@@ -7,7 +7,6 @@ import importlib.util
 import logging
 import os
 import signal
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,9 +43,6 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
         _prepare_gpu(settled.trainer_devices)
     # torch's threads spin at barriers by default, which starves vLLM's on the same cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Useless to users: TRL names the releases that its own vLLM client knows, which is not used here.
-    warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
-    logging.getLogger("vllm").setLevel(logging.ERROR)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     from transformers.utils.logging import disable_progress_bar
 
