@@ -37,7 +37,7 @@ _EVENTS = {200: {"content": {"text/event-stream": {"itemSchema": _EVENT}}}}
 async def feed(
     request: Request,
     cursor: Cursor = None,
-    last_event_id: Annotated[str | None, Header(json_schema_extra={"pattern": "^[0-9]{0,18}$"})] = None,
+    last_event_id: Annotated[str, Header(json_schema_extra={"pattern": "^[0-9]{0,18}$"})] = "",
 ) -> StreamingResponse:
     """Calls, rewards, rollouts, training steps and policy versions as they come, until the client or the proxy stops.
 
