@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from support import reaper
 from support.left_open import LeftOpen
 from support.network import Elsewhere, watch
 
@@ -74,6 +75,14 @@ def test_a_killed_run_of_tests_leaves_no_process(tmp_path: Path) -> None:
     while (runs := _runs(child)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not runs
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_what_a_test_starts_has_the_mark_of_its_run() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", f"import os; print(os.environ['{reaper.MARK}'])"], capture_output=True
+    )
+    assert child.stdout.strip(), child.stderr
 
 
 def _runs(pid: int) -> bool:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
-MARK = "LIGHTNING_TEST_RUN"
+MARK = "TESTS_OF_LIGHTNING"  # own_environment of conftest.py takes LIGHTNING_… away from what a test starts
 GRACE_S = 5.0  # most processes end when their parent has gone
 
 
