@@ -27,7 +27,7 @@ from .conversation.unnamed import UnnamedRollouts
 from .errors import Forbidden, InvalidRequest, LightningError, NotFound, Unprocessable
 from .gateway.asgi import Bodies, Reply
 from .gateway.call import Gateway, OnCall
-from .gateway.relay import Relay, is_data_path
+from .gateway.relay import Relay, parse_path
 from .plugins.hooks import Core, ProxyPlugin, Work
 from .plugins.on_board import makers_of, open_plugins, plugins_of
 from .policy.mode import ModeInUse
@@ -167,7 +167,7 @@ def _watch(
     pins: Pins,
     health: Health,
     mode: ModeInUse,
-    placed: Placed,
+    placed: Placed | None,
 ) -> Watch | None:
     """The watch over the policy's vLLM; None without an upstream of kind vllm."""
     upstream = config.policy_upstream
@@ -223,7 +223,7 @@ class Dispatch:
         except Forbidden as error:
             await Reply(receive, send).error(error)
             return
-        is_call = self._forwards and is_data_path(scope["path"])
+        is_call = self._forwards and parse_path(scope["path"]) is not None
         if is_call or scope["path"] in _HURRIED:
             HURRIED.set(True)
         if is_call:

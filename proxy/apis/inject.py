@@ -43,7 +43,9 @@ def inject(body: Json, endpoint: Endpoint) -> tuple[Json, Injection]:
     if body.get("echo"):
         return body, Injection()
     token_ids = body.get("return_token_ids") in (None, False)
-    logprobs = _wants_logprobs(body, endpoint)
+    logprobs = body.get("logprobs") is None
+    if endpoint == "chat":
+        logprobs = body.get("logprobs") in (None, False) and not body.get("top_logprobs")
     options = body.get("stream_options")
     usage = _wants_usage(body, options)
     added: Json = {}
@@ -56,12 +58,6 @@ def inject(body: Json, endpoint: Endpoint) -> tuple[Json, Injection]:
         kept = {k: v for k, v in (options or {}).items() if k != "continuous_usage_stats"}
         added["stream_options"] = kept | {"include_usage": True}
     return body | added, Injection(token_ids, logprobs, usage)
-
-
-def _wants_logprobs(body: Json, endpoint: Endpoint) -> bool:
-    if endpoint == "completions":
-        return body.get("logprobs") is None
-    return body.get("logprobs") in (None, False) and not body.get("top_logprobs")
 
 
 def _wants_usage(body: Json, options: Any) -> bool:

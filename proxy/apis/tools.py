@@ -152,7 +152,7 @@ def _text(value: Any) -> str | None:
 
 def has_results(items: Sequence[Any], known: int) -> bool:
     """Return whether there are results after the first `known` messages or items."""
-    return brings_result(items[known:]) or any(True for _ in written_results(items[max(known - 1, 0) :]))
+    return brings_result(items[known:]) or next(written_results(items[max(known - 1, 0) :]), None) is not None
 
 
 def brings_result(items: Iterable[Any]) -> bool:

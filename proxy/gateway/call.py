@@ -35,10 +35,6 @@ from .asgi import Reply
 log = logging.getLogger(__name__)
 
 
-def _nothing(_: CallStart) -> Sequence[Statement]:
-    return ()
-
-
 def model_of(body: dict[str, Any]) -> str | None:
     """Return the model that a body names; None if it names none or has the wrong type."""
     model = body.get("model")
@@ -58,7 +54,7 @@ class Question(NamedTuple):
     name: RolloutName
     limiter: Limiter | None
     recorded: bool
-    also: Callable[[CallStart], Sequence[Statement]] = _nothing
+    also: Callable[[CallStart], Sequence[Statement]] | None = None
 
     @property
     def endpoint(self) -> str:
@@ -69,11 +65,6 @@ class Question(NamedTuple):
     def is_retry(self) -> bool:
         """Return whether the agent's client resends the request automatically; OpenAI's clients count these retries."""
         return self.headers.get("x-stainless-retry-count", "0") != "0"
-
-    @property
-    def is_unnamed(self) -> bool:
-        """Return whether only the request's conversation tells which rollout it belongs to."""
-        return self.recorded and not self.name.named
 
 
 # Returns the question with which a side room replaces the agent's own, in this rollout.
@@ -124,8 +115,7 @@ class Gateway:
 
     async def answer(self, question: Question, reply: Reply) -> None:
         """Answer a call; its record is durable before the answer's last byte leaves."""
-        conversation = await self._conversation(question)  # None where a name tells the rollout
-        rollout = await self._rollout(question, conversation)  # the one named, or the one that it continues
+        rollout, conversation = await self._rollout(question)
         # Which weights answer. A call that has no route to them is rewritten by nobody.
         route = await self.policy.route(rollout, model_of(question.body), recorded=question.recorded)
         question = await self.rewrite(question, rollout)  # as a plugin wants it; the record says what the agent asked
@@ -141,19 +131,15 @@ class Gateway:
                 await call.record_end()
                 await call.pass_on_the_rest()
 
-    async def _conversation(self, question: Question) -> Conversation | None:
-        if self.unnamed is None or not question.is_unnamed:
-            return None
-        return await aside(len(question.request.body), partial(Conversation, question.body))
-
-    async def _rollout(self, question: Question, conversation: Conversation | None) -> RolloutName:
-        if self.unnamed is None or conversation is None:
-            return question.name
+    async def _rollout(self, question: Question) -> tuple[RolloutName, Conversation | None]:
+        """The rollout that is named; without a name the one that the conversation continues, or a new one."""
+        name = question.name
+        if self.unnamed is None or name.named or not question.recorded:
+            return name, None
+        conversation = await aside(len(question.request.body), partial(Conversation, question.body))
         caller = credentials(question.headers)
-        rollout_id = await self.unnamed.find(
-            caller, question.body, conversation, question.name, is_retry=question.is_retry
-        )
-        return question.name if rollout_id is None else question.name._replace(rollout_id=rollout_id)
+        rollout_id = await self.unnamed.find(caller, question.body, conversation, name, is_retry=question.is_retry)
+        return name if rollout_id is None else name._replace(rollout_id=rollout_id), conversation
 
     async def _chat_decision(self, question: Question, rollout: RolloutName, route: Route) -> ChatDecision:
         if self.chat_route is None or not question.recorded or question.endpoint not in self.chat_route.translators:
@@ -194,7 +180,7 @@ class CallUnderWay:
             call_id=new_call_id(),
             rollout=rollout,
             endpoint=question.endpoint,
-            model=self.attempts.target.model,
+            model=model_of(self.attempts.target.sent),
             policy_version=route.version,
             request=question.body,
             started_at=time.time(),
@@ -225,8 +211,10 @@ class CallUnderWay:
         """Return when the call's start is durable."""
         if self._question.recorded:
             caller, conversation = credentials(self._question.headers), self._conversation
-            also = start_statements(caller, self._start, conversation) if conversation is not None else ()
-            await self._gateway.recorder.start(self._start, [*also, *self._question.also(self._start)])
+            also = [*start_statements(caller, self._start, conversation)] if conversation is not None else []
+            if self._question.also is not None:
+                also += self._question.also(self._start)
+            await self._gateway.recorder.start(self._start, also)
 
     async def pass_on(self, opened: Answer) -> None:
         """Send the answer as it comes, but hold its last event, and an answer in one piece: the record is first.
@@ -359,7 +347,7 @@ class CallUnderWay:
             ttft_ms=self._ttft_ms,
             latency_ms=self._elapsed_ms(),
             fallback=self.attempts.upstream.name if fell_back else None,
-            model=self.attempts.target.model if fell_back else None,
+            model=model_of(target.sent) if fell_back else None,
         )
 
     def _commit(self, end: CallEnd) -> asyncio.Future[None]:

@@ -38,11 +38,6 @@ _OPERATOR_ROUTES = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 _AMBIGUOUS = re.compile(r"\.\.|//|/\.(?:/|$)|[\\\x00-\x1f\x7f]")
 
 
-def is_data_path(path: str) -> bool:
-    """Return whether the data path answers this percent-decoded path; the control API answers all others."""
-    return parse_path(path) is not None
-
-
 class DataPath(NamedTuple):
     """A path of the data API, percent-decoded: `rest` begins with /v1/; the ids are those of the URL, unchecked."""
 
@@ -53,7 +48,10 @@ class DataPath(NamedTuple):
 
 
 def parse_path(path: str) -> DataPath | None:
-    """Split /rollouts/{rollout_id}[/tasks/{task_id}][/agents/{agent}]/v1/…, or /v1/…; None for any other path."""
+    """Split /rollouts/{rollout_id}[/tasks/{task_id}][/agents/{agent}]/v1/…, or /v1/…, percent-decoded.
+
+    None for any other path: the control API answers it.
+    """
     if path.startswith("/v1/"):
         return DataPath(path)
     if not path.startswith("/rollouts/"):
@@ -82,7 +80,10 @@ def name_rollout(path: DataPath, headers: Mapping[str, str], key_rollout_id: str
     named = key_rollout_id is not None or "x-rollout-id" in headers or path.rollout_id is not None
     task_id = _first_id((path.task_id, "task_id"), (headers.get("x-task-id"), "X-Task-Id"))
     agent = _first_id((path.agent, "agent"), (headers.get("x-agent-name"), "X-Agent-Name"))
-    return RolloutName(rollout_id, task_id, agent, _mode(headers.get("x-rollout-mode")), named)
+    mode = headers.get("x-rollout-mode", "train")
+    if mode not in ("train", "eval"):
+        raise InvalidRequest(f"X-Rollout-Mode must be train or eval, got {mode[:60]!r}", param="X-Rollout-Mode")
+    return RolloutName(rollout_id, task_id, agent, cast(Mode, mode), named)
 
 
 def _first_id(*candidates: tuple[str | None, str]) -> str | None:
@@ -90,12 +91,6 @@ def _first_id(*candidates: tuple[str | None, str]) -> str | None:
         if value is not None:
             return check_id(value, what)
     return None
-
-
-def _mode(value: str | None) -> Mode:
-    if value not in (None, "train", "eval"):
-        raise InvalidRequest(f"X-Rollout-Mode must be train or eval, got {value[:60]!r}", param="X-Rollout-Mode")
-    return cast(Mode, value or "train")
 
 
 def wants_recording(headers: Mapping[str, str]) -> bool:

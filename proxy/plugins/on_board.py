@@ -13,7 +13,7 @@ from ..config.upstreams import UpstreamConfig
 from ..errors import ConfigError
 from ..gateway.call import OnCall, Question, Rewrite, unchanged
 from ..policy.routing import Choose
-from ..policy.swap import Placed, all_live
+from ..policy.swap import Placed
 from ..types import RolloutName
 from ..upstreams.base import Upstream
 from .hooks import Core, OnDeleted, ProxyPlugin, Work
@@ -37,7 +37,7 @@ class Plugged:
     """The hooks of all plugins together, as the core calls them."""
 
     choose: Choose | None
-    placed: Placed
+    placed: Placed | None
     rewrite: Rewrite
     on_call: tuple[OnCall, ...]
     on_deleted: tuple[OnDeleted, ...]
@@ -69,7 +69,7 @@ async def open_plugins(plugins: Sequence[ProxyPlugin], core: Core) -> AsyncItera
         hooks = [await stack.enter_async_context(plugin.opened(core)) for plugin in plugins]
         yield Plugged(
             choose=_only([one.choose for one in hooks if one.choose is not None], "choose"),
-            placed=_only([one.placed for one in hooks if one.placed is not None], "placed") or all_live,
+            placed=_only([one.placed for one in hooks if one.placed is not None], "placed"),
             rewrite=_in_turn([one.rewrite for one in hooks if one.rewrite is not None]),
             on_call=tuple(one.on_call for one in hooks if one.on_call is not None),
             on_deleted=tuple(one.on_deleted for one in hooks if one.on_deleted is not None),

@@ -93,7 +93,8 @@ class PolicyRouter:
         """The live version, and the versions that servers have in its place, both as of the same check."""
         for _ in range(2):  # another one may become live between two readings
             await watch.require()
-            live, placed = await self._store.versions.live_now(), await watch.swap.placed()
+            live = await self._store.versions.live_now()
+            placed = {} if watch.swap.placed is None else await watch.swap.placed()
             if watch.is_in_line_for(live, placed):
                 break
         return live, placed

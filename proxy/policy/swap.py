@@ -42,16 +42,11 @@ class Superseded(LightningError):
     status = 409
 
 
-async def all_live() -> Mapping[str, PolicyVersion]:
-    """Every server has the live version."""
-    return {}
-
-
 class Swap:
     """Makes versions live. A lock file lets only one process do so at a time: the proxy or the trainer."""
 
     def __init__(
-        self, store: Store, vllm: VllmFleet, mode: PublishMode, directory: Path, placed: Placed = all_live
+        self, store: Store, vllm: VllmFleet, mode: PublishMode, directory: Path, placed: Placed | None = None
     ) -> None:
         self.store = store
         self.placed = placed
@@ -177,7 +172,7 @@ class Swap:
 
     async def wanted(self, server: VllmServer) -> PolicyVersion:
         """Return the version whose merged weights a server is to have."""
-        placed = (await self.placed()).get(server.base_url)
+        placed = (await self.placed()).get(server.base_url) if self.placed is not None else None
         return await self.store.versions.live() if placed is None else placed
 
     async def out_of_line(self) -> dict[str, LightningError | None]:

@@ -91,7 +91,7 @@ class Watch:
                 await self._get_in_line(self.upstream.connect_timeout_s)
 
     async def _wanted(self) -> Wanted:
-        placed = await self.swap.placed()
+        placed = {} if self.swap.placed is None else await self.swap.placed()
         return _wanted(await self.swap.store.versions.live_now(), placed)
 
     async def _get_in_line(self, timeout: float | None = None) -> None:

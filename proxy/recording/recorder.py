@@ -132,7 +132,7 @@ class Recorder:
         tools = _tool_calls(end, call)
         size = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
         done = self._writer.put([(CALL_END, row), (ROLLOUT_CALL_ENDED, row), *tools, *also], size)
-        done.add_done_callback(lambda committed: self._ended(end, was_trainable, committed))
+        done.add_done_callback(partial(self._ended, end, was_trainable))
         return done
 
     def forget(self, rollout_id: str) -> None:
@@ -223,7 +223,9 @@ def _start_statements(start: CallStart, parent: RecentCall | None, stored: bytes
 
 def _tool_calls(end: CallEnd, call: RecentCall | None) -> list[Statement]:
     """The tool calls of an answer. `call`: None if its request is not known; then their places are not, either."""
-    if end.tool_calls and call is not None and call.read is None:
+    if not end.tool_calls:
+        return []
+    if call is not None and call.read is None:
         call.read = read_request(call.request)
     found = spots(call.read, end.response, end.tool_calls) if call is not None and call.read is not None else []
     placed = [{"place": spot.place, "signs": spot.signs} for spot in found] or [{"place": None, "signs": None}]
@@ -265,7 +267,7 @@ class RecentCall:
 
     call_id: str
     request: dict[str, Any]
-    row_ids: array[int] = field(default_factory=lambda: array("i"))
+    row_ids: array[int] = field(default_factory=partial(array, "i"))
     read: ReadRequest | None = None
     first: int = 0
     size: int = 0

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -31,6 +32,106 @@ JOIN_TRIES, JOIN_S = 20, 0.5
 _RETRIED = frozenset({429, 502, 503, 504, 529})
 
 
+class Attempts:
+    """The attempts to get a call answered: `async with attempts as answer`. Each of the four has its function:
+
+    1. `__aenter__` tries the route's upstream, then each of its fallbacks
+    2. `_open` tries with our additions to the request, then without, if it is refused because of them
+    3. `_send` tries again while a server that has just come up lacks the version
+    4. `Upstreams.open` tries again as `retries` says
+
+    `target` is the one that is under way, or that answered. `target_for` makes a target when its turn has come; its
+    second argument asks for a plain one, without any injection.
+    """
+
+    def __init__(self, upstreams: Upstreams, route: Route, target_for: Callable[[Route, bool], Target]) -> None:
+        self._upstreams = upstreams
+        self._target_for = target_for
+        self._left = list(route.fallbacks)
+        self._first = route
+        self._open_first: Callable[[Request], Awaitable[Answer]] | None = None
+        self._answer: Answer | None = None
+        self.target = target_for(route, False)
+
+    def begin_with(self, open_first: Callable[[Request], Awaitable[Answer]]) -> None:
+        """Use this function to send the request to the first upstream."""
+        self._open_first = open_first
+
+    @property
+    def upstream(self) -> UpstreamConfig:
+        """Return the upstream that the call is at, or that answered it."""
+        return self.target.route.upstream
+
+    @property
+    def fell_back(self) -> bool:
+        return self.target.route is not self._first
+
+    async def __aenter__(self) -> Answer:
+        """The first answer that is neither 429 nor a server's error; the last upstream's, or its error, if none is."""
+        while True:
+            route = self.target.route
+            if route.fallbacks and self._upstreams.health.is_down(route.upstream) and self._fall_back("it is down"):
+                continue
+            try:
+                answer = await self._open()
+            except (UpstreamUnreachable, UpstreamTimeout, Unsupported) as error:
+                if not self._fall_back(error.message):
+                    raise
+                continue
+            status = answer.status
+            if status < 429 or 429 < status < 500 or not self._fall_back(f"it answered {status}"):
+                self._answer = answer
+                return answer
+            answer.release()
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._answer is not None
+        self._answer.release()
+
+    def _fall_back(self, reason: str) -> bool:
+        """Whether there is another upstream: it is the target now."""
+        if not self._left:
+            return False
+        following = self._left.pop(0)
+        log.warning("upstream %s: %s; %s gets the call", self.upstream.name, reason, following.upstream.name)
+        self.target = self._target_for(following, False)
+        return True
+
+    async def _open(self) -> Answer:
+        """The upstream's answer, to the agent's own request where our additions may be why it is refused."""
+        answer, target = await self._send(), self.target
+        if not target.injection:
+            return answer
+        attempt, status = (self.upstream.name, target.injection), answer.status
+        if status == 200:
+            self._upstreams.accepted.add(attempt)
+        refused = status in _REFUSALS or (target.translated and 400 <= status < 500 and status not in _RETRIED)
+        if not refused:
+            return answer
+        refusal, accepted = await answer.read(), attempt in self._upstreams.accepted and not target.translated
+        if accepted and not target.injection.is_named_in(refusal):
+            return ReadAnswer(answer, refusal)
+        answer.release()
+        self.target = self._target_for(target.route, True)
+        return await self._send()
+
+    async def _send(self) -> Answer:
+        """The answer to the target's request. A router may have chosen a new server: it has the version in a moment."""
+        route, request = self.target.route, self.target.request
+        send = None if self.fell_back else self._open_first
+        send = send or partial(self._upstreams.open, route.upstream)
+        for _ in range(JOIN_TRIES):
+            answer = await send(request)
+            if answer.status != 404 or not route.upstream.servers or not route.version:
+                return answer
+            refusal = await answer.read()
+            if (route.model or "").encode() not in refusal:
+                return ReadAnswer(answer, refusal)  # something else is missing
+            answer.release()
+            await asyncio.sleep(JOIN_S)
+        return await send(request)
+
+
 class Upstreams:
     """All upstreams, each made when first used.
 
@@ -50,14 +151,28 @@ class Upstreams:
         self._makers = makers or {}
         self._vouching = vouching or {}
         self._opened: dict[str, Upstream] = {}
-        self.taken: set[tuple[str, Injection]] = set()  # additions that an upstream has accepted
+        self.accepted: set[tuple[str, Injection]] = set()  # additions to requests, by upstream
 
     async def open(self, config: UpstreamConfig, request: Request) -> Answer:
-        """Return the upstream's answer up to its headers, after retries. Errors are those of `Upstream.open`."""
+        """Return the upstream's answer up to its headers. Errors are those of `Upstream.open`.
+
+        It is asked again, `retries` times at most, where it did not get the request or answered that it is busy. An
+        answer whose Retry-After asks for more than `retry_wait_s` is the last.
+        """
         upstream = self._opened.get(config.name) or self._make(config)
-        if not config.retries:
-            return await upstream.open(request)
-        return await _open_with_retries(config, upstream, request)
+        for tried in range(config.retries):
+            wait = None
+            try:
+                answer = await upstream.open(request)
+            except NoConnection:
+                pass
+            else:
+                wait = _retry_after_s(answer)
+                if answer.status not in _RETRIED or (wait or 0.0) > config.retry_wait_s:
+                    return answer
+                answer.release()
+            await asyncio.sleep(random.uniform(0, min(0.5 * 2**tried, config.retry_wait_s)) if wait is None else wait)
+        return await upstream.open(request)
 
     async def close(self) -> None:
         for upstream in self._opened.values():
@@ -73,6 +188,17 @@ class Upstreams:
         return made
 
 
+def _retry_after_s(answer: Answer) -> float | None:
+    """The seconds that Retry-After asks for, as a number or a date; None if it cannot be read."""
+    value = answer.retry_after
+    if value.isdecimal():
+        return float(value)
+    try:
+        return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return None
+
+
 class Target(NamedTuple):
     """One attempt to get a call answered: the upstream of this route and the request as sent; `sent` is its body.
 
@@ -84,11 +210,6 @@ class Target(NamedTuple):
     sent: dict[str, Any]
     injection: Injection
     translated: bool = False
-
-    @property
-    def model(self) -> str | None:
-        model = self.sent.get("model")
-        return model if isinstance(model, str) else None
 
 
 _FORM_NAME = b'name="model"\r\n'
@@ -132,7 +253,7 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
     own: tuple[Piece, ...] | None = (request.body,)
     if "model" in changed and "model" in body:
         own = with_model(request.body.rstrip(), changed.pop("model"))
-    if own is None or not body or any(name in body for name in changed):
+    if own is None or not body or not changed.keys().isdisjoint(body):
         return request.with_body(encode(sent))
     request = request.with_body(*own)
     return request.with_members(orjson.dumps(changed)) if changed else request
@@ -152,139 +273,6 @@ def form_model(body: bytes) -> re.Match[bytes] | None:
 def _with_form_model(body: bytes, model: str) -> bytes:
     match = form_model(body)
     return body if match is None else body[: match.start(1)] + model.encode() + body[match.end(1) :]
-
-
-class Attempts:
-    """A call's targets, tried in order until one answers: `async with attempts as answer`.
-
-    `target` is the one that is under way, or that answered. `ask` makes a target when its turn has come; its second
-    argument asks for a plain one, without any injection.
-    """
-
-    def __init__(self, upstreams: Upstreams, route: Route, ask: Callable[[Route, bool], Target]) -> None:
-        self._upstreams = upstreams
-        self._ask = ask
-        self._left = list(route.fallbacks)
-        self._first = route
-        self._open_first: Callable[[Request], Awaitable[Answer]] | None = None
-        self._answer: Answer | None = None
-        self.target = ask(route, False)
-
-    def begin_with(self, open_first: Callable[[Request], Awaitable[Answer]]) -> None:
-        """Use this function to send the request to the first upstream."""
-        self._open_first = open_first
-
-    @property
-    def upstream(self) -> UpstreamConfig:
-        """Return the upstream that the call is at, or that answered it."""
-        return self.target.route.upstream
-
-    @property
-    def fell_back(self) -> bool:
-        return self.target.route is not self._first
-
-    async def __aenter__(self) -> Answer:
-        """The first answer that is neither 429 nor a server's error; the last upstream's, or its error, if none is."""
-        while True:
-            route = self.target.route
-            if route.fallbacks and self._upstreams.health.is_down(route.upstream) and self._move_on("it is down"):
-                continue
-            try:
-                answer = await self._open()
-            except (UpstreamUnreachable, UpstreamTimeout, Unsupported) as error:
-                if not self._move_on(error.message):
-                    raise
-            else:
-                status = answer.status
-                if status < 429 or 429 < status < 500 or not self._move_on(f"it answered {status}"):
-                    self._answer = answer
-                    return answer
-                answer.release()
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._answer is not None
-        self._answer.release()
-
-    async def _open(self) -> Answer:
-        answer = await self._send()
-        for _ in range(JOIN_TRIES):
-            if not self._may_have_joined(answer.status):
-                break
-            refusal = await answer.read()
-            if (self.target.route.model or "").encode() not in refusal:
-                answer = ReadAnswer(answer, refusal)  # something else is missing
-                break
-            answer.release()
-            await asyncio.sleep(JOIN_S)
-            answer = await self._send()
-        if not self.target.injection:
-            return answer
-        attempt = self.upstream.name, self.target.injection
-        if answer.status == 200:
-            self._upstreams.taken.add(attempt)
-        elif self._may_be_ours(answer.status):
-            # Perhaps because of our additions; if not, the agent gets the error for its own request.
-            refusal = await answer.read()
-            known = attempt in self._upstreams.taken and not self.target.translated
-            if known and not self.target.injection.is_named_in(refusal):
-                return ReadAnswer(answer, refusal)
-            answer.release()
-            self.target = self._ask(self.target.route, True)
-            answer = await self._send()
-        return answer
-
-    def _may_have_joined(self, status: int) -> bool:
-        """Whether a router may have chosen a server that has just come up. It has the version within a moment."""
-        return status == 404 and bool(self.upstream.servers) and bool(self.target.route.version)
-
-    def _may_be_ours(self, status: int) -> bool:
-        """Whether the agent's own request might get another answer, or another message."""
-        return status in _REFUSALS or (self.target.translated and 400 <= status < 500 and status not in _RETRIED)
-
-    async def _send(self) -> Answer:
-        if self._open_first is not None and not self.fell_back:
-            return await self._open_first(self.target.request)
-        return await self._upstreams.open(self.upstream, self.target.request)
-
-    def _move_on(self, reason: str) -> bool:
-        """Whether there is another upstream to ask: it is the target now."""
-        if not self._left:
-            return False
-        following = self._left.pop(0)
-        log.warning("upstream %s: %s; %s gets the call", self.upstream.name, reason, following.upstream.name)
-        self.target = self._ask(following, False)
-        return True
-
-
-async def _open_with_retries(config: UpstreamConfig, upstream: Upstream, request: Request) -> Answer:
-    """`upstream.open`, as often as `retries` says; its last answer or error if none is a good one.
-
-    An answer whose Retry-After asks for more than `retry_wait_s` is the last.
-    """
-    for tried in range(config.retries):
-        wait = None
-        try:
-            answer = await upstream.open(request)
-        except NoConnection:
-            pass
-        else:
-            wait = _retry_after_s(answer)
-            if answer.status not in _RETRIED or (wait or 0.0) > config.retry_wait_s:
-                return answer
-            answer.release()
-        await asyncio.sleep(random.uniform(0, min(0.5 * 2**tried, config.retry_wait_s)) if wait is None else wait)
-    return await upstream.open(request)
-
-
-def _retry_after_s(answer: Answer) -> float | None:
-    """The seconds that Retry-After asks for, as a number or a date; None if it cannot be read."""
-    value = answer.retry_after
-    if value.isdecimal():
-        return float(value)
-    try:
-        return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except ValueError:
-        return None
 
 
 # What may stand before the first line of a stream, and before JSON: a byte order mark, blanks.

@@ -38,7 +38,7 @@ _QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
 MAX_HEADER_BYTES = 256 * 1024
 MAX_HEADERS = 1000
 # What aiohttp decodes.
-_DECODED = frozenset(b"gzip deflate br zstd".split())
+_DECODED = frozenset(["gzip", "deflate", "br", "zstd"])
 _CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
 # By whether the agent's credentials stay here, and whether the answer is to come uncompressed.
 _NOT_PASSED_ON = {
@@ -170,10 +170,31 @@ class HttpAnswer:
         return self._response.headers.get("Retry-After", "")
 
     def headers(self, *, keep_length: bool) -> list[Header]:
-        return _response_headers(self._config, self._response, keep_length=keep_length)
+        """Return the upstream's headers, less those of the connection.
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        return _chunks(self._config, self._response.content)
+        Without `keep_length` the body may change: its length goes too, and an encoding that was undone.
+        """
+        upstream, response = self._config, self._response
+        headers = [(name.lower(), value) for name, value in response.raw_headers]
+        dropped = _HOP_BY_HOP if keep_length else _HOP_BY_HOP_AND_LENGTH
+        if not keep_length and response.headers.get("Content-Encoding", "").lower() in _DECODED:
+            dropped |= {b"content-encoding"}
+        if named := _named_by_connection(headers):
+            dropped |= named
+        if "Location" in response.headers:
+            headers = [
+                (name, _location(upstream, response.url, value) if name == b"location" else value)
+                for name, value in headers
+            ]
+        mask = _key_mask(upstream)
+        return [(name, value if mask is None else mask.once(value)) for name, value in headers if name not in dropped]
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        mask = _key_mask(self._config)
+        while data := await _next(self._config, self._response.content):
+            yield data if mask is None else mask.feed(data)
+        if mask is not None:
+            yield mask.end()
 
     async def read(self) -> bytes:
         if _key_mask(self._config) is not None:
@@ -184,14 +205,6 @@ class HttpAnswer:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-async def _chunks(upstream: UpstreamConfig, content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    mask = _key_mask(upstream)
-    while data := await _next(upstream, content):
-        yield data if mask is None else mask.feed(data)
-    if mask is not None:
-        yield mask.end()
-
-
 async def _next(upstream: UpstreamConfig, content: aiohttp.StreamReader) -> bytes:
     """The next bytes of a body that have arrived; none at its end."""
     try:
@@ -200,24 +213,6 @@ async def _next(upstream: UpstreamConfig, content: aiohttp.StreamReader) -> byte
         raise UpstreamTimeout(f"upstream {upstream.name}: nothing for {upstream.idle_timeout_s} s") from None
     except (aiohttp.ClientError, OSError) as error:
         raise _broken_off(upstream, error) from None
-
-
-def _response_headers(upstream: UpstreamConfig, response: aiohttp.ClientResponse, *, keep_length: bool) -> list[Header]:
-    """The upstream's headers, less those of the connection.
-
-    Without `keep_length` the body may change: its length goes too, and an encoding that was undone.
-    """
-    headers = [(name.lower(), value) for name, value in response.raw_headers]
-    dropped = _HOP_BY_HOP if keep_length else _HOP_BY_HOP_AND_LENGTH
-    if not keep_length and _is_decoded(response):
-        dropped |= {b"content-encoding"}
-    if named := _named_by_connection(headers):
-        dropped |= named
-    if "Location" in response.headers:
-        url = response.url
-        headers = [(name, _location(upstream, url, value) if name == b"location" else value) for name, value in headers]
-    mask = _key_mask(upstream)
-    return [(name, value if mask is None else mask.once(value)) for name, value in headers if name not in dropped]
 
 
 def _location(upstream: UpstreamConfig, requested: URL, value: bytes) -> bytes:
@@ -239,10 +234,6 @@ def _location(upstream: UpstreamConfig, requested: URL, value: bytes) -> bytes:
     return f"{relpath(directory, requested.raw_path.rpartition('/')[0])}/{name}{query}".encode()
 
 
-def _is_decoded(response: aiohttp.ClientResponse) -> bool:
-    return response.headers.get("Content-Encoding", "").lower().encode() in _DECODED
-
-
 def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[str, str]]:
     identity = request.identity or upstream.api_key is not None or bool(upstream.masked)  # to find the key in it
     dropped = _NOT_PASSED_ON[upstream.api_key is not None or not request.forward_authorization, identity]
@@ -262,8 +253,7 @@ def _request_headers(upstream: UpstreamConfig, request: Request) -> list[tuple[s
 
 def _named_by_connection(headers: Iterable[Header]) -> set[bytes]:
     """The headers that `Connection` says are for one hop only. `headers` have lower-case names."""
-    named = [value for name, value in headers if name == b"connection"]
-    return {token.strip().lower() for value in named for token in value.split(b",")}
+    return {token.strip().lower() for name, value in headers if name == b"connection" for token in value.split(b",")}
 
 
 class _Pieces(aiohttp.Payload):

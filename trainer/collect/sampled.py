@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ...proxy.apis.as_chat.template import Template
 from ...proxy.apis.as_chat.translators import CHAT_ENDPOINT, chat_request
-from ...proxy.apis.shaping import constraint, is_not_followed
+from ...proxy.apis.tokens import constraint, is_not_followed
 from ...proxy.errors import UpstreamTimeout, UpstreamUnreachable
 from ...proxy.json_text import dumps
 from ...proxy.policy.vllm import VllmError

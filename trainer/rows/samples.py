@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...proxy.apis.shaping import constraint, is_not_followed
+from ...proxy.apis.tokens import constraint, is_not_followed
 from ...proxy.config.policy import DEFAULT_ADAPTER
 from ...proxy.types import ModelCall
 from ..types import Sample, Sampling

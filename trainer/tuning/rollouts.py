@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ...proxy.apis.shaping import can_be_imitated
+from ...proxy.apis.tokens import can_be_imitated
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import LightningError, NotFound
 from ...proxy.returns import Rules

@@ -54,8 +54,10 @@ def is_same(a: Any, b: Any) -> bool:
 
 def same_prefix(a: list[Any], b: list[Any]) -> int:
     """Count the leading elements that are the same JSON in `a` and `b`."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((i for i, (one, other) in pairs if not is_same(one, other)), min(len(a), len(b)))
+    for i, (one, other) in enumerate(zip(a, b, strict=False)):
+        if not is_same(one, other):
+            return i
+    return min(len(a), len(b))
 
 
 def same_text(a: str, b: str) -> int:

@@ -5,10 +5,9 @@ import pytest
 
 from lightning_proxy.proxy.apis.chat import ChatStream
 from lightning_proxy.proxy.apis.inject import Injection, clean, inject
-from lightning_proxy.proxy.apis.shaping import GREEDY, MEDIA, can_be_imitated
 from lightning_proxy.proxy.apis.sse import encode
 from lightning_proxy.proxy.apis.stream import Transcript
-from lightning_proxy.proxy.apis.tokens import Tokens
+from lightning_proxy.proxy.apis.tokens import GREEDY, MEDIA, Tokens, can_be_imitated
 from lightning_proxy.proxy.apis.tools import tool_calls, tool_results
 from lightning_proxy.proxy.types import Choice, ToolCall, ToolResult
 

@@ -1,7 +1,7 @@
 import pytest
 
 from lightning_proxy.proxy.errors import InvalidRequest
-from lightning_proxy.proxy.gateway.relay import DataPath, is_data_path, name_rollout, parse_path
+from lightning_proxy.proxy.gateway.relay import DataPath, name_rollout, parse_path
 from lightning_proxy.proxy.types import RolloutName
 
 PLAIN = DataPath("/v1/chat/completions")
@@ -20,7 +20,6 @@ IN_URL = DataPath("/v1/chat/completions", "from-url", "url-task", "url-agent")
 )
 def test_data_paths_are_split(path, expected):
     assert parse_path(path) == expected
-    assert is_data_path(path)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +40,7 @@ def test_data_paths_are_split(path, expected):
     ],
 )
 def test_other_paths_are_not_data_paths(path):
-    assert not is_data_path(path)
+    assert parse_path(path) is None
 
 
 def test_a_header_wins_over_url_and_key():

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.apis.shaping import NOT_FOLLOWED
+from lightning_proxy.proxy.apis.tokens import NOT_FOLLOWED
 from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.control.transitions import message_of
 from lightning_proxy.proxy.returns import Rules

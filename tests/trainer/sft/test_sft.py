@@ -23,8 +23,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from traffic.recording import read
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from lightning_proxy.proxy.apis.shaping import GREEDY, MEDIA, NOT_FOLLOWED
-from lightning_proxy.proxy.apis.tokens import NOT_THE_POLICY
+from lightning_proxy.proxy.apis.tokens import GREEDY, MEDIA, NOT_FOLLOWED, NOT_THE_POLICY
 from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
