@@ -48,7 +48,8 @@ def moved_nothing(metrics: Mapping[str, Any]) -> bool:
 class TrainingLoop:
     """Trains on the store's rollouts and publishes every step. Killed at any moment, it resumes from the last step.
 
-    `order` sorts the groups; by default the longest waiting come first.
+    `order` sorts the groups; by default the longest waiting come first. `base` is the number of the policy version that
+    the trainer's weights build on; `live` is everywhere the version that answers agents, usually the same.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class TrainingLoop:
         self._other_weights: str | None = None
         self._fresh = True  # nothing has changed the trainer's weights yet
         self._free_since = time.perf_counter()
-        self.version = 0  # the policy version that the trainer's weights build on
+        self.base = 0
 
     async def run(self, stop: asyncio.Event, *, once: bool = False) -> None:
         """Train until `stop` is set, `trainer.max_steps` are done, or (with `once`) no complete group is left.
@@ -110,7 +111,7 @@ class TrainingLoop:
 
     async def _train_when_due(self, once: bool) -> bool:
         """Take a step if the schedule and the rollouts allow one now. `once` asks no schedule."""
-        waits_for = await self._publisher.waits_for(self.version)
+        waits_for = await self._publisher.waits_for(self.base)
         if waits_for is None and not once:
             waits_for = await self._schedule.waits_for()
         if waits_for is not None and self._waits_for is None:
@@ -137,7 +138,7 @@ class TrainingLoop:
         `fewer`, `since` and JudgeError are those of `Collector.next_batch`.
         """
         started = time.perf_counter()
-        batch = await self.collector.next_batch(self.version, fewer=fewer, since=since)
+        batch = await self.collector.next_batch(self.base, fewer=fewer, since=since)
         if batch is None:
             return False
         metrics: dict[str, Any] = {"wait_s": started - self._free_since, "collect_s": time.perf_counter() - started}
@@ -182,7 +183,7 @@ class TrainingLoop:
             metrics["left_out_because"] = left_out
             log.warning("step %d: %s", batch.step, left_out)
         if self._publisher.publishes:
-            metrics |= await self._monitor.of_step(self.version, metrics)
+            metrics |= await self._monitor.of_step(self.base, metrics)
         return metrics
 
     async def _commit(self, step: int, metrics: dict[str, Any]) -> None:
@@ -204,7 +205,7 @@ class TrainingLoop:
         if metrics["skipped"]:
             log.error("step %d was skipped: %s; its rollouts are not used", step, metrics["skipped_because"])
         elif "collapse" in metrics:
-            self.version = UNPUBLISHED
+            self.base = UNPUBLISHED
         due = self._publisher.is_due(step, metrics)
         return due and not moved_nothing(metrics) and "collapse" not in metrics
 
@@ -216,8 +217,8 @@ class TrainingLoop:
         assert isinstance(self._publisher, Publisher), "nothing is due without one"
         started = time.perf_counter()
         try:
-            live = await self._publisher.publish(step, samples, scalars(metrics), self.version, self._stop)
-            metrics["version"] = self.version = live.version
+            published = await self._publisher.publish(step, samples, scalars(metrics), self.base, self._stop)
+            metrics["version"] = self.base = published.version
             metrics |= self._publisher.measured
             await self._publisher.files.prune(await self._monitor.keep())
         except Superseded as error:
@@ -252,7 +253,7 @@ class TrainingLoop:
         if last is None:
             if not self._fresh:
                 await in_thread(self._trainer.load, self._checkpoints / "0")
-                self.version = 0
+                self.base = 0
             self._fresh = False
             return None
         if last.checkpoint is None or not Path(last.checkpoint).is_dir():
@@ -260,10 +261,10 @@ class TrainingLoop:
                 f"the checkpoint of step {last.step} is gone: {last.checkpoint}; use a new store, or restore it"
             )
         await in_thread(self._trainer.load, Path(last.checkpoint))
-        self.version = last.base if last.version is None else last.version
-        log.info("resuming after step %d (policy version %d)", last.step, self.version)
+        self.base = last.base if last.version is None else last.version
+        log.info("resuming after step %d (policy version %d)", last.step, self.base)
         if last.version is None and "collapse" in last.metrics:
-            self.version = UNPUBLISHED
+            self.base = UNPUBLISHED
         return last
 
     async def _finish_publishing(self, publisher: Publisher, last: Step) -> None:
@@ -275,9 +276,9 @@ class TrainingLoop:
         stopped = await self._monitor.look() is not None
         last = await self._store.steps.last() or last  # the monitor may have written into its metrics
         if stopped and last.version is None:
-            self.version = UNPUBLISHED
+            self.base = UNPUBLISHED
         done = moved_nothing(last.metrics) or publisher.is_done(live, last)
-        builds_on = await publisher.builds_on(self.version, live)
+        builds_on = await publisher.builds_on(self.base, live)
         if not stopped and builds_on and (not done or publisher.is_of_another_mode(live)):
             await self._publish_again(last)
         elif "publish_s" not in last.metrics:  # killed after it was published, or skipped
@@ -302,7 +303,7 @@ class TrainingLoop:
         """After a promotion or rollback by hand, train on from that version."""
         await self._publisher.look_at_others()
         live = await self._store.versions.live()
-        if live.version == self.version or await self._publisher.builds_on(self.version, live):
+        if live.version == self.base or await self._publisher.builds_on(self.base, live):
             await self._warn_of_other_weights()
             return
         step = await self._store.steps.of_version(live.version)
@@ -311,13 +312,13 @@ class TrainingLoop:
             raise ConfigError(f"policy version {live.version} is live, but its checkpoint {checkpoint} is gone")
         log.warning("policy version %d is live: training continues from it", live.version)
         await in_thread(self._trainer.load, checkpoint)
-        self.version = live.version
+        self.base = live.version
         if step is not None and self._publisher.is_of_another_mode(live):
             await self._publish_again(step)
 
     async def _warn_of_other_weights(self) -> None:
         """Log once that the proxy found the policy's server not answering as the live version did."""
-        problem = await self._store.probes.problem(self.version)
+        problem = await self._store.probes.problem(self.base)
         if problem is not None and problem != self._other_weights:
             log.error("rollouts come from other weights: %s", problem)
         self._other_weights = problem

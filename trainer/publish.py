@@ -50,12 +50,12 @@ class NoPublisher:
         """Return whether the weights of a step are to be published."""
         return False
 
-    async def builds_on(self, version: int, live: PolicyVersion) -> bool:
-        """Return whether weights trained on from `version` build on the live version."""
-        return version == live.version
+    async def builds_on(self, base: int, live: PolicyVersion) -> bool:
+        """Return whether weights that build on version `base` build on the live one, too."""
+        return base == live.version
 
-    async def waits_for(self, version: int) -> str | None:
-        """Return the reason why training from weights of `version` must wait; None if it need not."""
+    async def waits_for(self, base: int) -> str | None:
+        """Return the reason why training on from version `base` must wait; None if it need not."""
         return None
 
     def is_of_another_mode(self, live: PolicyVersion) -> bool:

@@ -37,7 +37,13 @@ STALE = "stale: sampled by too old a policy version"
 
 
 class Collector:
-    """Finds groups that are ready and claims them for a step."""
+    """Finds groups that are ready and claims them for a step. `next_batch` is the way from groups to rows:
+
+    1. `_read` reads a group's rollouts, and `_trainable` drops those that cannot be trained on
+    2. `_compare` turns their rewards into advantages (`credit/`)
+    3. `_take_rollout` joins the calls of each into rows (`rows/`)
+    4. `_claim` marks all of it as a step's; `_drop` ends groups that teach nothing
+    """
 
     def __init__(
         self,
@@ -71,113 +77,50 @@ class Collector:
         self._seen = Seen()
         self._logged: set[str] = set()  # why nothing was learned, since the last step
 
-    async def next_batch(self, live: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
-        """Claim the rollouts of the next step; None while there are too few. `live` is the live policy version.
+    async def next_batch(self, base: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
+        """Claim the rollouts of the next step, which trains on from version `base`; None while there are too few.
 
         A step takes `tasks_per_step` groups, or fewer once one of them has waited for `group_timeout_s`, or with
         `fewer`. With `since` (Unix time), only groups count that have waited since then or longer. Raises JudgeError if
         the judge does not answer, UpstreamUnreachable if a vLLM that is away knows a grammar; then nothing is claimed.
         """
         while groups := await self._waiting.next(fewer=fewer, since=since):
-            takes = await self._takes(live, groups)
+            takes = await self._takes(base, groups)
             idle = [take for take in takes if not take.rollouts]
-            if len(idle) < len(takes) and not (idle and self._config.dynamic_sampling):
-                batch = await self._claim(together(takes, live))
-                self._waiting.forget(groups)
-                return batch
-            apart = len(takes) == len(groups)
-            await self._drop(together(idle, live))
-            self._waiting.forget(g for i, g in enumerate(groups) if not apart or not takes[i].rollouts)
+            if len(idle) == len(takes) or (idle and self._config.dynamic_sampling):
+                await self._drop(together(idle))  # others may take their place
+            else:
+                return await self._claim(together(takes))
         return None
 
-    async def _claim(self, take: Take) -> Batch:
-        self._seen.add(take.seen)
-        seen, self._seen = self._seen, Seen()
-        self._logged.clear()
-        step = await self._store.steps.claim(take.rollout_ids, take.live, take.dropped, take.groups, take.credit)
-        return Batch(
-            step=step,
-            samples=tuple(take.samples),
-            rollout_ids=take.rollout_ids,
-            metrics={**seen.metrics(), **take.metrics()},
-            compared=take.seen.rollouts,
-            compared_by_adapter=take.compared,
-            tasks=seen.tasks(),
-            left_out=seen.left_out(),
-        )
-
-    async def _drop(self, take: Take) -> None:
-        """Drop groups from which nothing can be learned. They are counted in the next step."""
-        self._seen.add(take.seen)
-        await self._store.steps.drop(take.dropped, take.groups)
-        if new := take.dropped.keys() - self._logged:
-            self._logged |= new
-            log.warning("no step: %s", take.why_nothing)
-        found = await self._store.waiting.standstill(self._config.rollouts_per_step)
-        if found is not None and STANDSTILL not in self._logged:
-            self._logged.add(STANDSTILL)
-            log.warning("%s", found.story)
-
-    async def waiting(self) -> tuple[int, float | None]:
-        """Return how many complete rollouts wait for a step, and the Unix time at which the oldest began to wait."""
-        return await self._waiting.totals()
-
-    async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
-        """Return the rows of rollouts that were trained on before, without advantages."""
-        found: list[Sample] = []
-        for rollout in rollouts:
-            with suppress(NotFound):  # deleted meanwhile
-                calls = self._trained(await self._store.calls.of(rollout.rollout_id))
-                found += self._rows(calls, [0.0] * len(calls), rollout).samples
-        return found
-
-    async def _takes(self, live: int, groups: Sequence[Group]) -> list[Take]:
+    async def _takes(self, base: int, groups: Sequence[Group]) -> list[Take]:
         """The part of each group in a step. A baseline across tasks makes one group of all."""
-        found = [await self._look_at(Take(live), group) for group in groups]
+        takes = [await self._read(group, base) for group in groups]
         if self._config.baseline in ACROSS_TASKS:
-            parts: dict[str | None, list[ComparedRollouts]] = {}
-            alone: list[ComparedRollouts] = []
-            for group, (_, comparisons) in zip(groups, found, strict=True):
-                compared = group.task_id is not None or self._config.lone_rollouts == "running"
-                (parts.setdefault(group.owner, []) if compared else alone).extend(comparisons)
-            across = [
-                ComparedRollouts([m for part in of for m in part.members], [s for part in of for s in part.known])
-                for of in parts.values()
-            ]
-            found = [(together((take for take, _ in found), live), [*across, *alone])]
-        for take, comparisons in found:
-            for comparison in comparisons:
-                await self._take_group(take, comparison)
-        return [take for take, _ in found]
+            takes = [self._across_tasks(takes)]
+        for take in takes:
+            for comparison in take.comparisons:
+                await self._compare(take, comparison)
+        return takes
 
-    async def _look_at(self, take: Take, group: Group) -> tuple[Take, list[ComparedRollouts]]:
+    async def _read(self, group: Group, base: int) -> Take:
         """Read a group: siblings are compared with each other, rollouts without a task each with earlier ones."""
+        take = Take(base, waiting=[group])
         if group.task_id is None:
             limit = self._config.rollouts_per_step
-            lone = await self._members(take, await self._store.waiting.lone_rollouts(limit, self._failed))
-            return take, [ComparedRollouts([member]) for member in lone]
+            lone = await self._trainable(take, await self._store.waiting.lone_rollouts(limit, self._failed))
+            take.comparisons = [ComparedRollouts([member]) for member in lone]
+            return take
         siblings, awaited = await self._store.waiting.siblings(group)
         take.counts["groups"] += 1
         take.counts["groups_incomplete"] += not group.complete
         ids = [*(rollout.rollout_id for rollout in siblings), *awaited]
         take.groups += [ComparedGroup(group.task_id, ids)] if siblings else []
-        return take, [ComparedRollouts(await self._members(take, siblings), await self._known(group, take.live))]
+        members = await self._trainable(take, siblings)
+        take.comparisons = [ComparedRollouts(members, await self._compared_before(group, base))]
+        return take
 
-    async def _known(self, group: Group, live: int) -> list[Sibling]:
-        """The siblings that were compared before these ended."""
-        if group.group_id is None:
-            return []
-        read = [
-            await self._siblings.read(r) for r in await self._store.waiting.compared_before(group) if self._counts(r)
-        ]
-        known = [sibling for sibling in read if sibling is not None and sibling.rewards.posted is not None]
-        return [sibling for sibling in known if self._unfit(sibling.calls, live) in (None, STALE)]
-
-    def _counts(self, rollout: Rollout) -> bool:
-        """Whether a rollout ended in a way that has a reward."""
-        return rollout.status == "completed" or (self._failed and rollout.status == "failed")
-
-    async def _members(self, take: Take, siblings: Sequence[Rollout]) -> list[TrainingMember]:
+    async def _trainable(self, take: Take, siblings: Sequence[Rollout]) -> list[TrainingMember]:
         """Those of `siblings` that can be trained on. The others are dropped, with the reason."""
         take.drop("failed or discarded", (r for r in siblings if r.status != "running" and not self._counts(r)))
         members = [TrainingMember(r, s) for r in siblings if self._counts(r) and (s := await self._siblings.read(r))]
@@ -186,7 +129,7 @@ class Collector:
         rewarded = [m for m in members if m.sibling.rewards.posted is not None]
         found = []
         for rollout, sibling in rewarded:
-            if reason := self._unfit(sibling.calls, take.live):
+            if reason := self._unfit(sibling.calls, take.base):
                 take.counts["rollouts_stale"] += reason == STALE
                 take.drop(reason, [rollout])
             elif judged := await self._siblings.judged(rollout, sibling):
@@ -197,20 +140,7 @@ class Collector:
                 take.compared.update(took_part or {DEFAULT_ADAPTER})
         return found
 
-    def _unfit(self, calls: Sequence[ModelCall], live: int) -> str | None:
-        """Why a rollout with these calls is not trained on; None if it is."""
-        trained = self._trained(calls)
-        if calls and not trained:
-            return "trainer.agents names none of its agents"
-        if calls and all(call.policy_version is None for call in calls):
-            return "answered by other models than the policy"
-        return STALE if live - _oldest_version(trained, live) > self._config.max_staleness else None
-
-    def _trained(self, calls: Sequence[ModelCall]) -> list[ModelCall]:
-        """The calls of trained agents. Other agents' answers are context in the prompts of these calls."""
-        return [call for call in calls if self._agents.role(call.agent) is not None]
-
-    async def _take_group(self, take: Take, comparison: ComparedRollouts) -> None:
+    async def _compare(self, take: Take, comparison: ComparedRollouts) -> None:
         """Compare the members with each other, or a lone one with earlier rollouts, and take those to learn from."""
         members, known = comparison.members, list(comparison.known)
         if len(members) == 1 and not known and self._config.lone_rollouts == "running":
@@ -255,12 +185,7 @@ class Collector:
             CallCredit(rollout.rollout_id, call.seq, returned, advantage, *placement)
             for (call, returned, advantage), placement in zip(taught, made.placements, strict=True)
         ]
-        take.staleness.append(max(0, take.live - _oldest_version([call for call, _, _ in taught], take.live)))
-
-    def _leave_out(self, take: Take, reason: str, rollouts: Sequence[Rollout]) -> None:
-        """Drop rollouts with absurd numbers, which would spoil the entire step, and name them."""
-        log.warning("left out: %s: %s", ", ".join(rollout.rollout_id for rollout in rollouts), reason)
-        take.drop(reason, rollouts)
+        take.staleness.append(max(0, take.base - _oldest_version([call for call, _, _ in taught], take.base)))
 
     def _rows(self, calls: Sequence[ModelCall], advantages: Sequence[float], rollout: Rollout) -> RolloutSamples:
         """The rows of a rollout, those of each adapter apart: another adapter's answers are context in its prompts."""
@@ -284,6 +209,96 @@ class Collector:
             samples += made.samples
             counts += made.counts
         return RolloutSamples(tuple(samples), counts, tuple(placements[i] for i in range(len(calls))))
+
+    async def _claim(self, take: Take) -> Batch:
+        self._seen.add(take.seen)
+        seen, self._seen = self._seen, Seen()
+        self._logged.clear()
+        step = await self._store.steps.claim(take.rollout_ids, take.base, take.dropped, take.groups, take.credit)
+        self._waiting.forget(take.waiting)
+        return Batch(
+            step=step,
+            samples=tuple(take.samples),
+            rollout_ids=take.rollout_ids,
+            metrics={**seen.metrics(), **take.metrics()},
+            compared=take.seen.rollouts,
+            compared_by_adapter=take.compared,
+            tasks=seen.tasks(),
+            left_out=seen.left_out(),
+        )
+
+    async def _drop(self, take: Take) -> None:
+        """Drop groups from which nothing can be learned. They are counted in the next step."""
+        self._seen.add(take.seen)
+        await self._store.steps.drop(take.dropped, take.groups)
+        self._waiting.forget(take.waiting)
+        if new := take.dropped.keys() - self._logged:
+            self._logged |= new
+            log.warning("no step: %s", take.why_nothing)
+        found = await self._store.waiting.standstill(self._config.rollouts_per_step)
+        if found is not None and STANDSTILL not in self._logged:
+            self._logged.add(STANDSTILL)
+            log.warning("%s", found.story)
+
+    async def waiting(self) -> tuple[int, float | None]:
+        """Return how many complete rollouts wait for a step, and the Unix time at which the oldest began to wait."""
+        return await self._waiting.totals()
+
+    async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
+        """Return the rows of rollouts that were trained on before, without advantages."""
+        found: list[Sample] = []
+        for rollout in rollouts:
+            with suppress(NotFound):  # deleted meanwhile
+                calls = self._trained(await self._store.calls.of(rollout.rollout_id))
+                found += self._rows(calls, [0.0] * len(calls), rollout).samples
+        return found
+
+    def _across_tasks(self, takes: Sequence[Take]) -> Take:
+        """One take of all groups: an owner's rollouts are compared, except lone ones that are compared with none."""
+        joined = together(takes)
+        parts: dict[str | None, list[ComparedRollouts]] = {}
+        alone: list[ComparedRollouts] = []
+        for take, group in zip(takes, joined.waiting, strict=True):
+            compared = group.task_id is not None or self._config.lone_rollouts == "running"
+            (parts.setdefault(group.owner, []) if compared else alone).extend(take.comparisons)
+        joined.comparisons = [
+            ComparedRollouts([m for part in of for m in part.members], [s for part in of for s in part.known])
+            for of in parts.values()
+        ]
+        joined.comparisons += alone
+        return joined
+
+    async def _compared_before(self, group: Group, base: int) -> list[Sibling]:
+        """The siblings that were compared before these ended."""
+        if group.group_id is None:
+            return []
+        read = [
+            await self._siblings.read(r) for r in await self._store.waiting.compared_before(group) if self._counts(r)
+        ]
+        known = [sibling for sibling in read if sibling is not None and sibling.rewards.posted is not None]
+        return [sibling for sibling in known if self._unfit(sibling.calls, base) in (None, STALE)]
+
+    def _counts(self, rollout: Rollout) -> bool:
+        """Whether a rollout ended in a way that has a reward."""
+        return rollout.status == "completed" or (self._failed and rollout.status == "failed")
+
+    def _unfit(self, calls: Sequence[ModelCall], base: int) -> str | None:
+        """Why a rollout with these calls is not trained on; None if it is."""
+        trained = self._trained(calls)
+        if calls and not trained:
+            return "trainer.agents names none of its agents"
+        if calls and all(call.policy_version is None for call in calls):
+            return "answered by other models than the policy"
+        return STALE if base - _oldest_version(trained, base) > self._config.max_staleness else None
+
+    def _trained(self, calls: Sequence[ModelCall]) -> list[ModelCall]:
+        """The calls of trained agents. Other agents' answers are context in the prompts of these calls."""
+        return [call for call in calls if self._agents.role(call.agent) is not None]
+
+    def _leave_out(self, take: Take, reason: str, rollouts: Sequence[Rollout]) -> None:
+        """Drop rollouts with absurd numbers, which would spoil the entire step, and name them."""
+        log.warning("left out: %s: %s", ", ".join(rollout.rollout_id for rollout in rollouts), reason)
+        take.drop(reason, rollouts)
 
 
 def _why_no_rows(counts: Counter[str], not_followed: Counter[str]) -> str:
@@ -311,5 +326,5 @@ def _why_nothing(group: Sequence[Sibling], agents: TrainedAgents) -> str:
     return EQUAL_REWARDS if any(s.calls for s in group) else "no trainable calls"
 
 
-def _oldest_version(calls: Sequence[ModelCall], live: int) -> int:
-    return min((c.policy_version for c in calls if c.trainable and c.policy_version is not None), default=live)
+def _oldest_version(calls: Sequence[ModelCall], base: int) -> int:
+    return min((c.policy_version for c in calls if c.trainable and c.policy_version is not None), default=base)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
+from ...proxy.groups import Group
 from ...proxy.store.training import CallCredit, ComparedGroup
 from ...proxy.types import Rollout
 from ..report.batch_metrics import Seen, sample_metrics, staleness_metrics
@@ -31,9 +32,14 @@ class ComparedRollouts:
 
 @dataclass(slots=True)
 class Take:
-    """The part of a step that comes from some groups. `live` is the live version."""
+    """The part of a step that comes from some groups, which are those `waiting` for it, and how these are compared.
 
-    live: int
+    `base`: the policy version that the step trains on from.
+    """
+
+    base: int
+    waiting: list[Group] = field(default_factory=list)
+    comparisons: list[ComparedRollouts] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
@@ -59,6 +65,7 @@ class Take:
 
     def add(self, other: Take) -> None:
         """Add what comes from other groups."""
+        self.waiting += other.waiting
         self.samples += other.samples
         self.rollouts += other.rollouts
         self.staleness += other.staleness
@@ -88,9 +95,9 @@ class Take:
         }
 
 
-def together(takes: Iterable[Take], live: int) -> Take:
-    """Return several takes as one."""
-    joined = Take(live)
+def together(takes: Sequence[Take]) -> Take:
+    """Return several takes, at least one, as one, which has none of their comparisons."""
+    joined = Take(takes[0].base)
     for take in takes:
         joined.add(take)
     return joined

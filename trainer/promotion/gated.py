@@ -73,21 +73,21 @@ class GatedPublisher(Publisher):
         """Return whether the last step's version is there to be tested, or need not be."""
         return last.version is not None or not self.is_due(last.step, last.metrics)
 
-    async def builds_on(self, version: int, live: PolicyVersion) -> bool:
-        """Return whether `version` was trained on from the live one, with no rejected or failed one between."""
-        if version == live.version:
+    async def builds_on(self, base: int, live: PolicyVersion) -> bool:
+        """Return whether `base` was trained on from the live one, with no rejected or failed one between."""
+        if base == live.version:
             return True
         since = line.chosen_at(live, await self._tests.last_of(live.version))
-        found = await self._store.version_report.line(version, live.version, since)
+        found = await self._store.version_report.line(base, live.version, since)
         return line.builds_on(found, live.version, since)
 
-    async def waits_for(self, version: int) -> str | None:
+    async def waits_for(self, base: int) -> str | None:
         """Return the reason to wait where the weights are so far ahead that rollouts of the live version are stale."""
         live = (await self._store.versions.live()).version
-        if version - live <= self._max_staleness:
+        if base - live <= self._max_staleness:
             return None
         return (
-            f"the gate: its weights are {version - live} versions ahead of the live one, and rollouts may be "
+            f"the gate: its weights are {base - live} versions ahead of the live one, and rollouts may be "
             f"{self._max_staleness} behind (trainer.max_staleness)"
         )
 

@@ -106,7 +106,7 @@ class TuningRun(Generic[T]):
         await self._loop.follow_live_version()
 
     async def _conclude(self, lessons: Lessons[T], metrics: dict[str, Any], directory: Path) -> None:
-        step = await self._store.steps.claim((), self._loop.version)
+        step = await self._store.steps.claim((), self._loop.base)
         self._trainer.adopt(step)
         await self._loop.conclude(Batch(step, lessons.samples, ()), metrics)
         if "publish_s" in metrics:  # not stopped before
@@ -115,7 +115,7 @@ class TuningRun(Generic[T]):
     async def _lessons(self, directory: Path) -> Lessons[T]:
         """The lessons of an unfinished run in `directory`, if it can be resumed; else new ones."""
         section = getattr(self._config, self._method).model_dump(mode="json")
-        settings = {"base": self._loop.version, "seed": self._config.seed, **section}
+        settings = {"base": self._loop.base, "seed": self._config.seed, **section}
         if (directory / NOTE).is_file():
             note = json.loads((directory / NOTE).read_text())
             if note["settings"] == settings and (lessons := await self._again(note)) is not None:

@@ -85,7 +85,7 @@ async def test_a_newer_step_replaces_the_one_that_waits_and_never_the_one_that_i
         await decide(b, "promoted")
         await loop.run(asyncio.Event(), once=True)
         assert await statuses(b) == {0: "ready", 1: "live", 2: "ready", 3: "candidate"}
-        assert loop.version == 3
+        assert loop.base == 3
         await require_seen_clearly(b.store, 3)
         await step(b, loop)
         assert [one.base for one in await b.store.steps.all()] == [0, 1, 2, 3]
@@ -117,7 +117,7 @@ async def test_a_trainer_that_is_started_again_goes_on_with_what_is_tested_and_w
         loop = b.loop()
         await loop.run(asyncio.Event(), once=True)
         assert await statuses(b) == {0: "live", 1: "candidate", 2: "waiting"}
-        assert loop.version == 2
+        assert loop.base == 2
         await decide(b, "promoted")
         again = b.loop()
         await again.run(asyncio.Event(), once=True)
