@@ -225,7 +225,7 @@ class Dispatch:
             return
         is_call = self._forwards and parse_path(scope["path"]) is not None
         if is_call or scope["path"] in _HURRIED:
-            HURRIED.set(True)
+            HURRIED.set(True)  # its statements take no longer than `store.busy_timeout_s`
         if is_call:
             await parts.relay(scope, receive, send)
         elif scope["method"] == "HEAD":

@@ -76,7 +76,7 @@ class TrainingLoop:
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
         self._show = show
         self._stop = asyncio.Event()
-        self._waits_for: str | None = None
+        self._waited_for: str | None = None  # at the last look: logged when a wait begins
         self._other_weights: str | None = None
         self._fresh = True  # nothing has changed the trainer's weights yet
         self._free_since = time.perf_counter()
@@ -114,18 +114,18 @@ class TrainingLoop:
         waits_for = await self._publisher.waits_for(self.base)
         if waits_for is None and not once:
             waits_for = await self._schedule.waits_for()
-        if waits_for is not None and self._waits_for is None:
+        if waits_for is not None and self._waited_for is None:
             log.info("the trainer waits for %s", waits_for)
-        self._waits_for = waits_for
+        self._waited_for = waits_for
         if waits_for is not None:
             return False
         try:
             return await self.train_once(fewer=once or self._schedule.in_rounds, since=self._schedule.round)
         except (JudgeError, UpstreamUnreachable, UpstreamTimeout) as error:
-            await self.wait_for(error)
+            await self.pause_after(error)
             return True  # there is more to do, also with `once`
 
-    async def wait_for(self, error: LightningError) -> None:
+    async def pause_after(self, error: LightningError) -> None:
         """Wait before the next batch is tried: for a judge, or for a vLLM that knows a grammar."""
         log.warning("the step waits: %s", error)
         await pause(self._stop)

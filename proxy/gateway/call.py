@@ -116,15 +116,15 @@ class Gateway:
     async def answer(self, question: Question, reply: Reply) -> None:
         """Answer a call; its record is durable before the answer's last byte leaves."""
         rollout, conversation = await self._rollout(question)
-        # Which weights answer. A call that has no route to them is rewritten by nobody.
+        # Which weights answer. Without a route to them the call fails before a plugin sees it.
         route = await self.policy.route(rollout, model_of(question.body), recorded=question.recorded)
-        question = await self.rewrite(question, rollout)  # as a plugin wants it; the record says what the agent asked
-        decision = await self._chat_decision(question, rollout, route)  # the API's own, or the chat route for it
+        question = await self.rewrite(question, rollout)  # a plugin may change it; records keep the agent's text
+        decision = await self._chat_decision(question, rollout, route)  # to the API's own route, or the chat route
         call = CallUnderWay(self, question, rollout, route, decision, reply, conversation)
         # What failed above this line is not recorded: nothing would have been asked.
         async with call.under_way():
             await call.record_start()
-            # The answer comes after retries and fallbacks, and to a prompt of exact tokens where that is possible.
+            # Entering `attempts` sends the request, with retries and fallbacks, as exact tokens where possible.
             async with asyncio.timeout(route.upstream.total_timeout_s) as limit, call.attempts as answer:
                 await call.pass_on(answer)
                 limit.reschedule(None)  # the rest does not wait for the upstream: the commit, and a slow agent

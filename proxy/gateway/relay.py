@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 # Not TRACE: its answer is the request, with what we add to it.
 _METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 _READS = ("GET", "HEAD")
-_NOBODY = Caller(None, forward_authorization=False)
+_NOBODY = Caller(None, forward_authorization=False)  # of a browser's preflight, whose body is not read
 _RESPONSES = "/v1/responses/"
 _OPERATOR_ROUTES = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 # What a server behind us might resolve to another path than the one that was checked.
@@ -206,10 +206,8 @@ class Relay:
         if dialect is not None:
             await self._gateway.answer(await self._question(visit, body, dialect), reply)
         elif method in _READS and path == "/v1/models":
-            models_request = visit.request(body, identity=True)._replace(
-                method="GET"
-            )  # the server sends no body to HEAD
-            await self._list_models(models_request, visit.rollout, reply)
+            request = visit.request(body, identity=True)._replace(method="GET")  # to HEAD, the server sends no body
+            await self._list_models(request, visit.rollout, reply)
         elif method in _READS and path == f"/v1/models/{self._policy.alias}":
             await reply.json(200, self._policy.alias_entry())
         else:

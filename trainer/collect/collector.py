@@ -254,7 +254,7 @@ class Collector:
         return found
 
     def _across_tasks(self, takes: Sequence[Take]) -> Take:
-        """One take of all groups: an owner's rollouts are compared, except lone ones that are compared with none."""
+        """One take of all groups: an owner's rollouts are compared, lone ones only with `lone_rollouts: running`."""
         joined = together(takes)
         parts: dict[str | None, list[ComparedRollouts]] = {}
         alone: list[ComparedRollouts] = []

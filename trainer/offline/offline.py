@@ -60,7 +60,7 @@ class OfflineRun:
             try:
                 trained = await self._loop.train_once(fewer=True)
             except JudgeError as error:
-                await self._loop.wait_for(error)
+                await self._loop.pause_after(error)
                 continue
             if trained:
                 await self._show()
