@@ -27,7 +27,7 @@ Work = Callable[[LessonPlan, Mapping[str, str], Callable[[str], None]], Awaitabl
 
 
 def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, dry_run: bool) -> None:
-    """Run the whole command. Raise LightningError if a lesson failed."""
+    """Run the command. Raise LightningError if a lesson failed."""
     found = read_experiment(file, config)
     lessons = lessons_of(found, directory)
     results, gpus = results_of(lessons), gpus_of(jobs)
