@@ -20,7 +20,7 @@ from results_page import Page, option
 from rich.progress import track
 from scripted_judge import judged
 
-from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.judge.config import JudgeKeys
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.credit import baselines as advantage
 from lightning_proxy.trainer.credit.strategies import group_advantages
@@ -125,7 +125,7 @@ class Problem:
     play: Callable[[Policy], Episode]
     idle: frozenset[int] = frozenset()
 
-    def sibling(self, episode: Episode, config: TrainerConfig) -> Sibling:
+    def sibling(self, episode: Episode, config: JudgeKeys) -> Sibling:
         found = episode.sibling()
         return judged(found, config, self.idle) if config.judged else found
 
@@ -214,7 +214,7 @@ TWO_AGENTS = (
 )
 
 
-def trained(problem: Problem, config: TrainerConfig, seed: int, groups: int) -> list[float]:
+def trained(problem: Problem, config: JudgeKeys, seed: int, groups: int) -> list[float]:
     """The mean scores of a policy that was trained on `GROUPS` groups, `groups` in a step."""
     policy = Policy(seed)
     # Anchor's advantages are sums of two: it is not to win by longer steps.
@@ -241,7 +241,7 @@ def show(
     before = [[f"{score:.2f}" for score in mean_scores(problem, Policy(0), 5 * EVALUATED)] for problem in problems]
     cells = {"untrained": before}
     for name, settings in track(rows.items(), description=title, transient=True):
-        config = TrainerConfig.model_validate(settings)
+        config = JudgeKeys.model_validate(settings)
         cells[name] = [
             [f"{fmean(of):.2f} ± {stdev(of):.2f}" for of in zip(*seeds, strict=True)]
             for problem in problems

@@ -63,17 +63,18 @@ ABOUT_METRICS = {
 def settings(known: dict[str, str]) -> str:
     """Return the page of all keys, with the meanings that are known."""
     seen: dict[type[BaseModel], str] = {}
-    # The policy's gate comes before the prompts' gate, which has the same keys.
-    sections = sorted(Config.model_fields, key=lambda name: name == "prompts")
-    parts = [SETTINGS_BEGIN]
-    for name in sections:
-        field = Config.model_fields[name]
-        lines = [
-            f"- `{key}` (`{default}`): {known.get(key, 'TODO')}"
-            for key, default in _keys(name, field.annotation, field.get_default(call_default_factory=True), seen)
-        ]
-        parts.append(f"## {name}\n\n" + "\n".join(lines) + "\n")
-    return "\n".join(parts)
+    order = {key: n for n, key in enumerate(known)}  # the page's own; a new key comes at the end of its section
+    parts: dict[str, list[tuple[int, str]]] = {}
+    for name, field in Config.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        parts[name] = sorted(
+            (order.get(key, len(order)), f"- `{key}` (`{shown}`): {known.get(key, 'TODO')}\n")
+            for key, shown in _keys(name, field.annotation, default, seen)
+        )
+    sections = sorted(parts, key=lambda name: parts[name][0][0])
+    return "\n".join([
+        SETTINGS_BEGIN, *(f"## {name}\n\n" + "".join(line for _, line in parts[name]) for name in sections)
+    ])  # fmt: skip
 
 
 def meanings(page: str) -> dict[str, str]:

@@ -132,8 +132,8 @@ async def open_parts(
         parts = Parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
             pins=pins, keys=keys, metrics=metrics, redactor=redactor, bodies=bodies, exact=exact,
-            relay=Relay(config, keys, gateway, bodies), model_check=ModelCheck(config, store, swap),
-            health=upstreams.health, also_forget=plugged.on_deleted, beside=[one.beside(store) for one in plugins],
+            relay=Relay(config, keys, gateway, bodies), beside=[one.beside(config, store) for one in plugins],
+            model_check=ModelCheck(config, store, swap), health=upstreams.health, also_forget=plugged.on_deleted,
         )  # fmt: skip
         if writes:
             await stack.enter_async_context(_at_work(parts, operator, plugged.work))

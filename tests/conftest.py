@@ -23,12 +23,9 @@ from hypothesis import settings
 from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.commands.telemetry import telemetry_off
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.promotion import PromptsConfig
 from lightning_proxy.proxy.config.rollouts import RewardsConfig, RolloutsConfig
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig, StoreConfig, TelemetryConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig, StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.mode import has_gpu
 from lightning_proxy.proxy.policy.operator import KEY_HEADER
@@ -39,6 +36,7 @@ from support.command_line import Done, lightning
 from support.left_open import LeftOpen
 from support.paths import ROOT
 from support.postgres import postgres_server
+from support.sections import PolicyConfig, TrainerConfig
 from support.stores import store_url
 
 WIDE = {"COLUMNS": "80"}
@@ -377,7 +375,6 @@ async def _running(
     config = Config(
         proxy=ProxyConfig(**proxy),
         recording=RecordingConfig(**recording or {}),
-        telemetry=TelemetryConfig(**telemetry or {}),
         rollouts=RolloutsConfig(**rollouts or {}),
         rewards=RewardsConfig(**rewards or {}),
         store=StoreConfig(**{"url": store_url(tmp_path), **(store or {})}),
@@ -399,9 +396,10 @@ async def _running(
             adapters=adapters or {},
             **policy or {},
         ),
-        prompts=PromptsConfig(**prompts or {}),
         plugins=list(plugins),
         trainer=TrainerConfig(**trainer or {}),
+        **({"telemetry": telemetry} if telemetry else {}),
+        **({"prompts": prompts} if prompts else {}),
     )
     server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy) | {"port": 0}))
     task = asyncio.create_task(server.serve())

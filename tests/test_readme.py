@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 from lightning_proxy.commands.run.tasks import read_tasks
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from support.paths import ROOT
+from support.sections import TrainerConfig
 
 README = (ROOT / "README.md").read_text()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.commands import on_board as commands
-from lightning_proxy.proxy.plugins import on_board as proxys
+from lightning_proxy.proxy import on_board as proxys
 from lightning_proxy.trainer.plugins import on_board as trainers
 from support.paths import ROOT
 
@@ -32,7 +32,7 @@ LEVELS = {
         {"returns", "groups"},
         {"config", "types", "providers"},
         {"evidence"},
-        {"errors", "json_text", "aside", "bootstrap"},
+        {"errors", "json_text", "aside", "bootstrap", "on_board"},
     ],
     "trainer": [
         {"main"},
@@ -51,7 +51,10 @@ LEVELS = {
 }
 # Nothing of the core imports them: `plugins/on_board.py` has their names.
 SIDE_ROOMS = {
-    "proxy": {"upstreams/litellm", "otel", "reward_function", "page", "gate", "prompts", "promotion"},
+    "proxy": {
+        *("upstreams/litellm", "otel", "reward_function", "page", "gate", "prompts", "promotion"),
+        *("judge", "guides", "sft", "preferences", "backends"),
+    },
     "trainer": {"judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed", "backends"},
     "commands": {"experiment", "optimize", "page", "prompts", "reward_function"},
 }

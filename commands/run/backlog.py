@@ -80,7 +80,7 @@ class Backlog(BacklogGate):
             raise PolicyCollapsed(f"no version is published any more: {Collapse(**collapse).story}")
         if policy["test"] is not None:
             return True
-        published = _published(policy["last_step"], is_gated=policy["promotion"] == "gated")
+        published = _published(policy["last_step"], is_gated=policy.get("promotion") == "gated")
         left = set(self._ended)
         async for rollout in self._newest():
             if rollout["rollout_id"] in left:

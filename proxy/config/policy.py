@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from .promotion import GateConfig, Promoting
 from .section import Gpu, Port, Seconds, Section
 
 # The adapter of agents that have none of their own. PEFT calls it so.
@@ -30,8 +29,6 @@ class PolicyConfig(Section):
     token_continuity: Literal["text", "exact"] = "text"
     dialects_through_chat: bool = True
     keep_versions: Annotated[int, Field(ge=2)] = 3
-    promotion: Promoting = "immediate"
-    gate: GateConfig = GateConfig()
     directory: Path = Path("lightning-policy")
     verify_samples: Annotated[int, Field(ge=1)] = 4
     verify_tolerance: Annotated[float, Field(gt=0)] | None = None
@@ -56,17 +53,6 @@ class PolicyConfig(Section):
         if self.adapters and self.publish == "merged":
             raise ValueError("policy.adapters needs policy.publish: lora; merged weights are those of one adapter")
         return self
-
-    @model_validator(mode="after")
-    def _keeps_a_rollout_on_its_version(self) -> PolicyConfig:
-        if self.is_gated and not self.pin_rollouts:
-            raise ValueError("policy.promotion gated compares entire rollouts: it needs policy.pin_rollouts true")
-        return self
-
-    @property
-    def is_gated(self) -> bool:
-        """Return whether a new version is tested before it goes live."""
-        return self.promotion == "gated"
 
     @cached_property
     def _adapter_by_agent(self) -> dict[str, str]:

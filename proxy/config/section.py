@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
@@ -59,3 +60,18 @@ CanBeOff = BeforeValidator(_off)
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def of(cls, section: Section) -> Self:
+        """Return a section as a side room knows it: with the room's own keys."""
+        assert isinstance(section, cls)
+        return section
+
+    def secret_keys(self) -> Iterator[str]:
+        """Yield the keys that are kept secret, also those in the sections of this one."""
+        for _, value in self:
+            if isinstance(value, Section):
+                yield from value.secret_keys()
+            for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
+                if isinstance(one, SecretStr):
+                    yield one.get_secret_value()

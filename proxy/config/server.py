@@ -1,4 +1,4 @@
-"""The sections `proxy`, `store`, `recording` and `telemetry`: the server itself and the data that it keeps."""
+"""The sections `proxy`, `store` and `recording`: the server itself and the data that it keeps."""
 
 from __future__ import annotations
 
@@ -126,21 +126,3 @@ class RecordingConfig(Section):
     on_disconnect: Literal["abort", "finish"] = "abort"
     finish_timeout_s: Seconds = 300.0
     redact: RedactConfig = RedactConfig()
-
-
-class TelemetryConfig(Section):
-    otlp_endpoint: str | None = None
-    otlp_headers: dict[str, SecretStr] = {}
-    content: bool = False
-    timeout_s: Seconds = 10.0
-
-    @property
-    def traces_url(self) -> str:
-        return f"{(self.otlp_endpoint or '').rstrip('/')}/v1/traces"
-
-    @field_validator("otlp_endpoint")
-    @classmethod
-    def _is_a_url(cls, url: str | None) -> str | None:
-        if url is not None and not url.startswith(("http://", "https://")):
-            raise ValueError(f"an http(s) URL is needed, such as http://127.0.0.1:4318, got {url!r}")
-        return url

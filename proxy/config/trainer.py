@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
 
 from . import cron
 from .rollouts import DEFAULT_RANGE
-from .section import NOT_SENDABLE, CanBeOff, Gpu, Number, Positive, Seconds, Section, check_url, is_sendable
-from .tinker import TinkerConfig
+from .section import CanBeOff, Gpu, Number, Positive, Seconds, Section
 
 # The fewest earlier rollouts from which a usual reward can be estimated.
 MIN_EARLIER = 4
 
 
-STRATEGIES = ("uniform", "discounted", "anchor", "judge")
 # A function of the user's own in a file, or one of a plugin.
 _OWN = re.compile(r"(.+\.py|[A-Za-z0-9_.-]+):[A-Za-z_][A-Za-z0-9_]*")
 
@@ -27,17 +26,7 @@ def _own(value: str) -> str:
     return value
 
 
-def _strategies(value: Any) -> Any:
-    """Refuse unknown strategies, for all agents or by agent."""
-    for one in value.values() if isinstance(value, dict) else [value]:
-        if not isinstance(one, str) or (one not in STRATEGIES and not _OWN.fullmatch(one)):
-            known = ", ".join(STRATEGIES)
-            raise ValueError(f"{known}, or a function of your own as FILE.py:NAME or PLUGIN:NAME; got {one!r}")
-    return value
-
-
 Own = Annotated[str, AfterValidator(_own)]
-Credit = Annotated[str | dict[str, str], BeforeValidator(_strategies)]
 
 
 class AirConfig(Section):
@@ -46,14 +35,6 @@ class AirConfig(Section):
     bad_arguments: Number = -0.1
     repeated_call: Number = -0.1
     truncated: Number = -0.1
-
-
-class JudgeConfig(Section):
-    model: str | None = None
-    api_base: str | None = None
-    weight: Number = 1.0
-    concurrency: Annotated[int, Field(ge=1)] = 8
-    timeout_s: Seconds = 60.0
 
 
 class ScheduleConfig(Section):
@@ -130,71 +111,18 @@ class CollapseConfig(Section):
         return self
 
 
-class SftConfig(Section):
-    min_reward: Number | None = None
-    top: Annotated[int, Field(ge=1)] = 4
-    epochs: Annotated[int, Field(ge=1)] = 3
-    learning_rate: Positive = 2e-4
-    batch_tokens: Annotated[int, Field(ge=1)] = 2048
-    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
-
-
-class DpoConfig(Section):
-    margin: Positive = 0.1
-    pairs_per_task: Annotated[int, Field(ge=1)] = 4
-    beta: Positive = 0.1
-    epochs: Annotated[int, Field(ge=1)] = 3
-    learning_rate: Positive = 5e-5
-    batch_tokens: Annotated[int, Field(ge=1)] = 8192
-    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
-
-
-class KtoConfig(Section):
-    threshold: Number = 0.0
-    up_weight: Positive = 1.0
-    down_weight: Positive = 1.0
-    beta: Positive = 0.1
-    epochs: Annotated[int, Field(ge=1)] = 3
-    learning_rate: Positive = 5e-5
-    batch_tokens: Annotated[int, Field(ge=1)] = 1024
-    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
-
-
-class TeacherConfig(Section):
-    base_url: str | None = None
-    model: str | None = None
-    api_key: SecretStr | None = None
-    weight: Positive = 1.0
-    concurrency: Annotated[int, Field(ge=1)] = 8
-    timeout_s: Seconds = 120.0
-
-    @model_validator(mode="after")
-    def _check_access(self) -> TeacherConfig:
-        if self.base_url is not None:
-            check_url("base_url", self.base_url, is_vllm=True)
-        elif self.model is not None or self.api_key is not None:
-            raise ValueError("a teacher needs a base_url, such as http://127.0.0.1:8200/v1")
-        if self.api_key is not None and not is_sendable(self.api_key):
-            raise ValueError(f"api_key cannot be sent: {NOT_SENDABLE}")
-        return self
-
-    @property
-    def credentials(self) -> dict[str, str]:
-        """Return the header that carries its key; empty without a key."""
-        return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key.get_secret_value()}"}
-
-
 class TrainerConfig(Section):
-    backend: Literal["local", "tinker"] = "local"
-    tinker: TinkerConfig = TinkerConfig()
+    # What side rooms add to: the names of strategies of credit, and to what a step may learn without rewards.
+    strategies: ClassVar[tuple[str, ...]] = ("uniform", "discounted", "anchor")
+    beside_rewards: ClassVar[str] = ""
+
     agents: Annotated[list[str], Field(min_length=1)] | None = None
     agent_credit: Literal["team", "own"] = "team"
-    credit: Credit = "uniform"
+    credit: str | dict[str, str] = "uniform"
     discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     anchor_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     reward_weights: dict[str, Number] = {"reward": 1.0}
     air: AirConfig = AirConfig()
-    judge: JudgeConfig = JudgeConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     baseline: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
     lone_rollouts: Literal["drop", "running"] = "drop"
@@ -205,7 +133,6 @@ class TrainerConfig(Section):
     group_timeout_s: Seconds = 600.0
     dynamic_sampling: bool = False
     max_steps: Annotated[int, Field(ge=1)] | None = None
-    promote_every: Annotated[int, Field(ge=1)] = 1
     max_staleness: Annotated[int, Field(ge=0)] = 8
     loss_type: LossType = "cispo"
     loss: Own | None = None
@@ -219,12 +146,6 @@ class TrainerConfig(Section):
     importance_cap: Annotated[float, Field(gt=0)] = 2.0
     sapo: SapoConfig = SapoConfig()
     vespo: VespoConfig = VespoConfig()
-    sft: SftConfig = SftConfig()
-    dpo: DpoConfig = DpoConfig()
-    kto: KtoConfig = KtoConfig()
-    hints: Annotated[Literal["off", "comments", "siblings"], CanBeOff] = "off"
-    hint_weight: Positive = 1.0
-    teacher: TeacherConfig = TeacherConfig()
     guide_limit: Positive = 5.0
     kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     kl_metric: bool = False
@@ -257,6 +178,16 @@ class TrainerConfig(Section):
         """Return `rewards.range`. A reward that was stored before there was one counts as the nearer end."""
         return self._range
 
+    @field_validator("credit", mode="before")
+    @classmethod
+    def _is_known(cls, value: Any) -> Any:
+        """Refuse unknown strategies, for all agents or by agent."""
+        for one in value.values() if isinstance(value, dict) else [value]:
+            if not isinstance(one, str) or (one not in cls.strategies and not _OWN.fullmatch(one)):
+                known = ", ".join(cls.strategies)
+                raise ValueError(f"{known}, or a function of your own as FILE.py:NAME or PLUGIN:NAME; got {one!r}")
+        return value
+
     @model_validator(mode="after")
     def _decays_to_an_end(self) -> TrainerConfig:
         if self.lr_scheduler in ("linear", "cosine") and self.max_steps is None:
@@ -283,24 +214,27 @@ class TrainerConfig(Section):
             raise ValueError("loss_type vespo weighs entire answers by itself: it needs importance_level: token")
         return self
 
-    @model_validator(mode="after")
-    def _guides_single_tokens(self) -> TrainerConfig:
-        if self.guided and self.importance_level == "sequence" and self.loss_type != "cispo":
-            raise ValueError(
-                "hints and teachers speak of single tokens, but with importance_level sequence "
-                f"loss_type {self.loss_type} pulls all tokens of an answer alike: use token, or loss_type: cispo"
-            )
-        return self
+    # What follows is a side room's to say.
 
     @property
-    def guided(self) -> bool:
-        """Return whether tokens have guides beside their rewards."""
-        return self.hints != "off" or self.teacher.base_url is not None
+    def trains_here(self) -> bool:
+        """Return whether a process of ours takes the steps, and no service."""
+        return True
+
+    @property
+    def guides(self) -> Sequence[str]:
+        """Return the settings that make guides say more of tokens than their rewards do."""
+        return ()
 
     @property
     def teaches_without_rewards(self) -> bool:
         """Return whether guides make something learnable in rollouts whose rewards are all equal."""
-        return self.hints == "comments" or self.teacher.base_url is not None
+        return False
+
+    @property
+    def training_weights(self) -> dict[str, float]:
+        """Return the weights by which rewards of each name count in training."""
+        return self.reward_weights
 
     @property
     def takes_lone_rollouts(self) -> bool:
@@ -311,11 +245,6 @@ class TrainerConfig(Section):
     def rollouts_per_step(self) -> int:
         """Return how many rollouts a full step compares."""
         return self.group_size * self.tasks_per_step
-
-    @property
-    def judged(self) -> bool:
-        """Return whether a judge scores any calls."""
-        return "judge" in ([self.credit] if isinstance(self.credit, str) else self.credit.values())
 
     @property
     def plugins(self) -> set[str]:
@@ -335,16 +264,7 @@ class TrainerConfig(Section):
         return {"drop": None, "zero": 0.0}[value] if isinstance(value := self.failed_rollouts, str) else value
 
     @model_validator(mode="after")
-    def _has_a_judge(self) -> TrainerConfig:
-        if self.judged and self.judge.model is None:
-            raise ValueError("credit judge needs judge.model, as litellm names it (openai/gpt-4o-mini)")
-        return self
-
-    @model_validator(mode="after")
     def _counts_some_reward(self) -> TrainerConfig:
         if not self.reward_weights or not (any(self.reward_weights.values()) or self.teaches_without_rewards):
-            raise ValueError(
-                "reward_weights: name at least one reward. Its weight is not 0, unless hints: comments or a teacher "
-                "teach something beside rewards"
-            )
+            raise ValueError(f"reward_weights: name at least one reward. Its weight is not 0{self.beside_rewards}")
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..config.root import Config
 from ..store.store import Store
 from .bodies import RolloutsBody
 
@@ -14,7 +15,8 @@ Fields = Mapping[str, Any]
 class Beside:
     """Fields of a side room beside rollouts and policy versions. A method that is not overridden does nothing."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, config: Config, store: Store) -> None:
+        self.config = config
         self.store = store
 
     async def check(self, body: RolloutsBody) -> None:

@@ -46,7 +46,6 @@ async def get_policy(request: Request) -> dict[str, Any]:
         "steps": last.step if last else 0,
         "last_step": asdict(last) if last else None,
         "collapse": asdict(collapse) if collapse else None,
-        "promotion": p.config.policy.promotion,
     }
     for fields in beside:
         view |= fields

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any, Generic
 
 from ..aside import aside
-from ..config.promotion import GateConfig
 from ..config.trainer import TrainerConfig
 from ..errors import LightningError
 from ..store.database import Database
+from .config import GateConfig
 from .metrics import metrics
 from .table import GateTests, Test
 from .weigh import GateRules, Weighed, weigh

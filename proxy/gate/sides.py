@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from hashlib import blake2b
 
-from ..config.promotion import GateConfig
+from .config import GateConfig
 from .tests import Assigned, Chooser, Promotion
 
 LONE = 2  # rollouts without a task are compared in pairs

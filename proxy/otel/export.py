@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
-from ..config.server import TelemetryConfig
 from ..errors import ConfigError
 from ..recording.redact import Redactor
 from ..types import CallEnd, CallStart
+from .config import TelemetryConfig
 from .genai_write import attributes_of, operation_of
 
 log = logging.getLogger(__name__)

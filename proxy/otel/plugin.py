@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from ..config.root import Config
 from ..plugins.hooks import Core, Hooks, ProxyPlugin
 from . import receive
+from .config import TelemetryKeys
 from .export import Telemetry, require_sdk
 
 
@@ -18,14 +19,15 @@ class OtelPlugin(ProxyPlugin):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        require_sdk(config.telemetry)
+        self._telemetry = TelemetryKeys.of(config).telemetry
+        require_sdk(self._telemetry)
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
-        if self.config.telemetry.otlp_endpoint is None:
+        if self._telemetry.otlp_endpoint is None:
             yield Hooks()
             return
-        telemetry = Telemetry(self.config.telemetry, core.redactor)
+        telemetry = Telemetry(self._telemetry, core.redactor)
         try:
             yield Hooks(on_call=telemetry.call_ended)
         finally:

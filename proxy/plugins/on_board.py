@@ -1,33 +1,23 @@
-"""Lists the side rooms that are on board, and opens them with the plugins that the configuration names."""
+"""Opens the side rooms that are on board, and the plugins that the configuration names."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TypeVar
 
 from ..config.root import Config
 from ..config.upstreams import UpstreamConfig
 from ..errors import ConfigError
 from ..gateway.call import OnCall, Question, Rewrite, unchanged
+from ..on_board import modules
 from ..policy.routing import Choose
 from ..policy.swap import Placed
 from ..types import RolloutName
 from ..upstreams.base import Upstream
 from .hooks import Core, OnDeleted, ProxyPlugin, Work
 from .others import plugin_of
-
-# Each is a folder of the proxy with a module `plugin`. A room is taken out by deleting its folder and its line.
-ON_BOARD = (
-    "otel",
-    "page",
-    "promotion",
-    "prompts",
-    "reward_function",
-    "upstreams.litellm",
-)
 
 T = TypeVar("T")
 
@@ -46,7 +36,7 @@ class Plugged:
 
 def plugins_of(config: Config) -> list[ProxyPlugin]:
     """Return the plugins of the side rooms and of the configuration. Raise ConfigError if one cannot run."""
-    rooms = [import_module(f"..{room}.plugin", __package__).plugin(config) for room in ON_BOARD]
+    rooms = [module.plugin(config) for module in modules("plugin")]
     others = [plugin_of(name, config) for name in config.plugins]
     return [*rooms, *(plugin for plugin in others if plugin is not None)]
 

@@ -9,7 +9,7 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
-from ..config.root import ONE_SERVER, Config
+from ..config.root import Config
 from ..errors import ConfigError
 from ..store.publishing import Decided, kept_mode
 from ..store.store import Store
@@ -43,7 +43,7 @@ def publish_mode(config: Config) -> PublishMode:
         return config.policy.publish
     if config.trainer.weights == "full":
         return "merged"
-    if config.trainer.backend == "tinker":
+    if not config.trainer.trains_here:
         return "lora"
     mode = kept_mode(config.store) or ("lora" if has_gpu() else "merged")
     if mode == "merged" and config.policy.adapters:
@@ -60,8 +60,8 @@ async def decide(config: Config, store: Store, who: str) -> PublishMode:
     ConfigError where a new version is to be tested, and one merged server is all there is.
     """
     mode, before = publish_mode(config), await store.publishing.decided()
-    if mode == "merged" and not config.can_test_merged_weights:
-        raise ConfigError(ONE_SERVER)
+    if mode == "merged" and config.merged_obstacle is not None:
+        raise ConfigError(config.merged_obstacle)
     await store.publishing.decide(mode, who, configured=config.policy.publish != "auto")
     if before is not None and before.mode != mode:
         log.warning("%s", otherwise(who, mode, before))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from ..control.beside import Beside, Fields
+from .config import GateKeys
 from .promotions import Promotions
 
 
@@ -16,6 +17,7 @@ class PromotionBeside(Beside):
         tests = Promotions(self.store.database)
         under_way, waiting = await tests.under_way(), await tests.waiting()
         return {
+            "promotion": GateKeys.of(self.config.policy).promotion,
             "test": asdict(under_way[0]) if under_way else None,
             "waiting": None if waiting is None else waiting.version,
         }

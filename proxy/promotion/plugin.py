@@ -10,6 +10,7 @@ from ..gate.gate import Gate, rules
 from ..plugins.hooks import Core, Hooks, ProxyPlugin
 from ..store.store import Store
 from .beside import PromotionBeside
+from .config import GateKeys
 from .promotions import NOT_GATED, Promotions
 from .splitting import PolicySplit, candidates_server
 
@@ -23,12 +24,13 @@ class PromotionPlugin(ProxyPlugin):
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
         config, store = self.config, core.store
         tests = Promotions(store.database)
-        if not config.policy.is_gated:
+        policy = GateKeys.of(config.policy)
+        if not policy.is_gated:
             await tests.end(NOT_GATED)
             yield Hooks()
             return
         split = PolicySplit(config, tests)
-        weighed = rules(config.policy.gate, config.trainer)
+        weighed = rules(policy.gate, config.trainer)
         gate = Gate("gate", tests, store.database, weighed, partial(stopped, store))
         yield Hooks(choose=split, placed=candidates_server(config, tests), on_deleted=split.forget, work=(gate.run,))
 

@@ -9,6 +9,7 @@ from ..config.root import Config
 from ..gate.sides import sides_of
 from ..policy.swap import Placed
 from ..types import PolicyVersion, RolloutName
+from .config import GateKeys
 from .promotions import Promotions
 
 KEPT = 20_000  # rollouts whose version is in memory
@@ -18,7 +19,7 @@ class PolicySplit:
     """Chooses the version of the policy that answers a rollout."""
 
     def __init__(self, config: Config, tests: Promotions) -> None:
-        self._gate, self._group_size = config.policy.gate, config.trainer.group_size
+        self._gate, self._group_size = GateKeys.of(config.policy).gate, config.trainer.group_size
         self._tests = tests
         self._versions: OrderedDict[str, tuple[int, int]] = OrderedDict()  # test and version, by rollout
 

@@ -9,6 +9,7 @@ from ..gate.gate import Gate, rules
 from ..plugins.hooks import Core, Hooks, ProxyPlugin, Work
 from . import routes
 from .beside import PromptsBeside
+from .config import PromptKeys
 from .prompt_tests import NOT_GATED, PromptTests
 from .prompts import PromptRewriter
 from .splitting import PromptSplit
@@ -27,9 +28,10 @@ class PromptsPlugin(ProxyPlugin):
         tests = PromptTests(database)
         split: PromptSplit | None = None
         work: tuple[Work, ...] = ()
-        if config.prompts.is_gated:
+        section = PromptKeys.of(config).prompts
+        if section.is_gated:
             split = PromptSplit(config, tests)
-            weighed = rules(config.prompts.gate, config.trainer)
+            weighed = rules(section.gate, config.trainer)
             work = (Gate("prompt-gate", tests, database, weighed).run,)
         else:
             await tests.end(NOT_GATED)

@@ -17,6 +17,7 @@ from ..control.requests import caller_of, large_response, parts, parts_for, part
 from ..control.views import record_view
 from ..errors import Conflict
 from ..types import RolloutName, check_id
+from .config import PromptKeys
 from .prompt_tests import PromptTest, PromptTests
 from .splitting import PromptSplit
 from .table import Prompt, PromptTable, Role, TriedOut
@@ -115,7 +116,7 @@ async def get_prompt(request: Request, name: PathId, version: Annotated[int | No
     if rollout_id is not None:
         await parts_for(request, rollout_id)
     if rollout_id is not None and not asks_for_one:
-        if p.config.prompts.is_gated:
+        if PromptKeys.of(p.config).prompts.is_gated:
             split = PromptSplit(p.config, _tests(p))
             await split(RolloutName(rollout_id), name, prompt.live, opens=False)
         await _table(p).pin([rollout_id], {name: prompt.live})
@@ -141,7 +142,7 @@ async def list_tried_out(request: Request, name: PathId, run: Id | None = None) 
 async def post_prompt(request: Request, body: PromptBody) -> Response:
     """Add a prompt, or a version of one. A text that a version has already is that version."""
     p, match = parts(request), body.match
-    is_gated = p.config.prompts.is_gated
+    is_gated = PromptKeys.of(p.config).prompts.is_gated
     version = await _table(p).add(
         body.name, body.text, agent=match.agent if match else None, role=match.role if match else None,
         parent=body.parent, comment=body.comment, metrics=body.metrics, promote=body.promote and not is_gated,
@@ -163,7 +164,7 @@ async def test_prompt(request: Request, name: PathId, body: PromptVersionBody) -
     """
     p = parts(request)
     (await _table(p).get(check_id(name, "name"))).text_of(body.version)
-    if not p.config.prompts.is_gated:
+    if not PromptKeys.of(p.config).prompts.is_gated:
         raise Conflict("prompts have no gate: set prompts.promotion to gated, and start the proxy again")
     await _tests(p).begin(name, body.version)
     return await _live(p, name, caller_of(request))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..config.root import Config
 from ..gate.sides import sides_of
 from ..types import RolloutName
+from .config import PromptKeys
 from .prompt_tests import PromptTests
 
 
@@ -12,7 +13,7 @@ class PromptSplit:
     """Chooses the version of a prompt that a rollout keeps."""
 
     def __init__(self, config: Config, tests: PromptTests) -> None:
-        self._gate, self._group_size = config.prompts.gate, config.trainer.group_size
+        self._gate, self._group_size = PromptKeys.of(config).prompts.gate, config.trainer.group_size
         self._tests = tests
 
     async def __call__(self, rollout: RolloutName, name: str, live: int, *, opens: bool = True) -> int:

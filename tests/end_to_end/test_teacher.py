@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
+from support.sections import PolicyConfig, TrainerConfig
 from support.spelling_model import LETTERS
 from support.whole_system import System
 

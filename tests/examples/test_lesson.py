@@ -11,8 +11,8 @@ import pytest
 
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from support.examples import EXAMPLES, NAMES, learned
+from support.sections import TrainerConfig
 
 
 @pytest.fixture

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.policy.operator import operator_headers
 from lightning_proxy.proxy.policy.swap import Swap
 from lightning_proxy.proxy.policy.vllm import VllmFleet, operator_session
@@ -22,6 +20,7 @@ from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.types import Sample
 from support.own_vllm import own_vllm
+from support.sections import PolicyConfig, TrainerConfig
 from support.tool_template import TEMPLATE
 
 torch = pytest.importorskip("torch")

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.commands import on_board as commands
-from lightning_proxy.proxy.plugins import on_board as proxys
+from lightning_proxy.proxy import on_board as proxys
 from lightning_proxy.trainer.plugins import on_board as trainers
 from support.paths import ROOT
 
 ON_BOARD = {"proxy": proxys.ON_BOARD, "trainer": trainers.ON_BOARD, "commands": commands.ON_BOARD}
-LISTS = ("proxy/plugins/on_board.py", "trainer/plugins/on_board.py", "commands/on_board.py")
+LISTS = ("proxy/on_board.py", "trainer/plugins/on_board.py", "commands/on_board.py")
 ROOMS = sorted({room.replace(".", "/") for rooms in ON_BOARD.values() for room in rooms})
 # Rooms that are there for side rooms alone.
 SHARED = ("gate", "tuning")

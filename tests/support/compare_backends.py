@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.trainer.backends.tinker_trainer import TinkerTrainer
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
+from support.sections import PolicyConfig, TrainerConfig
 
 # The server's ppo is clipped at 0.8 and 1.2, without a second bound, and its gradients are not clipped.
 COMMON: dict[str, Any] = {

@@ -16,13 +16,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.trainer.rows.prefix_tree import build_tree
 from lightning_proxy.trainer.step import tree_attention, trl_config
 from lightning_proxy.trainer.step.rescoring import fully_scored
 from lightning_proxy.trainer.step.scoring import score
 from lightning_proxy.trainer.step.tree_attention import use_tree_attention
 from lightning_proxy.trainer.weights.targets import lora_config
+from support.sections import TrainerConfig
 
 # Fake tensors cannot be indexed on a device that PyTorch was not built for; sizes are the same on each.
 DEVICE = torch.device("cpu")

@@ -16,12 +16,11 @@ from tokenizers import Tokenizer, models
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.trainer.distributed.ranks import Ranks
 from lightning_proxy.trainer.step.processes import Processes
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, Sample
+from support.sections import PolicyConfig, TrainerConfig
 
 VOCABULARY = 64
 OWN = ("checker", "writer")  # beside the one that all others share

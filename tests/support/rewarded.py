@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.opening import open_database
@@ -18,6 +17,7 @@ from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.types import Batch
+from support.sections import TrainerConfig
 
 from .stores import store_url
 
@@ -73,7 +73,7 @@ class Traffic:
         settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
         config = TrainerConfig.model_validate(settings)
         judge = None
-        if config.judged:
+        if getattr(config, "judged", False):
             from lightning_proxy.trainer.judge.judge import Judge
 
             judge = Judge(config, self.store).missing

@@ -15,10 +15,10 @@ from aiohttp import web
 
 from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import ProxyConfig, StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
+from support.sections import PolicyConfig
 from support.stores import store_url
 
 Json = dict[str, Any]

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from lightning_proxy.proxy import store
-from lightning_proxy.proxy.plugins.on_board import ON_BOARD
+from lightning_proxy.proxy.on_board import ON_BOARD
 from lightning_proxy.proxy.store.reports.tasks import TASK_SUMS
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
@@ -22,6 +21,7 @@ from lightning_proxy.trainer.distributed.ranks import Ranks
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch
 from support.ranks import VOCABULARY, trainer
+from support.sections import TrainerConfig
 
 TASKS, SIBLINGS, TURNS = 3, 4, 3
 

@@ -13,12 +13,12 @@ import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from support.cases import Case
 from support.in_process import proxy_of
+from support.sections import PolicyConfig
 
 Json = dict[str, Any]
 

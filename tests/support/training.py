@@ -16,10 +16,8 @@ from aiohttp import web
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.swap import Swap
 from lightning_proxy.proxy.policy.vllm import VllmFleet, operator_session
@@ -33,6 +31,7 @@ from lightning_proxy.trainer.opening import engine_of
 from lightning_proxy.trainer.plugins.on_board import plugins_of
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.verify import SURE
+from support.sections import PolicyConfig, TrainerConfig
 from support.small_model import VOCABULARY
 from support.stores import store_url
 
@@ -126,7 +125,7 @@ class Bench:
         config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
         self.trainer: Any = engine_of(config, plugins_of(config))
         judge: dict[str, Any] = {}
-        if config.trainer.judged:
+        if getattr(config.trainer, "judged", False):
             from lightning_proxy.trainer.judge.judge import Judge
 
             judge = {"judge": Judge(config.trainer, self.store).missing}
@@ -134,7 +133,7 @@ class Bench:
 
     def _publisher(self, config: Config) -> Publisher:
         directory = config.policy.directory
-        if not config.policy.is_gated:
+        if not getattr(config.policy, "is_gated", False):
             return Publisher(config.policy, self.store, Swap(self.store, self.vllm, self.mode, directory), self.trainer)
         from lightning_proxy.proxy.promotion.promotions import Promotions
         from lightning_proxy.proxy.promotion.splitting import candidates_server

@@ -18,7 +18,7 @@ class BackendsPlugin(TrainerPlugin):
         check_backend(self.config, run.method, launched=run.launched)
 
     def engine(self) -> TrainingEngine | None:
-        if self.config.trainer.backend == "local":
+        if self.config.trainer.trains_here:
             return None
         from .tinker_trainer import TinkerTrainer
 

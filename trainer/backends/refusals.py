@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping
 
+from ...proxy.backends.config import TinkerLoss
 from ...proxy.config.root import Config
-from ...proxy.config.tinker import TinkerLoss
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 
@@ -16,7 +16,7 @@ LOSSES: Mapping[str, TinkerLoss] = {"cispo": "cispo", "grpo": "ppo", "dapo": "pp
 
 def check_backend(config: Config, method: str = "rl", *, launched: bool = False) -> None:
     """Raise ConfigError if `trainer.backend` cannot do what is configured. `launched`: one of several processes."""
-    if config.trainer.backend == "local":
+    if config.trainer.trains_here:
         return
     refused = [*_methods(method, launched), *_losses(config.trainer), *_weights(config), *_memory(config.trainer)]
     if refused:
@@ -47,10 +47,7 @@ def _losses(trainer: TrainerConfig) -> Iterator[str]:
         yield "trainer.kl_metric"
     if trainer.entropy.counts:
         yield "trainer.entropy"
-    if trainer.hints != "off":
-        yield f"trainer.hints {trainer.hints}"
-    if trainer.teacher.base_url is not None:
-        yield "trainer.teacher"
+    yield from trainer.guides
 
 
 def _weights(config: Config) -> Iterator[str]:

@@ -9,8 +9,7 @@ from itertools import compress
 
 import numpy as np
 
-from ...proxy.config.tinker import TinkerLoss
-from ...proxy.config.trainer import TrainerConfig
+from ...proxy.backends.config import BackendKeys, TinkerLoss
 from ..types import Sample
 from .refusals import LOSSES
 
@@ -60,12 +59,12 @@ def is_plain(sample: Sample) -> bool:
     return not sample.shaped and all(value == 1.0 for value in compress(sample.temperatures, sample.mask))
 
 
-def loss_of(config: TrainerConfig) -> TinkerLoss:
+def loss_of(config: BackendKeys) -> TinkerLoss:
     """Return the service's name of the loss."""
     return LOSSES[config.loss_type] if config.tinker.loss == "auto" else config.tinker.loss
 
 
-def clip_limits(config: TrainerConfig) -> tuple[float, float]:
+def clip_limits(config: BackendKeys) -> tuple[float, float]:
     """Return the least and greatest importance ratio that are not clipped."""
     match loss_of(config):
         case "ppo":
@@ -76,13 +75,13 @@ def clip_limits(config: TrainerConfig) -> tuple[float, float]:
             return 0.0, math.inf
 
 
-def loss_config(config: TrainerConfig) -> dict[str, float] | None:
+def loss_config(config: BackendKeys) -> dict[str, float] | None:
     """Return the thresholds that the service is given; None for a loss without any."""
     low, high = clip_limits(config)
     return None if math.isinf(high) else {"clip_low_threshold": low, "clip_high_threshold": high}
 
 
-def numbers_of(rows: Sequence[Datum], logprobs: Sequence[Sequence[float]], config: TrainerConfig) -> dict[str, float]:
+def numbers_of(rows: Sequence[Datum], logprobs: Sequence[Sequence[float]], config: BackendKeys) -> dict[str, float]:
     """Return a step's loss, ratios and KL by the names of `metric_schema`. `logprobs` are the policy's, by target."""
     mask = np.concatenate([np.asarray(row.mask, bool) for row in rows])
     ours = np.concatenate([np.asarray(values, np.float64) for values in logprobs])[mask]

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from ...proxy.backends.config import TinkerConfig
 from ...proxy.config.address import shown
-from ...proxy.config.tinker import TinkerConfig
 from ...proxy.errors import ConfigError, TrainingUnavailable
 from .adapter_files import files_of_archive
 from .rows import Datum

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoConfig
 
+from ...proxy.backends.config import BackendKeys
 from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
@@ -57,8 +58,9 @@ class TinkerTrainer:
         self._reporter = Reporter(config, self.trackers, policy.directory / "trainer")
         self.skipped_because: str | None = None
         self.left_out_because: str | None = None
-        self._model, base_model = policy.model, config.tinker.base_model or policy.model
-        self._service = TinkerService(config.tinker, base_model, config.lora_rank, config.seed)
+        tinker = BackendKeys.of(config).tinker
+        self._model, base_model = policy.model, tinker.base_model or policy.model
+        self._service = TinkerService(tinker, base_model, config.lora_rank, config.seed)
         self._saved_config = saved_config.saved_config(config, policy, f"of a Tinker service: {base_model}")
         self._state: str | None = None  # the path of what the service saved last
         self._step = self._updates = 0
@@ -102,7 +104,7 @@ class TinkerTrainer:
 
     def _take(self, samples: Sequence[Sample], compared: int, rate: float) -> dict[str, float]:
         """Take the step on the service, and save its state there."""
-        config, begun = self.settings, time.perf_counter()
+        config, begun = BackendKeys.of(self.settings), time.perf_counter()
         rows = rows_of(samples, token_weights(samples, config, compared), config.tinker.reduction)
         self._ready()
         logprobs = self._service.forward_backward(rows, loss_of(config), loss_config(config))

@@ -10,5 +10,4 @@ JUDGE = "judge"  # the name of a judge's rewards
 
 def training_rules(config: TrainerConfig) -> Rules:
     """Return how rewards count in training. A judge's scores count beside the return that is shown."""
-    rules = Rules.of(config)
-    return rules._replace(weights={**rules.weights, JUDGE: config.judge.weight}) if config.judged else rules
+    return Rules.of(config)._replace(weights=config.training_weights)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...proxy.config.policy import PolicyConfig
+from ...proxy.config.section import Section
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 
@@ -32,7 +33,7 @@ Saved = dict[str, Any]
 
 def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
     """Return every `trainer` key by its dotted name, with the model and the adapters of the policy."""
-    keys = _flat("trainer", trainer.model_dump(mode="json", exclude={"teacher": {"api_key"}, "tinker": {"api_key"}}))
+    keys = _flat("trainer", trainer)
     adapters = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
     return keys | adapters | {"policy.model": policy.model, WEIGHTS: weights}
 
@@ -113,20 +114,13 @@ def _change(key: str, before: Saved, config: Saved) -> str:
     return f"{key} {json.dumps(before[key])} → {json.dumps(config[key])}"
 
 
-def _flat(prefix: str, values: Mapping[str, Any]) -> Saved:
-    """Nested sections as dotted keys. A dict that is no section stays one value."""
+def _flat(prefix: str, section: Section) -> Saved:
+    """A section's keys by their dotted names, without those that are secret."""
     found: Saved = {}
-    for name, value in values.items():
-        is_section = prefix == "trainer" and name in (
-            "air",
-            "judge",
-            "schedule",
-            "collapse",
-            "sft",
-            "dpo",
-            "kto",
-            "teacher",
-            "tinker",
-        )
-        found |= _flat(f"{prefix}.{name}", value) if is_section else {f"{prefix}.{name}": value}
+    values = section.model_dump(mode="json")
+    for name, value in section:
+        if isinstance(value, Section):
+            found |= _flat(f"{prefix}.{name}", value)
+        elif name != "api_key":
+            found[f"{prefix}.{name}"] = values[name]
     return found

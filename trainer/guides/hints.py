@@ -16,8 +16,8 @@ from statistics import fmean
 
 from transformers import PreTrainedTokenizerBase
 
-from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import NotFound
+from ...proxy.guides.config import GuideKeys
 from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Rollout
 from ..credit.rewards import training_rules
@@ -38,7 +38,7 @@ class Hints:
     """Shows the policy the hint for each call that has one, and notes its log-probabilities of the answer."""
 
     def __init__(
-        self, config: TrainerConfig, store: Store, tokenizer: PreTrainedTokenizerBase, max_tokens: int, score: Score
+        self, config: GuideKeys, store: Store, tokenizer: PreTrainedTokenizerBase, max_tokens: int, score: Score
     ) -> None:
         """A row with a hint has at most `max_tokens` tokens."""
         assert config.hints != "off"

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from ...proxy.guides.config import GuideKeys
 from ...proxy.policy.vllm import VllmServer, operator_session
 from ..plugins.hooks import TrainerCore, TrainerHooks, TrainerPlugin
 from ..types import Guide
@@ -19,7 +20,7 @@ class GuidesPlugin(TrainerPlugin):
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-        if core.run.method != "rl" or not core.config.trainer.guided:
+        if core.run.method != "rl" or not core.config.trainer.guides:
             yield TrainerHooks()
             return
         from ..step.trainer import LightningTrainer
@@ -27,7 +28,7 @@ class GuidesPlugin(TrainerPlugin):
         from .hints import Hints
         from .teacher import Teacher
 
-        config, engine, guides = core.config.trainer, core.engine, list[Guide]()
+        config, engine, guides = GuideKeys.of(core.config.trainer), core.engine, list[Guide]()
         assert isinstance(engine, LightningTrainer)
         tokenizer = engine.processing_class
         async with operator_session() as session:

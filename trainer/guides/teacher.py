@@ -16,8 +16,8 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from ...proxy.config.address import shown
-from ...proxy.config.trainer import TeacherConfig
 from ...proxy.errors import ConfigError, UpstreamTimeout, UpstreamUnreachable
+from ...proxy.guides.config import TeacherConfig
 from ...proxy.policy.vllm import VllmError, VllmServer
 from ...proxy.types import Rollout
 from ..rows.rendered import tokens_of

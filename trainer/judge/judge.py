@@ -7,8 +7,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from ...proxy.config.trainer import TrainerConfig
 from ...proxy.control.transitions import message_of
+from ...proxy.judge.config import JudgeKeys
 from ...proxy.providers import import_litellm
 from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Reward
@@ -32,7 +32,7 @@ class Unjudgeable(Exception):
 class Judge:
     """Asks the model `trainer.judge.model`, through litellm, to score calls that it has not scored yet."""
 
-    def __init__(self, config: TrainerConfig, store: Store) -> None:
+    def __init__(self, config: JudgeKeys, store: Store) -> None:
         self._config = config.judge
         self._agents = TrainedAgents(config.agents)
         self._credit = config.credit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from ...proxy.judge.config import JudgeKeys
 from ...proxy.providers import require_litellm
 from ..plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
 
@@ -13,14 +14,14 @@ class JudgePlugin(TrainerPlugin):
     """Has the calls scored whose credit is a judge's."""
 
     def check(self, run: Run) -> None:
-        if self.config.trainer.judged:
+        if JudgeKeys.of(self.config.trainer).judged:
             require_litellm("trainer.judge")
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
         from .judge import Judge
 
-        config = core.config.trainer
+        config = JudgeKeys.of(core.config.trainer)
         yield TrainerHooks(judge=Judge(config, core.store).missing if config.judged else None)
 
 

@@ -44,7 +44,7 @@ def settle(
     fit.
     """
     gpus = cards() if gpus is None else gpus
-    trained = trained and config.trainer.backend == "local"
+    trained = trained and config.trainer.trains_here
     about = model_config(config.policy.model, download=bool(gpus)) if config.policy.model else None
     if about is not None:
         check_model(about)

@@ -15,6 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 from trl import DPOConfig, DPOTrainer
 
+from ...proxy.preferences.config import PreferenceKeys
 from ...proxy.store.store import Store
 from ..step.trainer import LightningTrainer
 from ..tuning.fit import FitCallback, Recipe, arguments
@@ -37,7 +38,7 @@ def _tuner(
 ) -> tuple[PairTrainer, int]:
     lengths = [len(sample.token_ids) for pair in pairs for sample in pair]
     referred, longest = dataset(trainer, pairs), 2 * max(lengths)
-    in_a_step = max(1, trainer.settings.dpo.batch_tokens // longest)
+    in_a_step = max(1, PreferenceKeys.of(trainer.settings).dpo.batch_tokens // longest)
     dpo = PairTrainer(
         model=trainer.model,
         args=dpo_config(trainer, directory, in_a_step, PASS_TOKENS // longest),
@@ -92,7 +93,7 @@ def dpo_config(trainer: LightningTrainer, directory: Path, pairs: int, together:
     return DPOConfig(
         **arguments(trainer, "dpo", directory, passes=passes, together=in_a_pass),
         **given(trainer),
-        beta=trainer.settings.dpo.beta,
+        beta=PreferenceKeys.of(trainer.settings).dpo.beta,
     )
 
 

@@ -17,6 +17,7 @@ from datasets import Dataset
 from torch import Tensor
 from trl import KTOConfig, KTOTrainer
 
+from ...proxy.preferences.config import PreferenceKeys
 from ...proxy.store.store import Store
 from ..step.trainer import LightningTrainer
 from ..tuning.fit import FitCallback, Recipe, arguments
@@ -40,7 +41,7 @@ def _tuner(
     longest = max(len(row[ids]) for row in rows for ids in ("ids", "KL_ids"))
     kto = ThumbTrainer(
         model=trainer.model,
-        args=kto_config(trainer, directory, max(2, trainer.settings.kto.batch_tokens // longest)),
+        args=kto_config(trainer, directory, max(2, PreferenceKeys.of(trainer.settings).kto.batch_tokens // longest)),
         data_collator=collate,
         train_dataset=rows,
         processing_class=trainer.processing_class,
@@ -87,7 +88,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 def kto_config(trainer: LightningTrainer, directory: Path, rows: int) -> KTOConfig:
     """Return TRL's settings of a run whose optimizer steps have so many rows, in one pass: KTO's KL is their mean."""
-    config = trainer.settings.kto
+    config = PreferenceKeys.of(trainer.settings).kto
     return KTOConfig(
         **arguments(trainer, "kto", directory, together=rows),
         **given(trainer),

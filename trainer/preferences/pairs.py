@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from ...proxy.config.trainer import TrainerConfig
+from ...proxy.preferences.config import PreferenceKeys
 from ...proxy.store.store import Store
 from ..report.batch_metrics import Seen
 from ..tuning.lessons import Lessons, lessons_of
@@ -35,7 +36,7 @@ class PairReader:
 
     def __init__(self, config: TrainerConfig, store: Store, max_tokens: int, vocabulary: int | None = None) -> None:
         """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
-        self._config = config.dpo
+        self._config = PreferenceKeys.of(config).dpo
         self._rollouts = RolloutReader(config, store, as_sampled, max_tokens, vocabulary)
 
     async def read(self, among: Collection[str] | None = None) -> Pairs:

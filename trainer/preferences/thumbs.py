@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from ...proxy.config.trainer import TrainerConfig
+from ...proxy.preferences.config import PreferenceKeys
 from ...proxy.store.store import Store
 from ..report.batch_metrics import Seen
 from ..tuning.lessons import Lessons, lessons_of
@@ -32,7 +33,7 @@ class ThumbReader:
 
     def __init__(self, config: TrainerConfig, store: Store, max_tokens: int, vocabulary: int | None = None) -> None:
         """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
-        self._config = config.kto
+        self._config = PreferenceKeys.of(config).kto
         self._rollouts = RolloutReader(config, store, as_sampled, max_tokens, vocabulary)
 
     async def read(self, among: Collection[str] | None = None) -> Thumbs:

@@ -21,6 +21,7 @@ from ...proxy.policy.mode import has_gpu
 from ...proxy.policy.swap import Check, Superseded, Swap
 from ...proxy.policy.vllm import VllmFault
 from ...proxy.policy.weights import labels_of
+from ...proxy.promotion.config import PromotionKeys
 from ...proxy.promotion.promotions import Promotions
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
@@ -60,7 +61,7 @@ class GatedPublisher(Publisher):
     def __init__(self, config: Config, store: Store, swap: CandidateSwap, trainer: TrainingEngine) -> None:
         super().__init__(config.policy, store, swap, trainer)
         self._tests = Promotions(store.database)
-        self._every = config.trainer.promote_every
+        self._every = PromotionKeys.of(config.trainer).promote_every
         self._max_staleness = config.trainer.max_staleness
         self._again = 0.0
         self._warned = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from ...proxy.promotion.config import GateKeys
 from ...proxy.promotion.promotions import NOT_GATED, Promotions
 from ...proxy.promotion.splitting import candidates_server
 from ..plugins.hooks import TrainerCore, TrainerHooks, TrainerPlugin
@@ -19,7 +20,7 @@ class GatedPublishingPlugin(TrainerPlugin):
         tests = Promotions(store.database)
         if swap is None:
             yield TrainerHooks()
-        elif not config.policy.is_gated:
+        elif not GateKeys.of(config.policy).is_gated:
             await tests.end(NOT_GATED)
             yield TrainerHooks()
         else:

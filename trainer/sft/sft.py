@@ -11,6 +11,7 @@ from pathlib import Path
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+from ...proxy.sft.config import SftKeys
 from ...proxy.store.store import Store
 from ..step.trainer import LightningTrainer
 from ..tuning.fit import FitCallback, Recipe, arguments
@@ -31,7 +32,7 @@ async def _read(store: Store, trainer: LightningTrainer, among: Collection[str] 
 def _tuner(
     trainer: LightningTrainer, traces: Sequence[Sample], directory: Path, watch: FitCallback
 ) -> tuple[SFTTrainer, int]:
-    packing = Packing.of(traces, trainer.settings.sft.batch_tokens)
+    packing = Packing.of(traces, SftKeys.of(trainer.settings).sft.batch_tokens)
     sft = SFTTrainer(
         model=trainer.model,
         args=_sft_config(trainer, directory, packing),

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ...proxy.config.trainer import TrainerConfig
+from ...proxy.sft.config import SftKeys
 from ...proxy.store.store import Store
 from ..report.batch_metrics import Seen
 from ..tuning.lessons import Lessons, lessons_of
@@ -36,7 +37,7 @@ class TraceReader:
         vocabulary: int | None = None,
     ) -> None:
         """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
-        self._config = config.sft
+        self._config = SftKeys.of(config).sft
         self._rollouts = RolloutReader(config, store, partial(as_trace, tokenizer=tokenizer), max_tokens, vocabulary)
 
     async def read(self, among: Collection[str] | None = None) -> Traces:

@@ -164,7 +164,7 @@ class StepMetrics:
         }
 
     def _of_guides(self) -> dict[str, float]:
-        if not self.config.guided:
+        if not self.config.guides:
             return {}
         guided = max(self.guided_tokens, 1)
         return {

@@ -48,7 +48,7 @@ class TuningRun(Generic[T]):
             raise ConfigError(
                 f"--method {self._method} trains one adapter for all agents: it is not for policy.adapters yet"
             )
-        if config.trainer.guided:
+        if config.trainer.guides:
             log.warning("trainer.hints and trainer.teacher are for RL: --method %s does without them", self._method)
         self._config = config.trainer
         self._store = store

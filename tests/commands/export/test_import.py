@@ -11,12 +11,12 @@ import pytest
 from transformers import AutoTokenizer
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.sft.traces import TraceReader, Traces
 from support.cases import Case, cases_with
 from support.command_line import Done, lightning
+from support.sections import TrainerConfig
 from support.small_model import save_small_model
 from support.tool_template import TEMPLATE
 

@@ -17,9 +17,9 @@ from lightning_proxy.commands.run.group_size import too_few, too_small
 from lightning_proxy.commands.run.progress import ProgressView
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.commands.run.tasks import Task
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
 from lightning_proxy.proxy.types import Reward, RolloutName
+from support.sections import TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 

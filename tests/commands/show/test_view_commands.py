@@ -27,10 +27,10 @@ from lightning_proxy.commands.show.status import next_step
 from lightning_proxy.commands.show.steps import step_line
 from lightning_proxy.commands.system.steps import tell_steps, teller
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.conversation.transcript import read
 from lightning_proxy.proxy.store.training import Collapse
 from support.relaying import speaking
+from support.sections import TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Message = dict[str, Any]

@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.control import training_rows
 from lightning_proxy.proxy.control.training_rows import TrainedRow, prefix_runs
 from lightning_proxy.proxy.recording.recorder import Recorder
@@ -22,6 +20,7 @@ from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.rows.prefix_tree import build_tree
+from support.sections import PolicyConfig, TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Tokens = Sequence[int]

@@ -16,7 +16,6 @@ import uvicorn
 from aiohttp import web
 
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
@@ -28,6 +27,7 @@ from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, RolloutName
 from lightning_proxy.trainer.rows.samples import rollout_samples
+from support.sections import PolicyConfig
 
 Json = dict[str, Any]
 END = 0

@@ -16,7 +16,6 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import RecordingConfig, RedactConfig, StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
@@ -24,6 +23,7 @@ from lightning_proxy.proxy.conversation.earlier import Earlier
 from lightning_proxy.proxy.store.calls import Calls
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
+from support.sections import PolicyConfig
 
 Json = dict[str, Any]
 

@@ -16,11 +16,11 @@ import pytest
 import yaml
 
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.plugins import others
 from lightning_proxy.trainer.hooks import load
 from support.command_line import lightning
 from support.paths import ROOT
+from support.sections import TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Install = Callable[[str, str], None]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.policy import pins
 from lightning_proxy.proxy.policy.pins import Pins
@@ -14,6 +13,7 @@ from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallStart, RolloutName
+from support.sections import PolicyConfig
 from support.stores import store_url
 
 

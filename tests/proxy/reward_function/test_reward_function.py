@@ -17,12 +17,12 @@ import aiohttp
 import pytest
 import yaml
 
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.store.events import Events
 from lightning_proxy.proxy.types import Event, Reward
 from lightning_proxy.trainer.collect.collector import Collector
 from support.command_line import lightning
 from support.paths import ROOT
+from support.sections import TrainerConfig
 from support.served import Client, proxy_in_front
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

@@ -16,12 +16,12 @@ import pytest
 import yaml
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Event, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
+from support.sections import TrainerConfig
 from support.served import proxy_in_front
 from support.stores import do_again
 

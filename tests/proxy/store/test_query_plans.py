@@ -11,7 +11,7 @@ import pytest
 
 from lightning_proxy.proxy import store
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.plugins.on_board import ON_BOARD
+from lightning_proxy.proxy.on_board import ON_BOARD
 from lightning_proxy.proxy.store import waiting
 from lightning_proxy.proxy.store.calls import TOOL_RESULT
 from lightning_proxy.proxy.store.conversations import CONVERSATION_TAKE

@@ -15,7 +15,6 @@ import pytest
 from lightning_proxy.commands.store import shorten
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import RetentionConfig, StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.opening import opened
@@ -30,6 +29,7 @@ from lightning_proxy.proxy.store.retention import (
 from lightning_proxy.proxy.store.sqlite.locks import keeping
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
+from support.sections import TrainerConfig
 from support.stores import do_again, store_url
 
 NOW = time.time()

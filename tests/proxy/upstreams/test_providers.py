@@ -18,11 +18,11 @@ import openai
 import pytest
 from aiohttp import web
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from support.in_process import proxy_of
+from support.sections import PolicyConfig
 
 KEY = "sk-ant-api03-of-the-upstream"
 SAY = [{"role": "user", "content": "hi"}]

@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from support.in_process import proxy_of
+from support.sections import PolicyConfig
 
 SAY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

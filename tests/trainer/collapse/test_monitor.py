@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallStart, Reward, RolloutName
 from lightning_proxy.trainer.collapse.monitor import Monitor
 from lightning_proxy.trainer.credit.rewards import JUDGE
+from support.sections import TrainerConfig
 
 
 class Run:

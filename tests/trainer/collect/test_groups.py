@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.groups import Group, Grouping, Member, formed
 from lightning_proxy.proxy.returns import Rules
 from lightning_proxy.proxy.types import Limits, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from support.rewarded import Traffic, advantages, traffic
+from support.sections import TrainerConfig
 
 __all__ = ["traffic"]
 

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_proxy.proxy.config.file import load_config
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import ScheduleConfig, TrainerConfig
+from lightning_proxy.proxy.config.trainer import ScheduleConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.opening import opened
@@ -19,6 +19,7 @@ from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.collect.schedule import Facts, OthersLoad, Schedule, continuous, idle, rollouts, times
+from support.sections import TrainerConfig
 
 
 def at(text: str) -> float:

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
@@ -23,6 +21,7 @@ from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.credit.agents import TrainedAgents
 from lightning_proxy.trainer.credit.strategies import group_advantages
 from lightning_proxy.trainer.types import Batch, RolloutRewards, Sibling
+from support.sections import PolicyConfig, TrainerConfig
 from support.stores import store_url
 
 

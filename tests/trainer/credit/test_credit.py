@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.returns import Rules
 from lightning_proxy.proxy.types import Reward
 from lightning_proxy.trainer.credit.baselines import group_baselines
@@ -22,6 +21,7 @@ from lightning_proxy.trainer.credit.strategies import (
 )
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
+from support.sections import TrainerConfig
 
 
 def sibling(final: float | None, *rewards: float, prompts: str = "") -> Sibling:

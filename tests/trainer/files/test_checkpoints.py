@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.trainer import JudgeConfig, TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError, NotSaved
+from lightning_proxy.proxy.judge.config import JudgeConfig
 from lightning_proxy.trainer.files.checkpoint import atomic_directory
 from lightning_proxy.trainer.files.saved_config import fingerprint
 from lightning_proxy.trainer.step.trainer import STATE_FILE, LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
+from support.sections import PolicyConfig, TrainerConfig
 from support.small_model import save_small_model
 
 

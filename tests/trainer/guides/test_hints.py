@@ -14,10 +14,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.returns import Rules
 from lightning_proxy.proxy.store.opening import opened
@@ -34,6 +32,7 @@ from lightning_proxy.trainer.report.metric_schema import GUIDE_METRICS
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch
 from support.calls import call
+from support.sections import PolicyConfig, TrainerConfig
 
 COLOURS = ["red", "green", "blue", "black"]
 QUESTIONS = [f"q{i}" for i in range(4)]

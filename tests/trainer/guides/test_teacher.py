@@ -19,10 +19,8 @@ from aiohttp.test_utils import TestServer
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
 from lightning_proxy.proxy.recording.recorder import Recorder
@@ -36,6 +34,7 @@ from lightning_proxy.trainer.plugins.hooks import Offline, Run
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample, Sampling
 from lightning_proxy.trainer.waiting import GuideError
+from support.sections import PolicyConfig, TrainerConfig
 from support.small_model import save_small_model
 
 PROMPT = (0, 5, 6)

@@ -26,7 +26,6 @@ from safetensors.torch import load_file
 from lightning_proxy.proxy.apis.tools import tool_calls
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.control.transitions import message_of
 from lightning_proxy.proxy.errors import ConfigError, NotSaved
 from lightning_proxy.proxy.recording.recorder import Recorder
@@ -44,6 +43,7 @@ from lightning_proxy.trainer.plugins.on_board import check
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.waiting import JudgeError
 from support.paths import TESTS
+from support.sections import TrainerConfig
 from support.small_model import VOCABULARY
 
 KILLED = TESTS / "support" / "killed.py"

@@ -8,11 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lightning_proxy.proxy.config.trainer import TrainerConfig  # noqa: E402
 from lightning_proxy.trainer.plan import memory  # noqa: E402
 from lightning_proxy.trainer.plan.shape import shape_of  # noqa: E402
 from support.fake_memory import peak_of_a_pass  # noqa: E402
 from support.model_sizes import SIZES  # noqa: E402
+from support.sections import TrainerConfig  # noqa: E402
 
 TOKENS = 8192
 SLOW = pytest.mark.long

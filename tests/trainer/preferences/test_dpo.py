@@ -15,10 +15,8 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import LightningError
 from lightning_proxy.proxy.policy.vllm import VllmServer
 from lightning_proxy.proxy.recording.recorder import Recorder
@@ -36,6 +34,7 @@ from lightning_proxy.trainer.tuning.rollouts import NothingToLearn
 from lightning_proxy.trainer.tuning.run import TuningRun
 from lightning_proxy.trainer.types import Sample
 from support.rewarded import Traffic, traffic
+from support.sections import PolicyConfig, TrainerConfig
 from support.training import bench
 
 __all__ = ["traffic"]

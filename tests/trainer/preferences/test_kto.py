@@ -11,9 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import Choice, Reward
@@ -24,6 +22,7 @@ from lightning_proxy.trainer.tuning.fit import tune
 from lightning_proxy.trainer.tuning.rollouts import NothingToLearn
 from lightning_proxy.trainer.tuning.run import TuningRun
 from lightning_proxy.trainer.types import Sample
+from support.sections import PolicyConfig, TrainerConfig
 from support.training import bench
 
 SETTINGS = {"learning_rate": 0.02, "beta": 0.5, "epochs": 6, "batch_tokens": 64, "held_out": 0.25}

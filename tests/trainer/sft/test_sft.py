@@ -24,10 +24,8 @@ from traffic.recording import read
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from lightning_proxy.proxy.apis.tokens import GREEDY, MEDIA, NOT_FOLLOWED, NOT_THE_POLICY
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.opening import opened
@@ -44,6 +42,7 @@ from lightning_proxy.trainer.tuning.rollouts import NothingToLearn
 from lightning_proxy.trainer.tuning.run import TuningRun
 from lightning_proxy.trainer.types import Sample
 from support.paths import TESTS
+from support.sections import PolicyConfig, TrainerConfig
 
 KILLED = TESTS / "support" / "killed.py"
 PROMPT = (0, 5, 6)

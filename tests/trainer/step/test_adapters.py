@@ -12,10 +12,8 @@ import pytest
 
 from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.proxy.config.file import load_config
-from lightning_proxy.proxy.config.policy import PolicyConfig
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.policy.mode import has_gpu, publish_mode
 from lightning_proxy.proxy.recording.recorder import Recorder
@@ -27,6 +25,7 @@ from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from lightning_proxy.trainer.weights.trained import Weights
+from support.sections import PolicyConfig, TrainerConfig
 from support.small_model import VOCABULARY
 
 OWN = {"writer": ["writer", "rewriter"], "checker": ["checker"]}

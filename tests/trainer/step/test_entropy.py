@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.trainer import EntropyConfig, TrainerConfig
+from lightning_proxy.proxy.config.trainer import EntropyConfig
 from lightning_proxy.trainer.step.entropy import EntropyBonus
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
+from support.sections import PolicyConfig, TrainerConfig
 from support.small_model import save_small_model
 
 

@@ -17,8 +17,6 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.step.losses import (
     LOSSES,
@@ -32,6 +30,7 @@ from lightning_proxy.trainer.step.losses import (
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, Sample
 from support.paths import EXAMPLES
+from support.sections import PolicyConfig, TrainerConfig
 
 VOCABULARY = 32
 STILL = 1e-30  # a learning rate that changes no weight

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.trainer.types import Batch, Sample, Sampling
+from support.sections import PolicyConfig, TrainerConfig
 from support.small_model import VOCABULARY, save_small_model
 
 torch = pytest.importorskip("torch")

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.trainer.types import Batch, Sample
+from support.sections import PolicyConfig, TrainerConfig
 
 torch = pytest.importorskip("torch")
 

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.trainer.preferences.dpo import DPO
 from lightning_proxy.trainer.preferences.kto import KTO
 from lightning_proxy.trainer.preferences.pairs import Pair, Pairs
@@ -21,6 +19,7 @@ from lightning_proxy.trainer.sft.traces import Traces
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.tuning.fit import last_epoch, tune
 from lightning_proxy.trainer.types import Sample
+from support.sections import PolicyConfig, TrainerConfig
 
 Tune = Callable[[LightningTrainer, Path, Callable[[], bool]], dict[str, float] | None]
 OF_TIME = {"step_s", "trained_tokens_per_s", "computed_tokens_per_s"}

@@ -12,8 +12,8 @@ import transformers  # noqa: E402
 from peft import get_peft_model  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
-from lightning_proxy.proxy.config.trainer import TrainerConfig  # noqa: E402
 from lightning_proxy.trainer.weights.targets import language_targets, lora_config  # noqa: E402
+from support.sections import TrainerConfig  # noqa: E402
 
 DENSE = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 ATTENTION = ["k_proj", "o_proj", "q_proj", "v_proj"]

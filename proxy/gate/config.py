@@ -1,4 +1,4 @@
-"""How a new version is tested before it goes live: of the policy (`policy.gate`), and of prompts (`prompts`)."""
+"""The keys of tests of new versions: those of the policy (`policy.gate`), and of prompts (`prompts.gate`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from .section import Number, Seconds, Section
+from ..config.section import Number, Seconds, Section
 
-Promoting = Literal["immediate", "gated"]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -30,8 +29,10 @@ class GateConfig(Section):
         return self
 
 
-class PromptsConfig(Section):
-    promotion: Promoting = "immediate"
+class Gated(Section):
+    """A section whose versions may have a gate."""
+
+    promotion: Literal["immediate", "gated"] = "immediate"
     gate: GateConfig = GateConfig()
 
     @property

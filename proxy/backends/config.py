@@ -1,4 +1,4 @@
-"""The section `trainer.tinker`: a service with the Tinker API that takes the training steps."""
+"""Keys of `trainer`: what takes the training steps, and the section `trainer.tinker`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import SecretStr, field_validator
 
-from .section import NOT_SENDABLE, Seconds, Section, check_url, is_sendable
+from ..config.section import NOT_SENDABLE, Seconds, Section, check_url, is_sendable
+from ..config.trainer import TrainerConfig
 
 TinkerLoss = Literal["importance_sampling", "ppo", "cispo"]
 
@@ -32,3 +33,12 @@ class TinkerConfig(Section):
         if key is not None and not is_sendable(key):
             raise ValueError(f"it cannot be sent: {NOT_SENDABLE}")
         return key
+
+
+class BackendKeys(TrainerConfig):
+    backend: Literal["local", "tinker"] = "local"
+    tinker: TinkerConfig = TinkerConfig()
+
+    @property
+    def trains_here(self) -> bool:
+        return self.backend == "local"

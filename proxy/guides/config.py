@@ -1,0 +1,61 @@
+"""Keys of `trainer`: hints, and the section `trainer.teacher`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field, SecretStr, model_validator
+
+from ..config.section import NOT_SENDABLE, CanBeOff, Positive, Seconds, Section, check_url, is_sendable
+from ..config.trainer import TrainerConfig
+
+
+class TeacherConfig(Section):
+    base_url: str | None = None
+    model: str | None = None
+    api_key: SecretStr | None = None
+    weight: Positive = 1.0
+    concurrency: Annotated[int, Field(ge=1)] = 8
+    timeout_s: Seconds = 120.0
+
+    @model_validator(mode="after")
+    def _check_access(self) -> TeacherConfig:
+        if self.base_url is not None:
+            check_url("base_url", self.base_url, is_vllm=True)
+        elif self.model is not None or self.api_key is not None:
+            raise ValueError("a teacher needs a base_url, such as http://127.0.0.1:8200/v1")
+        if self.api_key is not None and not is_sendable(self.api_key):
+            raise ValueError(f"api_key cannot be sent: {NOT_SENDABLE}")
+        return self
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """Return the header that carries its key; empty without a key."""
+        return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key.get_secret_value()}"}
+
+
+class GuideKeys(TrainerConfig):
+    beside_rewards = ", unless hints: comments or a teacher teach something beside rewards"
+
+    hints: Annotated[Literal["off", "comments", "siblings"], CanBeOff] = "off"
+    hint_weight: Positive = 1.0
+    teacher: TeacherConfig = TeacherConfig()
+
+    @property
+    def guides(self) -> Sequence[str]:
+        hints = [] if self.hints == "off" else [f"trainer.hints {self.hints}"]
+        return [*hints, *([] if self.teacher.base_url is None else ["trainer.teacher"])]
+
+    @property
+    def teaches_without_rewards(self) -> bool:
+        return self.hints == "comments" or self.teacher.base_url is not None
+
+    @model_validator(mode="after")
+    def _guides_single_tokens(self) -> GuideKeys:
+        if self.guides and self.importance_level == "sequence" and self.loss_type != "cispo":
+            raise ValueError(
+                "hints and teachers speak of single tokens, but with importance_level sequence "
+                f"loss_type {self.loss_type} pulls all tokens of an answer alike: use token, or loss_type: cispo"
+            )
+        return self
