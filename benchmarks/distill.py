@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
 from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.guides.config import GuideKeys
 from lightning_proxy.trainer.credit.baselines import group_baselines
 from lightning_proxy.trainer.guides.hinted import WORDING, hinted_row
 from lightning_proxy.trainer.step.rescoring import logprobs_of
@@ -103,7 +103,7 @@ def learn(by: str, steps: int, teacher: Path | None) -> None:
     settings = {"learning_rate": 2e-4, "lora_rank": 16, "report_to": [], "dtype": "float32", "hints": "comments"}
     with tempfile.TemporaryDirectory() as directory:
         policy = PolicyConfig(model=str(source), directory=Path(directory))
-        learner = LightningTrainer(TrainerConfig.model_validate(settings), policy)
+        learner = LightningTrainer(GuideKeys.model_validate(settings), policy)
         guide = None if teacher is None else AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
         torch.manual_seed(0)
         began = time.monotonic()
