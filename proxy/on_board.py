@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import cleandoc
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-# Each is a folder of the proxy with a module `config`, `plugin` or both. A room is taken out by deleting its folder and
-# its line.
+from pydantic import BaseModel, create_model
+
+# Each is a folder of the proxy with some of the modules `config`, `fields` and `plugin`. A room is taken out by
+# deleting its folder and its line.
 ON_BOARD = (
     "otel",
     "page",
@@ -24,7 +27,28 @@ ON_BOARD = (
 )
 
 
-def modules(name: Literal["config", "plugin"]) -> list[ModuleType]:
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def modules(name: Literal["config", "fields", "plugin"]) -> list[ModuleType]:
     """Return the modules of this name, of the rooms that have one."""
     paths = [f"{__package__}.{room}.{name}" for room in ON_BOARD]
     return [import_module(path) for path in paths if find_spec(path)]
+
+
+def extended(core: type[Model], name: Literal["config", "fields"]) -> type[Model]:
+    """Return a model of the core with the fields that side rooms add to it, and to the models in it.
+
+    A class that extends a model of the core adds its fields, in the module of this name.
+    """
+    found = (kind for module in modules(name) for kind in vars(module).values() if isinstance(kind, type))
+    rooms = [kind for kind in dict.fromkeys(found) if issubclass(kind, core) and kind is not core]
+    inner: dict[str, Any] = {}
+    for field, about in core.model_fields.items():
+        kind = about.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel) and (made := extended(kind, name)) is not kind:
+            inner[field] = made, made()
+    if not rooms and not inner:
+        return core
+    about_it = "\n\n".join(cleandoc(kind.__doc__) for kind in (core, *rooms) if kind.__doc__)
+    return create_model(core.__name__, __base__=(*rooms[::-1],) or core, __doc__=about_it, **inner)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from ..on_board import extended
 from ..store.reports.traffic import RecentTraffic
 from ..store.rollouts import MeanReward
 from ..store.training import Collapse, Step
@@ -132,25 +133,11 @@ class RewardSeen(BaseModel):
     created_at: float
 
 
-class PromptPlaced(BaseModel):
-    """What a call's model was shown in place of the text that the agent `sent`: a prompt's version.
-
-    `place`: the way to that text in the request, by names and positions.
-    """
-
-    call_id: str
-    name: str
-    version: int
-    place: list[str | int]
-    sent: str
-
-
 class RolloutDetail(BaseModel):
     """A rollout's fields; `calls` are the calls themselves, in order, and `call_count` how many there are.
 
     `events`: those that the agent posted between them, each with the `seq` of the next call. `awaits_reward`: the
-    reward function (`rewards.function`) has not been asked about it yet. `prompts`: what the model was shown in place
-    of texts that the agent sent.
+    reward function (`rewards.function`) has not been asked about it yet.
     """
 
     rollout_id: str
@@ -160,7 +147,6 @@ class RolloutDetail(BaseModel):
     events: list[Event]
     rewards: list[RewardSeen]
     awaits_reward: bool
-    prompts: list[PromptPlaced]
 
 
 class Transitions(BaseModel):
@@ -204,27 +190,8 @@ class TaskPage(BaseModel):
     of_newest: int
 
 
-class VersionTest(BaseModel):
-    """A test of version `version` against the live version `against`. `evidence`: its numbers (docs/promotion.md).
-
-    `ended`: not decided, but broken off, because somebody made a version live, for one. `reason` says why.
-    """
-
-    n: int
-    version: int
-    against: int
-    status: Literal["testing", "promoted", "rejected", "ended"]
-    began_at: float
-    decided_at: float | None
-    reason: str | None
-    evidence: dict[str, Any]
-
-
 class Policy(BaseModel):
-    """The live version. `promotion`: whether new versions are tested before they go live.
-
-    `test`: the one that is under way, with its numbers so far. `waiting`: the version that is tested next.
-    """
+    """The live version."""
 
     alias: str
     live_version: int
@@ -235,9 +202,6 @@ class Policy(BaseModel):
     steps: int
     last_step: Step | None
     collapse: Collapse | None
-    promotion: Literal["immediate", "gated"]
-    test: VersionTest | None
-    waiting: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +209,7 @@ class VersionSeen(PolicyVersion):
     """A version, whether it is the live one, and why it cannot be made live (`obstacle`), if it is not `promotable`.
 
     `rewards`: the mean reward of the rollouts that began with it, by mode. `parent`: the version whose weights its
-    training step started from. `promotion`: its last test against a live version, with the numbers; null without one.
+    training step started from.
     """
 
     live: bool
@@ -253,7 +217,6 @@ class VersionSeen(PolicyVersion):
     obstacle: str | None
     rewards: dict[Mode, MeanReward]
     parent: int | None
-    promotion: VersionTest | None
 
 
 class Versions(BaseModel):
@@ -351,5 +314,6 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def answers(model: Any, status: int = 200) -> dict[int | str, dict[str, Any]]:
-    """Return the value of a route's `responses`."""
-    return {status: {"model": model}}
+    """Return the value of a route's `responses`, with the fields of side rooms."""
+    is_model = isinstance(model, type) and issubclass(model, BaseModel)
+    return {status: {"model": extended(model, "fields") if is_model else model}}

@@ -58,8 +58,8 @@ RewardList = Annotated[list[RewardBody], BeforeValidator(_not_too_many)]
 class RolloutsBody(Body):
     """Opens `n` sibling rollouts of one task. With `n` 0 it only checks that the model can be had.
 
-    `policy_version` or `model`: what answers the policy's alias in them, if not the live version. `prompts`: versions
-    of prompts by name, if not the live ones. Without `may_reward` their keys may only call the model.
+    `policy_version` or `model`: what answers the policy's alias in them, if not the live version. Without
+    `may_reward` their keys may only call the model.
     `sibling_of`: a rollout whose task and group they join, as one that is begun anew joins that of the one it replaces.
     """
 
@@ -71,10 +71,6 @@ class RolloutsBody(Body):
     sibling_of: Id | None = None
     policy_version: Annotated[int, Field(strict=True, ge=0, lt=2**31), INTEGER] | None = None
     model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    prompts: Annotated[
-        dict[Id, Annotated[int, Field(strict=True, ge=1, lt=2**31), INTEGER]],
-        Field(json_schema_extra={"additionalProperties": False}),  # beside the pattern of its names
-    ] = {}
 
 
 class EndBody(Body):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from uuid import uuid4
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -12,6 +12,7 @@ from ..aside import aside
 from ..errors import TooLarge, Unprocessable
 from ..gateway.relay import DataPath, name_rollout
 from ..json_text import dumps
+from ..on_board import extended
 from ..store.keys import hash_key, new_key
 from ..store.rollouts import RolloutSearch
 from ..types import Event, Rollout, RolloutName, check_id
@@ -36,6 +37,9 @@ from .transitions import transitions
 from .views import credit_view, record_view, rollout_detail
 
 Requests = Literal["short", "whole"]
+
+if not TYPE_CHECKING:
+    RolloutsBody = extended(RolloutsBody, "fields")
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], responses=ERRORS, route_class=AgentRoute)
 admins = APIRouter(route_class=AdminRoute)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from ..control.beside import Beside, Fields
 from ..control.bodies import RolloutsBody
 from ..control.views import record_view
+from .fields import RolloutsWithPrompts
 from .table import PromptTable
 
 
@@ -14,9 +15,11 @@ class PromptsBeside(Beside):
     """The prompts of rollouts."""
 
     async def check(self, body: RolloutsBody) -> None:
+        assert isinstance(body, RolloutsWithPrompts)
         await PromptTable(self.store.database).check(body.prompts)
 
     async def opened(self, rollout_ids: Sequence[str], body: RolloutsBody) -> None:
+        assert isinstance(body, RolloutsWithPrompts)
         await PromptTable(self.store.database).pin(rollout_ids, body.prompts)
 
     async def of_rollout(self, rollout_id: str) -> Fields:

@@ -35,7 +35,9 @@ class PromptsPlugin(ProxyPlugin):
             work = (Gate("prompt-gate", tests, database, weighed).run,)
         else:
             await tests.end(NOT_GATED)
-        async with PromptRewriter(PromptTable(database), core.redactor, core.metrics.prompted, split) as prompts:
+        counter = core.metrics.counter("prompts", "Calls that a prompt was put into, and that fitted none", "outcome")
+        count = lambda outcome: counter.labels(outcome).inc()  # noqa: E731
+        async with PromptRewriter(PromptTable(database), core.redactor, count, split) as prompts:
             yield Hooks(rewrite=prompts.put, work=work)
 
 

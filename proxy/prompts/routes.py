@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from ..access.auth import Caller
 from ..control.answers import ERRORS, answers
-from ..control.bodies import INTEGER, Body, Id, PathId
+from ..control.bodies import Body, Id, PathId
 from ..control.door import AdminRoute, AgentRoute
 from ..control.parts import Parts
 from ..control.requests import caller_of, large_response, parts, parts_for, parts_for_all
@@ -18,6 +18,7 @@ from ..control.views import record_view
 from ..errors import Conflict
 from ..types import RolloutName, check_id
 from .config import PromptKeys
+from .fields import Version
 from .prompt_tests import PromptTest, PromptTests
 from .splitting import PromptSplit
 from .table import Prompt, PromptTable, Role, TriedOut
@@ -26,7 +27,6 @@ router = APIRouter(tags=["prompts"], responses=ERRORS, route_class=AgentRoute)
 admins = APIRouter(route_class=AdminRoute)
 
 MOST_CHARACTERS = 1_000_000
-Version = Annotated[int, Field(strict=True, ge=1, lt=2**31), INTEGER]
 
 
 class Match(Body):

@@ -27,21 +27,20 @@ class Metrics:
         self._shared = Path(shared) if (shared := os.environ.get(SHARED)) else None
         if self._shared is not None:
             _forget_dead(self._shared)
-        calls = self._counter("calls", "Recorded calls by how they ended", "status")
+        calls = self.counter("calls", "Recorded calls by how they ended", "status")
         self._calls = {status: calls.labels(status) for status in get_args(CallStatus)}
-        unrecorded = self._counter("unrecorded_calls", "Calls of which nothing is kept, by how they ended", "status")
+        unrecorded = self.counter("unrecorded_calls", "Calls of which nothing is kept, by how they ended", "status")
         self._unrecorded = {status: unrecorded.labels(status) for status in get_args(CallStatus)}
-        self._untrainable = self._counter("untrainable_calls", "Answered calls unfit for training")
-        self.redacted = self._counter("redacted_calls", "Calls that could be trained on but for what was redacted")
-        tokens = self._counter("tokens", "Tokens of recorded calls", "kind")
+        self._untrainable = self.counter("untrainable_calls", "Answered calls unfit for training")
+        self.redacted = self.counter("redacted_calls", "Calls that could be trained on but for what was redacted")
+        tokens = self.counter("tokens", "Tokens of recorded calls", "kind")
         self._prompt_tokens, self._sampled_tokens = tokens.labels("prompt"), tokens.labels("sampled")
         self._latency = self._histogram("call_seconds", "Calls, to the last byte")
         self._ttft = self._histogram("first_byte_seconds", "Until the answer's first byte")
-        self._continuity = self._counter("token_continuity", "Policy chats by how their prompt was made", "outcome")
-        self._prompts = self._counter("prompts", "Calls that a prompt was put into, and that fitted none", "outcome")
-        self.rewards = self._counter("rewards", "Recorded rewards")
+        self._continuity = self.counter("token_continuity", "Policy chats by how their prompt was made", "outcome")
+        self.rewards = self.counter("rewards", "Recorded rewards")
         deleted = "Rollouts deleted: by request, or for their age or the store's size"
-        self.deleted = self._counter("rollouts_deleted", deleted, "why")
+        self.deleted = self.counter("rollouts_deleted", deleted, "why")
         # Each worker has a queue of its own. All other gauges are the store's: the newest look is right.
         self.queue = self._gauge("recorder_queue", "Records that wait for their commit", mode="livesum")
         self._live_version = self._gauge("policy_version", "The live policy version")
@@ -72,9 +71,6 @@ class Metrics:
     def continued(self, outcome: str) -> None:
         self._continuity.labels(outcome).inc()
 
-    def prompted(self, outcome: str) -> None:
-        self._prompts.labels(outcome).inc()
-
     def step_ended(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the metrics that the trainer reported for its last step."""
         for name, value in {"step": step, **metrics}.items():
@@ -92,7 +88,8 @@ class Metrics:
         for sign in get_args(CollapseSign):
             self._collapsed.labels(sign).set(collapse is not None and collapse.sign == sign)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """Return a new counter, which is shown with the others."""
         return Counter(f"lightning_{name}", text, labels, registry=self._registry)
 
     def _histogram(self, name: str, text: str) -> Histogram:
