@@ -28,6 +28,22 @@ for module in pkgutil.walk_packages(root.__path__, "lightning_proxy."):
         if not module.name.endswith("executors.ray.driver"):
             importlib.import_module(module.name)
 """
+# A key of each room that has some. A room that was taken out leaves none behind.
+KEYS = {
+    "otel": "telemetry", "prompts": "prompts", "promotion": "policy.gate", "judge": "trainer.judge",
+    "guides": "trainer.teacher", "sft": "trainer.sft", "preferences": "trainer.kto", "backends": "trainer.tinker",
+}  # fmt: skip
+UNKNOWN = """
+from lightning_proxy.proxy.config.file import load_config
+from lightning_proxy.proxy.errors import ConfigError
+for key in {keys!r}:
+    try:
+        load_config(overrides={{key: {{}}}})
+    except ConfigError as error:
+        assert f"command line: {{key}}: unknown key" in str(error), error
+    else:
+        raise AssertionError(key)
+"""
 LEARNS = "tests/trainer/test_loop.py::test_a_step_makes_verified_weights_live"
 REALLY = "tests/end_to_end/test_loop.py"
 
@@ -73,6 +89,7 @@ class Copy:
 def test_side_rooms_can_be_deleted(tmp_path: Path, rooms: list[str]) -> None:
     copy = Copy(tmp_path, rooms)
     copy.run("-W", "ignore", "-c", LEFT.format(place=str(tmp_path)))
+    copy.run("-c", UNKNOWN.format(keys=[KEYS[room] for room in rooms if room in KEYS]))
     assert "train" in copy.run("-m", "lightning_proxy.cli", "--help")
     assert "2 passed" in copy.run("-m", "pytest", "-q", "-p", "no:cacheprovider", LEARNS)
 
