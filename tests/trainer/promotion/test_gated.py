@@ -122,11 +122,11 @@ async def test_a_trainer_that_is_started_again_goes_on_with_what_is_tested_and_w
         again = b.loop()
         await again.run(asyncio.Event(), once=True)
         assert await statuses(b) == {0: "ready", 1: "live", 2: "candidate"}
-        assert again.version == 2
+        assert again.base == 2
         await decide(b, "rejected")
         last = b.loop()
         await last.run(asyncio.Event(), once=True)
-        assert last.version == 1
+        assert last.base == 1
 
 
 async def test_a_version_that_was_being_saved_when_the_trainer_was_killed_is_saved_again(
@@ -185,7 +185,7 @@ async def test_only_every_nth_step_is_tested(base: Path, tmp_path: Path, publish
         assert all(torch.equal(ahead[name], weights) for name, weights in b.trainer.adapter("default").items())
         again = b.loop(promote_every=2)
         await again.run(asyncio.Event(), once=True)
-        assert (again.version, len(await b.store.versions.all())) == (2, 3), "nothing is published anew"
+        assert (again.base, len(await b.store.versions.all())) == (2, 3), "nothing is published anew"
 
 
 async def test_training_waits_where_it_is_too_far_ahead_of_what_is_live(base: Path, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ async def test_what_a_method_makes_of_all_weights_is_published(
         assert not any(torch.equal(weight, before[name]) for name, weight in published.items())
         again = b.loop(RUNS["rl"])
         b.trainer.load(Path(str(step.checkpoint)))
-        assert again.version == 0 and all(torch.equal(w, ours[name]) for name, w in b.trainer.adapter().items())
+        assert again.base == 0 and all(torch.equal(w, ours[name]) for name, w in b.trainer.adapter().items())
 
 
 @pytest.mark.parametrize("method", ["rl", "dpo"])
