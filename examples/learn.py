@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 from learned import save, show
-from lesson import HERE, Lesson, Plan
+from lesson import HERE, ExampleLesson, Plan
 
 from lightning_proxy.commands.signals import run_until_signal
 from lightning_proxy.proxy.errors import ConfigError, LightningError
@@ -57,7 +57,7 @@ def learn(plan: Plan, seeds: list[int], directory: Path) -> None:
         {one["seed"]: one for one in json.loads(file.read_text())} if file.exists() else {}
     )
     for seed in seeds:
-        found[seed] = run_until_signal(Lesson(plan, seed, directory / f"seed-{seed}").run())
+        found[seed] = run_until_signal(ExampleLesson(plan, seed, directory / f"seed-{seed}").run())
         results = [found[number] for number in sorted(found)]
         save(results, directory)
         show(results)

@@ -26,7 +26,7 @@ def lesson(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_published_model_has_settings_of_its_own_size(lesson: Any, name: str, tmp_path: Path) -> None:
     plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", 0, 100, 200, 32, 4)
-    config = Config.model_validate(lesson.Lesson(plan, 0, tmp_path)._settings())
+    config = Config.model_validate(lesson.ExampleLesson(plan, 0, tmp_path).settings())
     assert (config.policy.publish, config.vllm.max_model_len) == ("auto", config.trainer.max_sample_tokens)
     assert (config.trainer.group_size, config.trainer.tasks_per_step, config.trainer.loss_type) == (4, 32, "grpo")
     # A minute is what rollouts of the small model take at most.
@@ -41,7 +41,7 @@ def test_the_rate_falls_over_the_steps_of_the_lesson(
 ) -> None:
     """Imitation is one step more; without a number of steps the configuration would be refused."""
     plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", imitate, 16, 200, 32, 4)
-    assert Config.model_validate(lesson.Lesson(plan, 0, tmp_path)._settings()).trainer.max_steps == steps
+    assert Config.model_validate(lesson.ExampleLesson(plan, 0, tmp_path).settings()).trainer.max_steps == steps
 
 
 def test_what_rl_adds_is_compared_task_by_task() -> None:
