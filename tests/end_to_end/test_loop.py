@@ -35,6 +35,7 @@ def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequ
         assert trained["versus"]["difference"] > 0.25, "versions are evaluated side by side"
     versions = {v["version"]: v for v in system.get("/policy/versions")["data"]}
     assert all(v["status"] != "failed" for v in versions.values()), versions
+    wait_until(lambda: system.get("/status")["verified"]["deviations"] is not None, 60, "the live version says how")
     calls = [
         call
         for rollout in system.get("/rollouts?limit=1000&status=completed")["data"]
