@@ -38,6 +38,10 @@ def count(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}"
 
 
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0%}"
+
+
 def size(bytes_: float) -> str:
     """Return a number of bytes in the unit that fits: 512 B, 3.1 MiB, 2.5 GiB."""
     for unit in ("B", "KiB", "MiB"):

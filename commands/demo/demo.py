@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def demo(options: DemoOptions) -> None:
             raise LightningError(f"the demo's model could not be made in {model}; see the error above")
     config = write_config(directory, model, options)
     result = run_until_signal(Demo(options, directory, config, console).run())
-    dump(directory / "result.json", result.as_json())
+    dump(directory / "result.json", asdict(result))
     save_png(result, directory / "reward.png")
     show(result, console)
     if (place := asyncio.run(where(load_config(config), f"--config {config} "))) is not None:

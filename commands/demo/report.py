@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from ..formats import share
 from ..run.summary import Totals
 
 
@@ -26,9 +26,6 @@ class DemoResult:
     training_s: float
     total_s: float
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def curve(rewards: Sequence[float], window: int) -> tuple[float, ...]:
     """Return the mean of each full window of consecutive rewards."""
@@ -42,7 +39,7 @@ def show(result: DemoResult, console: Console) -> None:
     for column in ("", "policy version", "rollouts", "exact answers", "mean reward"):
         table.add_column(column, justify="left" if not column else "right")
     for name, version, totals in (("before", 0, result.before), ("after", result.version, result.after)):
-        table.add_row(name, str(version), str(totals.rollouts), _share(totals.solved), _number(totals.mean_reward))
+        table.add_row(name, str(version), str(totals.rollouts), share(totals.solved), _number(totals.mean_reward))
     console.print(table)
     if len(result.curve) > 1:
         console.print(terminal_curve(result.curve, min(console.width, 100)), markup=False, highlight=False)
@@ -78,10 +75,6 @@ def save_png(result: DemoResult, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"
 
 
 def _number(value: float | None) -> str:

@@ -74,8 +74,8 @@ class Evaluation:
         options: RunOptions,
         models: Sequence[Model],
         *,
-        promote: bool = False,
-        say: Callable[[str], None] = lambda _: None,
+        promote: bool,
+        say: Callable[[str], None],
     ) -> None:
         self._api, self._runner, self._options = api, runner, options
         self._promote, self._say = promote, say
@@ -93,7 +93,8 @@ class Evaluation:
         async with self._live_again():
             for row in self.rows:
                 await self._put_live(row.model)
-                await run_tasks(self._api, tasks, self._runner, self._options_of(row), self._taking(row, on_result))
+                options = replace(self._options, mode="eval", choice=row.model.choice)
+                await run_tasks(self._api, tasks, self._runner, options, self._taking(row, on_result))
                 row.complete = True
 
     async def _check(self) -> None:
@@ -139,9 +140,6 @@ class Evaluation:
         except ApiError as error:
             again = f"lightning-proxy policy promote {self._before}"
             raise LightningError(f"version {self._before} is not live again: {error.message}; try `{again}`") from None
-
-    def _options_of(self, row: EvalRow) -> RunOptions:
-        return replace(self._options, mode="eval", choice=row.model.choice)
 
     def _taking(
         self, row: EvalRow, on_result: Callable[[EvalRow, RolloutResult], None]

@@ -66,7 +66,7 @@ def import_command(config: Config, file: Path, model: str, reward: float) -> Non
     Console(stderr=True).print(f"{brought.rollouts} rollouts from {file}{known}", markup=False, soft_wrap=True)
 
 
-async def bring_in(config: Config, file: Path, model: str, reward: float, lines: int | None = None) -> ImportCounts:
+async def bring_in(config: Config, file: Path, model: str, reward: float, lines: int) -> ImportCounts:
     """Record the file's conversations. One that is in the store already is left as it is."""
     brought = ImportCounts()
     redactor = Redactor(config.recording.redact, config.keys())

@@ -173,11 +173,7 @@ async def _rows(
 
 
 def _transitions(
-    rollout: Rollout,
-    calls: list[ModelCall],
-    events: Sequence[Event],
-    rewards: Sequence[Reward],
-    credit: CreditBySeq,
+    rollout: Rollout, calls: list[ModelCall], events: Sequence[Event], rewards: Sequence[Reward], credit: CreditBySeq
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each transition. The first one holds the rollout's rewards, the newest of each name and call."""
     newest = {(r.call_id, r.name): r for r in rewards}.values()

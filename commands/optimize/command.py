@@ -6,9 +6,9 @@ import asyncio
 import hashlib
 import json
 import random
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal
 from urllib.parse import quote
 
@@ -183,7 +183,7 @@ class _Optimization:
         before, after = [await self._held_out(job.scores, one) for one in (first, best)]
         found = Found(
             self.request.prompt, run, best.version, job.scores.taken, len(job.tried), first.mean, best.mean,
-            _mean(before), _mean(after),
+            fmean(before), fmean(after),
             compare(after, before, self.request.seed) if best is not first else None,
         )  # fmt: skip
         metrics = {"method": self.request.method, "run": run, "validation": best.mean, "held_out": found.after}
@@ -198,15 +198,8 @@ class _Optimization:
 
 def run_name(request: OptimizeRequest, split: Split, text: str) -> str:
     """Return the name of a run: the same for the same request, so that the same command resumes it."""
-    parts: list[Any] = [
-        request.method,
-        request.prompt,
-        text,
-        request.command,
-        request.seed,
-        request.reflect,
-        request.batch,
-    ]
+    parts: list[Any] = [request.method, request.prompt, text, request.command, request.seed]
+    parts += [request.reflect, request.batch]
     parts += [asdict(request.sizes), *([task.line for task in tasks] for tasks in (split.lessons, split.validation))]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
@@ -235,7 +228,3 @@ def summary(found: Found, *, promoted: bool) -> str:
 
 def _show(bar: Bar, scores: PromptScores, job: Search) -> None:
     bar.show(scores.taken, job.best.mean if job.tried else None, 0)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

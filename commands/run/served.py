@@ -76,10 +76,7 @@ class ServedRunner(ABC):
 
     async def _start(self) -> asyncio.subprocess.Process:
         child = await asyncio.create_subprocess_exec(
-            *self._argv,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,
+            *self._argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True
         )
         try:
             await self._open(child)

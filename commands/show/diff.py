@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from difflib import unified_diff
 from io import StringIO
 from typing import Any
@@ -28,8 +27,9 @@ def rollout_diff(a: dict[str, Any], b: dict[str, Any]) -> RenderableType:
     for (fact, first), (_, second) in zip(_facts(a), _facts(b), strict=True):
         style = "" if first == second else "yellow"
         table.add_row(fact, plain(first, style), plain(second, style))
-    lines = [*_conversation_diff(a, b)] or [Text("the conversations are the same", "dim")]
-    return Group(table, Text(""), *lines)
+    changes = list(unified_diff(_lines(a), _lines(b), "A", "B", lineterm="", n=CONTEXT))[2:]
+    lines = [plain(line, STYLES.get(line[0], "")) for line in changes]
+    return Group(table, Text(""), *(lines or [Text("the conversations are the same", "dim")]))
 
 
 def _facts(rollout: dict[str, Any]) -> list[tuple[str, str]]:
@@ -46,11 +46,6 @@ def _facts(rollout: dict[str, Any]) -> list[tuple[str, str]]:
         ("calls", str(len(rollout["calls"]))),
         ("tokens", str(rollout["tokens"])),
     ]
-
-
-def _conversation_diff(a: dict[str, Any], b: dict[str, Any]) -> Iterator[Text]:
-    for line in list(unified_diff(_lines(a), _lines(b), "A", "B", lineterm="", n=CONTEXT))[2:]:
-        yield plain(line, STYLES.get(line[0], ""))
 
 
 def _lines(rollout: dict[str, Any]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ..formats import count, duration, number
+from ..formats import count, duration, number, share
 
 Metrics = Mapping[str, Any]
 GAP = "  "
@@ -37,7 +37,7 @@ def steps_table(steps: Sequence[Mapping[str, Any]]) -> Table:
 
 def _cells(metrics: Metrics, version: int | None) -> list[str]:
     numbers = [number(metrics.get(name)) for name in ("reward_mean", "reward_std")]
-    sampled = [number(metrics.get("kl"), 2), _share(metrics.get("clip_share")), number(metrics.get("entropy"), 2)]
+    sampled = [number(metrics.get("kl"), 2), share(metrics.get("clip_share")), number(metrics.get("entropy"), 2)]
     seconds = [_seconds(metrics.get(name)) for name in ("step_s", "publish_s")]
     shown = _unpublished(metrics, "-") if version is None else str(version)
     return [*numbers, _groups(metrics), _short(metrics.get("trained_tokens")), *sampled, *seconds, shown]
@@ -53,7 +53,7 @@ def _parts(step: int, metrics: Metrics) -> list[tuple[int, str, str]]:
     loss, held_out = metrics.get("loss"), metrics.get("held_out_loss")
     measured = "" if held_out is None else f", held out {metrics['held_out_loss_before']:.3f} → {held_out:.3f}"
     if (right := metrics.get("held_out_accuracy")) is not None:
-        measured = f", held out {_share(metrics['held_out_accuracy_before'])} → {_share(right)} right"
+        measured = f", held out {share(metrics['held_out_accuracy_before'])} → {share(right)} right"
     return [
         (0, f"step {step}", "bold"),
         (2, f"{method} loss {loss:.3f}{measured}" if (method := metrics.get("method")) else "", "magenta"),
@@ -63,7 +63,7 @@ def _parts(step: int, metrics: Metrics) -> list[tuple[int, str, str]]:
         (6, "" if tokens is None else f"{count(tokens)} tokens{per_second}", ""),
         (7, "" if kl is None else f"kl {number(kl, 2)}", ""),
         (7, f"guide_kl {number(guided, 2)}" if (guided := metrics.get("guide_kl")) is not None else "", ""),
-        (8, "" if not clipped else f"{_share(clipped)} clipped", ""),
+        (8, "" if not clipped else f"{share(clipped)} clipped", ""),
         (9, "" if entropy is None else f"entropy {number(entropy, 2)}", ""),
         (10, f"staleness {number(stale, 2)}" if (stale := metrics.get("staleness_mean")) else "", ""),
         (5, _times(metrics), "dim"),
@@ -99,7 +99,3 @@ def _short(value: float | None) -> str:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else duration(value)
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0%}"

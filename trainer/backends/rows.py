@@ -29,10 +29,6 @@ class Datum:
     advantages: tuple[float, ...] = ()
     mask: tuple[int, ...] = ()
 
-    @property
-    def is_finite(self) -> bool:
-        return all(map(math.isfinite, (*self.logprobs, *self.advantages)))
-
 
 def rows_of(samples: Sequence[Sample], weights: Mapping[str, float], reduction: str) -> list[Datum]:
     """Return the rows of a step. `weights` are those of a token, by rollout.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from statistics import fmean
@@ -82,7 +82,7 @@ class Hints:
         self, samples: Sequence[Sample], recorded: Sequence[Recorded]
     ) -> tuple[tuple[Sample, ...], Counter[str]]:
         calls = {call.call_id: call for rollout in recorded for call in rollout.calls}
-        hints = self._hints(recorded)
+        hints = comments(recorded) if self._kind == "comments" else siblings(recorded, self._rules, self._tokenizer)
         scores = [[math.nan] * len(sample.token_ids) for sample in samples]
         counts: Counter[str] = Counter()
         places: list[tuple[list[float], int, int]] = []
@@ -115,11 +115,6 @@ class Hints:
             "hints: they make the policy's own answers likelier, by %.1f nats a token. It learns to repeat itself if "
             "comments contain its answer: let them say what was wrong, and what is right", gap,
         )  # fmt: skip
-
-    def _hints(self, recorded: Sequence[Recorded]) -> Mapping[str, str]:
-        if self._kind == "comments":
-            return comments(recorded)
-        return siblings(recorded, self._rules, self._tokenizer)
 
     def _row(
         self, sample: Sample, start: int, end: int, call: ModelCall | None, hint: str | None

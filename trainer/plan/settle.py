@@ -123,8 +123,5 @@ def _without_plan(config: Config, on_cpu: DecoderShape | None, *, served: bool) 
 
 def _with(config: Config, vllm: dict[str, object], trainer: dict[str, object]) -> Config:
     return config.model_copy(
-        update={
-            "vllm": config.vllm.model_copy(update=vllm),
-            "trainer": config.trainer.model_copy(update=trainer),
-        }
+        update={"vllm": config.vllm.model_copy(update=vllm), "trainer": config.trainer.model_copy(update=trainer)}
     )

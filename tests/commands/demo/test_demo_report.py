@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -39,7 +40,7 @@ def test_the_table_and_the_curve_are_shown_without_a_terminal() -> None:
 
 def test_the_curve_is_saved_as_a_picture_and_the_numbers_as_json(tmp_path: Path) -> None:
     save_png(RESULT, tmp_path / "reward.png")
-    dump(tmp_path / "result.json", RESULT.as_json())
+    dump(tmp_path / "result.json", asdict(RESULT))
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "result.json").read_text())["after"]["solved"] == 0.85
 

@@ -29,19 +29,12 @@ WAITS_S = 30.0  # until a line says that a pod does not start
 class KubernetesRunner:
     """Creates a Job with a Secret for each run, follows its pod's status and log, and deletes it all."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        command: Sequence[str],
-        say: Callable[[str], None],
-        keeping: Keeping | None = None,
-    ) -> None:
+    def __init__(self, config: RunConfig, command: Sequence[str], say: Callable[[str], None], keeping: Keeping) -> None:
         if config.proxy_url is None:
             raise ConfigError(
                 "executor kubernetes needs --proxy-url (run.proxy_url): the proxy's address as pods reach it"
             )
-        self._config, self._say, self._reported = config, say, set[str]()
-        self._keeping = keeping or Keeping()
+        self._config, self._say, self._keeping, self._reported = config, say, keeping, set[str]()
         self._start_timeout_s = config.kubernetes.start_timeout_s
         self._name = f"lightning-{secrets.token_hex(4)}"
         self._manifests = Manifests(config.kubernetes, command, self._name)

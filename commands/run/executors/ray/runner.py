@@ -23,13 +23,7 @@ class RayRunner(ServedRunner):
 
     name = "Ray driver"
 
-    def __init__(
-        self,
-        config: RunConfig,
-        command: Sequence[str],
-        say: Callable[[str], None],
-        keeping: Keeping | None = None,
-    ) -> None:
+    def __init__(self, config: RunConfig, command: Sequence[str], say: Callable[[str], None], keeping: Keeping) -> None:
         # Ray's client ends its process if the cluster goes away, and takes signals for itself.
         super().__init__([sys.executable, "-m", f"{__package__}.driver"], say, keeping)
         self._config, self._command = config, tuple(command)
