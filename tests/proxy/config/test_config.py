@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from lightning_proxy.proxy.config.file import load_config
 from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from support.paths import ROOT
 
@@ -186,3 +188,32 @@ def test_an_empty_section_has_its_defaults(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("proxy:\ntrainer: {group_size: 4}\n")
     config = load_config(tmp_path / "c.yaml")
     assert (config.proxy.port, config.trainer.group_size) == (8080, 4)
+
+
+def test_a_wrong_configuration_does_not_show_a_key(tmp_path: Path) -> None:
+    key = "sk-upstream-5c1dD0nTl3akM3pl34s3"
+    for text in (
+        f"upstreams: [{{name: a, base_url: 'http://h/v1', api_key: '{key} x'}}]",
+        f"upstreams: [{{name: a, base_url: 'http://h/v1', api_key: '{key}",
+        f"upstreams: [{{name: a, base_url: 'http://h/v1', api_key: [{key}]}}]",
+        f"proxy: {{api_keys: {key}}}",
+        f"proxy: {key}",
+        f"{key}: [\n",
+    ):
+        (tmp_path / "c.yaml").write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            load_config(tmp_path / "c.yaml")
+        shown = caught.value.message + repr(caught.value.__cause__)
+        assert key not in shown or text.startswith(key), shown
+
+
+@pytest.mark.parametrize("settings", [{"loss_type": "luspo"}, {"loss_type": "vespo", "importance_level": "sequence"}])
+def test_a_level_that_a_loss_is_not_made_for_is_refused(settings: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match="it needs importance_level"):
+        TrainerConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "luspo"])
+def test_hints_need_a_loss_that_tells_tokens_apart(loss_type: str) -> None:
+    with pytest.raises(ValidationError, match="speak of single tokens"):
+        TrainerConfig.model_validate({"loss_type": loss_type, "importance_level": "sequence", "hints": "comments"})

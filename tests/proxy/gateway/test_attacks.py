@@ -493,25 +493,6 @@ async def test_our_errors_about_an_upstream_do_not_quote_its_key(
     await server.wait_closed()
 
 
-async def test_a_wrong_configuration_does_not_show_a_key(tmp_path: Path) -> None:
-    from lightning_proxy.proxy.config.file import load_config
-    from lightning_proxy.proxy.errors import ConfigError
-
-    for text in (
-        f"upstreams: [{{name: a, base_url: 'http://h/v1', api_key: '{KEY} x'}}]",
-        f"upstreams: [{{name: a, base_url: 'http://h/v1', api_key: '{KEY}",
-        f"upstreams: [{{name: a, base_url: 'http://h/v1', api_key: [{KEY}]}}]",
-        f"proxy: {{api_keys: {KEY}}}",
-        f"proxy: {KEY}",
-        f"{KEY}: [\n",
-    ):
-        (tmp_path / "c.yaml").write_text(text)
-        with pytest.raises(ConfigError) as caught:
-            load_config(tmp_path / "c.yaml")
-        shown = caught.value.message + repr(caught.value.__cause__)
-        assert KEY not in shown or text.startswith(KEY), shown
-
-
 async def test_gzip_is_what_it_is_feared_for() -> None:
     """Why a keyed upstream is asked for plain bytes: compressed, the key could not be found."""
     assert KEY.encode() not in gzip.compress(ECHO.encode())
