@@ -40,16 +40,11 @@ ASKED = [
     {"role": "assistant", "parts": [{"type": "tool_call", "id": "c0", "name": "look", "arguments": {"at": "Paris"}}]},
     {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c0", "response": "a tower"}]},
 ]
-ANSWERED = [
-    {
-        "role": "assistant",
-        "parts": [
-            {"type": "text", "content": "Let me see."},
-            {"type": "tool_call", "id": "c1", "name": "look", "arguments": {"at": "tower"}},
-        ],
-        "finish_reason": "tool_call",
-    }
+PARTS = [
+    {"type": "text", "content": "Let me see."},
+    {"type": "tool_call", "id": "c1", "name": "look", "arguments": {"at": "tower"}},
 ]
+ANSWERED = [{"role": "assistant", "parts": PARTS, "finish_reason": "tool_call"}]
 CHAT: dict[str, Any] = {
     "gen_ai.operation.name": "chat",
     "gen_ai.provider.name": "openai",
@@ -219,9 +214,8 @@ async def test_without_a_name_a_trace_is_a_rollout_and_tool_results_are_paired(
 
         def agent() -> str:
             told = Instrumented(system.url)
-            with told.tracer.start_as_current_span(
-                "invoke_agent", attributes={"gen_ai.operation.name": "invoke_agent"}
-            ):
+            attributes = {"gen_ai.operation.name": "invoke_agent"}
+            with told.tracer.start_as_current_span("invoke_agent", attributes=attributes):
                 told.tell("chat", {**CHAT, **SAID})
                 messages = {"gen_ai.input.messages": json.dumps(later), "gen_ai.response.id": "resp-2"}
                 trace = told.tell("chat", CHAT | messages)
@@ -383,48 +377,40 @@ async def test_a_call_whose_end_was_not_written_gets_it_when_it_is_sent_again(ru
     assert [(call["status"], call["response"]["id"]) for call in rollout["calls"]] == [("ok", "resp-1")]
 
 
-@pytest.mark.parametrize(
-    ("attributes", "span", "why"),
-    [
+async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(running: Running, tmp_path: Path) -> None:
+    wrong: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         ({"lightning.rollout_id": "a b"}, {}, "lightning.rollout_id must be"),
         ({"lightning.rollout_mode": "test"}, {}, "lightning.rollout_mode must be train or eval"),
         ({}, {"spanId": "00aa"}, "span id"),
         ({}, {"endTimeUnixNano": "1"}, "ends before it begins"),
-    ],
-)
-async def test_spans_that_cannot_be_taken_are_counted_and_the_others_are_recorded(
-    running: Running, tmp_path: Path, attributes: dict[str, Any], span: dict[str, Any], why: str
-) -> None:
-    body = by_hand(CHAT)
-    body["resourceSpans"] += by_hand(CHAT | attributes, **{"spanId": "00000000000000bb"} | span)["resourceSpans"]
+    ]
     async with running(tmp_path) as system:
-        status, answer = await system.call("POST", "/otlp/v1/traces", body)
+        for n, (attributes, span, why) in enumerate(wrong):
+            told = CHAT | {"gen_ai.response.id": f"resp-{n}"}
+            body = by_hand(told, f"00000000000000a{n}")
+            body["resourceSpans"] += by_hand(told | attributes, "00000000000000bb", **span)["resourceSpans"]
+            status, answer = await system.call("POST", "/otlp/v1/traces", body)
+            assert (status, answer["partialSuccess"]["rejectedSpans"]) == (200, "1"), why
+            assert why in answer["partialSuccess"]["errorMessage"]
         _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
-    assert (status, answer["partialSuccess"]["rejectedSpans"]) == (200, "1")
-    assert why in answer["partialSuccess"]["errorMessage"]
-    assert len(rollout["calls"]) == 1
+    assert len(rollout["calls"]) == len(wrong)
 
 
-@pytest.mark.parametrize(
-    ("body", "headers", "status", "code"),
-    [
-        (b"{", {}, 400, 3),
-        (b'{"resourceSpans": 1}', {}, 400, 3),
-        (b"{}", {"Content_Type": "text/plain"}, 415, 3),
-        (b"{}", {"Content_Encoding": "br"}, 415, 3),
-        (b"no gzip", {"Content_Encoding": "gzip"}, 400, 3),
-        (gzip.compress(b"{}", mtime=0)[:-4], {"Content_Encoding": "gzip"}, 400, 3),
-        (gzip.compress(b"{}", mtime=0) * 2, {"Content_Encoding": "gzip"}, 400, 3),
-        (gzip.compress(b" " * 1_100_000, mtime=0), {"Content_Encoding": "gzip"}, 413, 8),
-    ],
-)
-async def test_what_is_no_export_is_refused_as_otlp_says(
-    running: Running, tmp_path: Path, body: bytes, headers: dict[str, str], status: int, code: int
-) -> None:
+async def test_what_is_no_export_is_refused_as_otlp_says(running: Running, tmp_path: Path) -> None:
+    refused: list[tuple[bytes, dict[str, str], tuple[int, int]]] = [
+        (b"{", {}, (400, 3)),
+        (b'{"resourceSpans": 1}', {}, (400, 3)),
+        (b"{}", {"Content_Type": "text/plain"}, (415, 3)),
+        (b"{}", {"Content_Encoding": "br"}, (415, 3)),
+        (b"no gzip", {"Content_Encoding": "gzip"}, (400, 3)),
+        (gzip.compress(b"{}")[:-4], {"Content_Encoding": "gzip"}, (400, 3)),
+        (gzip.compress(b"{}") * 2, {"Content_Encoding": "gzip"}, (400, 3)),
+        (gzip.compress(b" " * 1_100_000), {"Content_Encoding": "gzip"}, (413, 8)),
+    ]
     async with running(tmp_path, max_body_mb=1) as system:
-        got, answer = await system.call("POST", "/otlp/v1/traces", body, **headers)
-    assert (got, answer["code"]) == (status, code)
-    assert answer["message"]
+        for body, headers, expected in refused:
+            status, answer = await system.call("POST", "/otlp/v1/traces", body, **headers)
+            assert (status, answer["code"]) == expected and answer["message"], (body[:20], headers)
 
 
 async def test_protobuf_is_answered_with_protobuf(running: Running, tmp_path: Path) -> None:
@@ -478,6 +464,7 @@ async def test_other_paths_below_v1_still_go_to_the_upstream(running: Running, t
     assert (status, answer["error"]["type"]) == (404, "not_found_error")
 
 
+NAMES = st.sampled_from(["role", "parts", "type", "content", "name", "id"])
 ATTRIBUTES = st.dictionaries(
     st.sampled_from([*CHAT, *SAID, *TOKENS, "gen_ai.prompt.0.content", "gen_ai.completion.0.tool_calls.0.id"]),
     st.one_of(
@@ -487,12 +474,7 @@ ATTRIBUTES = st.dictionaries(
         st.lists(st.integers(-1, 2**40), max_size=4),
         st.recursive(
             st.none() | st.booleans() | st.text(max_size=5),
-            lambda inner: (
-                st.lists(inner, max_size=3)
-                | st.dictionaries(
-                    st.sampled_from(["role", "parts", "type", "content", "name", "id"]), inner, max_size=4
-                )
-            ),
+            lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
             max_leaves=8,
         ).map(json.dumps),
     ),
