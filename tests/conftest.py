@@ -23,9 +23,7 @@ from hypothesis import settings
 from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.commands.telemetry import telemetry_off
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config.rollouts import RewardsConfig, RolloutsConfig
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig, StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.mode import has_gpu
 from lightning_proxy.proxy.policy.operator import KEY_HEADER
@@ -36,7 +34,6 @@ from support.command_line import Done, lightning
 from support.left_open import LeftOpen
 from support.paths import ROOT
 from support.postgres import postgres_server
-from support.sections import PolicyConfig, TrainerConfig
 from support.stores import store_url
 
 WIDE = {"COLUMNS": "80"}
@@ -344,63 +341,47 @@ class System:
         return version
 
 
-@asynccontextmanager
-async def _running(
-    tmp_path: Path,
+SECTIONS = ("recording", "telemetry", "rollouts", "rewards", "trainer", "prompts")
+
+
+def _config(
+    root: Path,
+    base_url: str,
     *,
     publish: str = "merged",
     continuity: str = "text",
     adapters: dict[str, list[str]] | None = None,
-    recording: dict[str, Any] | None = None,
-    telemetry: dict[str, Any] | None = None,
-    rollouts: dict[str, Any] | None = None,
-    rewards: dict[str, Any] | None = None,
+    policy: dict[str, Any] | None = None,
     store: dict[str, Any] | None = None,
     replicas: Sequence[str] = (),
     behind: Sequence[str] = (),
     fallbacks: Sequence[str] = (),
     others: Sequence[UpstreamConfig] = (),
-    policy: dict[str, Any] | None = None,
-    trainer: dict[str, Any] | None = None,
-    prompts: dict[str, Any] | None = None,
     plugins: Sequence[str] = (),
-    **proxy: Any,
-) -> AsyncIterator[System]:
+    **given: Any,
+) -> Config:
+    """`given`: other sections, and keys of `proxy:`."""
+    upstream = {"name": "policy", "base_url": base_url, "replicas": [*replicas], "fallbacks": [*fallbacks]}
+    if behind:
+        upstream |= {"servers": [*behind], "session_header": "X-Session-Id"}
+    chosen = {"publish": publish, "token_continuity": continuity, "adapters": adapters or {}}
+    return Config(
+        **{name: section for name in SECTIONS if (section := given.pop(name, None))},
+        proxy=given,  # type: ignore[arg-type]
+        store={"url": store_url(root), **(store or {})},  # type: ignore[arg-type]
+        upstreams=[UpstreamConfig.model_validate(upstream), *others],
+        policy={**chosen, "directory": root / "policy", **(policy or {})},  # type: ignore[arg-type]
+        plugins=list(plugins),
+    )
+
+
+@asynccontextmanager
+async def _running(tmp_path: Path, **given: Any) -> AsyncIterator[System]:
     vllm = PolicyServer(tmp_path)
     runner = web.AppRunner(vllm.app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    base_url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
-    config = Config(
-        proxy=ProxyConfig(**proxy),
-        recording=RecordingConfig(**recording or {}),
-        rollouts=RolloutsConfig(**rollouts or {}),
-        rewards=RewardsConfig(**rewards or {}),
-        store=StoreConfig(**{"url": store_url(tmp_path), **(store or {})}),
-        upstreams=[
-            UpstreamConfig(
-                name="policy",
-                base_url=base_url,
-                replicas=list(replicas),
-                fallbacks=list(fallbacks),
-                servers=list(behind),
-                session_header="X-Session-Id" if behind else None,
-            ),
-            *others,
-        ],
-        policy=PolicyConfig(
-            publish=publish,  # type: ignore[arg-type]
-            directory=tmp_path / "policy",
-            token_continuity=continuity,  # type: ignore[arg-type]
-            adapters=adapters or {},
-            **policy or {},
-        ),
-        plugins=list(plugins),
-        trainer=TrainerConfig(**trainer or {}),
-        **({"telemetry": telemetry} if telemetry else {}),
-        **({"prompts": prompts} if prompts else {}),
-    )
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    config = _config(tmp_path, f"http://127.0.0.1:{runner.addresses[0][1]}/v1", **given)
     server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy) | {"port": 0}))
     task = asyncio.create_task(server.serve())
     while not server.started:
