@@ -36,8 +36,9 @@ def exists(pid: int) -> bool:
 
 
 async def until_gone(*pids: int) -> None:
-    while any(exists(pid) for pid in pids):
-        await asyncio.sleep(0.02)
+    async with asyncio.timeout(20):
+        while any(exists(pid) for pid in pids):
+            await asyncio.sleep(0.02)
 
 
 async def written(path: Path) -> list[int]:
