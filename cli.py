@@ -333,7 +333,7 @@ def plan(
     plan_command(_load(context, {"policy.model": model}), gpus, as_json=as_json)
 
 
-app.command()(look.doctor)
+app.command(context_settings={"allow_interspersed_args": False})(look.doctor)
 add_commands(app)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,9 +26,30 @@ def status(
         raise typer.Exit(1)
 
 
-def doctor(context: typer.Context, as_json: Json = False) -> None:
+def doctor(
+    context: typer.Context,
+    command: Annotated[list[str] | None, typer.Argument(help="with --learn: the agent program, after `--`")] = None,
+    learn: Annotated[
+        bool, typer.Option("--learn", help="see by a few training steps whether this system learns")
+    ] = False,
+    tasks: Annotated[
+        Path | None, typer.Option(help="with --learn: a JSON Lines file", show_default="four questions")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="with --learn: replace merged weights while rollouts run")] = False,
+    as_json: Json = False,
+) -> None:
     """Check every link, from configuration to rewards, and say what to fix. The exit code is 1 if a check failed."""
-    from .doctor.doctor import doctor as run
+    from ..proxy.errors import ConfigError
 
-    if not run(context.obj, as_json=as_json):
+    if not learn and (command or tasks or yes):
+        raise ConfigError("--tasks, --yes and a program need --learn")
+    if learn:
+        from .doctor.learn.learn import LearnRequest, learn_command
+
+        done = learn_command(context.obj, LearnRequest(tasks, command or [], yes, as_json))
+    else:
+        from .doctor.doctor import doctor as run
+
+        done = run(context.obj, as_json=as_json)
+    if not done:
         raise typer.Exit(1)

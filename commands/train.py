@@ -28,31 +28,43 @@ def train(config: Config, *, once: bool = False, offline: Offline | None = None,
 
     Methods other than rl are one run, which SIGINT and SIGTERM interrupt; the next start resumes it.
     """
-    require_model(config)
-    if offline is None:
-        check_base_model(config)
     run = Run(method, once, offline, launched=_has_launcher())
+    config = prepared(config, run)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    quiet()
+    from ..trainer.main import follow
+
+    if os.environ.get("RANK", "0") == "0":
+        asyncio.run(_train(config, run))
+    else:
+        follow(config)
+
+
+def prepared(config: Config, run: Run) -> Config:
+    """Check that this run can be done, prepare the process for torch, and return the settled configuration."""
+    require_model(config)
+    if run.offline is None:
+        check_base_model(config)
     check(config, run)
     if importlib.util.find_spec("trl") is None:
         raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")
     # A launcher's processes have GPUs of their own (docs/distributed.md).
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    settled = settle(config, offline=offline is not None or _has_launcher(), sharded=sharded)
-    config = settled.config
+    settled = settle(config, offline=run.offline is not None or run.launched, sharded=sharded)
     if has_gpu():
         _prepare_gpu(settled.trainer_devices)
     # torch's threads spin at barriers by default, which starves vLLM's on the same cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    return settled.config
+
+
+def quiet() -> None:
+    """Keep libraries from drawing bars between the lines of the steps."""
+    from datasets import disable_progress_bars
     from transformers.utils.logging import disable_progress_bar
 
-    from ..trainer.main import follow
-
-    disable_progress_bar()  # of every file that is written, between the lines of the steps
-    if os.environ.get("RANK", "0") == "0":
-        asyncio.run(_train(config, run))
-    else:
-        follow(config)
+    disable_progress_bar()  # of every file that is written
+    disable_progress_bars()
 
 
 def _prepare_gpu(devices: Sequence[int]) -> None:
@@ -70,14 +82,12 @@ def _has_launcher() -> bool:
 
 
 async def _train(config: Config, run: Run) -> None:
-    from datasets import disable_progress_bars
     from rich.console import Console
 
     from ..trainer import main
     from .export.policy import where
     from .system.steps import teller
 
-    disable_progress_bars()
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -173,9 +173,13 @@ def _watch(
     upstream = config.policy_upstream
     if upstream is None:
         return None
-    headers = upstream.credentials | operator_headers(config.policy.directory)
-    vllm = VllmFleet(session, upstream.published_to, headers, config.policy.model)
-    return Watch(Swap(store, vllm, mode.mode, config.policy.directory, placed), upstream, pins, health, mode)
+    return Watch(
+        Swap(store, VllmFleet.of(config, session), mode.mode, config.policy.directory, placed),
+        upstream,
+        pins,
+        health,
+        mode,
+    )
 
 
 def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, None]]:

@@ -9,7 +9,6 @@ from aiohttp import ClientSession
 from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError
 from ..proxy.policy.mode import decide
-from ..proxy.policy.operator import operator_headers
 from ..proxy.policy.swap import Swap
 from ..proxy.policy.vllm import VllmFleet, operator_session
 from ..proxy.store.opening import opened
@@ -40,7 +39,7 @@ async def train(config: Config, stop: asyncio.Event, run: Run | None = None) -> 
 
                 async def work() -> None:
                     store = Store(database)
-                    swap = await _swap(config, store, session)
+                    swap = await swap_of(config, store, session)
                     core = TrainerCore(config, store, engine, run, swap)
                     async with open_plugins(plugins, core) as hooks:
                         await _train(core, swap, hooks, stop)
@@ -48,14 +47,10 @@ async def train(config: Config, stop: asyncio.Event, run: Run | None = None) -> 
                 await (while_alone(config, database, stop, work) if config.store.is_postgres else work())
 
 
-async def _swap(config: Config, store: Store, session: ClientSession) -> Swap:
-    """What loads weights into the policy's vLLM."""
-    upstream = config.policy_upstream
-    assert upstream is not None
+async def swap_of(config: Config, store: Store, session: ClientSession) -> Swap:
+    """Return what loads weights into the policy's vLLM."""
     mode = await decide(config, store, "trainer")
-    headers = upstream.credentials | operator_headers(config.policy.directory)
-    vllm = VllmFleet(session, upstream.published_to, headers, config.policy.model)
-    return Swap(store, vllm, mode, config.policy.directory)
+    return Swap(store, VllmFleet.of(config, session), mode, config.policy.directory)
 
 
 async def _train(core: TrainerCore, swap: Swap, hooks: TrainerHooks, stop: asyncio.Event) -> None:

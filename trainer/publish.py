@@ -81,8 +81,12 @@ class Publisher(NoPublisher):
     publishes = True
     vllm: VllmFleet
 
-    def __init__(self, config: PolicyConfig, store: Store, swap: Swap, trainer: TrainingEngine) -> None:
+    def __init__(
+        self, config: PolicyConfig, store: Store, swap: Swap, trainer: TrainingEngine, name: str | None = None
+    ) -> None:
+        """`name`: what the names of adapters begin with, by default the alias."""
         self._config = config
+        self._name = name or config.alias
         self._store = store
         self._swap = swap
         self._trainer = trainer
@@ -158,7 +162,7 @@ class Publisher(NoPublisher):
         number = await self._store.versions.new(self._swap.mode, step, metrics)
         path, lora = self.files.path(number), self._swap.mode == "lora"
         await in_thread(self._trainer.save_weights, path, merged=not lora)
-        served = f"{self._config.alias}-v{number}" if lora else await self._swap.vllm.base_model()
+        served = f"{self._name}-v{number}" if lora else await self._swap.vllm.base_model()
         await self._store.versions.saved(
             number, str(path), served, {own: f"{served}.{own}" for own in self._config.adapters}
         )

@@ -36,11 +36,11 @@ def failed(name: str, found: str, fix: str) -> Check:
     return Check(name, "failed", found, fix)
 
 
-def checks_table(checks: Sequence[Check]) -> Table:
-    """Return a table with a line per check and the fix under it."""
+def checks_table(checks: Sequence[Check], widths: tuple[int, int] = (0, 0)) -> Table:
+    """Return a table with a line per check and the fix under it. `widths`: the least of the first two columns."""
     table = Table.grid(padding=(0, 2))
-    for _ in range(2):
-        table.add_column(no_wrap=True)
+    for width in widths:
+        table.add_column(no_wrap=True, min_width=width)
     table.add_column(overflow="fold")
     for check in checks:
         table.add_row(plain(check.outcome, STYLE[check.outcome]), plain(check.name), plain(check.found))

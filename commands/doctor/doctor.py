@@ -82,7 +82,7 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
             yield check_provider(upstream)
             continue
         for url in dict.fromkeys((*upstream.urls, *upstream.published_to)):
-            reached[url] = await _check_server(session, upstream, url)
+            reached[url] = await check_server(session, upstream, url)
             yield reached[url]
     policy = config.policy_upstream
     if policy is None:
@@ -102,7 +102,8 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
                 yield check
 
 
-async def _check_server(session: aiohttp.ClientSession, upstream: UpstreamConfig, url: str) -> Check:
+async def check_server(session: aiohttp.ClientSession, upstream: UpstreamConfig, url: str) -> Check:
+    """Check that a model server answers."""
     name = f"upstream {upstream.name}"
     start = "start it with `lightning-proxy vllm`" if upstream.kind == "vllm" else "check the provider's status"
     fix = f"{start}, or correct upstreams.base_url"

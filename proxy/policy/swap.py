@@ -6,7 +6,7 @@ import asyncio
 import fcntl
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from time import monotonic
 
@@ -52,7 +52,7 @@ class Swap:
         self.placed = placed
         self.vllm = vllm
         self.mode = mode
-        self._lock_file = directory / "swap.lock"
+        self._directory = directory
         self._refused: dict[str, tuple[VllmError, float]] = {}
 
     async def activate(
@@ -294,17 +294,22 @@ class Swap:
             raise NotFound("vLLM does not say where the base model's files are")
         return str(root)
 
-    @asynccontextmanager
-    async def _locked(self) -> AsyncIterator[None]:
-        self._lock_file.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock_file.open("w") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    await asyncio.sleep(0.05)
-            yield
+    def _locked(self) -> AbstractAsyncContextManager[None]:
+        return swap_lock(self._directory)
+
+
+@asynccontextmanager
+async def swap_lock(directory: Path) -> AsyncIterator[None]:
+    """Hold the lock of `policy.directory`: meanwhile nobody else loads weights, or repairs a server."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "swap.lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0.05)
+        yield
 
 
 async def _drained(server: VllmServer) -> None:

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 import aiohttp
 
 from ..config.address import shown
+from ..config.root import Config
 from ..errors import LightningError, UpstreamTimeout, UpstreamUnreachable
 from ..upstreams.http import why_it_failed
+from .operator import operator_headers
 from .vllm_worker import RELOAD
 
 LOADING = "loading"  # the label of the weights while they are replaced
@@ -261,6 +263,14 @@ class VllmFleet:
     ) -> None:
         """`urls`: those of the upstream; `headers` go with every request; `model` is that of `VllmServer`."""
         self._servers = [VllmServer(session, url, headers or {}, model) for url in urls]
+
+    @classmethod
+    def of(cls, config: Config, session: aiohttp.ClientSession) -> VllmFleet:
+        """Return the policy's servers; there must be an upstream of kind vllm."""
+        upstream = config.policy_upstream
+        assert upstream is not None
+        headers = upstream.credentials | operator_headers(config.policy.directory)
+        return cls(session, upstream.published_to, headers, config.policy.model)
 
     @property
     def servers(self) -> Sequence[VllmServer]:

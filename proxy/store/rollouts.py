@@ -149,6 +149,11 @@ FROM (SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT :newes
 WHERE reward IS NOT NULL AND foreign_calls = 0 AND policy_version IS NOT NULL
 GROUP BY policy_version, mode
 """
+ROLLOUTS_ACTIVE = """
+SELECT COUNT(*) AS rollouts FROM rollouts WHERE status = 'running' AND (created_at > :since OR EXISTS (
+    SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.started_at > :since
+))
+"""
 ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
 NEWEST_OF_KEY = 20_000  # rollouts of a key that are counted for it
 # `waiting`: rewarded, and taken by no step.
@@ -300,6 +305,11 @@ class Rollouts:
     async def counts(self) -> dict[tuple[str, str], int]:
         """Count rollouts by (mode, status)."""
         return {(r["mode"], r["status"]): r["rollouts"] for r in await self._db.all(ROLLOUT_COUNTS)}
+
+    async def active(self, since: float) -> int:
+        """Count the running rollouts that were opened, or made a call, after `since` (Unix time)."""
+        row = await self._db.one(ROLLOUTS_ACTIVE, {"since": since})
+        return 0 if row is None else int(row["rollouts"])
 
     async def counts_of_key(self, key_id: str) -> tuple[dict[tuple[str, str], int], int]:
         """Count the newest rollouts of a key by (mode, status), and those of them that wait for the trainer."""

@@ -1,0 +1,124 @@
+"""Keeps beside the store what `doctor --learn` has changed on servers, and puts it back, also after a kill."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ....proxy.config.root import Config
+from ....proxy.errors import UpstreamTimeout, UpstreamUnreachable
+from ....proxy.policy.swap import Swap
+from ....proxy.policy.vllm import VllmFleet, VllmServer, operator_session
+from ....proxy.store.opening import opened
+from ....proxy.store.store import Store
+from ....trainer.alone import only_trainer, require_free
+
+FRESH = "default"  # vLLM's label of the weights that it was started with
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What may have to be put back: adapters whose names begin with `name`, or all weights; and directories."""
+
+    name: str
+    merged: bool
+    directories: tuple[str, ...]
+
+    def write(self, path: Path) -> None:
+        """Write the whole file, then give it its name."""
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(
+            json.dumps({"name": self.name, "merged": self.merged, "directories": [*self.directories]}) + "\n"
+        )
+        part.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Journal | None:
+        """Return the journal that a doctor left; None if none did."""
+        if not path.is_file():
+            return None
+        found = json.loads(path.read_text())
+        return cls(found["name"], found["merged"], tuple(found["directories"]))
+
+
+def journal_path(config: Config) -> Path:
+    """Return the journal's place: beside the store's file, or in `policy.directory`."""
+    if config.store.is_postgres:
+        return config.policy.directory / "doctor.json"
+    return Path(f"{config.store.path.expanduser()}-doctor.json")
+
+
+async def put_back_left(config: Config, say: Callable[[str], None]) -> None:
+    """Put back what a doctor left that was killed. ConfigError while one is at work."""
+    if journal_path(config).is_file():
+        async with alone(config):
+            await put_back_if_left(config, say)
+
+
+async def put_back_if_left(config: Config, say: Callable[[str], None]) -> None:
+    """Put back what a doctor left. Whoever calls it is alone on the store."""
+    path = journal_path(config)
+    if (journal := Journal.read(path)) is None:
+        return
+    try:
+        await put_back(config, journal)
+        say("a doctor was killed while it tried whether this system learns: what it had changed is put back")
+    except (UpstreamUnreachable, UpstreamTimeout):  # a vLLM that starts again has its own weights, and no adapters
+        say("a doctor was killed while it tried whether this system learns: vLLM does not run, so nothing is left")
+    forget(path, journal)
+
+
+def forget(path: Path, journal: Journal) -> None:
+    """Remove the directories, then the journal."""
+    for directory in journal.directories:
+        shutil.rmtree(directory, ignore_errors=True)
+    path.unlink(missing_ok=True)
+
+
+async def put_back(config: Config, journal: Journal) -> None:
+    """Unload the doctor's adapters, or load the live weights again. Raises LightningError if a server does not."""
+    async with operator_session() as session:
+        fleet = VllmFleet.of(config, session)
+        if not journal.merged:
+            await _unload(await fleet.reachable(), journal.name)
+        elif config.store.may_be_there:
+            async with opened(config.store) as database:
+                problems = await Swap(Store(database), fleet, "merged", config.policy.directory).restore(set())
+            if problem := next(filter(None, problems.values()), None):
+                raise problem
+        else:
+            for server in await fleet.reachable():
+                await _as_started(server)
+
+
+async def _unload(servers: Iterable[VllmServer], name: str) -> None:
+    for server in servers:
+        for adapter in await server.adapters():
+            if adapter.startswith(name):
+                await server.unload_adapter(adapter)
+
+
+async def _as_started(server: VllmServer) -> None:
+    """Load the base model's weights where others are."""
+    if await server.weight_version() != FRESH:
+        root = next(str(model["root"]) for model in await server.models() if model.get("parent") is None)
+        await server.load_weights(root)
+        await server.go_on(FRESH)
+
+
+@asynccontextmanager
+async def alone(config: Config) -> AsyncIterator[None]:
+    """Keep trainers and other doctors away; ConfigError while one is at work."""
+    file = None if config.store.is_postgres else config.store.path
+    with only_trainer(config.policy.directory, file):
+        if file is not None:
+            yield
+            return
+        async with opened(config.store) as database:
+            await require_free(config, database)
+            async with database.alone("trainer"):
+                yield

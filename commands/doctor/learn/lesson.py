@@ -1,0 +1,241 @@
+"""A few training steps on a synthetic reward, each link of which is looked at. Needs torch."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ....proxy.config.root import Config
+from ....proxy.errors import LightningError, PublishError
+from ....proxy.policy.vllm import VllmFleet
+from ....proxy.store.store import Store
+from ....trainer.loop import TrainingLoop
+from ....trainer.step.engine import TrainingEngine
+from ....trainer.types import Batch
+from ....trainer.verify import SURE, TOLERANCE
+from ....trainer.waiting import in_thread
+from ....trainer.weights.choice import compute_dtype
+from ...api_client import ApiClient
+from ...run.run import RunOptions, run_tasks
+from ...run.runner import Runner
+from ...run.tasks import Task
+from ..checks import Check, failed, ok, warning
+from .aim import Aim, Answer, aim_of, by_task
+from .likelier import likelier
+from .setup import GROUP_SIZE, REWARD
+from .tell import Broken, Tell
+
+STEPS = 3
+CONCURRENCY = 16
+PUBLISH_S = 240.0
+# Where the mean difference of log-probabilities may be so large, their root mean square is some times larger.
+TAILS = 3.0
+RESTART = "start vLLM with `lightning-proxy vllm`"
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Lesson:
+    """The steps of a second system. `config` is that system's, `rate` the learning rate of the user's own."""
+
+    config: Config
+    api: ApiClient
+    runner: Runner
+    tasks: Sequence[Task]
+    engine: TrainingEngine
+    loop: TrainingLoop
+    store: Store
+    vllm: VllmFleet
+    rate: float
+    tell: Tell
+    step: int = 0
+    _aim: Aim | None = None
+    _decode: Callable[[Sequence[int]], str] | None = None
+    _rewards: dict[str, float] = field(default_factory=dict)
+    _means: list[float] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """Take the steps. Raise Broken at the first failed check."""
+        await self.loop.resume()
+        for self.step in range(1, STEPS + 1):
+            answers = self._tokens(await self._work())
+            await self._reward(answers)
+            batch = await self._advantages()
+            before = await self._logprobs(batch)
+            metrics = await in_thread(self.engine.step, batch)
+            self._ratios(metrics)
+            found = self._likelier(batch, before, await self._logprobs(batch))
+            apart = await self._publish(batch, metrics)
+            if self.step > 1:
+                shown = f"mean reward {self._means[-1]:.2f}; {found}; {apart}"
+                self.tell(ok(f"step {self.step}", shown))
+
+    def _say(self, check: Check) -> None:
+        """Tell of the first step's checks, and of those that are not ok."""
+        if self.step == 1 or check.outcome == "failed":
+            self.tell(check)
+
+    async def _work(self) -> list[Json]:
+        """Let the agent work on every task; return its rollouts with their calls."""
+        name, options = "agent", RunOptions(GROUP_SIZE, CONCURRENCY, timeout_s=self.config.run.timeout_s)
+        results = await run_tasks(self.api, self.tasks, self.runner, options)
+        if all(result.failed for result in results):
+            self.tell(failed(name, f"every run failed: {results[0].reason}", "correct it; `run` shows more of it"))
+        ended = [result for result in results if not result.failed]
+        rollouts = [await self.api.rollout(result.rollout_id) for result in ended]
+        calls = sum(len(rollout["calls"]) for rollout in rollouts)
+        if not calls:
+            fix = "have it call OPENAI_BASE_URL, which `doctor` and `run` set"
+            self.tell(failed(name, f"{len(ended)} runs ended, and made no call through the proxy", fix))
+        lost = "" if len(ended) == len(results) else f"; {len(results) - len(ended)} runs failed"
+        self._say(ok(name, f"{len(ended)} rollouts of {len(self.tasks)} tasks made {calls} calls{lost}"))
+        return rollouts
+
+    def _tokens(self, rollouts: Sequence[Json]) -> dict[tuple[str, str], Answer]:
+        """Check that calls arrived with their tokens; return the answers by rollout and task."""
+        name, calls = "tokens", [call for rollout in rollouts for call in rollout["calls"]]
+        alias, good = self.config.policy.alias, [call for call in calls if call["trainable"]]
+        if not any(call["policy_version"] is not None for call in calls):
+            asked = Counter(str(call["request"].get("model")) for call in calls).most_common(1)[0][0]
+            found = f"the calls ask for {asked!r}, which is not the policy's model: they cannot be trained on"
+            self.tell(failed(name, found, f"have the agent ask for the model {alias!r}"))
+        reasons = Counter(str(call["untrainable_reason"]) for call in calls if not call["trainable"])
+        found = f"{len(good)} of {len(calls)} calls have the tokens that were sampled, and how likely each was"
+        if reasons:
+            why, fix = reasons.most_common(1)[0][0], "lightning-proxy doctor names what the server lacks"
+            self._say((warning if good else failed)(name, f"{found}; the others: {why}", fix))
+        else:
+            self._say(ok(name, found))
+        return {(r["rollout_id"], r["task_id"]): self._answer(r["calls"]) for r in rollouts}
+
+    def _answer(self, calls: Sequence[Json]) -> Answer:
+        """All that was sampled in these calls."""
+        if self._decode is None:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(str(self.config.policy.model))
+            self._decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
+        sampled = [call["response_token_ids"] or [] for call in calls if call["trainable"]]
+        return Answer(" ".join(map(self._decode, sampled)), sum(map(len, sampled)))
+
+    async def _reward(self, answers: dict[tuple[str, str], Answer]) -> None:
+        """Post the rewards, and check that they arrived."""
+        if self._aim is None:
+            self._aim = aim_of([*by_task(answers, {name: answer for (name, _), answer in answers.items()})])
+        given = {name: self._aim.reward(answer) for (name, _), answer in answers.items()}
+        body = [{"rollout_id": name, "reward": reward, "name": REWARD} for name, reward in given.items()]
+        await self.api.request("POST", "/reward", body)
+        arrived = [(await self.api.rollout(name))["reward"] for name in given]
+        found = f"{self._aim}; "
+        if missing := sum(reward is None for reward in arrived):
+            found += f"{missing} of {len(given)} rewards did not arrive"
+            self.tell(failed("rewards", found, "look at the lines above: the proxy says why it refused them"))
+        self._rewards |= given
+        self._means.append(sum(given.values()) / len(given))
+        self._say(ok("rewards", f"{found}{len(given)} rewards arrived, {self._means[-1]:.2f} on average"))
+
+    async def _advantages(self) -> Batch:
+        """Check that the rewards tell siblings apart; return the rows of the step."""
+        name, batch = "advantages", await self.loop.collector.next_batch(self.loop.version, fewer=True)
+        if batch is None:
+            dropped = Counter([(await self.api.rollout(rollout))["dropped"] for rollout in self._rewards])
+            why = dropped.most_common(1)[0][0]
+            fix = "sample at temperature 1, with other tasks: siblings that all answer alike teach nothing"
+            if why is None or "equal" not in why:
+                fix = "docs/faults.md says what to do"
+            self.tell(failed(name, f"there is nothing to learn from: {why}", fix))
+            raise Broken
+        counts = batch.metrics
+        nonzero = sum(any(sample.advantages) for sample in batch.samples)
+        self._say(ok(name, f"{nonzero} of {len(batch.samples)} training rows have advantages other than 0"))
+        if counts["forks_drift"] + counts["forks_edited"] > counts["calls_merged"]:
+            found = "a second call does not begin with the tokens of the first: a row for each call (slower, not wrong)"
+            drift = "set policy.token_continuity: exact"
+            edited = "give vLLM a --chat-template that leaves earlier turns as they were"
+            self._say(warning("rows", found, drift if counts["forks_drift"] > counts["forks_edited"] else edited))
+        return batch
+
+    async def _logprobs(self, batch: Batch) -> list[float]:
+        """Of each row, the log-probability of its sampled tokens by the trainer's present weights."""
+        rows = [sample.token_ids for sample in batch.samples]
+        found = await in_thread(self.engine.logprobs, rows)
+        return [
+            math.fsum(value for value, sampled in zip(values, sample.mask, strict=True) if sampled)
+            for values, sample in zip(found, batch.samples, strict=True)
+        ]
+
+    def _ratios(self, metrics: Json) -> None:
+        """Check that the trainer finds the sampled tokens as likely as the server said they were."""
+        name = "ratios"
+        if metrics["skipped"]:
+            why = self.engine.skipped_because
+            self.tell(failed("step", f"the step was skipped: {why}", "docs/faults.md says what to do"))
+        allowed = self.config.policy.verify_tolerance or TOLERANCE[compute_dtype(self.engine.settings)]
+        apart = math.sqrt(2 * max(0.0, metrics["kl"]))
+        found = f"{metrics['ratio_mean']:.4f} on average, {metrics['ratio_max']:.3f} at most"
+        if not apart <= TAILS * allowed:
+            fix = (
+                f"the server samples otherwise than it says: {RESTART} (it adds --logprobs-mode processed_logprobs and "
+                "--enable-scale-out), and give it the model that policy.model names"
+            )
+            self.tell(failed(name, f"with unchanged weights they are not 1, but {found} ({apart:.2g} nats off)", fix))
+        self._say(ok(name, f"with unchanged weights they are 1: {found}"))
+
+    def _likelier(self, batch: Batch, before: Sequence[float], after: Sequence[float]) -> str:
+        """Check that the step made what was rewarded likelier than its siblings; return by how much."""
+        changes: dict[str, dict[str, float]] = {}
+        for sample, old, new in zip(batch.samples, before, after, strict=True):
+            of_task = changes.setdefault(sample.task_id, {})
+            of_task[sample.rollout_id] = of_task.get(sample.rollout_id, 0.0) + new - old
+        groups = [([self._rewards[name] for name in task], [*task.values()]) for task in changes.values()]
+        found, rate = likelier(groups), self.engine.settings.learning_rate
+        gained = f"{found.nats:+.3g} nats (p = {found.p:.2g})"
+        if not any(change for _, of_task in groups for change in of_task):
+            fix = "set trainer.learning_rate: 1e-5 is usual for adapters, 1e-6 for all weights"
+            self.tell(failed("likelier", f"the step moved no weight: trainer.learning_rate is {rate:g}", fix))
+        if not found.is_sure:
+            fix = "run it again; if it stays so, look at your own trainer.loss or credit, and at trainer.learning_rate"
+            self.tell(failed("likelier", f"a step did not make what was rewarded likelier: {gained}", fix))
+        own = "" if rate == self.rate else f", at a learning rate of {rate:g} (yours is {self.rate:g})"
+        self._say(ok("likelier", f"a step made what was rewarded likelier than the rest: {gained}{own}"))
+        return gained
+
+    async def _publish(self, batch: Batch, metrics: Json) -> str:
+        """Check that the server answers with the step's weights, not with those before; return how clearly."""
+        name, fix = "new weights", "the lines above say what it waits for; look at vLLM's log"
+        try:
+            async with asyncio.timeout(PUBLISH_S):
+                await self.loop.conclude(batch, metrics)
+        except TimeoutError:
+            self.tell(failed(name, f"they are not live after {PUBLISH_S:.0f} s", fix))
+        except LightningError as error:
+            self.tell(await self._unpublished(name, error))
+        apart = float(metrics.get("verify_deviations", math.nan))
+        shown = f"{apart:.0f} standard deviations apart"
+        if apart < SURE:
+            found = f"the server has them by name, and its answers do not tell them from the old ones: {shown}"
+            self.tell(warning(name, found, "the step was small: a larger trainer.learning_rate would show"))
+        else:
+            self._say(ok(name, f"the server answers with them and not with the old ones: {shown}"))
+        return shown
+
+    async def _unpublished(self, name: str, error: LightningError) -> Check:
+        """Why the new weights are not served, and what to do."""
+        version = max(await self.store.versions.all(), key=lambda version: version.version)
+        if self.config.policy.publish == "lora" and isinstance(error, PublishError):
+            served = {model["id"] for model in await self.vllm.models()}
+            if missing := [model for model in version.served_models if model not in served]:
+                fix = f"{RESTART}, which adds --enable-lora and --max-lora-rank; its log says more"
+                return failed(name, f"vLLM took the adapter {missing[0]} and does not serve it", fix)
+        if isinstance(error, PublishError):
+            fix = (
+                f"vLLM took the new weights and answers with others: {RESTART}; behind a router, name every server in "
+                "upstreams.servers; give vLLM and trainer the same model and dtype"
+            )
+            return failed(name, error.message, fix)
+        return failed(name, error.message, f"{RESTART}; its log says more")

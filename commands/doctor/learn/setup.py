@@ -1,0 +1,80 @@
+"""Derives a second system from the user's configuration: a proxy, a store and a policy directory of its own."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ....proxy.config.root import Config
+from ....proxy.policy.mode import publish_mode
+from ....proxy.policy.operator import key_file, operator_headers
+from ...system.processes import free_port
+
+REWARD = "doctor"  # the name of its rewards: those that an agent posts for itself do not count
+GROUP_SIZE, TASKS = 8, 4
+# A few steps with less are too small for a server's answers to show.
+LEAST_RATE = {"lora": 1e-4, "full": 1e-5}
+TINY = 1e-9  # a rate that is as good as none is not raised: it is what there is to find
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The second system: its configuration, what the names of its adapters begin with, and its directories."""
+
+    config: Config
+    name: str
+    directories: tuple[Path, ...]
+
+
+@contextmanager
+def second_system(config: Config, *, own_agent: bool) -> Iterator[Setup]:
+    """Make the directories and the configuration, and remove the directories at the end.
+
+    The store is beside the user's, and weights are below `policy.directory`, which the policy's servers see.
+    `own_agent`: the user's agent works, whose name and credit count.
+    """
+    name = f"lightning-doctor-{secrets.token_hex(2)}"
+    beside = config.policy.directory if config.store.is_postgres else config.store.path.expanduser().parent
+    weights = config.policy.directory.absolute() / name
+    beside.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=beside.absolute()) as directory:
+        try:
+            weights.mkdir(parents=True)
+            operator_headers(config.policy.directory)  # makes the key
+            shutil.copy(key_file(config.policy.directory), key_file(weights))
+            second = _second(config, Path(directory), weights, own_agent=own_agent)
+            yield Setup(second, name, (Path(directory), weights))
+        finally:
+            shutil.rmtree(weights, ignore_errors=True)
+
+
+def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) -> Config:
+    """The user's configuration, but for what would reach the user's own store, servers' names, trackers or judge."""
+    sections: dict[str, Any] = config.model_dump()
+    sections["proxy"] = {"port": free_port()}
+    sections["store"] = {"url": f"sqlite:///{directory / 'store.db'}"}
+    sections["telemetry"], sections["rewards"], sections["rollouts"], sections["prompts"] = {}, {}, {}, {}
+    sections["policy"] |= {
+        "directory": weights, "publish": publish_mode(config), "adapters": {}, "promotion": "immediate", "gate": {},
+    }  # fmt: skip
+    trainer = config.trainer
+    sections["trainer"] |= {
+        "group_size": GROUP_SIZE, "tasks_per_step": TASKS, "learning_rate": rate(config), "reward_weights": {REWARD: 1},
+        "credit": "uniform" if trainer.judged or not own_agent else trainer.credit, "hints": "off", "teacher": {},
+        "schedule": {}, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": None, "promote_every": 1,
+        "dynamic_sampling": False, "lone_rollouts": "drop", "air": {}, "collapse": {"action": "off"}, "report_to": [],
+        **({} if own_agent else {"agents": None, "agent_credit": "team"}),
+    }  # fmt: skip
+    return Config.model_validate(sections)
+
+
+def rate(config: Config) -> float:
+    """Return the learning rate of the second system: the user's, but at least one that a few steps can show."""
+    own = config.trainer.learning_rate
+    return own if own < TINY else max(own, LEAST_RATE[config.trainer.weights])

@@ -1,0 +1,213 @@
+"""`doctor --learn` on a system that learns, and on systems that are broken on purpose."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lightning_proxy.commands.doctor.checks import Check
+from lightning_proxy.commands.doctor.learn import lesson
+from lightning_proxy.commands.doctor.learn.journal import Journal, journal_path, put_back_left
+from lightning_proxy.commands.doctor.learn.learn import LearnRequest, learn
+from lightning_proxy.commands.doctor.learn.tell import Broken, Tell
+from lightning_proxy.proxy.config.file import load_config
+from lightning_proxy.proxy.store.opening import opened
+from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.types import RolloutName
+from lightning_proxy.trainer.alone import only_trainer
+from support.chatting import ChattingServer, chatting
+from support.small_model import save_small_model
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_small_model(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(autouse=True)
+def one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lesson, "STEPS", 1)
+
+
+@dataclass
+class Patient:
+    """A configuration, and the server behind it."""
+
+    directory: Path
+    server: ChattingServer
+    file: Path
+    before: list[str] = field(default_factory=list)
+
+    async def checks(self, *command: str, yes: bool = False) -> dict[str, Check]:
+        """The checks by name, after a look that nothing is left."""
+        tell, models = Tell(lambda check: None), [*self.server.models]
+        try:
+            await learn(self.file, LearnRequest(None, [*command], yes, as_json=False), tell)
+        except Broken:
+            assert tell.checks[-1].outcome == "failed" or tell.checks[-1].name == "as before"
+        assert [*self.server.models] == models
+        assert not [*self.directory.rglob("lightning-doctor*")]
+        assert not journal_path(load_config(self.file)).exists()
+        return {check.name: check for check in tell.checks}
+
+
+@asynccontextmanager
+async def patient(
+    base: Path, directory: Path, publish: str = "lora", trainer: dict[str, Any] | None = None, **faults: Any
+) -> AsyncIterator[Patient]:
+    async with chatting(base, **faults) as (server, url):
+        settings = {
+            "proxy": {"port": 9}, "store": {"url": f"sqlite:///{directory}/store.db"},
+            "upstreams": [{"name": "policy", "base_url": url}],
+            "policy": {"model": str(base), "publish": publish, "directory": f"{directory}/policy"},
+            "trainer": {"report_to": [], "dtype": "float32", "learning_rate": 0.01, **(trainer or {})},
+        }  # fmt: skip
+        file = directory / "config.yaml"
+        file.write_text(yaml.safe_dump(settings))
+        yield Patient(directory, server, file)
+
+
+@pytest.mark.parametrize("publish", ["lora", "merged"])
+async def test_a_system_that_learns_passes_and_is_left_as_it_was(base: Path, tmp_path: Path, publish: str) -> None:
+    async with patient(base, tmp_path, publish) as one:
+        found = await one.checks()
+        assert {name: check for name, check in found.items() if check.outcome == "failed"} == {}
+        assert {"agent", "tokens", "rewards", "advantages", "ratios", "likelier", "new weights"} < found.keys()
+        assert found["as before"].outcome == "ok"
+        assert len(one.server.loads) > 0
+        assert (one.server.label, one.server.paused) == ("default", False)
+        assert not (tmp_path / "store.db").exists(), "nothing reaches the user's store"
+
+
+@pytest.mark.parametrize(
+    ("faults", "check", "outcome", "advice"),
+    [
+        ({"forgets_adapters": True}, "new weights", "failed", "--enable-lora"),
+        ({"deaf": True}, "new weights", "failed", "lightning-proxy vllm"),
+        ({"greedy": True}, "advantages", "failed", "temperature 1"),
+        ({"drops_tokens": True}, "rows", "warning", "--chat-template"),
+        ({"own_temperature": 0.5}, "ratios", "failed", "--logprobs-mode processed_logprobs"),
+        ({"plain": True}, "publishing", "failed", "VLLM_ALLOW_RUNTIME_LORA_UPDATING"),
+        ({"trainer": {"learning_rate": 1e-30}}, "likelier", "failed", "trainer.learning_rate"),
+    ],
+    ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else None,
+)
+async def test_what_is_broken_is_named_with_what_to_do(
+    base: Path, tmp_path: Path, faults: dict[str, Any], check: str, outcome: str, advice: str
+) -> None:
+    async with patient(base, tmp_path, **faults) as one:
+        found = (await one.checks())[check]
+        assert (found.outcome, advice in (found.fix or "")) == (outcome, True), found
+
+
+async def test_merged_weights_that_are_not_taken_are_named_and_those_of_before_come_back(
+    base: Path, tmp_path: Path
+) -> None:
+    async with patient(base, tmp_path, "merged", deaf=True) as one:
+        found = await one.checks()
+        assert found["new weights"].outcome == "failed"
+        assert one.server.loads[-1] == f"base {base}"
+
+
+async def test_a_vllm_without_operator_routes_cannot_get_merged_weights(base: Path, tmp_path: Path) -> None:
+    async with patient(base, tmp_path, "merged", plain=True) as one:
+        assert "VLLM_SERVER_DEV_MODE" in str((await one.checks())["publishing"].fix)
+
+
+async def test_a_provider_cannot_be_trained(base: Path, tmp_path: Path) -> None:
+    async with patient(base, tmp_path) as one:
+        settings = yaml.safe_load(one.file.read_text())
+        settings["upstreams"][0]["kind"] = "openai"
+        one.file.write_text(yaml.safe_dump(settings))
+        found = (await one.checks())["policy"]
+        assert (found.outcome, "kind: vllm" in str(found.fix)) == ("failed", True)
+
+
+async def test_a_trainer_that_is_not_installed_is_named(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    async with patient(base, tmp_path) as one:
+        found = (await one.checks())["trainer"]
+        assert (found.outcome, "lightning-proxy[train]" in found.found) == ("failed", True)
+
+
+async def test_a_trainer_that_runs_is_left_alone(base: Path, tmp_path: Path) -> None:
+    async with patient(base, tmp_path) as one:
+        with only_trainer(tmp_path / "policy", tmp_path / "store.db"):
+            found = (await one.checks())["trainer"]
+        assert (found.outcome, "another trainer works" in found.found) == ("failed", True)
+        assert one.server.loads == []
+
+
+async def test_merged_weights_are_not_replaced_while_rollouts_run(base: Path, tmp_path: Path) -> None:
+    async with patient(base, tmp_path, "merged") as one:
+        async with opened(load_config(one.file).store) as database:
+            await Store(database).rollouts.open([(RolloutName("r1", "t"), "hash")], {})
+        found = (await one.checks())["weights"]
+        assert (found.outcome, "--yes" in str(found.fix), one.server.loads) == ("failed", True, [])
+        assert (await one.checks(yes=True))["as before"].outcome == "ok"
+        async with opened(load_config(one.file).store) as database:
+            store = Store(database)
+            assert (await store.rollouts.counts(), await store.steps.last()) == ({("train", "running"): 1}, None)
+
+
+AGENT = """
+import json, os, urllib.request
+body = {"model": os.environ["MODEL"], "max_tokens": 8, "temperature": 1.0,
+        "messages": [{"role": "user", "content": json.loads(os.environ["LIGHTNING_TASK"])["prompt"]}]}
+urllib.request.urlopen(urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode(),
+    {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]},
+)).read()
+"""
+
+
+async def test_the_users_own_agent_works(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(AGENT)
+    monkeypatch.setenv("MODEL", "policy")
+    async with patient(base, tmp_path) as one:
+        found = await one.checks("python", str(agent))
+        assert found["agent"].found.startswith("32 rollouts of 4 tasks made 32 calls")
+        assert found["as before"].outcome == found["new weights"].outcome == "ok"
+
+
+@pytest.mark.parametrize("publish", ["lora", "merged"])
+async def test_what_a_killed_doctor_left_is_put_back(base: Path, tmp_path: Path, publish: str) -> None:
+    async with patient(base, tmp_path, publish) as one:
+        config, told = load_config(one.file), list[str]()
+        left = tmp_path / "lightning-doctor-1234"
+        left.mkdir()
+        Journal("lightning-doctor-1234", publish == "merged", (str(left),)).write(journal_path(config))
+        one.server.models["lightning-doctor-1234-v1"] = one.server.models["base"]
+        one.server.label, one.server.paused = "1-77", True
+        with only_trainer(tmp_path / "policy", None), pytest.raises(Exception, match="another trainer works"):
+            await put_back_left(config, told.append)
+        await put_back_left(config, told.append)
+        assert len(told) == 1
+        assert not left.exists()
+        assert not journal_path(config).exists()
+        if publish == "lora":
+            assert [*one.server.models] == ["base"]
+        else:
+            assert (one.server.loads, one.server.label, one.server.paused) == ([f"base {base}"], "default", False)
+
+
+def test_it_can_be_read_by_programs(base: Path, tmp_path: Path) -> None:
+    from support.command_line import lightning
+
+    file = tmp_path / "config.yaml"
+    file.write_text("upstreams: [{name: gpt, kind: openai, base_url: 'http://127.0.0.1:9/v1'}]\nproxy: {port: 9}\n")
+    done = lightning("--config", file, "doctor", "--learn", "--json")
+    assert done.returncode == 1
+    assert [check["name"] for check in json.loads(done.stdout)] == ["your proxy", "policy"]
+    assert lightning("--config", file, "doctor", "--yes").returncode == 2
