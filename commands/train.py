@@ -9,6 +9,7 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ..proxy.config.root import Config
@@ -18,6 +19,7 @@ from ..proxy.policy.mode import has_gpu
 from ..trainer.plan.settle import settle
 from ..trainer.plugins.hooks import Offline, Run
 from ..trainer.plugins.on_board import check
+from .doctor.learn.journal import put_back_left
 from .vllm import require_model, visible_gpus
 
 LAUNCHER_POLL_S = 1.0
@@ -99,6 +101,8 @@ async def _train(config: Config, run: Run) -> None:
         taken.append(step)
         tell(step, metrics)
 
+    if run.offline is None:
+        await put_back_left(config, partial(console.print, markup=False))
     await main.train(config, stop, replace(run, show=show))
     if run.offline is None:
         if run.once and not taken and not stop.is_set():

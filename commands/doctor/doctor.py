@@ -23,6 +23,7 @@ from ..formats import print_json
 from ..plan import plan_line
 from ..signals import run_until_signal
 from .checks import Check, checks_table, failed, ok
+from .learn.journal import put_back_left
 from .proxy import check_alias, check_proxy, check_publish, check_rewards, check_store
 from .training import check_training
 from .vllm import VllmChecks
@@ -48,10 +49,25 @@ async def run_checks(path: Path | None) -> list[Check]:
         config = load_config(path)
     except ConfigError as error:
         return [failed("configuration", error.message, "correct it and run doctor again")]
-    checks = [ok("configuration", where), *check_memory(config), await check_store(config.store)]
+    checks = [
+        ok("configuration", where),
+        *check_memory(config),
+        await check_store(config.store),
+        *await check_left(config),
+    ]
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=REACH_S)
     async with aiohttp.ClientSession(timeout=timeout) as session, ApiClient.of(config) as api:
         return checks + [check async for check in _live_checks(config, session, api)]
+
+
+async def check_left(config: Config) -> list[Check]:
+    """Put back what a `doctor --learn` left that was killed, and say so."""
+    told: list[str] = []
+    try:
+        await put_back_left(config, told.append)
+    except ConfigError:
+        return [ok("learn", "a `doctor --learn` is at work")]
+    return [ok("learn", line) for line in told]
 
 
 def check_memory(config: Config) -> list[Check]:

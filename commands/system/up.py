@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ...proxy.config.root import Config
 from ...trainer.plan.settle import settle
+from ..doctor.learn.journal import put_back_left
 from ..formats import address
 from ..lines import LogFormat
 from ..plan import plan_tables
@@ -27,6 +28,7 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console, log_f
     with UpView(console, log_format) as view:
         if warning := without_tools(config):
             view.say(warning, "yellow")
+        await put_back_left(config, view.say)
         parts = System(config, launch, logs, view.say, needs_trainer=False, serve_options=view.serve_options)
         async with parts as system:
             root = f"http://{address(config.proxy.host, config.proxy.port)}"

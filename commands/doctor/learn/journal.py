@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ....proxy.config.root import Config
-from ....proxy.errors import UpstreamTimeout, UpstreamUnreachable
+from ....proxy.errors import LightningError, UpstreamTimeout, UpstreamUnreachable
 from ....proxy.policy.swap import Swap
 from ....proxy.policy.vllm import VllmFleet, VllmServer, operator_session
 from ....proxy.store.opening import opened
@@ -61,14 +61,17 @@ async def put_back_left(config: Config, say: Callable[[str], None]) -> None:
 
 async def put_back_if_left(config: Config, say: Callable[[str], None]) -> None:
     """Put back what a doctor left. Whoever calls it is alone on the store."""
-    path = journal_path(config)
+    path, killed = journal_path(config), "a doctor was killed while it tried whether this system learns"
     if (journal := Journal.read(path)) is None:
         return
     try:
         await put_back(config, journal)
-        say("a doctor was killed while it tried whether this system learns: what it had changed is put back")
+        say(f"{killed}: what it had changed is put back")
     except (UpstreamUnreachable, UpstreamTimeout):  # a vLLM that starts again has its own weights, and no adapters
-        say("a doctor was killed while it tried whether this system learns: vLLM does not run, so nothing is left")
+        say(f"{killed}: vLLM does not run, so nothing is left of it")
+    except LightningError as error:
+        say(f"{killed}, and what it had changed is not put back yet: {error.message}")
+        return
     forget(path, journal)
 
 

@@ -96,7 +96,7 @@ async def learn(path: Path | None, request: LearnRequest, tell: Tell) -> None:
         except ConfigError as error:
             tell(failed("trainer", error.message, "two trainers would share its memory, and the server"))
         tell(ok("trainer", "installed, and none works on this store"))
-        await put_back_if_left(config, lambda line: tell(ok("left over", line)))
+        await put_back_if_left(config, lambda line: tell(ok("learn", line)))
         await _check_policy(config, tell)
         if publish_mode(config) == "merged":
             await _check_weights(config, tell, yes=request.yes)
@@ -210,11 +210,10 @@ async def _put_back(
 
 async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Sequence[Task], tell: Tell) -> str:
     """Start the second system, and take the steps. Return the name that the trained weights are served under."""
+    from ....trainer.loop import TrainingLoop
     from ....trainer.main import swap_of
     from ....trainer.opening import open_engine
     from ....trainer.plugins.on_board import plugins_of
-
-    from ....trainer.loop import TrainingLoop
     from ....trainer.publish import Publisher
     from .lesson import Lesson
 

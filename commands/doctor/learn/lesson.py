@@ -215,7 +215,7 @@ class Lesson:
             self.tell(failed(name, f"they are not live after {PUBLISH_S:.0f} s", fix))
         except LightningError as error:
             self.tell(await self._unpublished(name, error))
-        apart = float(metrics.get("verify_deviations", math.nan))
+        apart = float(metrics.get("verify_deviations", 0.0))
         shown = f"{apart:.0f} standard deviations apart"
         if apart < SURE:
             found = f"the server has them by name, and its answers do not tell them from the old ones: {shown}"
