@@ -41,7 +41,7 @@ class ChattingServer(HonestServer):
 
     async def handle(self, request: web.Request) -> web.Response:
         path, body = request.path, json.loads(await request.text() or "{}")
-        if (self.plain and not path.startswith("/v1/")) or (self.plain and "lora" in path):
+        if self.plain and (not path.startswith(("/v1/", "/tokenize")) or "lora" in path):
             return web.json_response({"detail": "Not Found"}, status=404)
         if (
             path == "/v1/load_lora_adapter"

@@ -98,7 +98,7 @@ class Lesson:
 
     def _tokens(self, rollouts: Sequence[Json]) -> dict[tuple[str, str], Answer]:
         """Check that calls arrived with their tokens; return the answers by rollout and task."""
-        name, calls = "tokens", [call for rollout in rollouts for call in rollout["calls"]]
+        name, calls = "calls", [call for rollout in rollouts for call in rollout["calls"]]
         alias, good = self.config.policy.alias, [call for call in calls if call["trainable"]]
         if not any(call["policy_version"] is not None for call in calls):
             asked = Counter(str(call["request"].get("model")) for call in calls).most_common(1)[0][0]

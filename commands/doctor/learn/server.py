@@ -22,7 +22,7 @@ async def served(config: Config) -> AsyncIterator[None]:
 
     from ....proxy.app import create_app
 
-    server = Server(Settings(create_app(config), **uvicorn_options(config.proxy)))
+    server = Server(Settings(create_app(config), loop="asyncio", **uvicorn_options(config.proxy)))
     thread = threading.Thread(target=server.run, daemon=True)  # signals are this process's own
     thread.start()
     try:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -80,7 +83,7 @@ async def test_a_system_that_learns_passes_and_is_left_as_it_was(base: Path, tmp
     async with patient(base, tmp_path, publish) as one:
         found = await one.checks()
         assert {name: check for name, check in found.items() if check.outcome == "failed"} == {}
-        assert {"agent", "tokens", "rewards", "advantages", "ratios", "likelier", "new weights"} < found.keys()
+        assert {"agent", "calls", "rewards", "advantages", "ratios", "likelier", "new weights"} < found.keys()
         assert found["as before"].outcome == "ok"
         assert len(one.server.loads) > 0
         assert (one.server.label, one.server.paused) == ("default", False)
@@ -200,6 +203,31 @@ async def test_what_a_killed_doctor_left_is_put_back(base: Path, tmp_path: Path,
             assert [*one.server.models] == ["base"]
         else:
             assert (one.server.loads, one.server.label, one.server.paused) == ([f"base {base}"], "default", False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("publish", ["lora", "merged"])
+async def test_a_doctor_that_is_killed_leaves_nothing_after_the_next_one(
+    base: Path, tmp_path: Path, publish: str
+) -> None:
+    async with patient(base, tmp_path, publish) as one:
+        command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(one.file), "doctor"]
+        killed = await asyncio.create_subprocess_exec(*command, "--learn", stdout=DEVNULL)
+        while not any("lightning-doctor" in load for load in one.server.loads):
+            assert killed.returncode is None
+            await asyncio.sleep(0.05)
+        killed.kill()
+        await killed.wait()
+        assert journal_path(load_config(one.file)).exists()
+        mended = await asyncio.create_subprocess_exec(*command, "--json", stdout=PIPE)
+        told = json.loads((await mended.communicate())[0])
+        assert [check["found"] for check in told if check["name"] == "learn"] == [
+            "a doctor was killed while it tried whether this system learns: what it had changed is put back"
+        ]
+        assert [*one.server.models] == ["base"]
+        assert not [*tmp_path.rglob("*doctor*")]
+        if publish == "merged":
+            assert (one.server.loads[-1], one.server.label) == (f"base {base}", "default")
 
 
 def test_it_can_be_read_by_programs(base: Path, tmp_path: Path) -> None:
