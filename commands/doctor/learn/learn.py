@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from ...formats import print_json
 from ...run.executors.choose import runner_for
 from ...run.runner import Runner
 from ...run.tasks import Task, read_tasks
-from ...signals import run_until_signal
+from ...signals import Interrupted, run_until_signal
 from ...train import prepared, quiet
 from ..checks import Check, checks_table, failed, ok
 from ..doctor import REACH_S, TIMEOUT_S, check_server
@@ -64,16 +66,21 @@ def learn_command(path: Path | None, request: LearnRequest) -> bool:
             console.print(checks_table([check], WIDTHS))
 
     tell = Tell(show)
+    tasks = own_tasks() if request.tasks is None else read_tasks(request.tasks)[:TASKS]
     with suppress(Broken):
-        run_until_signal(learn(path, request, tell))
+        try:
+            run_until_signal(learn(path, request, tasks, tell))
+        except Interrupted:
+            raise
+        except LightningError as error:
+            tell(failed("learn", error.message, "docs/faults.md names what can be wrong"))
     if request.as_json:
         print_json([asdict(check) for check in tell.checks])
     return not any(check.outcome == "failed" for check in tell.checks)
 
 
-async def learn(path: Path | None, request: LearnRequest, tell: Tell) -> None:
+async def learn(path: Path | None, request: LearnRequest, tasks: Sequence[Task], tell: Tell) -> None:
     """Make all checks in their order. Raise Broken at the first that failed; what was changed is put back."""
-    tasks = own_tasks() if request.tasks is None else read_tasks(request.tasks)[:TASKS]
     try:
         config = load_config(path)
     except ConfigError as error:
@@ -239,7 +246,7 @@ async def _agent(config: Config, request: LearnRequest, api: ApiClient) -> Async
         if not request.command:
             yield BuiltInAgent(config.policy.alias, session)
             return
-        runner = runner_for(config, request.command, [], print)
+        runner = runner_for(config, request.command, [], partial(print, file=sys.stderr))
         try:
             yield runner
         finally:

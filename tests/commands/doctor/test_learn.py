@@ -18,6 +18,7 @@ import yaml
 
 from lightning_proxy.commands.doctor.checks import Check
 from lightning_proxy.commands.doctor.learn import lesson
+from lightning_proxy.commands.doctor.learn.agent import own_tasks
 from lightning_proxy.commands.doctor.learn.journal import Journal, journal_path, put_back_left
 from lightning_proxy.commands.doctor.learn.learn import LearnRequest, learn
 from lightning_proxy.commands.doctor.learn.tell import Broken, Tell
@@ -53,7 +54,7 @@ class Patient:
         """The checks by name, after a look that nothing is left."""
         tell, models = Tell(lambda check: None), [*self.server.models]
         try:
-            await learn(self.file, LearnRequest(None, [*command], yes, as_json=False), tell)
+            await learn(self.file, LearnRequest(None, [*command], yes, as_json=False), own_tasks(), tell)
         except Broken:
             assert tell.checks[-1].outcome == "failed" or tell.checks[-1].name == "as before"
         assert [*self.server.models] == models
