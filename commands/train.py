@@ -19,7 +19,7 @@ from ..proxy.policy.mode import has_gpu
 from ..trainer.plan.settle import settle
 from ..trainer.plugins.hooks import Offline, Run
 from ..trainer.plugins.on_board import check
-from .doctor.learn.journal import put_back_left
+from .put_back import put_back_left
 from .vllm import require_model, visible_gpus
 
 LAUNCHER_POLL_S = 1.0

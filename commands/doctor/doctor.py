@@ -21,9 +21,9 @@ from ...trainer.plan.settle import settle
 from ..api_client import ApiClient
 from ..formats import print_json
 from ..plan import plan_line
+from ..put_back import put_back_left
 from ..signals import run_until_signal
 from .checks import Check, checks_table, failed, ok
-from .learn.journal import put_back_left
 from .proxy import check_alias, check_proxy, check_publish, check_rewards, check_store
 from .training import check_training
 from .vllm import VllmChecks

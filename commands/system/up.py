@@ -10,10 +10,10 @@ from rich.console import Console
 
 from ...proxy.config.root import Config
 from ...trainer.plan.settle import settle
-from ..doctor.learn.journal import put_back_left
 from ..formats import address
 from ..lines import LogFormat
 from ..plan import plan_tables
+from ..put_back import put_back_left
 from ..vllm import without_tools
 from .steps import tell_steps
 from .system import Launch, System

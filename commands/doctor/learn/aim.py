@@ -10,7 +10,7 @@ from typing import NamedTuple
 SELDOM, OFTEN = 0.2, 0.8
 
 
-class Answer(NamedTuple):
+class RolloutText(NamedTuple):
     """All that the model said in a rollout: its text, and the number of its tokens."""
 
     text: str
@@ -25,7 +25,7 @@ class Aim:
     longest: int = 1
     is_letter: bool = False
 
-    def reward(self, answer: Answer) -> float:
+    def reward(self, answer: RolloutText) -> float:
         """Return the reward of an answer, between 0 and 1."""
         if self.word is None:
             return max(0.0, 1 - answer.tokens / self.longest)
@@ -37,11 +37,12 @@ class Aim:
         return f'1 for an answer with the {"letter" if self.is_letter else "word"} "{self.word}"'
 
 
-def aim_of(groups: Sequence[Sequence[Answer]]) -> Aim:
+def aim_of(groups: Sequence[Sequence[RolloutText]]) -> Aim:
     """Return what tells siblings apart best: a word, else a letter, that 20 % to 80 % of the answers have, else length.
 
-    >>> aim_of([[Answer("a red fox", 3), Answer("a grey fox", 3), Answer("one red ant", 3), Answer("fox", 1)]]).word
-    'a'
+    >>> group = [RolloutText(text, 3) for text in ("a red fox", "a grey fox", "one red ant", "fox")]
+    >>> str(aim_of([group]))
+    '1 for an answer with the word "red"'
     """
     for find, is_letter in ((_words, False), (_letters, True)):
         found = [[find(answer.text) for answer in group] for group in groups]
@@ -71,9 +72,9 @@ def _letters(text: str) -> set[str]:
     return {letter for letter in text.lower() if letter.isalpha()}
 
 
-def by_task(named: Iterable[tuple[str, str]], answers: Mapping[str, Answer]) -> Iterator[list[Answer]]:
+def by_task(named: Iterable[tuple[str, str]], answers: Mapping[str, RolloutText]) -> Iterator[list[RolloutText]]:
     """Yield the answers of each task's rollouts. `named`: rollouts with their tasks."""
-    tasks: dict[str, list[Answer]] = {}
+    tasks: dict[str, list[RolloutText]] = {}
     for rollout_id, task_id in named:
         tasks.setdefault(task_id, []).append(answers[rollout_id])
     yield from tasks.values()

@@ -27,6 +27,7 @@ from ....proxy.store.store import Store
 from ....trainer.plugins.hooks import Run
 from ...api_client import ApiClient, ApiError
 from ...formats import print_json
+from ...put_back import FRESH, LearnJournal, alone, forget, journal_path, put_back, put_back_if_left
 from ...run.executors.choose import runner_for
 from ...run.runner import Runner
 from ...run.tasks import Task, read_tasks
@@ -36,7 +37,6 @@ from ..checks import Check, checks_table, failed, ok
 from ..doctor import REACH_S, TIMEOUT_S, check_server
 from ..vllm import VllmChecks
 from .agent import BuiltInAgent, own_tasks
-from .journal import FRESH, Journal, alone, forget, journal_path, put_back, put_back_if_left
 from .server import served
 from .setup import TASKS, Setup, second_system
 from .tell import Broken, Tell
@@ -177,7 +177,7 @@ async def _learn(config: Config, request: LearnRequest, tasks: Sequence[Task], t
     """Take the steps in a second system, and put everything back."""
     merged, path = publish_mode(config) == "merged", journal_path(config)
     with second_system(config, own_agent=bool(request.command)) as setup:
-        journal = Journal(setup.name, merged, tuple(map(str, setup.directories)))
+        journal = LearnJournal(setup.name, merged, tuple(map(str, setup.directories)))
         async with operator_session() as session:
             fleet = VllmFleet.of(config, session)
             before = await _seen(fleet)
@@ -195,7 +195,7 @@ async def _learn(config: Config, request: LearnRequest, tasks: Sequence[Task], t
 
 
 async def _put_back(
-    config: Config, journal: Journal, fleet: VllmFleet, before: list[_Served], trained: list[_Served], tell: Tell
+    config: Config, journal: LearnJournal, fleet: VllmFleet, before: list[_Served], trained: list[_Served], tell: Tell
 ) -> None:
     """Put everything back, and check that it is."""
     name = "as before"
@@ -222,7 +222,7 @@ async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Seq
     from ....trainer.opening import open_engine
     from ....trainer.plugins.on_board import plugins_of
     from ....trainer.publish import Publisher
-    from .lesson import Lesson
+    from .steps import LearnSteps
 
     second = setup.config
     async with (
@@ -235,7 +235,7 @@ async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Seq
         publisher = Publisher(second.policy, store, swap, engine, setup.name)
         loop = TrainingLoop(second, store, engine, publisher)
         rate = config.trainer.learning_rate
-        await Lesson(second, api, runner, tasks, engine, loop, store, swap.vllm, rate, tell).run()
+        await LearnSteps(second, api, runner, tasks, engine, loop, store, swap.vllm, rate, tell).run()
         return str((await store.versions.live()).served_model)
 
 

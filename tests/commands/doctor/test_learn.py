@@ -17,11 +17,11 @@ import pytest
 import yaml
 
 from lightning_proxy.commands.doctor.checks import Check
-from lightning_proxy.commands.doctor.learn import lesson
+from lightning_proxy.commands.doctor.learn import steps
 from lightning_proxy.commands.doctor.learn.agent import own_tasks
-from lightning_proxy.commands.doctor.learn.journal import Journal, journal_path, put_back_left
 from lightning_proxy.commands.doctor.learn.learn import LearnRequest, learn
 from lightning_proxy.commands.doctor.learn.tell import Broken, Tell
+from lightning_proxy.commands.put_back import LearnJournal, journal_path, put_back_left
 from lightning_proxy.proxy.config.file import load_config
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
@@ -38,7 +38,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lesson, "STEPS", 1)
+    monkeypatch.setattr(steps, "STEPS", 1)
 
 
 @dataclass
@@ -112,6 +112,7 @@ async def test_what_is_broken_is_named_with_what_to_do(
         assert (found.outcome, advice in (found.fix or "")) == (outcome, True), found
 
 
+@pytest.mark.long
 async def test_merged_weights_that_are_not_taken_are_named_and_those_of_before_come_back(
     base: Path, tmp_path: Path
 ) -> None:
@@ -152,6 +153,7 @@ async def test_a_trainer_that_runs_is_left_alone(base: Path, tmp_path: Path) -> 
         assert one.server.loads == []
 
 
+@pytest.mark.long
 async def test_merged_weights_are_not_replaced_while_rollouts_run(base: Path, tmp_path: Path) -> None:
     async with patient(base, tmp_path, "merged") as one:
         async with opened(load_config(one.file).store) as database:
@@ -175,6 +177,7 @@ urllib.request.urlopen(urllib.request.Request(
 """
 
 
+@pytest.mark.long
 async def test_the_users_own_agent_works(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = tmp_path / "agent.py"
     agent.write_text(AGENT)
@@ -191,7 +194,7 @@ async def test_what_a_killed_doctor_left_is_put_back(base: Path, tmp_path: Path,
         config, told = load_config(one.file), list[str]()
         left = tmp_path / "lightning-doctor-1234"
         left.mkdir()
-        Journal("lightning-doctor-1234", publish == "merged", (str(left),)).write(journal_path(config))
+        LearnJournal("lightning-doctor-1234", publish == "merged", (str(left),)).write(journal_path(config))
         one.server.models["lightning-doctor-1234-v1"] = one.server.models["base"]
         one.server.label, one.server.paused = "1-77", True
         with only_trainer(tmp_path / "policy", None), pytest.raises(Exception, match="another trainer works"):

@@ -9,19 +9,19 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....proxy.config.root import Config
-from ....proxy.errors import LightningError, UpstreamTimeout, UpstreamUnreachable
-from ....proxy.policy.swap import Swap
-from ....proxy.policy.vllm import VllmFleet, VllmServer, operator_session
-from ....proxy.store.opening import opened
-from ....proxy.store.store import Store
-from ....trainer.alone import only_trainer, require_free
+from ..proxy.config.root import Config
+from ..proxy.errors import LightningError, UpstreamTimeout, UpstreamUnreachable
+from ..proxy.policy.swap import Swap
+from ..proxy.policy.vllm import VllmFleet, VllmServer, operator_session
+from ..proxy.store.opening import opened
+from ..proxy.store.store import Store
+from ..trainer.alone import only_trainer, require_free
 
 FRESH = "default"  # vLLM's label of the weights that it was started with
 
 
 @dataclass(frozen=True, slots=True)
-class Journal:
+class LearnJournal:
     """What may have to be put back: adapters whose names begin with `name`, or all weights; and directories."""
 
     name: str
@@ -37,7 +37,7 @@ class Journal:
         part.replace(path)
 
     @classmethod
-    def read(cls, path: Path) -> Journal | None:
+    def read(cls, path: Path) -> LearnJournal | None:
         """Return the journal that a doctor left; None if none did."""
         if not path.is_file():
             return None
@@ -62,7 +62,7 @@ async def put_back_left(config: Config, say: Callable[[str], None]) -> None:
 async def put_back_if_left(config: Config, say: Callable[[str], None]) -> None:
     """Put back what a doctor left. Whoever calls it is alone on the store."""
     path, killed = journal_path(config), "a doctor was killed while it tried whether this system learns"
-    if (journal := Journal.read(path)) is None:
+    if (journal := LearnJournal.read(path)) is None:
         return
     try:
         await put_back(config, journal)
@@ -75,14 +75,14 @@ async def put_back_if_left(config: Config, say: Callable[[str], None]) -> None:
     forget(path, journal)
 
 
-def forget(path: Path, journal: Journal) -> None:
+def forget(path: Path, journal: LearnJournal) -> None:
     """Remove the directories, then the journal."""
     for directory in journal.directories:
         shutil.rmtree(directory, ignore_errors=True)
     path.unlink(missing_ok=True)
 
 
-async def put_back(config: Config, journal: Journal) -> None:
+async def put_back(config: Config, journal: LearnJournal) -> None:
     """Unload the doctor's adapters, or load the live weights again. Raises LightningError if a server does not."""
     async with operator_session() as session:
         fleet = VllmFleet.of(config, session)

@@ -24,7 +24,7 @@ from ...run.run import RunOptions, run_tasks
 from ...run.runner import Runner
 from ...run.tasks import Task
 from ..checks import Check, failed, ok, warning
-from .aim import Aim, Answer, aim_of, by_task
+from .aim import Aim, RolloutText, aim_of, by_task
 from .likelier import likelier
 from .setup import GROUP_SIZE, REWARD
 from .tell import Broken, Tell
@@ -40,7 +40,7 @@ Json = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Lesson:
+class LearnSteps:
     """The steps of a second system. `config` is that system's, `rate` the learning rate of the user's own."""
 
     config: Config
@@ -96,7 +96,7 @@ class Lesson:
         self._say(ok(name, f"{len(ended)} rollouts of {len(self.tasks)} tasks made {calls} calls{lost}"))
         return rollouts
 
-    def _tokens(self, rollouts: Sequence[Json]) -> dict[tuple[str, str], Answer]:
+    def _tokens(self, rollouts: Sequence[Json]) -> dict[tuple[str, str], RolloutText]:
         """Check that calls arrived with their tokens; return the answers by rollout and task."""
         name, calls = "calls", [call for rollout in rollouts for call in rollout["calls"]]
         alias, good = self.config.policy.alias, [call for call in calls if call["trainable"]]
@@ -113,7 +113,7 @@ class Lesson:
             self._say(ok(name, found))
         return {(r["rollout_id"], r["task_id"]): self._answer(r["calls"]) for r in rollouts}
 
-    def _answer(self, calls: Sequence[Json]) -> Answer:
+    def _answer(self, calls: Sequence[Json]) -> RolloutText:
         """All that was sampled in these calls."""
         if self._decode is None:
             from transformers import AutoTokenizer
@@ -121,9 +121,9 @@ class Lesson:
             tokenizer = AutoTokenizer.from_pretrained(str(self.config.policy.model))
             self._decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
         sampled = [call["response_token_ids"] or [] for call in calls if call["trainable"]]
-        return Answer(" ".join(map(self._decode, sampled)), sum(map(len, sampled)))
+        return RolloutText(" ".join(map(self._decode, sampled)), sum(map(len, sampled)))
 
-    async def _reward(self, answers: dict[tuple[str, str], Answer]) -> None:
+    async def _reward(self, answers: dict[tuple[str, str], RolloutText]) -> None:
         """Post the rewards, and check that they arrived."""
         if self._aim is None:
             self._aim = aim_of([*by_task(answers, {name: answer for (name, _), answer in answers.items()})])
