@@ -141,7 +141,7 @@ class LearnSteps:
 
     async def _advantages(self) -> Batch:
         """Check that the rewards tell siblings apart; return the rows of the step."""
-        name, batch = "advantages", await self.loop.collector.next_batch(self.loop.version, fewer=True)
+        name, batch = "advantages", await self.loop.collector.next_batch(self.loop.base, fewer=True)
         if batch is None:
             dropped = Counter([(await self.api.rollout(rollout))["dropped"] for rollout in self._rewards])
             why = dropped.most_common(1)[0][0]
