@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ....proxy.config.core import CoreConfig
+from ....proxy.config.policy import PolicyConfig
 from ....proxy.config.root import Config
+from ....proxy.config.section import Section
+from ....proxy.config.trainer import TrainerConfig
 from ....proxy.policy.mode import publish_mode
 from ....proxy.policy.operator import key_file, operator_headers
 from ...system.processes import free_port
@@ -55,23 +59,33 @@ def second_system(config: Config, *, own_agent: bool) -> Iterator[Setup]:
 
 
 def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) -> Config:
-    """The user's configuration, but for what would reach the user's own store, servers' names, trackers or judge."""
-    sections: dict[str, Any] = config.model_dump()
+    """The user's configuration, but for what would reach the user's own store, servers' names or trackers.
+
+    Of the side rooms' keys only the trainer's service is kept: no judge, teacher, gate, prompts or telemetry.
+    """
+    sections: dict[str, Any] = _kept(config.model_dump(), CoreConfig)
     sections["proxy"] = {"port": free_port()}
     sections["store"] = {"url": f"sqlite:///{directory / 'store.db'}"}
-    sections["telemetry"], sections["rewards"], sections["rollouts"], sections["prompts"] = {}, {}, {}, {}
-    sections["policy"] |= {
-        "directory": weights, "publish": publish_mode(config), "adapters": {}, "promotion": "immediate", "gate": {},
+    sections["rewards"], sections["rollouts"] = {}, {}
+    sections["policy"] = _kept(sections["policy"], PolicyConfig) | {
+        "directory": weights, "publish": publish_mode(config), "adapters": {},
     }  # fmt: skip
-    trainer = config.trainer
-    sections["trainer"] |= {
+    sections["trainer"] = _kept(sections["trainer"], TrainerConfig, "backend", "tinker") | {
         "group_size": GROUP_SIZE, "tasks_per_step": TASKS, "learning_rate": rate(config), "reward_weights": {REWARD: 1},
-        "credit": "uniform" if trainer.judged or not own_agent else trainer.credit, "hints": "off", "teacher": {},
-        "schedule": {}, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": None, "promote_every": 1,
-        "dynamic_sampling": False, "lone_rollouts": "drop", "air": {}, "collapse": {"action": "off"}, "report_to": [],
+        "schedule": {}, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": None, "dynamic_sampling": False,
+        "lone_rollouts": "drop", "air": {}, "collapse": {"action": "off"}, "report_to": [],
         **({} if own_agent else {"agents": None, "agent_credit": "team"}),
     }  # fmt: skip
+    credit = config.trainer.credit
+    named = [credit] if isinstance(credit, str) else credit.values()
+    if not own_agent or not all(name in TrainerConfig.strategies or ":" in name for name in named):
+        sections["trainer"]["credit"] = "uniform"
     return Config.model_validate(sections)
+
+
+def _kept(keys: dict[str, Any], core: type[Section], *others: str) -> dict[str, Any]:
+    """The keys that are the core's, and `others`."""
+    return {name: value for name, value in keys.items() if name in core.model_fields or name in others}
 
 
 def rate(config: Config) -> float:
