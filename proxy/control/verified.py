@@ -48,13 +48,12 @@ async def verified(store: Store) -> Verified:
 
 
 def _story(live: PolicyVersion, deviations: float | None, by: str | None) -> str:
-    version = f"version {live.version}"
     if live.version == 0:
-        return f"{version} is the base model: there is nothing to verify"
+        return "the base model: there is nothing to verify"
     if not live.verified:
-        return f"{version} is not verified yet: merged weights on a single server are compared once they are live"
+        return "not yet: merged weights on a single server are compared once they are live"
     if by is not None:
-        return f"{version}: verified by {by}; its answers could not tell it from the weights before"
+        return f"by {by} alone: answers did not tell new weights from old"
     if deviations is None:
-        return f"{version} was verified; how clearly is not recorded"
-    return f"{version}: the new weights are {deviations:.3g} standard deviations from the old"
+        return "it was verified; how clearly is not recorded"
+    return f"the new weights are {deviations:.3g} standard deviations from the old"
