@@ -34,7 +34,8 @@ SELECT policy_version, mode, task_id, AVG(reward) AS mean, COUNT(*) AS rollouts,
 {_BY_TASK}
 """
 COSTS_BY_TASK = f"""
-SELECT policy_version, mode, task_id, AVG(reward) AS mean, COUNT(*) AS rollouts, AVG(tokens) AS tokens,
+SELECT policy_version, mode, task_id, AVG(reward) AS mean, COUNT(*) AS rollouts,
+    AVG(CAST(tokens AS DOUBLE PRECISION)) AS tokens,
     AVG((SELECT AVG(latency_ms) FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.status = 'ok'))
     AS latency_ms
 {_BY_TASK}

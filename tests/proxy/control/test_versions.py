@@ -63,6 +63,8 @@ async def test_two_versions_are_compared_on_the_tasks_that_both_had(running: Run
                 {"task_id": "t3", "a": {"mean": 0.0, "rollouts": 1}, "b": {"mean": 0.0, "rollouts": 1}},
             ],
         })  # fmt: skip
+        _, answer = await system.call("GET", "/policy/compare?a=0&b=1&costs=true")
+        assert answer["data"][0]["a"] == {"mean": 0.5, "rollouts": 2, "tokens": 0.0, "latency_ms": None}
         assert (low, high) == (0.0, 0.5)  # of 27 resamples of three tasks one is all t3, eight have no t3
 
 
