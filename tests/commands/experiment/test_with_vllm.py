@@ -21,11 +21,11 @@ vllm: {{max_model_len: 512, kv_cache_gib: 1}}
 trainer: {{group_size: 8, tasks_per_step: 2, report_to: []}}
 """
 FILE = """
-agent: python {addition}/agent.py
+agent: {python} {addition}/agent.py
 tasks: tasks/train.jsonl
 held_out: tasks/held_out.jsonl
 {length}
-seeds: [0, 1]
+seeds: {seeds}
 samples: 1
 concurrency: 16
 preload: openai
@@ -33,10 +33,10 @@ variants: {variants}
 """
 
 
-def compare(place: Path, length: str, variants: str) -> list[list[str]]:
+def compare(place: Path, length: str, seeds: str, variants: str) -> list[list[str]]:
     """Run the experiment; return the words of its table."""
-    text = FILE.format(addition=EXAMPLES / "addition", length=length, variants=variants)
-    (place / "compare.yaml").write_text(text.replace("python", sys.executable))
+    given = {"length": length, "seeds": seeds, "variants": variants}
+    (place / "compare.yaml").write_text(FILE.format(python=sys.executable, addition=EXAMPLES / "addition", **given))
     done = subprocess.run(
         [*CLI, "experiment", "compare.yaml"], cwd=place, capture_output=True, text=True, check=False, timeout=3000
     )
@@ -48,7 +48,7 @@ def test_two_variants_with_two_seeds_train_on_equally_many_rollouts(tmp_path: Pa
     (tmp_path / "config.yaml").write_text(CONFIG.format(model=prepare_model(cache_directory())))
     tasks = [sys.executable, str(EXAMPLES / "addition" / "tasks.py"), "tasks", "--held-out", "8"]
     subprocess.run(tasks, cwd=tmp_path, check=True)
-    _, *rows = compare(tmp_path, "rollouts: 32", "{slow: {trainer: {learning_rate: 1.0e-5}}, fast: {}}")
+    _, *rows = compare(tmp_path, "rollouts: 32", "[0, 1]", "{slow: {trainer: {learning_rate: 1.0e-5}}, fast: {}}")
     assert [row[:2] for row in rows] == [["slow", "2"], ["fast", "2"]]
     runs = [json.loads(path.read_text()) for path in tmp_path.glob("lightning-experiments/compare/*/*/result.json")]
     assert [run["rollouts"] for run in runs] == [32] * 4
@@ -58,6 +58,6 @@ def test_two_variants_with_two_seeds_train_on_equally_many_rollouts(tmp_path: Pa
         assert before["by_task"].keys() == after["by_task"].keys() and len(before["by_task"]) == 8
         assert run["calls"] == 32 + 2 * 8 and run["tokens"] > 32 and run["minutes"]["training"] > 0
 
-    compare(tmp_path, "minutes: 1.5", "{timed: {}}")
+    compare(tmp_path, "minutes: 1.5", "[1]", "{timed: {}}")
     (timed,) = tmp_path.glob("lightning-experiments/compare/timed/seed-1/result.json")
     assert json.loads(timed.read_text())["rollouts"] > 0
