@@ -31,6 +31,10 @@ class Aim:
             return max(0.0, 1 - answer.tokens / self.longest)
         return float(self.word in (_letters if self.is_letter else _words)(answer.text))
 
+    def tells_apart(self, groups: Sequence[Sequence[RolloutText]]) -> bool:
+        """Return whether siblings have different rewards."""
+        return any(len({self.reward(answer) for answer in group}) > 1 for group in groups)
+
     def __str__(self) -> str:
         if self.word is None:
             return "more for a shorter answer"

@@ -27,7 +27,7 @@ from ..checks import Check, failed, ok, warning
 from .aim import Aim, RolloutText, aim_of, by_task
 from .likelier import likelier
 from .setup import GROUP_SIZE, REWARD
-from .tell import Broken, Tell
+from .tell import Tell
 
 STEPS = 3
 CONCURRENCY = 16
@@ -65,7 +65,8 @@ class LearnSteps:
         for self.step in range(1, STEPS + 1):
             answers = self._tokens(await self._work())
             await self._reward(answers)
-            batch = await self._advantages()
+            if (batch := await self._advantages()) is None:
+                break
             before = await self._logprobs(batch)
             metrics = await in_thread(self.engine.step, batch)
             self._ratios(metrics)
@@ -125,8 +126,9 @@ class LearnSteps:
 
     async def _reward(self, answers: dict[tuple[str, str], RolloutText]) -> None:
         """Post the rewards, and check that they arrived."""
-        if self._aim is None:
-            self._aim = aim_of([*by_task(answers, {name: answer for (name, _), answer in answers.items()})])
+        groups = [*by_task(answers, {name: answer for (name, _), answer in answers.items()})]
+        if self._aim is None or not self._aim.tells_apart(groups):  # the model may have learnt it since
+            self._aim = aim_of(groups)
         given = {name: self._aim.reward(answer) for (name, _), answer in answers.items()}
         body = [{"rollout_id": name, "reward": reward, "name": REWARD} for name, reward in given.items()]
         await self.api.request("POST", "/reward", body)
@@ -139,8 +141,8 @@ class LearnSteps:
         self._means.append(sum(given.values()) / len(given))
         self._say(ok("rewards", f"{found}{len(given)} rewards arrived, {self._means[-1]:.2f} on average"))
 
-    async def _advantages(self) -> Batch:
-        """Check that the rewards tell siblings apart; return the rows of the step."""
+    async def _advantages(self) -> Batch | None:
+        """Check that the rewards tell siblings apart; return the rows of the step. None if they did before."""
         name, batch = "advantages", await self.loop.collector.next_batch(self.loop.base, fewer=True)
         if batch is None:
             dropped = Counter([(await self.api.rollout(rollout))["dropped"] for rollout in self._rewards])
@@ -148,8 +150,11 @@ class LearnSteps:
             fix = "sample at temperature 1, with other tasks: siblings that all answer alike teach nothing"
             if why is None or "equal" not in why:
                 fix = "docs/faults.md says what to do"
-            self.tell(failed(name, f"there is nothing to learn from: {why}", fix))
-            raise Broken
+            if self.step == 1:
+                self.tell(failed(name, f"there is nothing to learn from: {why}", fix))
+            found = f"the answers are all alike after step {self.step - 1}: {why}"
+            self.tell(warning(f"step {self.step}", found, "trainer.learning_rate is high for this model"))
+            return None
         counts = batch.metrics
         nonzero = sum(any(sample.advantages) for sample in batch.samples)
         self._say(ok(name, f"{nonzero} of {len(batch.samples)} training rows have advantages other than 0"))
