@@ -67,7 +67,7 @@ class Question(NamedTuple):
         return self.headers.get("x-stainless-retry-count", "0") != "0"
 
 
-# Returns the question with which a side room replaces the agent's own, in this rollout.
+# Returns the question that the model is shown, and the record has, in place of the agent's own, in this rollout.
 Rewrite = Callable[[Question, RolloutName], Awaitable[Question]]
 
 
@@ -118,7 +118,7 @@ class Gateway:
         rollout, conversation = await self._rollout(question)
         # Which weights answer. Without a route to them the call fails before a plugin sees it.
         route = await self.policy.route(rollout, model_of(question.body), recorded=question.recorded)
-        question = await self.rewrite(question, rollout)  # a plugin may change it; records keep the agent's text
+        question = await self.rewrite(question, rollout)  # the model, and so the record, gets what plugins make of it
         decision = await self._chat_decision(question, rollout, route)  # to the API's own route, or the chat route
         call = CallUnderWay(self, question, rollout, route, decision, reply, conversation)
         # What failed above this line is not recorded: nothing would have been asked.

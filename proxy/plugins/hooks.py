@@ -39,8 +39,8 @@ class Hooks:
     """The additions of a plugin to an open proxy. A hook that no plugin has costs a call nothing.
 
     `choose` says which version of the policy answers a rollout that begins. `placed` says which servers have merged
-    weights of another version than the live one. `rewrite` changes the question to the model; the record keeps the
-    agent's own. `work` runs beside the calls until the proxy closes.
+    weights of another version than the live one. `rewrite` changes what the model is shown, and the
+    record has what the model was shown. `work` runs beside the calls until the proxy closes.
     """
 
     choose: Choose | None = None

@@ -18,6 +18,7 @@ from ..config.root import Config
 from ..control.door import AgentRoute
 from ..errors import ConfigError
 from ..gateway.call import OnCall, Question, Rewrite
+from ..json_text import encode
 from ..types import CallEnd, CallStart, RolloutName
 from .hooks import Core, Hooks, ProxyPlugin, Work
 
@@ -77,11 +78,15 @@ class OthersPlugin(ProxyPlugin):
 
     def _rewrite(self, hook: Rewrite) -> Rewrite:
         async def rewrite(question: Question, rollout: RolloutName) -> Question:
-            made = await self._within("rewrite", lambda: hook(question, rollout), question)
-            if isinstance(made, Question):
-                return made
-            log.error("plugin %s: its hook rewrite returned no question, but %r", self._name, type(made).__name__)
-            return question
+            return await self._within("rewrite", lambda: rewritten(question, rollout), question)
+
+        async def rewritten(question: Question, rollout: RolloutName) -> Question:
+            made = await hook(question, rollout)
+            if not isinstance(made, Question):
+                raise TypeError(f"it returned no question, but {type(made).__name__!r}")
+            if made.body is not question.body:  # the model is sent the request's bytes
+                made = made._replace(request=made.request.with_body(encode(made.body)))
+            return made
 
         return rewrite
 

@@ -60,7 +60,7 @@ class PromptRewriter:
         await asyncio.gather(self._watch, return_exceptions=True)
 
     async def put(self, question: Question, rollout: RolloutName) -> Question:
-        """Return the question with prompts put in. The record keeps the agent's own text.
+        """Return the question with prompts put in, as the record has it. The agent's own texts are kept beside it.
 
         A prompt is its agent's message of a role, or, where the agent has no name, the message with a text that one of
         the prompt's versions has. A rollout keeps the version that it began with. What fits no prompt goes unchanged.

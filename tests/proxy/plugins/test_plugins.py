@@ -77,6 +77,40 @@ async def test_the_example_rewards_answers_has_a_route_and_assigns_credit(
     assert load("trainer.credit", "brevity:shared").__module__ == "brevity"
 
 
+async def test_the_model_is_shown_a_plugins_rewrite_and_the_record_is_what_it_was_shown(
+    running: Running, tmp_path: Path, install: Install
+) -> None:
+    install(
+        "polite",
+        """
+        from contextlib import asynccontextmanager
+        from lightning_proxy.proxy.plugins import Hooks, ProxyPlugin
+
+        async def rewrite(question, rollout):
+            messages = [{"role": "system", "content": "Be polite."}, *question.body["messages"]]
+            return question._replace(body=question.body | {"messages": messages})
+
+        class proxy(ProxyPlugin):
+            @asynccontextmanager
+            async def opened(self, core):
+                yield Hooks(rewrite=rewrite)
+        """,
+    )
+    shown: list[Any] = []
+
+    def answer(body: Any) -> dict[str, str]:
+        shown.append(body["messages"])
+        return {"role": "assistant", "content": "please"}
+
+    async with running(tmp_path, plugins=["polite"]) as system:
+        system.vllm.answer = answer
+        for _ in range(2):  # the second is stored as a difference from the first
+            assert (await system.chat("r"))[0] == 200
+        calls = (await system.call("GET", "/rollouts/r?requests=whole"))[1]["calls"]
+    polite = [{"role": "system", "content": "Be polite."}, {"role": "user", "content": "hi"}]
+    assert shown == [call["request"]["messages"] for call in calls] == [polite] * 2
+
+
 @pytest.mark.parametrize(
     ("hook", "why"),
     [
@@ -84,7 +118,7 @@ async def test_the_example_rewards_answers_has_a_route_and_assigns_credit(
         ("rewrite=hangs", "its hook rewrite took longer than"),
         ("on_call=broken", "its hook on_call failed"),
         ("on_call=hangs", "its hook on_call took longer than"),
-        ("rewrite=forgets", "its hook rewrite returned no question"),
+        ("rewrite=forgets", "its hook rewrite failed"),
         ("rewrite=of_none", "its hook rewrite failed"),
         ("on_call=of_none", "its hook on_call failed"),
         ("work=(broken,)", "its work beside the calls ended"),
