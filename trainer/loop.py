@@ -260,12 +260,28 @@ class TrainingLoop:
             raise ConfigError(
                 f"the checkpoint of step {last.step} is gone: {last.checkpoint}; use a new store, or restore it"
             )
-        await in_thread(self._trainer.load, Path(last.checkpoint))
+        if await self._load_served() != last.checkpoint:
+            await in_thread(self._trainer.load, Path(last.checkpoint))
         self.base = last.base if last.version is None else last.version
         log.info("resuming after step %d (policy version %d)", last.step, self.base)
         if last.version is None and "collapse" in last.metrics:
             self.base = UNPUBLISHED
         return last
+
+    async def _load_served(self) -> str | None:
+        """Load the live version's weights, as those that are served. Return their checkpoint; None if it is gone."""
+        live = await self._store.versions.live()
+        if not self._publisher.publishes or self._publisher.is_of_another_mode(live):
+            return None
+        step = await self._store.steps.of_version(live.version)
+        if step is not None and not live.verified:  # the version before it may be the one that is served
+            step = await self._store.steps.of_version(step.base)
+        checkpoint = str(self._checkpoints / "0") if step is None else step.checkpoint
+        if checkpoint is None or not Path(checkpoint).is_dir():
+            return None
+        await in_thread(self._trainer.load, Path(checkpoint))
+        self._publisher.remember_served()
+        return checkpoint
 
     async def _finish_publishing(self, publisher: Publisher, last: Step) -> None:
         """Publish and report the last step, if the trainer was killed before it did."""
@@ -313,7 +329,9 @@ class TrainingLoop:
         log.warning("policy version %d is live: training continues from it", live.version)
         await in_thread(self._trainer.load, checkpoint)
         self.base = live.version
-        if step is not None and self._publisher.is_of_another_mode(live):
+        if not self._publisher.is_of_another_mode(live):
+            self._publisher.remember_served()
+        elif step is not None:
             await self._publish_again(step)
 
     async def _warn_of_other_weights(self) -> None:

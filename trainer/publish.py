@@ -68,6 +68,9 @@ class NoPublisher:
     async def look_at_others(self) -> None:
         """Warn once if another process has since been configured to publish in another way."""
 
+    def remember_served(self) -> None:
+        """Take the trainer's present weights for the live ones: the next version is told from them."""
+
     async def take_back(self, version: int, base: int) -> None:
         """Make `base` live again in place of `version`. If vLLM cannot load it now, the proxy keeps trying."""
 
@@ -185,6 +188,9 @@ class Publisher(NoPublisher):
         self._decided = decided
         if decided.mode != mode:
             log.error("%s", otherwise("trainer", mode, decided))
+
+    def remember_served(self) -> None:
+        self._verifier.remember_served()
 
     async def take_back(self, version: int, base: int) -> None:
         try:

@@ -55,9 +55,12 @@ class Verifier:
         self._swap = swap
         self._trainer = trainer
         self._seen: list[tuple[WeightEvidence, str | None]] = []  # by adapter and server; what was checked besides
-        # The trainer keeps the weights that were last seen to be served; at first those that it begins with.
-        for adapter in (DEFAULT_ADAPTER, *config.adapters):
-            trainer.keep(adapter)
+        self.remember_served()
+
+    def remember_served(self) -> None:
+        """Take the trainer's present weights for those that vLLM serves: new ones are told from them."""
+        for adapter in (DEFAULT_ADAPTER, *self._config.adapters):
+            self._trainer.keep(adapter)
 
     @property
     def measured(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.errors import PublishError
+from lightning_proxy.proxy.policy.swap import Swap
 from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, SURE, VERIFIED_TOKENS, WeightEvidence
 from support.training import HonestServer, bench, require_seen_clearly
 
@@ -98,6 +99,29 @@ async def test_old_weights_are_noticed_below_the_tolerance(base: Path, tmp_path:
         with pytest.raises(PublishError, match="vLLM still serves the previous weights as "):
             await b.loop().run(asyncio.Event(), once=True)
         assert (await b.store.versions.live()).version == 0
+
+
+@pytest.mark.parametrize("rolled_back", [False, True])
+async def test_new_weights_are_compared_with_the_live_ones_after_a_restart_and_after_a_rollback(
+    base: Path, tmp_path: Path, rolled_back: bool
+) -> None:
+    async with bench(base, tmp_path, "merged", RoundingServer, policy=LOOSE, learning_rate=0.005) as b:
+        loop = b.loop()
+        for tasks in (("t1", "t2"), ("t3", "t4")):
+            await b.groups(*tasks)
+            await loop.run(asyncio.Event(), once=True)
+        if rolled_back:
+            swap = Swap(b.store, b.vllm, b.mode, b.config.policy.directory)
+            await swap.activate(await b.store.versions.get(0))
+        else:
+            loop = b.loop()
+        b.server.load = lambda *_: None  # says yes to new weights from now on, and ignores them
+        await b.groups("t5", "t6")
+        for _ in range(2):  # at the second start the last step is not published
+            with pytest.raises(PublishError, match="vLLM still serves the previous weights as "):
+                await loop.run(asyncio.Event(), once=True)
+            assert (await b.store.versions.live()).version == (0 if rolled_back else 2)
+            loop = b.loop()
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])
