@@ -23,7 +23,7 @@ def test_a_real_vllm_learns_and_is_left_as_it_was(lora: System, speller: Path, t
     shutil.copy(lora.directory / "policy" / "operator.key", tmp_path / "policy")
     settings = {
         "proxy": {"port": free_port()}, "store": {"url": f"sqlite:///{tmp_path}/store.db"},
-        "upstreams": [{"name": "policy", "base_url": url}], "trainer": {"learning_rate": 5e-3},
+        "upstreams": [{"name": "policy", "base_url": url}], "trainer": {"learning_rate": 1e-3},
         "policy": {"model": str(speller), "publish": "lora", "directory": f"{tmp_path}/policy"},
     }  # fmt: skip
     file.write_text(yaml.safe_dump(settings))
