@@ -130,35 +130,54 @@ class Publisher(NoPublisher):
     async def _publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
     ) -> PolicyVersion:
-        mode, live = self._swap.mode, await self._store.versions.live()
+        live = await self._store.versions.live()
         await self._swap.vllm.models()  # if vLLM is away, fail before a version is reserved
-        is_live = live.step == step and live.publish == mode == "merged" and not live.verified
-        if is_live:  # only its verification is missing: the trainer was killed before
+        only_unverified = live.step == step and live.publish == self._swap.mode == "merged" and not live.verified
+        if only_unverified:  # the trainer was killed after it made it live
             version = live
             made_by = await self._store.steps.of_version(live.version)
             base = made_by.base if made_by else base
         else:
             version = await self._save(step, metrics)
         try:
-            if mode == "lora":  # an adapter is loaded beside the live one: verified, then live
-                await self._swap.unload(version)  # adapters of this name from another store, perhaps
-                await self._verifier.load_and_verify(version, samples, stop)
-                await self._swap.activate(version, step, expected=base, verified=True)
-            elif not is_live and len(await self._swap.vllm.reachable()) > 1:  # server by server: verified, then live
-                await self._verifier.give_checked(version, samples, partial(self._swap.roll, version, step, base), stop)
-            else:  # the only server's weights are replaced: live, then verified
-                if not is_live:
-                    await self._swap.activate(version, step, expected=base)
-                await self._verifier.verify_merged(version, samples, stop)
-                await self._store.versions.verified(version.version)
+            if only_unverified:
+                await self._verify_live(version, samples, stop)
+            elif self._swap.mode == "lora":
+                await self._beside(version, samples, base, stop)
+            elif len(await self._swap.vllm.reachable()) > 1:
+                await self._rolling(version, samples, base, stop)
+            else:
+                await self._in_place(version, samples, base, stop)
         except (PublishError, Superseded) as error:
             went_live = (await self._store.versions.live()).version == version.version
             await self._store.versions.failed(version.version, str(error))
-            if isinstance(error, PublishError) and mode == "merged" and went_live:
+            if isinstance(error, PublishError) and self._swap.mode == "merged" and went_live:
                 await self.take_back(version.version, base)
             raise
         self.measured = self._verifier.measured
         return await self._store.versions.get(version.version)
+
+    async def _beside(self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event) -> None:
+        """Load adapters beside the live ones: they are verified, then live."""
+        await self._swap.unload(version)  # adapters of this name from another store, perhaps
+        await self._verifier.load_and_verify(version, samples, stop)
+        await self._swap.activate(version, version.step, expected=base, verified=True)
+
+    async def _rolling(self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event) -> None:
+        """Replace the merged weights of one server after another: they are verified there, then live."""
+        roll = partial(self._swap.roll, version, version.step, base)
+        await self._verifier.give_checked(version, samples, roll, stop)
+
+    async def _in_place(
+        self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event
+    ) -> None:
+        """Replace the only server's merged weights: they are live, then verified."""
+        await self._swap.activate(version, version.step, expected=base)
+        await self._verify_live(version, samples, stop)
+
+    async def _verify_live(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> None:
+        await self._verifier.verify_merged(version, samples, stop)
+        await self._store.versions.verified(version.version)
 
     async def _save(self, step: int, metrics: dict[str, Any]) -> PolicyVersion:
         """Reserve the next version and write its weights."""

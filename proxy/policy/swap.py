@@ -74,7 +74,7 @@ class Swap:
                     path, label, lambda: self.store.versions.set_live(version.version, step)
                 )
 
-    async def roll(self, version: PolicyVersion, step: int, expected: int, check: Check) -> None:
+    async def roll(self, version: PolicyVersion, step: int | None, expected: int, check: Check) -> None:
         """Give the version's merged weights to the servers one after the other, and make it live when half have it.
 
         A server answers no agent until its weights have passed `check`, which raises PublishError. If they do not pass
