@@ -1,4 +1,4 @@
-"""The log of what happens in the store, in the order of commits by any process. Triggers of migration 0008 write it."""
+"""The log of what happens in the store, in the order of commits. Triggers write it (0008; of groups, 0020)."""
 
 from __future__ import annotations
 
