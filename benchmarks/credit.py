@@ -23,7 +23,7 @@ from scripted_judge import judged
 from lightning_proxy.proxy.judge.config import JudgeKeys
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.credit import baselines as advantage
-from lightning_proxy.trainer.credit.strategies import group_advantages
+from lightning_proxy.trainer.credit.strategies import group_credit
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 
 SEEDS = range(5)
@@ -224,7 +224,9 @@ def trained(problem: Problem, config: JudgeKeys, seed: int, groups: int) -> list
         if config.baseline in advantage.ACROSS_TASKS:
             episodes = [[episode for group in episodes for episode in group]]
         siblings = [[problem.sibling(episode, config) for episode in group] for group in episodes]
-        advantages = [group_advantages(group, config) for group in siblings]
+        advantages = [
+            [[one and one.advantage for one in own] for own in group_credit(group, config)] for group in siblings
+        ]
         for group, own in zip(episodes, advantages, strict=True):
             policy.learn(group, own, rate)
     return mean_scores(problem, policy, EVALUATED)

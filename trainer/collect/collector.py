@@ -19,7 +19,7 @@ from ...proxy.store.waiting import EQUAL_REWARDS
 from ...proxy.types import ModelCall, Rollout
 from ..credit.agents import RollCall, TrainedAgents
 from ..credit.baselines import ACROSS_TASKS
-from ..credit.strategies import group_advantages, group_returns
+from ..credit.strategies import Credited, group_credit
 from ..report.batch_metrics import Seen
 from ..rows.samples import Placement, RolloutSamples, rollout_samples
 from ..types import Batch, Guide, Sample, Sibling
@@ -147,34 +147,30 @@ class Collector:
             known = await self._siblings.earlier(members[0].rollout, take.earlier)
             take.counts["rollouts_lone"] += 1
         group = [*(member.sibling for member in members), *known]
-        advantages = group_advantages(group, self._config)[: len(members)]
-        returns = group_returns(group, self._config)
-        if not all(abs(value) <= ABSURD for own in (*advantages, *returns) for value in own if value is not None):
+        credit = group_credit(group, self._config)
+        if not all(abs(value) <= ABSURD for of_calls in credit for one in of_calls for value in one or ()):
             self._leave_out(take, POISONED, [member.rollout for member in members])
             return
         taught = [True] * len(members)
-        if not any(value for own in advantages for value in own):
+        if not any(one and one.advantage for of_calls in credit[: len(members)] for one in of_calls):
             take.counts["groups_equal"] += len(group) > 1
             taught = [self._guide is not None and await self._guide.teaches(m.rollout) for m in members]
             nothing = [member.rollout for member, guided in zip(members, taught, strict=True) if not guided]
             take.drop(_why_nothing(group, self._agents), nothing)
         for i in compress(range(len(members)), taught):
-            self._take_rollout(take, members[i], returns[i], advantages[i])
+            self._take_rollout(take, members[i], credit[i])
 
-    def _take_rollout(
-        self, take: Take, member: TrainingMember, returns: Sequence[float | None], advantages: Sequence[float | None]
-    ) -> None:
+    def _take_rollout(self, take: Take, member: TrainingMember, credit: Sequence[Credited | None]) -> None:
         rollout, calls = member.rollout, member.sibling.calls
-        triples = zip(calls, returns, advantages, strict=True)
-        taught = [(call, r, a) for call, r, a in triples if r is not None and a is not None]
+        taught = [(call, one) for call, one in zip(calls, credit, strict=True) if one is not None]
         take.counts["calls_of_others"] += len(calls) - len(taught)
         try:
-            made = self._rows([call for call, _, _ in taught], [a for _, _, a in taught], rollout)
+            made = self._rows([call for call, _ in taught], [one.advantage for _, one in taught], rollout)
         except (ValueError, OverflowError) as error:
             self._leave_out(take, f"its rows cannot be built: {error}", [rollout])
             return
         take.counts.update(made.counts)
-        not_followed = Counter(why for call, _, _ in taught if (why := self._sampled.why_not(call)))
+        not_followed = Counter(why for call, _ in taught if (why := self._sampled.why_not(call)))
         take.seen.not_followed += not_followed
         if not made.samples:
             take.drop(_why_no_rows(made.counts, not_followed), [rollout])
@@ -182,10 +178,10 @@ class Collector:
         take.samples += made.samples
         take.rollouts.append(rollout)
         take.credit += [
-            CallCredit(rollout.rollout_id, call.seq, returned, advantage, *placement)
-            for (call, returned, advantage), placement in zip(taught, made.placements, strict=True)
+            CallCredit(rollout.rollout_id, call.seq, *one, *placement)
+            for (call, one), placement in zip(taught, made.placements, strict=True)
         ]
-        take.staleness.append(max(0, take.base - _oldest_version([call for call, _, _ in taught], take.base)))
+        take.staleness.append(max(0, take.base - _oldest_version([call for call, _ in taught], take.base)))
 
     def _rows(self, calls: Sequence[ModelCall], advantages: Sequence[float], rollout: Rollout) -> RolloutSamples:
         """The rows of a rollout, those of each adapter apart: another adapter's answers are context in its prompts."""

@@ -1,7 +1,7 @@
-"""Assigns credit: turns the rewards of a group's rollouts into an advantage for each call. Pure.
+"""Assigns credit: turns the rewards of a group's rollouts into a return and an advantage for each call. Pure.
 
 A strategy is one function. It takes a group (rollouts that are compared with each other) and returns one list per
-rollout, with one advantage per call. An advantage of 0.0 teaches nothing, and so does a group of zeros. Where
+rollout, with one `Credited` per call. An advantage of 0.0 teaches nothing, and so does a group of zeros. Where
 `trainer.agents` names agents, the calls of an agent are compared with calls of the same agent only.
 """
 
@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.types import ModelCall
@@ -23,15 +24,80 @@ from .own import own_credit
 SHOWN = ("system", "instructions", "messages", "prompt", "input", "tools")
 
 Values = list[list[float]]
-Credit = Callable[[Sequence[Sibling], TrainerConfig], Values]
 
 
-def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Values:
+class Credited(NamedTuple):
+    """What a call is credited with: the return that its strategy compares, and the advantage made of it."""
+
+    returned: float
+    advantage: float
+
+
+Credit = list[list[Credited]]
+Strategy = Callable[[Sequence[Sibling], TrainerConfig], Credit]
+
+
+def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[Credited | None]]:
+    """Return the credit of each call, and None for calls of agents that are not trained.
+
+    By default: `uniform`, all agents as one: the rollout's return, compared with its siblings' by `baselines.grpo`.
+    An agent that `trainer.agents` names is compared with itself only. Rollouts in which it decided nothing say nothing
+    about it, and one baseline for agents of unlike returns makes training unstable (Dr. MAS, arXiv 2602.08847).
+    """
+    agents = TrainedAgents(config.agents)
+    found: list[list[Credited | None]] = [[None] * len(sibling.calls) for sibling in group]
+    for role in sorted({role for s in group for call in s.calls if (role := agents.role(call.agent))}):
+        own = [[j for j, call in enumerate(s.calls) if agents.role(call.agent) == role] for s in group]
+        for i, values in enumerate(_of_agent(group, own, config, alone=bool(agents.named))):
+            for j, value in zip(own[i], values, strict=True):
+                found[i][j] = value
+    return found
+
+
+def _of_agent(group: Sequence[Sibling], own: Sequence[Sequence[int]], config: TrainerConfig, *, alone: bool) -> Credit:
+    """The credit of an agent's calls, which are at positions `own` of each sibling.
+
+    With `alone`, only siblings in which the agent decided something are compared.
+    """
+    there = [i for i, s in enumerate(group) if not alone or any(s.calls[j].is_decision for j in own[i])]
+    shown = [own[i] if config.agent_credit == "own" else range(len(group[i].calls)) for i in there]
+    compared = _by_strategy([group[i].only(places) for i, places in zip(there, shown, strict=True)], config)
+    found = [[Credited(0.0, 0.0)] * len(places) for places in own]
+    for i, places, values in zip(there, shown, compared, strict=True):
+        found[i] = [values[places.index(j)] for j in own[i]]
+    return found
+
+
+def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
+    """Apply `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for agents not named)."""
+    if isinstance(config.credit, str):
+        return _strategy(config.credit)(group, config)
+    found = {name: _strategy(name)(group, config) for name in {*config.credit.values(), "uniform"}}
+    return [
+        [found[strategy_of(call.agent, config.credit)][i][j] for j, call in enumerate(sibling.calls)]
+        for i, sibling in enumerate(group)
+    ]
+
+
+def strategy_of(agent: str | None, credit: str | Mapping[str, str]) -> str:
+    """Return the strategy that `trainer.credit` has for an agent's calls."""
+    if isinstance(credit, str):
+        return credit
+    return credit.get(agent or "*", credit.get("*", "uniform"))
+
+
+def _strategy(name: str) -> Strategy:
+    """A strategy by name. Other values are a user's own."""
+    return STRATEGIES.get(name) or partial(by_own_function, name)
+
+
+def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
     """Give every call the advantage of its rollout's return (Agent Lightning, arXiv 2508.03680, section 3.3)."""
-    return _of_rollouts(group, [sibling.rewards.total for sibling in group], config)
+    returns = [sibling.rewards.total for sibling in group]
+    return _credited(_of_rollouts(group, returns), _of_rollouts(group, _compared(config.baseline, returns)))
 
 
-def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Values:
+def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
     """Compare the rewards from each call on with those of the siblings at the same step.
 
     The k-th decision of an agent is compared with the siblings' k-th decisions of that agent. Such a baseline depends
@@ -47,10 +113,10 @@ def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Values:
         for advantages, own, values in zip(found, steps, _step_advantages(config.baseline, of_steps), strict=True):
             for i, value in zip(own, values, strict=True):
                 advantages[i] = value
-    return found
+    return _credited(returns, found)
 
 
-def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Values:
+def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
     """Compute A(rollout) + anchor_weight x A(step): GiGPO (arXiv 2505.10978), equations 3 to 8.
 
     A(rollout) compares the sums of all rewards, those of the calls and the rollout's own. A(step) compares the
@@ -63,108 +129,29 @@ def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Values:
         for j, call in enumerate(sibling.calls):
             if call.is_decision:
                 same.setdefault((call.agent, state_of(call)), []).append((i, j))
-    found = _of_rollouts(group, [sibling.rewards.sum for sibling in group], config)
+    found = _of_rollouts(group, _compared(config.baseline, [sibling.rewards.sum for sibling in group]))
     for places in same.values():
         values = _compared(config.baseline, [returns[i][j] for i, j in places])
         for (i, j), value in zip(places, values, strict=True):
             found[i][j] += config.anchor_weight * value
-    return found
+    return _credited(returns, found)
 
 
-STRATEGIES: Mapping[str, Credit] = MappingProxyType(
+def by_own_function(name: str, group: Sequence[Sibling], config: TrainerConfig) -> Credit:
+    """Give the advantages of a user's own function. The return that it compares is not known: the rollout's stands."""
+    returns = _of_rollouts(group, [sibling.rewards.total for sibling in group])
+    return _credited(returns, own_credit(name, group, config))
+
+
+STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     # A judge's scores are rewards of calls, and are treated like any other.
     {"uniform": uniform, "discounted": discounted, "anchor": anchor, "judge": discounted}
 )
 
 
-def rollout_returns(group: Sequence[Sibling], _: TrainerConfig) -> Values:
-    """Give every call the return of its rollout."""
-    return [[sibling.rewards.total] * len(sibling.calls) for sibling in group]
-
-
 def call_returns(group: Sequence[Sibling], config: TrainerConfig) -> Values:
     """Give every call the discounted rewards from it on."""
     return [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
-
-
-# The return that each strategy compares. `anchor` compares those of rollouts, too.
-RETURNS: Mapping[str, Credit] = MappingProxyType(
-    {"uniform": rollout_returns, "discounted": call_returns, "anchor": call_returns, "judge": call_returns}
-)
-
-
-def group_advantages(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float | None]]:
-    """Return one advantage per call, and None for calls of agents that are not trained.
-
-    An agent that `trainer.agents` names is compared with itself only. Rollouts in which it decided nothing say nothing
-    about it, and one baseline for agents of unlike returns makes training unstable (Dr. MAS, arXiv 2602.08847).
-    """
-    return _by_agent(group, config, STRATEGIES)
-
-
-def group_returns(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float | None]]:
-    """Return the return of each call, from which `group_advantages` makes its advantage; None as there."""
-    return _by_agent(group, config, RETURNS)
-
-
-def _by_agent(
-    group: Sequence[Sibling], config: TrainerConfig, strategies: Mapping[str, Credit]
-) -> list[list[float | None]]:
-    agents = TrainedAgents(config.agents)
-    found: list[list[float | None]] = [[None] * len(sibling.calls) for sibling in group]
-    for role in sorted({role for s in group for call in s.calls if (role := agents.role(call.agent))}):
-        own = [[j for j, call in enumerate(s.calls) if agents.role(call.agent) == role] for s in group]
-        for i, values in enumerate(_of_agent(group, own, config, strategies, alone=bool(agents.named))):
-            for j, value in zip(own[i], values, strict=True):
-                found[i][j] = value
-    return found
-
-
-def _of_agent(
-    group: Sequence[Sibling],
-    own: Sequence[Sequence[int]],
-    config: TrainerConfig,
-    strategies: Mapping[str, Credit],
-    *,
-    alone: bool,
-) -> Values:
-    """The values of an agent's calls, which are at positions `own` of each sibling.
-
-    With `alone`, only siblings in which the agent decided something are compared.
-    """
-    there = [i for i, s in enumerate(group) if not alone or any(s.calls[j].is_decision for j in own[i])]
-    shown = [own[i] if config.agent_credit == "own" else range(len(group[i].calls)) for i in there]
-    compared = _by_strategy([group[i].only(places) for i, places in zip(there, shown, strict=True)], config, strategies)
-    found = [[0.0] * len(places) for places in own]
-    for i, places, values in zip(there, shown, compared, strict=True):
-        found[i] = [values[places.index(j)] for j in own[i]]
-    return found
-
-
-def _by_strategy(group: Sequence[Sibling], config: TrainerConfig, strategies: Mapping[str, Credit]) -> Values:
-    """Apply `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for agents not named)."""
-    if isinstance(config.credit, str):
-        return _strategy(config.credit, strategies)(group, config)
-    names: set[str] = {*config.credit.values(), "uniform"}
-    found = {name: _strategy(name, strategies)(group, config) for name in names}
-    return [
-        [found[strategy_of(call.agent, config.credit)][i][j] for j, call in enumerate(sibling.calls)]
-        for i, sibling in enumerate(group)
-    ]
-
-
-def _strategy(name: str, strategies: Mapping[str, Credit]) -> Credit:
-    """A strategy by name. Other values are a user's own; the return that it compares is not known."""
-    if name in strategies:
-        return strategies[name]
-    return partial(own_credit, name) if strategies is STRATEGIES else rollout_returns
-
-
-def strategy_of(agent: str | None, credit: str | Mapping[str, str]) -> str:
-    """Return the strategy that `trainer.credit` has for an agent's calls."""
-    if isinstance(credit, str):
-        return credit
-    return credit.get(agent or "*", credit.get("*", "uniform"))
 
 
 def discounted_returns(calls: Sequence[ModelCall], rewards: RolloutRewards, discount: float) -> list[float]:
@@ -187,10 +174,13 @@ def state_of(call: ModelCall) -> Hashable:
     return call.prompt_token_ids or json.dumps(shown, sort_keys=True)
 
 
-def _of_rollouts(group: Sequence[Sibling], returns: Sequence[float], config: TrainerConfig) -> Values:
-    """Give every call of a rollout the advantage of that rollout's return."""
-    compared = _compared(config.baseline, returns)
-    return [[advantage] * len(sibling.calls) for sibling, advantage in zip(group, compared, strict=True)]
+def _of_rollouts(group: Sequence[Sibling], values: Sequence[float]) -> Values:
+    """Give every call of a rollout the value of that rollout."""
+    return [[value] * len(sibling.calls) for sibling, value in zip(group, values, strict=True)]
+
+
+def _credited(returns: Values, advantages: Values) -> Credit:
+    return [[Credited(*both) for both in zip(*of, strict=True)] for of in zip(returns, advantages, strict=True)]
 
 
 def _compared(baseline: str, values: Sequence[float]) -> list[float]:

@@ -19,8 +19,8 @@ from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.credit.agents import TrainedAgents
-from lightning_proxy.trainer.credit.strategies import group_advantages
 from lightning_proxy.trainer.types import Batch, RolloutRewards, Sibling
+from support.credit import group_advantages
 from support.sections import PolicyConfig, TrainerConfig
 from support.stores import store_url
 

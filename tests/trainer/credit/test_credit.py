@@ -15,12 +15,11 @@ from lightning_proxy.trainer.credit.baselines import group_baselines
 from lightning_proxy.trainer.credit.strategies import (
     STRATEGIES,
     discounted_returns,
-    group_advantages,
-    group_returns,
     state_of,
 )
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
+from support.credit import group_advantages, group_returns
 from support.sections import TrainerConfig
 
 
