@@ -137,7 +137,8 @@ class Collector:
                 take.counts["rollouts_failed"] += rollout.status == "failed"
                 take.seen.reward(rollout.task_id, rollout.reward)
                 took_part = {self._adapter_of(call.agent) for call in self._trained(judged.calls)}
-                take.compared.update(took_part or {DEFAULT_ADAPTER})
+                take.compared += 1
+                take.compared_by_adapter.update(took_part or {DEFAULT_ADAPTER})
         return found
 
     async def _compare(self, take: Take, comparison: ComparedRollouts) -> None:
@@ -217,8 +218,8 @@ class Collector:
             samples=tuple(take.samples),
             rollout_ids=take.rollout_ids,
             metrics={**seen.metrics(), **take.metrics()},
-            compared=take.seen.rollouts,
-            compared_by_adapter=take.compared,
+            compared=take.compared,
+            compared_by_adapter=take.compared_by_adapter,
             tasks=seen.tasks(),
             left_out=seen.left_out(),
         )

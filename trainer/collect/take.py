@@ -46,7 +46,8 @@ class Take:
     dropped: dict[str, list[str]] = field(default_factory=dict)
     groups: list[ComparedGroup] = field(default_factory=list)
     credit: list[CallCredit] = field(default_factory=list)
-    compared: Counter[str] = field(default_factory=Counter)  # rollouts by adapter
+    compared: int = 0  # rollouts, the loss's divisor
+    compared_by_adapter: Counter[str] = field(default_factory=Counter)
     seen: Seen = field(default_factory=Seen)
     earlier: dict[str, Sibling] = field(default_factory=dict)
 
@@ -72,6 +73,7 @@ class Take:
         self.groups += other.groups
         self.credit += other.credit
         self.compared += other.compared
+        self.compared_by_adapter += other.compared_by_adapter
         self.seen.add(other.seen)
         for reason, rollout_ids in other.dropped.items():
             self.dropped.setdefault(reason, []).extend(rollout_ids)

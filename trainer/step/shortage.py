@@ -28,7 +28,7 @@ def make_what_fits(
     Where gradients are not set aside, a pass that fails has added to them, and all passes begin anew.
     """
     todo, done = list(passes)[::-1], list[Pass]()
-    while todo and metrics.finite:
+    while todo and metrics.fault is None:
         one, tried = todo.pop(), replace(metrics)
         aside = trained.set_aside(one.micro_batch.adapter)
         if fits(partial(make, one, tried), aside):

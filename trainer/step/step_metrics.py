@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ class StepMetrics:
     grad_norm: float = 0.0
     learning_rate: float = 0.0
     skipped: bool = False
-    fault: str | None = None  # why the step is skipped
+    fault: str | None = None  # why the step is skipped; no number here decides that
     entropy_sum: float = 0.0
     kl_sum: float = 0.0
     kl_base_sum: float = 0.0
@@ -68,10 +67,6 @@ class StepMetrics:
     @property
     def elapsed(self) -> float:
         return time.perf_counter() - self.started
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
     def begun_anew(self) -> StepMetrics:
         """Return those of a step whose passes are all still to be made, but some were found too large."""

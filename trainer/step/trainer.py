@@ -142,14 +142,14 @@ class LightningTrainer(GRPOTrainer):
         samples = [sample for sample in batch.samples if sample.trained_tokens]
         self.optimizer.zero_grad()
         metrics = self._add_gradients(batch, samples, metrics)
-        if metrics.micro_batches and metrics.finite:
+        if metrics.micro_batches and metrics.fault is None:
             self.processes.sum_gradients(self.trained.parameters())
             metrics.grad_norm = self._clip_gradients()  # on a GPU this waits for the backward passes
-            if not metrics.finite:
+            if not math.isfinite(metrics.grad_norm):
                 metrics.fault = f"the gradient is not finite over {some_rollouts([s.rollout_id for s in samples])}"
         metrics.forward_backward_s = metrics.elapsed
         metrics.learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        metrics.skipped = not metrics.micro_batches or not metrics.finite
+        metrics.skipped = not metrics.micro_batches or metrics.fault is not None
         self.left_out_because = too_large(metrics)
         self.skipped_because = metrics.fault or self.left_out_because
         if not metrics.skipped:
@@ -185,8 +185,9 @@ class LightningTrainer(GRPOTrainer):
 
     def _pass(self, one: Pass, weights: dict[str, float], tokens: int, metrics: StepMetrics) -> None:
         """Add the gradients of one pass, unless its loss is not finite."""
-        loss = self._loss(one.micro_batch, weights, tokens, metrics if one.counts else None)
-        if metrics.finite or self.processes.sharded:
+        loss, fault = self._loss(one, weights, tokens, metrics)
+        metrics.fault = metrics.fault or fault
+        if metrics.fault is None or self.processes.sharded:
             self.accelerator.backward(loss)
 
     def _allow_tokens(self, fitting: int) -> None:
@@ -201,12 +202,13 @@ class LightningTrainer(GRPOTrainer):
         return token_weights(own, self.settings, batch.compared_by_adapter.get(adapter, batch.compared))
 
     def _loss(
-        self, micro_batch: MicroBatch, weights: dict[str, float], tokens: int, metrics: StepMetrics | None
-    ) -> Tensor:
-        """What the micro-batch adds to the step's loss and to `metrics`; nothing if `metrics` is None.
+        self, one: Pass, weights: dict[str, float], tokens: int, metrics: StepMetrics
+    ) -> tuple[Tensor, str | None]:
+        """What a pass adds to the step's loss, and why it is not finite; a pass that does not count adds 0.
 
-        `tokens`: how many tokens the step trains of this adapter.
+        `tokens`: how many tokens the step trains of this adapter. `metrics` get the pass's numbers.
         """
+        micro_batch = one.micro_batch
         samples, config = micro_batch.samples, self.settings
         answers = Answers.of(samples, self.accelerator.device)
         inputs = loss_inputs(samples, answers, weights)
@@ -223,13 +225,12 @@ class LightningTrainer(GRPOTrainer):
             loss = loss + config.kl_coef * penalty
         if self.entropy.weight:
             loss = loss - self.entropy.weight * entropy_term(scores.entropies, inputs["completion_mask"], tokens)
-        if metrics is None:
-            return loss * 0.0
+        if not one.counts:
+            return loss * 0.0, None
         metrics.add(micro_batch, loss.detach(), inputs, scores._replace(logprobs=logprobs), reference)
-        if not metrics.finite:
-            of_answers = [samples[row].rollout_id for row in answers.rows[:, 0]]
-            metrics.fault = fault_of_loss(of_answers, inputs, logprobs)
-        return loss
+        if loss.isfinite():
+            return loss, None
+        return loss, fault_of_loss([samples[row].rollout_id for row in answers.rows[:, 0]], inputs, logprobs)
 
     def _clip_gradients(self) -> float:
         """Clip each adapter's gradient by itself; returns the norm of all together, before clipping."""
