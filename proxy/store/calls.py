@@ -77,8 +77,8 @@ _POINTS = " + ".join(
     for i, (name, points) in enumerate(SIGNS.items())
 )
 # Of the calls that stand at this place or have this id, the one that most speaks for. Where one stands there with this
-# id, no other is looked at. `least`: points below which it is a call of another conversation. `known`: the result, if
-# it may have been brought before. Of equal conversations the first is answered first, else the newest call. A call that
+# id, no other is looked at. `least`: points below which it is a call of another conversation. `brought_before`: the
+# result, if it may have been. Of equal conversations the first is answered first, else the newest call. A call that
 # has its result keeps it.
 TOOL_RESULT = f"""
 UPDATE tool_calls SET result = :result, is_error = :is_error
@@ -104,8 +104,8 @@ WHERE result IS NULL AND (call_id, position) = (
         CROSS JOIN tool_calls AS same ON same.call_id = maybe.call_id AND same.position = maybe.position
         CROSS JOIN calls ON calls.call_id = same.call_id
     ) AS found WHERE points >= :least OR signs IS NULL
-    ORDER BY points DESC, is_decision DESC, CASE WHEN result = :known THEN 0 WHEN result IS NULL THEN 1 ELSE 2 END,
-             turn, position LIMIT 1
+    ORDER BY points DESC, is_decision DESC,
+             CASE WHEN result = :brought_before THEN 0 WHEN result IS NULL THEN 1 ELSE 2 END, turn, position LIMIT 1
 )
 """
 CALL_SUPERSEDED = "UPDATE calls SET superseded_by = :call_id WHERE call_id = :earlier"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.recording.recorder import RecentCall, RecentCalls, parent_of, sharing
+from lightning_proxy.proxy.recording.recent import RecentCall, RecentCalls, parent_of, sharing
 
 EACH, BYTES = 4, 1000
 Messages = list[dict[str, Any]]
@@ -24,9 +24,9 @@ class Rollouts:
 
     def call(self, messages: Messages) -> None:
         request = {"messages": messages}
-        parent, known = parent_of(request, self.recent.of("r"))
-        call = RecentCall(str(id(messages)), sharing(request, parent, known), first=known)
-        self.recent.add("r", call, BYTES * (len(messages) - known))
+        parent, shared = parent_of(request, self.recent.of("r"))
+        call = RecentCall(str(id(messages)), sharing(request, parent, shared), first_own=shared)
+        self.recent.add("r", call, BYTES * (len(messages) - shared))
 
     @property
     def there(self) -> int:
