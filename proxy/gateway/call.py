@@ -99,7 +99,8 @@ class Gateway:
     ) -> None:
         """Without `unnamed` an unnamed call is a rollout of its own, without `exact` all go as text.
 
-        Without `chat_route` each goes to its own route. `rewrite` may change the question.
+        Without `chat_route` each goes to its own route. `rewrite` may change the question. By default a plain chat call
+        meets no `exact`, no `chat` in its ChatDecision, no redactor in the recorder and no `choose` in the router.
         """
         self.policy = policy
         self.upstreams = upstreams

@@ -49,13 +49,13 @@ def marking(app: ASGIApp) -> ASGIApp:
 
 
 @contextmanager
-def walking() -> Iterator[Walk]:
-    """Trace the requests that `marking` marks, in this thread and during the block."""
+def walking(*, beside: bool = False) -> Iterator[Walk]:
+    """Trace the requests that `marking` marks, or what runs `beside` them, in this thread and during the block."""
     walk, seen, proxy = Walk(), set[CodeType](), str(ROOT / "proxy")
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code not in seen and code.co_filename.startswith(proxy) and _WALKED.get():
+        if event == "call" and code not in seen and code.co_filename.startswith(proxy) and _WALKED.get() != beside:
             seen.add(code)
             walk.functions.append(code)
 

@@ -16,17 +16,18 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from support.in_process import proxy_of
+from support.sections import PolicyConfig
 from support.served import answer_slowly, models
 from support.walked import ROOT, Walk, marking, walking
 
-MOST = {"call": 26, "stream": 28, "reward": 14}  # files
+MOST = {"call": 28, "stream": 30, "reward": 14}  # files
 NAMED = {"X-Rollout-Id": "r1"}
-CHAT = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 SENT: dict[str, tuple[str, dict[str, Any]]] = {
     "call": ("/v1/chat/completions", CHAT),
     "stream": ("/v1/chat/completions", CHAT | {"stream": True, "pause_s": 0.0}),
     "reward": ("/reward", {"rollout_id": "r1", "reward": 1.0}),
-    "responses": ("/v1/responses", {"model": "base", "input": "hi"}),
+    "responses": ("/v1/responses", {"model": "policy", "input": "hi"}),
 }
 
 
@@ -48,17 +49,18 @@ async def agent(tmp_path: Path) -> AsyncIterator[aiohttp.ClientSession]:
     async with TestServer(app) as upstream:
         config = Config(
             store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
+            policy=PolicyConfig(publish="merged"),  # as `auto` is without a GPU
             upstreams=[UpstreamConfig(name="vllm", kind="vllm", base_url=str(upstream.make_url("/v1")))],
         )
         async with proxy_of(config, marking) as url, aiohttp.ClientSession(url, headers=NAMED) as session:
             yield session
 
 
-async def walk_of(agent: aiohttp.ClientSession, what: str) -> Walk:
-    """The walk of a request that is the second of its kind: the first fills caches."""
+async def walk_of(agent: aiohttp.ClientSession, what: str, *, beside: bool = False) -> Walk:
+    """The walk of a request that is the second of its kind: the first fills caches. `beside`: of other tasks."""
     path, body = SENT[what]
     for walked in (False, True):
-        with walking() as walk:
+        with walking(beside=beside) as walk:
             async with agent.post(path, json=body) as answer:
                 assert answer.status < 300, await answer.text()
                 await answer.read()
@@ -90,3 +92,9 @@ async def test_other_calls_add_the_files_that_are_named(agent: aiohttp.ClientSes
     call, other = await walk_of(agent, "call"), await walk_of(agent, what)
     assert told(heading) == [file for file in other.files if file not in call.files], other.listing()
     assert len(other.files) <= MOST.get(what, 50)
+
+
+async def test_the_writer_runs_what_a_record_adds(agent: aiohttp.ClientSession) -> None:
+    walk, named = await walk_of(agent, "call", beside=True), told("What its record adds")
+    assert len(named) == 3
+    assert set(named) <= set(walk.files), walk.listing()
