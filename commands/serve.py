@@ -113,7 +113,8 @@ def _serve_in_workers(config: Config, shown: Shown, shared: str) -> None:
     from .stopping import SeveralServers
 
     os.environ[SHARED] = shared  # the workers are started anew, not forked
-    app = partial(_worker, config, shown)
+    # Its classes are put together from the side rooms' at the start, so a pickle cannot name them.
+    app = partial(_worker, config.model_dump(exclude_unset=True), shown)
     uvicorn = Uvicorn(app, factory=True, workers=config.proxy.workers, **uvicorn_options(config.proxy))
     listener = uvicorn.bind_socket()
     listener.listen(uvicorn.backlog)  # clients that come before the workers do wait for them
@@ -145,11 +146,11 @@ def _tell_of_stopping(proxy: ProxyConfig, running: int) -> None:
     say(text, event="stopping", running=running)
 
 
-def _worker(config: Config, shown: Shown) -> ASGIApp:
+def _worker(config: dict[str, Any], shown: Shown) -> ASGIApp:
     set_up(shown.format)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal reaches all; the supervisor passes it on
-    return _app(config, CallLines(each=shown.calls))
+    return _app(Config.model_validate(config), CallLines(each=shown.calls))
 
 
 def _app(config: Config, lines: CallLines) -> ASGIApp:
