@@ -155,7 +155,7 @@ class CallEnd(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A call read back from the store. Contract, section 3.
+    """A call read back from the store.
 
     `policy_versions`: all that were live while it ran, in order; several only where weights are replaced in place.
     `superseded_by`: the call that sent the same request again. `extends`: the earlier call whose tokens, prompt and
@@ -317,7 +317,7 @@ class PolicyVersion:
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One step of the rollout's Markov decision process. Contract, section 3.
+    """One step of the rollout's Markov decision process.
 
     `call_id`: None for an action that no model chose, but the agent posted.
     """

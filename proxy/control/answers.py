@@ -1,4 +1,4 @@
-"""The answers of the control API, for its OpenAPI document. Contract, section 3. `views.py` makes the bodies."""
+"""The answers of the control API, for its OpenAPI document. `views.py` makes the bodies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/healthz`, `/readyz` and `/metrics`. Contract, section 3."""
+"""`/healthz`, `/readyz` and `/metrics`: whether the process lives, whether calls would be answered, and counts."""
 
 from __future__ import annotations
 

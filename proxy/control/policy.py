@@ -1,4 +1,4 @@
-"""`/policy`: the live version, the history of versions and steps, and changing what is live. Contract, section 3."""
+"""`/policy`: the live version, the history of versions and steps, and changing what is live."""
 
 from __future__ import annotations
 

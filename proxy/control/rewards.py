@@ -1,4 +1,4 @@
-"""`POST /reward`. Contract, section 2."""
+"""`POST /reward`: records one reward or a list of them, all or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`/rollouts`: opening, reading, ending and deleting them. Contract, section 3."""
+"""`/rollouts`: opening, reading, ending and deleting them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GET /status`: counts of rollouts and what waits for the trainer. Contract, section 3."""
+"""`GET /status`: counts of rollouts and what waits for the trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GET /tasks`: the tasks of the newest rollouts, with their rewards over time. Contract, section 3."""
+"""`GET /tasks`: the tasks of the newest rollouts, with their rewards over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns a rollout into the transitions of a Markov decision process. Contract, section 3. Pure."""
+"""Turns a rollout into the transitions of a Markov decision process. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns records into the control API's JSON, where its fields differ from the record's. Contract, section 3. Pure."""
+"""Turns records into the control API's JSON, where its fields differ from the record's. Pure."""
 
 from __future__ import annotations
 

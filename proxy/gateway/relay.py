@@ -1,4 +1,4 @@
-"""Lets requests into the data path (/v1/… and /rollouts/{id}/…/v1/…), as a raw ASGI app. Contract, section 1."""
+"""Lets requests into the data path (/v1/… and /rollouts/{id}/…/v1/…), as a raw ASGI app."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GET /feed`: calls, rewards, rollouts, steps and versions as server-sent events. Contract, section 3."""
+"""`GET /feed`: calls, rewards, rollouts, steps and versions as server-sent events."""
 
 from __future__ import annotations
 

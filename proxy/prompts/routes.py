@@ -1,4 +1,4 @@
-"""`/prompts`: the texts that stand in for agents' own, their versions, and which one is live. Contract, section 3."""
+"""`/prompts`: the texts that stand in for agents' own, their versions, and which one is live."""
 
 from __future__ import annotations
 
