@@ -120,14 +120,14 @@ def formed(members: Iterable[Member], grouping: Grouping) -> dict[Pool, list[Gro
 
 
 def _groups(pool: Pool, members: Sequence[Member], grouping: Grouping) -> Iterator[Group]:
-    is_live = pool.opened_with is None and pool.group_id is None
+    one_by_one = pool.opened_with is None and pool.group_id is None
     after = 0
-    for part in _parts(members, grouping) if is_live else [members]:
+    for part in _parts(members, grouping) if one_by_one else [members]:
         ended = [member for member in part if member.has_ended]
         since = [m.since for m in ended if m.since is not None and _is_rewarded(m, grouping)]
         awaited = tuple(member.n for member in part if not member.has_ended)
-        complete = len(ended) >= grouping.size if is_live else pool.group_id is not None or not awaited
-        last = part[-1].n if is_live else NO_END
+        complete = len(ended) >= grouping.size if one_by_one else pool.group_id is not None or not awaited
+        last = part[-1].n if one_by_one else NO_END
         if since:
             yield Group(pool, len(since), len(ended), min(since), complete, part[0].n, after, last, awaited)
         after = last

@@ -27,7 +27,7 @@ _KEYS = "LEFT JOIN keys ON keys.key_id = rollouts.key_id"
 _UNTAKEN = "mode = 'train' AND step IS NULL AND dropped IS NULL"
 _ENDED = f"{_UNTAKEN} AND status <> 'running'"
 # Opened one by one, and not compared so far.
-_LIVE = "group_id IS NULL AND opened_with IS NULL"
+_ONE_BY_ONE = "group_id IS NULL AND opened_with IS NULL"
 _REWARDED = "(rewarded_at IS NOT NULL OR status <> 'completed')"
 _SINCE = "CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END"
 _MEMBER = f"""
@@ -48,18 +48,18 @@ WHERE opened_with IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND
 MEMBERS_COMPARED_BEFORE = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_by_group {_KEYS}
 WHERE group_id IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND {_ENDED} AND {_REWARDED}
 """
-MEMBERS_LIVE = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_live {_KEYS}
-WHERE task_id = :task_id AND {_ENDED} AND {_LIVE} AND {_REWARDED} AND {IS_OWN} AND {OWNER} IS :owner
+MEMBERS_ONE_BY_ONE = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_live {_KEYS}
+WHERE task_id = :task_id AND {_ENDED} AND {_ONE_BY_ONE} AND {_REWARDED} AND {IS_OWN} AND {OWNER} IS :owner
 ORDER BY rollouts.n LIMIT :limit
 """
-MEMBERS_LIVE_RUNNING = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_running_of_task {_KEYS}
+MEMBERS_ONE_BY_ONE_RUNNING = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_running_of_task {_KEYS}
 WHERE task_id = :task_id AND status = 'running' AND rollouts.created_at >= :since AND rollouts.n <= :last
-  AND {_UNTAKEN} AND {_LIVE} AND {OWNER} IS :owner
+  AND {_UNTAKEN} AND {_ONE_BY_ONE} AND {OWNER} IS :owner
 ORDER BY rollouts.n LIMIT :limit
 """
-MEMBERS_LIVE_UNSCORED = f"""SELECT {_MEMBER}
+MEMBERS_ONE_BY_ONE_UNSCORED = f"""SELECT {_MEMBER}
 FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n {_KEYS}
-WHERE task_id = :task_id AND rollouts.n <= :last AND {_ENDED} AND {_LIVE} AND {OWNER} IS :owner
+WHERE task_id = :task_id AND rollouts.n <= :last AND {_ENDED} AND {_ONE_BY_ONE} AND {OWNER} IS :owner
 """
 POOLS_OF = f"""
 SELECT task_id, {OWNER} AS owner, opened_with, group_id FROM rollouts {_KEYS}
@@ -76,7 +76,7 @@ OPENED_TOGETHER = f"""SELECT {_COUNTED} rollouts_opened_together {_KEYS}
 WHERE opened_with = :opened_with AND group_id IS NULL AND {OWNER} IS :owner AND {_OF_GROUP}
 """
 OPENED_IN_ORDER = f"""SELECT {_COUNTED} rollouts_by_task {_KEYS}
-WHERE task_id = :task_id AND rollouts.n > :after AND rollouts.n <= :last AND {_LIVE} AND {OWNER} IS :owner
+WHERE task_id = :task_id AND rollouts.n > :after AND rollouts.n <= :last AND {_ONE_BY_ONE} AND {OWNER} IS :owner
   AND {_OF_GROUP}
 """
 COMPARED_AGAIN = f"""SELECT {_COUNTED} rollouts_by_group {_KEYS}
@@ -209,7 +209,7 @@ class Waiting:
         rows = await self._together(pools)
         for pool in pools:
             if pool.opened_with is None and pool.group_id is None:
-                rows += await self._live(pool, grouping)
+                rows += await self._one_by_one(pool, grouping)
         return pools | await aside(ROW_SIZE * len(rows), lambda: formed(map(_member, rows), grouping))
 
     async def _together(self, pools: Iterable[Pool]) -> list[Row]:
@@ -220,18 +220,18 @@ class Waiting:
         parts = [(sql, of[i : i + LOOK]) for sql, of in kinds for i in range(0, len(of), LOOK)]
         return [row for sql, part in parts for row in await self._db.all(sql, {"numbers": dumps(part)})]
 
-    async def _live(self, pool: Pool, grouping: Grouping) -> list[Row]:
+    async def _one_by_one(self, pool: Pool, grouping: Grouping) -> list[Row]:
         """The first members of a pool of rollouts that were opened one by one: enough for some groups."""
         limit = max(LOOK, 4 * grouping.size)
         of: dict[str, object] = {"task_id": pool.task_id, "owner": pool.owner, "limit": limit}
-        ended = await self._db.all(MEMBERS_LIVE, of)
+        ended = await self._db.all(MEMBERS_ONE_BY_ONE, of)
         if not ended:
             return []
         of["last"] = ended[-1]["n"] if len(ended) == limit else NO_END
         of["since"] = ended[0]["opened_at"] - min(grouping.timeout_s, NO_END)
-        running = await self._db.all(MEMBERS_LIVE_RUNNING, of)
+        running = await self._db.all(MEMBERS_ONE_BY_ONE_RUNNING, of)
         seen = running[-1]["n"] if len(running) == limit else NO_END  # beyond it others may be running
-        unscored = await self._db.all(MEMBERS_LIVE_UNSCORED, of)
+        unscored = await self._db.all(MEMBERS_ONE_BY_ONE_UNSCORED, of)
         return [row for row in (*ended, *running, *unscored) if row["n"] <= seen]
 
     async def changed(self, cursor: int | None) -> tuple[int, list[int] | None]:

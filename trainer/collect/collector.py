@@ -122,8 +122,9 @@ class Collector:
 
     async def _trainable(self, take: Take, siblings: Sequence[Rollout]) -> list[TrainingMember]:
         """Those of `siblings` that can be trained on. The others are dropped, with the reason."""
-        take.drop("failed or discarded", (r for r in siblings if r.status != "running" and not self._counts(r)))
-        members = [TrainingMember(r, s) for r in siblings if self._counts(r) and (s := await self._siblings.read(r))]
+        take.drop("failed or discarded", (r for r in siblings if r.status != "running" and not self._has_reward(r)))
+        ended = filter(self._has_reward, siblings)
+        members = [TrainingMember(r, s) for r in ended if (s := await self._siblings.read(r))]
         self._roll_call.look(m.sibling.calls for m in members)
         await self._sampled.look(call for m in members for call in self._trained(m.sibling.calls))
         rewarded = [m for m in members if m.sibling.rewards.posted is not None]
@@ -269,13 +270,12 @@ class Collector:
         """The siblings that were compared before these ended."""
         if group.group_id is None:
             return []
-        read = [
-            await self._siblings.read(r) for r in await self._store.waiting.compared_before(group) if self._counts(r)
-        ]
+        before = filter(self._has_reward, await self._store.waiting.compared_before(group))
+        read = [await self._siblings.read(r) for r in before]
         known = [sibling for sibling in read if sibling is not None and sibling.rewards.posted is not None]
         return [sibling for sibling in known if self._unfit(sibling.calls, base) in (None, STALE)]
 
-    def _counts(self, rollout: Rollout) -> bool:
+    def _has_reward(self, rollout: Rollout) -> bool:
         """Whether a rollout ended in a way that has a reward."""
         return rollout.status == "completed" or (self._failed and rollout.status == "failed")
 

@@ -96,8 +96,8 @@ async def test_no_table_is_read_from_end_to_end(database: Database, name: str) -
 async def test_claims_look_at_nothing_but_what_can_be_claimed(database: Database) -> None:
     assert "USING COVERING INDEX rollouts_claimable" in (await plan(database, waiting.WAITING_COUNT))[0]
     for name, index in (
-        ("MEMBERS_LIVE", "rollouts_live (task_id=?)"),
-        ("MEMBERS_LIVE_RUNNING", "rollouts_running_of_task (task_id=? AND n<?)"),
+        ("MEMBERS_ONE_BY_ONE", "rollouts_live (task_id=?)"),
+        ("MEMBERS_ONE_BY_ONE_RUNNING", "rollouts_running_of_task (task_id=? AND n<?)"),
         ("MEMBERS_OPENED_TOGETHER", "rollouts_opened_together (opened_with=?)"),
         ("MEMBERS_COMPARED_BEFORE", "rollouts_by_group (group_id=?)"),
         ("CHANGED", "PRIMARY KEY (rowid>? AND rowid<?)"),
