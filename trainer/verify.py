@@ -60,7 +60,7 @@ class Verifier:
     def remember_served(self) -> None:
         """Take the trainer's present weights for those that vLLM serves: new ones are told from them."""
         for adapter in (DEFAULT_ADAPTER, *self._config.adapters):
-            self._trainer.keep(adapter)
+            self._trainer.remember_served(adapter)
 
     @property
     def measured(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Verifier:
     ) -> None:
         """Have merged weights given to servers, each of which is verified before it answers agents."""
         await give(self._check(version, samples, stop))
-        self._trainer.keep(DEFAULT_ADAPTER)
+        self._trainer.remember_served(DEFAULT_ADAPTER)
         give_back()
 
     def _check(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> Check:
@@ -149,7 +149,7 @@ class Verifier:
             verified += 1
         if not verified:
             raise UpstreamUnreachable("the published weights are not verified yet: vLLM went away")
-        self._trainer.keep(adapter)
+        self._trainer.remember_served(adapter)
         give_back()
 
     async def _verify_on(
@@ -185,7 +185,7 @@ class Verifier:
             ours = await in_thread(self._trainer.logprobs, rows, adapter)
             if not evidence.rounds:
                 self._require_near(model, ours, answers)
-            before = await in_thread(self._trainer.logprobs, rows, adapter, kept=True)
+            before = await in_thread(self._trainer.logprobs, rows, adapter, served=True)
             evidence.add(ours, before, answers)
         if evidence.is_old:
             raise PublishError(f"vLLM still serves the previous weights as {model}: {evidence}")

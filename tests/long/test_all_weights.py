@@ -82,9 +82,9 @@ class Bench:
         model = await server.base_model()
         answers = [await server.sample(model, PROMPT, 16) for _ in range(4)]
         own = self.trainer.adapter()
-        self.trainer.trained.set({"default": weights})
+        self.trainer.weight_sets.set({"default": weights})
         ours = self.trainer.logprobs([[*PROMPT, *ids] for ids, _ in answers])
-        self.trainer.trained.set({"default": own})
+        self.trainer.weight_sets.set({"default": own})
         found = mean_difference(ours, answers)
         assert math.isfinite(found)
         return found

@@ -33,7 +33,7 @@ def compare(model: Path, directory: Path, url: str) -> dict[str, Any]:
     local = LightningTrainer(TrainerConfig.model_validate(COMMON), policy)
     service.save_weights(directory / "v0", merged=False)
     start = {name: weight.float() for name, weight in service.adapter().items()}
-    local.trained.set({"default": start})
+    local.weight_sets.set({"default": start})
     torch.manual_seed(0)
     rows = [tuple(torch.randint(3, 40_000, (length,)).tolist()) for length in LENGTHS]
     ours, theirs = local.logprobs(rows), service.logprobs(rows)

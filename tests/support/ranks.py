@@ -104,23 +104,23 @@ def guided(given: Batch) -> Batch:
 def lead(learner: LightningTrainer, out: Path) -> dict[str, Any]:
     """Everything that the training loop asks of a trainer, on rank 0; what came of it."""
     given = [batch(1), guided(batch(2)), poisoned(batch(3)), batch(4, 1, 1), replace(batch(5), samples=())]
-    metrics = [learner.step(shared_out(one, learner.trained.names)) for one in given]
+    metrics = [learner.step(shared_out(one, learner.weight_sets.names)) for one in given]
     before = learner.logprobs(ROWS)
     learner.save(out / "checkpoint")
     if learner.settings.weights == "lora":
         learner.save_weights(out / "adapter", merged=False)
     learner.save_weights(out / "merged", merged=True)
     kept = learner.adapter()
-    learner.keep()
+    learner.remember_served()
     metrics.append(learner.step(batch(6)))
     moved = learner.adapter()
     learner.load(out / "checkpoint")
     metrics.append(learner.step(batch(6)))
     found = {"metrics": metrics, "kept": kept, "moved": moved, "again": learner.adapter(), "before": before}
-    found["all"] = {name: learner.adapter(name) for name in learner.trained.names}
+    found["all"] = {name: learner.adapter(name) for name in learner.weight_sets.names}
     return found | {
-        "old": learner.logprobs(ROWS, kept=True),
-        "now": learner.logprobs(ROWS, adapter=learner.trained.names[-1]),
+        "old": learner.logprobs(ROWS, served=True),
+        "now": learner.logprobs(ROWS, adapter=learner.weight_sets.names[-1]),
     }
 
 
@@ -145,8 +145,8 @@ def main(what: str, directory: Path) -> None:
         weight = getattr(layer, "base_layer", layer).weight
         sharded = isinstance(weight, DTensor) and weight.to_local().numel() < weight.numel()
         found = {"rank": rank, "sharded": sharded, "recomputed": len(recomputed)}
-        if not learner.trained.sharded:
-            found |= {"adapter": learner.adapter(), "all": learner.trained.all_weights()}
+        if not learner.weight_sets.sharded:
+            found |= {"adapter": learner.adapter(), "all": learner.weight_sets.all_weights()}
         torch.save(found, out / f"rank-{rank}.pt")
         return
     if what == "waits":

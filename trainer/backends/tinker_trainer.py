@@ -137,18 +137,18 @@ class TinkerTrainer:
     # Scoring -------------------------------------------------------------------------------------------------------
 
     def logprobs(
-        self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, kept: bool = False
+        self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, served: bool = False
     ) -> list[list[float]]:
         """Return each token's log-probability at temperature 1; 0.0 for the first of each row.
 
-        The service has the present weights only, also for `kept`.
+        The service has the present weights only, also for `served`.
         """
         rows = {i: Datum(tuple(ids[:-1]), tuple(ids[1:])) for i, ids in enumerate(token_ids) if len(ids) > 1}
         self._ready()
         found = dict(zip(rows, self._service.logprobs([*rows.values()]) if rows else [], strict=True))
         return [[0.0] * min(len(ids), 1) + found.get(i, []) for i, ids in enumerate(token_ids)]
 
-    def keep(self, adapter: str = DEFAULT_ADAPTER) -> None:
+    def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:
         """Do nothing: the service would need a second model to score with earlier weights."""
 
     # Weights and checkpoints ---------------------------------------------------------------------------------------

@@ -39,16 +39,16 @@ class TrainingEngine(Protocol):
         """Take one optimizer step. Return its metrics together with the batch's own."""
 
     def logprobs(
-        self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, kept: bool = False
+        self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, served: bool = False
     ) -> list[list[float]]:
         """Return each token's log-probability at temperature 1; 0.0 for the first of each row.
 
-        With `kept`, by the weights that `keep` remembered. An engine that remembers none takes the present ones; then
-        served answers do not tell new weights from old ones, and their name and files have to.
+        With `served`, by the weights that were remembered as served. An engine that remembers none takes the present
+        ones; then served answers do not tell new weights from old ones, and their name and files have to.
         """
 
-    def keep(self, adapter: str = DEFAULT_ADAPTER) -> None:
-        """Remember an adapter's present weights, for `logprobs` to score with later."""
+    def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:
+        """Remember an adapter's present weights as served, for `logprobs` to score with later."""
 
     def adapter(self, name: str = DEFAULT_ADAPTER) -> Mapping[str, Tensor]:
         """Return an adapter's weights under PEFT's names."""

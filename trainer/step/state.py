@@ -21,7 +21,7 @@ class Resumable(Protocol):
     state: Any
     optimizer: Any
     lr_scheduler: Any
-    trained: Trained
+    weight_sets: Trained
     entropy: EntropyBonus
 
 
@@ -29,8 +29,8 @@ def state_of(trainer: Resumable) -> State:
     """Return the state from which a trainer can resume exactly here."""
     return {
         "step": trainer.state.global_step,
-        "adapters": trainer.trained.all_weights(),
-        "optimizer": trainer.trained.optimizer_state(trainer.optimizer),
+        "adapters": trainer.weight_sets.all_weights(),
+        "optimizer": trainer.weight_sets.optimizer_state(trainer.optimizer),
         "scheduler": trainer.lr_scheduler.state_dict(),
         "entropy": trainer.entropy.state(),
         "rng": torch.get_rng_state(),
@@ -40,9 +40,9 @@ def state_of(trainer: Resumable) -> State:
 
 def restore(trainer: Resumable, state: State) -> None:
     """Give a trainer the state; without the optimizer's, its moments and the schedule begin anew."""
-    trainer.trained.set(state["adapters"])
+    trainer.weight_sets.set(state["adapters"])
     if "optimizer" in state:
-        trainer.trained.load_optimizer_state(trainer.optimizer, state["optimizer"])
+        trainer.weight_sets.load_optimizer_state(trainer.optimizer, state["optimizer"])
         trainer.lr_scheduler.load_state_dict(state["scheduler"])
     else:
         trainer.optimizer.state.clear()

@@ -92,11 +92,11 @@ class LightningTrainer(GRPOTrainer):
     def _prepare(self, policy: PolicyConfig, processes: Processes) -> None:
         config = self.settings
         self.processes = processes
-        self.trained = trained(self.model, config, policy, processes)
-        self._kept: dict[str, Weights] = {}
+        self.weight_sets = trained(self.model, config, policy, processes)
+        self._served: dict[str, Weights] = {}
         checkpoint_layers(self.policy_model, config)
         self._saved_config = saved_config.saved_config(config, policy, saved_config.fingerprint(self.model))
-        self.model = self.trained.prepare(partial(processes.prepare, self.accelerator))
+        self.model = self.weight_sets.prepare(partial(processes.prepare, self.accelerator))
         self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or ENDLESS)
         self.optimizer = self.accelerator.prepare_optimizer(self.optimizer)
         self.skipped_because: str | None = None
@@ -114,7 +114,7 @@ class LightningTrainer(GRPOTrainer):
     @property
     def policy_model(self) -> PreTrainedModel:
         """Return the bare causal LM; it may have LoRA layers in it."""
-        return self.trained.model
+        return self.weight_sets.model
 
     @property
     def max_tokens(self) -> int:
@@ -143,7 +143,7 @@ class LightningTrainer(GRPOTrainer):
         self.optimizer.zero_grad()
         metrics = self._add_gradients(batch, samples, metrics)
         if metrics.micro_batches and metrics.fault is None:
-            self.processes.sum_gradients(self.trained.parameters())
+            self.processes.sum_gradients(self.weight_sets.parameters())
             metrics.grad_norm = self._clip_gradients()  # on a GPU this waits for the backward passes
             if not math.isfinite(metrics.grad_norm):
                 metrics.fault = f"the gradient is not finite over {some_rollouts([s.rollout_id for s in samples])}"
@@ -166,7 +166,7 @@ class LightningTrainer(GRPOTrainer):
         """Forward and backward passes over `samples`; returns the metrics of all processes together."""
         self.model.train()
         metrics.fault = None if samples else "it has no trainable tokens"
-        weights = {adapter: self._token_weights(batch, adapter) for adapter in self.trained.names}
+        weights = {adapter: self._token_weights(batch, adapter) for adapter in self.weight_sets.names}
         tokens = tokens_by_adapter(samples)
         passes = self.processes.passes(micro_batches(samples, self._cost), self._cost)
 
@@ -178,7 +178,7 @@ class LightningTrainer(GRPOTrainer):
             for one in passes:
                 make(one, metrics)
         else:
-            metrics = make_what_fits(passes, make, self.trained, metrics)
+            metrics = make_what_fits(passes, make, self.weight_sets, metrics)
         metrics = metrics.sum(self.processes.gathered(metrics))
         self._allow_tokens(metrics.fitting)
         return metrics
@@ -235,7 +235,7 @@ class LightningTrainer(GRPOTrainer):
     def _clip_gradients(self) -> float:
         """Clip each adapter's gradient by itself; returns the norm of all together, before clipping."""
         limit = self.args.max_grad_norm
-        parts = [self.trained.parameters(name) for name in self.trained.names]
+        parts = [self.weight_sets.parameters(name) for name in self.weight_sets.names]
         return math.hypot(*(self.processes.clip(self.accelerator, part, limit) for part in parts))
 
     # Scoring -------------------------------------------------------------------------------------------------------
@@ -243,14 +243,14 @@ class LightningTrainer(GRPOTrainer):
     @on_every_shard
     @torch.no_grad()
     def logprobs(
-        self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, kept: bool = False
+        self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, served: bool = False
     ) -> list[list[float]]:
         """Return each token's log-probability at temperature 1 under an adapter; 0.0 for the first of each row.
 
-        With `kept`, score as if the adapter had the weights that `keep` copied last.
+        With `served`, score as if the adapter had the weights that `remember_served` copied last.
         """
-        if kept:
-            with self.trained.exchanged(adapter, self._kept[adapter]):
+        if served:
+            with self.weight_sets.exchanged(adapter, self._served[adapter]):
                 return self.logprobs(token_ids, adapter)
         return self.scores_of([fully_scored(tuple(ids), adapter) for ids in token_ids])
 
@@ -262,12 +262,12 @@ class LightningTrainer(GRPOTrainer):
         return logprobs_of(samples, self._cost, self._score)
 
     @on_every_shard
-    def keep(self, adapter: str = DEFAULT_ADAPTER) -> None:
-        """Remember an adapter's present weights, for `logprobs` to score with later."""
-        self._kept[adapter] = self.trained.copy(adapter)
+    def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:
+        """Remember an adapter's present weights as served, for `logprobs` to score with later."""
+        self._served[adapter] = self.weight_sets.copy(adapter)
 
     def _score(self, micro_batch: MicroBatch, model: PreTrainedModel | None = None) -> ScoredTokens:
-        self.trained.activate(micro_batch.adapter)
+        self.weight_sets.activate(micro_batch.adapter)
         with self.accelerator.autocast():
             bonus, tree, samples = self.entropy.weight > 0, micro_batch.tree, micro_batch.samples
             return score(model or self.policy_model, tree, samples, self._shaper, entropy_gradient=bonus)
@@ -276,7 +276,7 @@ class LightningTrainer(GRPOTrainer):
     def _reference(self, micro_batch: MicroBatch) -> Tensor:
         """(B, T) log-probabilities under the base model, by the same pass."""
         self.model.eval()
-        with self.trained.reference() as base:
+        with self.weight_sets.reference() as base:
             logprobs = self._score(micro_batch, base).logprobs
         self.model.train()
         return logprobs
@@ -286,7 +286,7 @@ class LightningTrainer(GRPOTrainer):
     @on_every_shard
     def adapter(self, name: str = DEFAULT_ADAPTER) -> Weights:
         """Return a copy of an adapter's weights; `default` is also the name of a full model's."""
-        return self.trained.weights(name)
+        return self.weight_sets.weights(name)
 
     def adopt(self, step: int) -> None:
         """Note that the adapter was trained by other means, as `step`: the optimizer's old moments go."""
@@ -309,11 +309,11 @@ class LightningTrainer(GRPOTrainer):
         another base model than configured.
         """
         changed = saved_config.changes(directory, self._saved_config)
-        state = saved_config.read_state(directory / STATE_FILE, self.trained.shapes())
+        state = saved_config.read_state(directory / STATE_FILE, self.weight_sets.shapes())
         if "optimizer" not in state:
             log.warning("%s has no optimizer state: its moments and the schedule begin anew", directory)
         self._read = state
-        self._restore(without_values(state) if self.trained.sharded else state)
+        self._restore(without_values(state) if self.weight_sets.sharded else state)
         self._read = None
         if changed:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))
@@ -326,7 +326,7 @@ class LightningTrainer(GRPOTrainer):
     @on_every_shard
     def save_weights(self, directory: Path, *, merged: bool) -> None:
         """Write what vLLM loads: adapters, or with `merged` a full model."""
-        self.trained.save(directory, self.processing_class, merged=merged)
+        self.weight_sets.save(directory, self.processing_class, merged=merged)
 
     def end(self) -> None:
         """Let the other processes end."""

@@ -169,18 +169,18 @@ def test_loss_and_gradient_are_those_of_dpo_over_the_sampled_tokens_alone(base: 
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.no_grad():  # away from the reference, where LoRA's gradient is not half zero
-        for parameter in trainer.trained.parameters():
+        for parameter in trainer.weight_sets.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     loss = tuner.compute_loss(tuner.model.eval(), collate(list(rows)))
     loss.backward()
-    gradients = [p.grad.clone() for p in trainer.trained.parameters()]
+    gradients = [p.grad.clone() for p in trainer.weight_sets.parameters()]
     trainer.model.zero_grad()
     now = [[answer_logprob(trainer.policy_model, sample) for sample in pair] for pair in (TOOLS, PLAIN)]
     grown = [(a - ra) - (b - rb) for (a, b), (ra, rb) in zip(now, expected, strict=True)]
     own = -logsigmoid(BETA * torch.stack(grown)).mean()
     own.backward()
     assert float(loss.detach()) == pytest.approx(float(own.detach()), abs=1e-5)
-    for gradient, parameter in zip(gradients, trainer.trained.parameters(), strict=True):
+    for gradient, parameter in zip(gradients, trainer.weight_sets.parameters(), strict=True):
         assert torch.allclose(gradient, parameter.grad, atol=1e-5)
 
 

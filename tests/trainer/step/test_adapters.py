@@ -158,7 +158,7 @@ def test_each_adapter_gets_the_update_that_its_own_samples_give_alone(
     """Three steps; the second has nothing of the checker's. The writer has three times as many calls."""
     together = trainer(base, tmp_path / "all", **settings)
     alone = {name: trainer(base, tmp_path / name, **settings) for name in ("default", "writer", "checker")}
-    start = together.trained.all_weights()
+    start = together.weight_sets.all_weights()
     for step in (1, 2, 3):
         parts = {"default": rows("default", 4, step), "writer": rows("writer", 4, 10 + step, calls=3)}
         if step != 2:
@@ -206,12 +206,12 @@ def test_log_probabilities_are_those_of_the_adapter_that_is_asked_for(base: Path
     learner = trainer(base, tmp_path)
     asked = [(0, 5, 6, 7)]
     before = learner.logprobs(asked)
-    learner.keep("writer")
+    learner.remember_served("writer")
     learner.step(batch(1, rows("writer", 4, 1)))
     assert learner.logprobs(asked) == before
     moved = learner.logprobs(asked, adapter="writer")
     assert moved != before
-    assert learner.logprobs(asked, "writer", kept=True) == before
+    assert learner.logprobs(asked, "writer", served=True) == before
     assert learner.logprobs(asked, adapter="writer") == moved
 
 
@@ -225,7 +225,7 @@ def test_all_adapters_and_their_optimizer_states_are_resumed_exactly(base: Path,
     again = trainer(base, tmp_path / "b", in_another_order, seed=7)
     assert again.load(tmp_path / "2") == 2
     assert first.step(given[2])["loss"] == again.step(given[2])["loss"]
-    for name in first.trained.names:
+    for name in first.weight_sets.names:
         assert apart(first.adapter(name), again.adapter(name)) == 0.0
 
 

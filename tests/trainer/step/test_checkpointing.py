@@ -33,7 +33,7 @@ def counted(learner: LightningTrainer) -> Counter[str]:
 def gradients(learner: LightningTrainer) -> list[Any]:
     found: list[Any] = []
     learner.optimizer.optimizer.register_step_pre_hook(
-        lambda *_: found.extend(p.grad.clone() for p in learner.trained.parameters())
+        lambda *_: found.extend(p.grad.clone() for p in learner.weight_sets.parameters())
     )
     return found
 

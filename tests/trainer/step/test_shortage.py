@@ -67,7 +67,7 @@ def test_a_pass_is_halved_and_the_step_is_the_same(directory: Path, where: Any, 
     assert found["passes_halved"] >= 2 and found["rows_out_of_memory"] == 0 and short.left_out_because is None
     for name in ("loss", "grad_norm", "entropy", "kl", "trained_tokens", "ratio_max", "skipped"):
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-    for name, weights in plain.trained.all_weights().items():
+    for name, weights in plain.weight_sets.all_weights().items():
         for key, weight in weights.items():
             torch.testing.assert_close(short.adapter(name)[key], weight, atol=1e-4, rtol=1e-3)
 
@@ -146,7 +146,7 @@ async def test_between_steps_no_memory_is_kept_that_a_vllm_might_need(
             return noted
 
         def empty_cache() -> None:
-            assert all(p.grad is None for p in b.trainer.trained.parameters())
+            assert all(p.grad is None for p in b.trainer.weight_sets.parameters())
             given_back.append(True)
 
         monkeypatch.setattr("torch.cuda.empty_cache", empty_cache)

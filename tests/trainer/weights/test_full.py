@@ -85,7 +85,7 @@ def plain_scores(learner: LightningTrainer, sample: Sample) -> tuple[torch.Tenso
 
 
 def gradients(learner: LightningTrainer, total: torch.Tensor) -> list[torch.Tensor]:
-    return list(torch.autograd.grad(total, learner.trained.parameters()))
+    return list(torch.autograd.grad(total, learner.weight_sets.parameters()))
 
 
 def far(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
@@ -128,11 +128,11 @@ def test_a_step_moves_every_weight_and_makes_rewarded_tokens_likelier(tmp_path: 
     moved = {name for name, weight in learner.adapter().items() if not torch.equal(weight, before[name])}
     assert moved == before.keys() and {"model.embed_tokens.weight", "model.norm.weight"} <= moved
     assert sum(map(sum, learner.logprobs(good))) > likely + 0.1
-    learner.keep()
+    learner.remember_served()
     kept = learner.logprobs(good)
     learner.step(given)
     now = learner.logprobs(good)
-    assert learner.logprobs(good, kept=True) == kept != now == learner.logprobs(good)
+    assert learner.logprobs(good, served=True) == kept != now == learner.logprobs(good)
 
 
 def test_with_autocast_the_weights_stay_in_float32_and_files_do_not(tmp_path: Path) -> None:
@@ -144,7 +144,7 @@ def test_with_autocast_the_weights_stay_in_float32_and_files_do_not(tmp_path: Pa
     (found,) = learner.logprobs([ids])
     assert 1e-4 < max(abs(f - e) for f, e in zip(found, expected, strict=True)) < 0.2
     assert not learner.step(batch())["skipped"]
-    assert {p.dtype for p in learner.trained.parameters()} == {torch.float32}
+    assert {p.dtype for p in learner.weight_sets.parameters()} == {torch.float32}
     learner.save_weights(tmp_path / "files", merged=True)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "files").dtype == torch.bfloat16
 
@@ -207,13 +207,13 @@ def test_the_kl_is_to_a_frozen_copy_that_is_loaded_only_if_asked_for(base: Path,
     learner = trainer(base, tmp_path, kl_metric=True, learning_rate=0.01)
     assert learner.step(batch())["kl_base"] == pytest.approx(0.0, abs=1e-6)
     assert learner.step(batch(2))["kl_base"] > 1e-5
-    with learner.trained.reference() as frozen:
+    with learner.weight_sets.reference() as frozen:
         assert all(torch.equal(a, b) for a, b in zip(
             frozen.parameters(), AutoModelForCausalLM.from_pretrained(base).parameters(), strict=True
         ))  # fmt: skip
     plain = trainer(base, tmp_path)
     plain.step(batch())
-    with pytest.raises(AssertionError), plain.trained.reference():
+    with pytest.raises(AssertionError), plain.weight_sets.reference():
         pass
 
 
