@@ -82,8 +82,6 @@ class OthersPlugin(ProxyPlugin):
 
         async def rewritten(question: Question, rollout: RolloutName) -> Question:
             made = await hook(question, rollout)
-            if not isinstance(made, Question):
-                raise TypeError(f"it returned no question, but {type(made).__name__!r}")
             if made.body is not question.body:  # the model is sent the request's bytes
                 made = made._replace(request=made.request.with_body(encode(made.body)))
             return made

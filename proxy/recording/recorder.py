@@ -251,11 +251,9 @@ def _tool_calls(end: CallEnd, call: RecentCall | None) -> list[Statement]:
     ]
 
 
-def _tool_results(
-    start: CallStart, call: RecentCall, parent: RecentCall | None, shared_messages: int
-) -> Iterator[Statement]:
+def _tool_results(start: CallStart, call: RecentCall, parent: RecentCall | None, shared: int) -> Iterator[Statement]:
     """The results that a request brings after the messages that it shares with its parent."""
-    for result, spot, is_old in results(call.read, shared_messages) if call.read else ():
+    for result, spot, is_old in results(call.read, shared) if call.read else ():
         if result.tool_call_id is None and spot.place is None:
             continue  # it cannot be told whose result it is
         content = dumps(result.content)
