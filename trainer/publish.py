@@ -133,12 +133,9 @@ class Publisher(NoPublisher):
         live = await self._store.versions.live()
         await self._swap.vllm.models()  # if vLLM is away, fail before a version is reserved
         only_unverified = live.step == step and live.publish == self._swap.mode == "merged" and not live.verified
-        if only_unverified:  # the trainer was killed after it made it live
-            version = live
-            made_by = await self._store.steps.of_version(live.version)
-            base = made_by.base if made_by else base
-        else:
-            version = await self._save(step, metrics)
+        version = live if only_unverified else await self._save(step, metrics)
+        made_by = await self._store.steps.of_version(live.version) if only_unverified else None
+        base = made_by.base if made_by else base  # the trainer was killed after it made the version live
         try:
             if only_unverified:
                 await self._verify_live(version, samples, stop)
@@ -147,7 +144,7 @@ class Publisher(NoPublisher):
             elif len(await self._swap.vllm.reachable()) > 1:
                 await self._rolling(version, samples, base, stop)
             else:
-                await self._in_place(version, samples, base, stop)
+                await self._replace(version, samples, base, stop)
         except (PublishError, Superseded) as error:
             went_live = (await self._store.versions.live()).version == version.version
             await self._store.versions.failed(version.version, str(error))
@@ -168,9 +165,7 @@ class Publisher(NoPublisher):
         roll = partial(self._swap.roll, version, version.step, base)
         await self._verifier.give_checked(version, samples, roll, stop)
 
-    async def _in_place(
-        self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event
-    ) -> None:
+    async def _replace(self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event) -> None:
         """Replace the only server's merged weights: they are live, then verified."""
         await self._swap.activate(version, version.step, expected=base)
         await self._verify_live(version, samples, stop)

@@ -105,7 +105,7 @@ def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
     one baseline for the entire rollout (Greensmith, Bartlett & Baxter 2004; Peters & Schaal 2008, section 3.1). A
     rollout that outlasts its siblings keeps the baseline of the last step that it shared.
     """
-    returns = call_returns(group, config)
+    returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
     found = [[0.0] * len(sibling.calls) for sibling in group]
     for agent in {call.agent for sibling in group for call in sibling.calls}:
         steps = [[i for i, c in enumerate(s.calls) if c.is_decision and c.agent == agent] for s in group]
@@ -123,7 +123,7 @@ def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
     discounted returns of an agent's calls that had the same state (prompt), anywhere in the group. It is 0 for a state
     that only one call had.
     """
-    returns = call_returns(group, config)
+    returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
     same: dict[Hashable, list[tuple[int, int]]] = {}
     for i, sibling in enumerate(group):
         for j, call in enumerate(sibling.calls):
@@ -139,19 +139,13 @@ def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
 
 def by_own_function(name: str, group: Sequence[Sibling], config: TrainerConfig) -> Credit:
     """Give the advantages of a user's own function. The return that it compares is not known: the rollout's stands."""
-    returns = _of_rollouts(group, [sibling.rewards.total for sibling in group])
-    return _credited(returns, own_credit(name, group, config))
+    return _credited(_of_rollouts(group, [s.rewards.total for s in group]), own_credit(name, group, config))
 
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
     # A judge's scores are rewards of calls, and are treated like any other.
     {"uniform": uniform, "discounted": discounted, "anchor": anchor, "judge": discounted}
 )
-
-
-def call_returns(group: Sequence[Sibling], config: TrainerConfig) -> Values:
-    """Give every call the discounted rewards from it on."""
-    return [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
 
 
 def discounted_returns(calls: Sequence[ModelCall], rewards: RolloutRewards, discount: float) -> list[float]:
