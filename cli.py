@@ -281,8 +281,8 @@ def evaluate(
 @policy.app.command("compare")
 def compare_versions(
     context: typer.Context,
-    a: Annotated[int, typer.Argument(metavar="A", min=0)],
-    b: Annotated[int, typer.Argument(metavar="B", min=0)],
+    a: Annotated[int, typer.Argument(metavar="A", help="a version")],
+    b: Annotated[int, typer.Argument(metavar="B", help="another")],
     mode: Annotated[str | None, typer.Option(help="`eval` or `train`; by default eval if both have it")] = None,
     as_json: Json = False,
 ) -> None:

@@ -23,6 +23,7 @@ EXTRAS = {
     "trainer/judge": {"providers"},
     "trainer/offline": {"parquet"},
     "commands/demo": {"demo", "train"},
+    "commands/doctor/learn": {"train"},
     "commands/experiment": {"demo"},
     "commands/export": {"parquet", "train"},
     "commands/moving": {"postgres"},

@@ -203,7 +203,7 @@ async def test_a_test_of_a_new_version_holds_nothing_back(work: Work) -> None:
 
 async def test_a_step_that_is_not_tested_holds_nothing_back_behind_a_gate(tmp_path: Path) -> None:
     config = config_of("http://127.0.0.1:9", tmp_path)
-    gated = config.policy.model_copy(update={"promotion": "gated"})
+    gated = config.policy.model_copy(update={"promotion": "gated", "publish": "lora"})
     config = config.model_copy(update={"policy": gated})
     async with proxy_of(config) as url, Looks(url) as api, opened(config.store) as database:
         work = Work(api, Store(database))

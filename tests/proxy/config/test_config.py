@@ -12,9 +12,9 @@ from pydantic import ValidationError
 
 from lightning_proxy.proxy.config.file import load_config
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.trainer import TrainerConfig
 from lightning_proxy.proxy.errors import ConfigError
 from support.paths import ROOT
+from support.sections import TrainerConfig
 
 URL = "base_url: 'http://h/v1'"
 
