@@ -50,7 +50,8 @@ def require_model(config: Config) -> str:
     """Return the configured model. Raise ConfigError if there is none or its directory is not usable."""
     model = config.policy.model
     if model is None:
-        raise ConfigError("policy.model is not set: give a Hugging Face model id or a model directory")
+        how = "`lightning-proxy init --model DIR` writes it into a new config.yaml"
+        raise ConfigError(f"policy.model is not set: give a model's directory or Hugging Face id; {how}")
     path = Path(model).expanduser()
     looks_like_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
     if looks_like_path and not path.is_dir():

@@ -11,14 +11,13 @@ from pathlib import Path
 from rich.console import Console
 
 from ...proxy.config.root import Config
-from ...proxy.errors import LightningError
 from ..api_client import ApiClient
 from ..formats import print_json
 from ..power.serving import check_power, serving_power
 from ..run.command import logs_directory, score_timeout_s
 from ..run.executors.choose import runner_for
 from ..run.progress import Bar, ProgressView
-from ..run.run import RolloutResult, RunOptions
+from ..run.run import RolloutResult, RunOptions, require_success
 from ..run.runner import Runner
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
@@ -63,8 +62,7 @@ def eval_command(config: Config, request: EvalRequest) -> None:
         run_until_signal(_run(api, power, runner, evaluation, tasks, view, options.group_size))
     finally:
         _show(evaluation, request)
-    if all(result.failed for row in evaluation.rows for result in row.results):
-        raise LightningError("every program failed")
+    require_success([result for row in evaluation.rows for result in row.results])
 
 
 async def _run(

@@ -93,7 +93,8 @@ def draw(results: Sequence[Json], path: Path) -> Path:
         steps = [step for step in one["steps"] if step["reward_mean"] is not None]
         seen = list(accumulate(step["rollouts"] for step in steps))
         label = None if name in labelled else name
-        axes.plot(seen, [step["reward_mean"] for step in steps], color=colour, alpha=0.6, linewidth=1, label=label)
+        means = [step["reward_mean"] for step in steps]
+        axes.plot(seen, means, marker=".", color=colour, alpha=0.6, linewidth=1, label=label)
         labelled.add(name)
         ends = [one["held_out"][when]["mean_reward"] for when in ("before", "after")]
         axes.plot([0, one["rollouts"]], ends, "o", color=colour, fillstyle="none")

@@ -11,7 +11,7 @@ from typing import cast
 from rich.console import Console
 
 from ...proxy.config.root import Config
-from ...proxy.errors import ConfigError, LightningError
+from ...proxy.errors import ConfigError
 from ...proxy.types import Mode
 from ..api_client import ApiClient, ApiError
 from ..formats import print_json
@@ -23,7 +23,7 @@ from .group_size import too_few, too_small
 from .journal import fail_left
 from .progress import ProgressView
 from .refill import Refill
-from .run import RolloutResult, RunOptions, run_tasks
+from .run import RolloutResult, RunOptions, require_success, run_tasks
 from .runner import Runner
 from .summary import begun_anew, no_calls, sentence, summarize
 from .tasks import Task, read_tasks
@@ -83,8 +83,7 @@ def run_command(config: Config, request: RunRequest) -> None:
         console.print(sentence(results), markup=False)
         for line in filter(None, (begun_anew(results), no_calls(results), *run.warnings)):
             console.print(line, markup=False, style="yellow")
-    if all(result.failed for result in results):
-        raise LightningError("every program failed")
+    require_success(results)
 
 
 def score_timeout_s(config: Config) -> float | None:

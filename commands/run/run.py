@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,12 @@ class RolloutResult:
     @property
     def failed(self) -> bool:
         return self.exit_code != 0
+
+
+def require_success(results: Sequence[RolloutResult]) -> None:
+    """Raise LightningError if every program failed; it has the reason of the first."""
+    if all(result.failed for result in results):
+        raise LightningError(f"every program failed, the first with {results[0].reason}")
 
 
 @dataclass(frozen=True, slots=True)

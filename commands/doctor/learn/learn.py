@@ -212,7 +212,8 @@ async def _put_back(
         fix = "`lightning-proxy status` says what is served; a restart of vLLM has its own weights again"
         tell(failed(name, f"the server answers otherwise than before, by {apart:.3g} nats", fix))
     new = f"; the trained weights were {others:.3g} away" if trained else ""
-    tell(ok(name, f"the server answers as before (to {apart:.1g} nats{new}); nothing is left of this check"))
+    left = "no weights or rollouts of this check are left"
+    tell(ok(name, f"the server answers as before (to {apart:.1g} nats{new}); {left}"))
 
 
 async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Sequence[Task], tell: Tell) -> str:

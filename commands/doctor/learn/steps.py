@@ -108,7 +108,8 @@ class LearnSteps:
         reasons = Counter(str(call["untrainable_reason"]) for call in calls if not call["trainable"])
         found = f"{len(good)} of {len(calls)} calls have the tokens that were sampled, and how likely each was"
         if reasons:
-            why, fix = reasons.most_common(1)[0][0], "lightning-proxy doctor names what the server lacks"
+            why = reasons.most_common(1)[0][0]
+            fix = "if the agent asks for that, see docs/sampling.md; lightning-proxy doctor names what a server lacks"
             self._say((warning if good else failed)(name, f"{found}; the others: {why}", fix))
         else:
             self._say(ok(name, found))

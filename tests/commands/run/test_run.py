@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,10 +13,10 @@ import pytest
 from lightning_proxy.commands.api_client import ApiClient, ApiError
 from lightning_proxy.commands.run.backlog import BacklogGate
 from lightning_proxy.commands.run.programs import PreloadRunner, ProcessRunner, make_runner
-from lightning_proxy.commands.run.run import RolloutResult, RunOptions, run_tasks
+from lightning_proxy.commands.run.run import RolloutResult, RunOptions, require_success, run_tasks
 from lightning_proxy.commands.run.summary import summarize, totals
 from lightning_proxy.commands.run.tasks import read_tasks
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.proxy.errors import ConfigError, LightningError
 from support.control_api import ControlApi
 from support.running import Program, run_all, task
 
@@ -68,6 +69,8 @@ async def test_a_program_that_fails_ends_its_rollout_as_failed(
     (result,) = await run_all(proxy, program(tmp_path, text), [task(1)], RunOptions())
     assert (result.exit_code, result.reason) == (code, reason)
     assert (proxy.rollouts["r0"]["status"], proxy.rollouts["r0"]["reason"]) == ("failed", reason)
+    with pytest.raises(LightningError, match=f"every program failed, the first with {re.escape(reason)}"):
+        require_success([result])
 
 
 async def test_a_failure_after_the_reward_leaves_the_rollout_complete(
