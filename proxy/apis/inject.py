@@ -193,8 +193,11 @@ class UsualChunks:
         return self._start != b""
 
     def learn(self, raw: bytes, *, is_last: bool) -> None:
-        """Take the beginning of a chunk that was parsed for that of the usual ones. After the last, there are none."""
-        if is_last:
+        """Take the beginning of a chunk that was parsed for that of the usual ones. After the last, there are none.
+
+        Nor are there after one that begins otherwise: the record has what the newest chunk begins with, such as its id.
+        """
+        if is_last or (self._start and not raw.startswith(self._start)):
             self._start = b""
         elif self._start is None:
             start = raw[: raw.find(_CHOICES) + len(_CHOICES)]

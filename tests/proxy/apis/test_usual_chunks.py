@@ -123,6 +123,13 @@ def events(sent: bytes) -> list[Any]:
 @given(chunks=st.lists(USUAL | OTHERS, max_size=12), cuts=st.lists(st.integers(0, 4000), max_size=6))
 @example(chunks=[chunk({"content": "a"}, [token("a")], [3])] * 3 + [last(), DONE], cuts=[])
 @example(chunks=[chunk(arguments('{"a'), [token("a")], [3]), chunk(arguments('":1}'), [token("b")], [4])], cuts=[700])
+@example(
+    chunks=[
+        chunk({"content": "x"}, [token("x")], [1]).replace(b"chatcmpl-1", b"chatcmpl-2"),
+        chunk({"content": "x"}, [token("x")], [1]),
+    ],
+    cuts=[],
+)
 def test_agent_and_record_get_what_they_get_of_parsed_chunks(chunks: list[bytes], cuts: list[int]) -> None:
     text = first() + b"".join(chunks)
     places = sorted({0, len(text), *(place for place in cuts if place < len(text))})
