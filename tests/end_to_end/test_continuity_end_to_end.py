@@ -82,6 +82,7 @@ def test_a_conversation_over_messages_is_one_row_only_as_exact_tokens(served: Se
     shape = {"format": {"type": "json_schema", "schema": {"enum": [SENTENCE]}}}
     for way in served.url:
         client = anthropic.Anthropic(base_url=f"{served.url[way]}/rollouts/messages-{stream}", api_key="unused")
+        served.clients.append(client)
         messages: list[Any] = []
         for turn in range(3):
             messages.append({"role": "user", "content": f"Say it again, {turn} times."})

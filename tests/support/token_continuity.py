@@ -12,10 +12,11 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
@@ -40,9 +41,12 @@ class Served:
     config: Path
     url: dict[str, str]
     store: dict[str, Path]
+    clients: list[openai.OpenAI | anthropic.Anthropic] = field(default_factory=list)
 
     def client(self, way: str, rollout: str) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url[way]}/rollouts/{rollout}/v1", api_key="unused")
+        client = openai.OpenAI(base_url=f"{self.url[way]}/rollouts/{rollout}/v1", api_key="unused")
+        self.clients.append(client)
+        return client
 
     def calls(self, way: str, rollout: str) -> list[ModelCall]:
         async def read() -> list[ModelCall]:
@@ -107,6 +111,8 @@ def two_proxies(system: System, directory: Path) -> Iterator[Served]:
             wait_until_ready(f"{url}/readyz", directory / "log")
         yield found
     finally:
+        for client in found.clients:
+            client.close()
         for started in parts:
             started.send_signal(signal.SIGINT)
         for started in parts:
