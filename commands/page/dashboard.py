@@ -58,7 +58,7 @@ def dashboard(stores: Sequence[StoreConfig], port: int) -> None:
     typer.echo(f"{what}: http://{HOST}:{port}/{where}?key={key}")
     typer.echo("Ctrl-C stops. Nothing is written to the store.", err=True)
     idle = [IdleFile(path) for path in paths if not is_in_use(path)]  # a PostgreSQL server notifies of changes
-    threading.Thread(target=_end_when_written, args=(idle, server), daemon=True).start()
+    threading.Thread(target=end_when_written, args=(idle, server), daemon=True).start()
     with suppress(KeyboardInterrupt):
         server.run()
     if written := next((file for file in idle if file.is_written()), None):
@@ -106,10 +106,12 @@ class IdleFile:
         return ()
 
 
-def _end_when_written(files: Sequence[IdleFile], server: Any) -> None:
+def end_when_written(files: Sequence[IdleFile], server: Any) -> None:
+    """Stop the server once one of the files is written. Return when the server stops."""
     while not server.should_exit:
         time.sleep(0.5)
-        server.should_exit = server.should_exit or any(file.is_written() for file in files)
+        if any(file.is_written() for file in files):
+            server.should_exit = True
 
 
 async def _require_readable(store: StoreConfig) -> None:

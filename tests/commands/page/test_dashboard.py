@@ -12,11 +12,12 @@ from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 
-from lightning_proxy.commands.page.dashboard import IdleFile
+from lightning_proxy.commands.page.dashboard import IdleFile, end_when_written
 from support.command_line import lightning
 from support.postgres import postgres_server
 from support.whole_system import free_port
@@ -94,6 +95,18 @@ async def test_the_store_of_a_stopped_proxy_can_be_looked_at_and_gets_no_files_b
             async with session.get(url + path, headers={"Authorization": f"Bearer {key}"}) as answer:
                 assert answer.status == 200
         assert [file.name for file in tmp_path.glob("store.db-*") if not file.name.endswith("-keeper")] == []
+
+
+def test_ctrl_c_while_a_file_is_looked_at_stops() -> None:
+    server = SimpleNamespace(should_exit=False)
+
+    class Interrupted(IdleFile):
+        def is_written(self) -> bool:
+            server.should_exit = True
+            return False
+
+    end_when_written([Interrupted(Path("store.db"))], server)
+    assert server.should_exit
 
 
 def test_a_file_is_written_when_it_or_its_log_is_and_not_when_it_is_read(tmp_path: Path) -> None:
