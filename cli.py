@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
 from .commands import init, keys, look, store
 from .commands.export import command as data
+from .commands.load import configuration
 from .commands.on_board import add_commands
 from .commands.show import policy, rollouts
-
-if TYPE_CHECKING:
-    from .proxy.config.root import Config
 
 
 class _Group(TyperGroup):
@@ -116,7 +114,7 @@ def up(
     overrides = {"policy.model": model, "proxy.port": port}
     _write_for_the_owner_only()
     launch = Launch(context.obj, overrides)
-    run_until_signal(run(_load(context, overrides), launch, logs, Console(), log_format))
+    run_until_signal(run(configuration(context, overrides), launch, logs, Console(), log_format))
 
 
 @app.command()
@@ -135,7 +133,8 @@ def serve(
 
     _write_for_the_owner_only()
     upstreams = None if upstream is None else [{"name": "policy", "base_url": upstream}]
-    run(_load(context, {"proxy.port": port, "upstreams": upstreams, "policy.model": model}), log_format, calls=calls)
+    overrides = {"proxy.port": port, "upstreams": upstreams, "policy.model": model}
+    run(configuration(context, overrides), log_format, calls=calls)
 
 
 @app.command()
@@ -183,7 +182,7 @@ def train(
         raise ConfigError("--min-reward needs --method sft")
     overrides = {"trainer.sft.min_reward": min_reward, **({f"trainer.{method}.epochs": epochs} if tuning else {})}
     _write_for_the_owner_only()
-    config = _load(context, {"policy.model": model, "trainer.max_steps": max_steps, **overrides})
+    config = configuration(context, {"policy.model": model, "trainer.max_steps": max_steps, **overrides})
     run(
         config,
         once=once,
@@ -198,7 +197,7 @@ def vllm(context: typer.Context, model: Model = None) -> None:
     from .commands.vllm import exec_vllm
 
     _write_for_the_owner_only()
-    exec_vllm(_load(context, {"policy.model": model}))
+    exec_vllm(configuration(context, {"policy.model": model}))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
@@ -236,7 +235,7 @@ def run(
 
     modules = preload.split(",") if preload else []
     run_command(
-        _load(context, {"run.executor": executor, "run.proxy_url": proxy_url, "run.timeout_s": timeout}),
+        configuration(context, {"run.executor": executor, "run.proxy_url": proxy_url, "run.timeout_s": timeout}),
         RunRequest(tasks, command, modules, group_size, concurrency, mode, repeat, ahead, refill, logs, as_json),
     )
 
@@ -271,7 +270,7 @@ def evaluate(
 
     modules = preload.split(",") if preload else []
     eval_command(
-        _load(context, {}),
+        configuration(context),
         EvalRequest(
             tasks, models, command, modules, samples, concurrency, promote, Scoring(pass_at, seed), out, logs, as_json
         ),
@@ -289,7 +288,7 @@ def compare_versions(
     """Compare version B with A by the rollouts that were recorded: rewards, tokens and latency, paired by task."""
     from .commands.eval.versions import show_comparison
 
-    show_comparison(_load(context, {}), a, b, mode, as_json=as_json)
+    show_comparison(configuration(context), a, b, mode, as_json=as_json)
 
 
 @app.command()
@@ -330,7 +329,7 @@ def plan(
     """Show what fits on which GPUs. Nothing is started."""
     from .commands.plan import plan_command
 
-    plan_command(_load(context, {"policy.model": model}), gpus, as_json=as_json)
+    plan_command(configuration(context, {"policy.model": model}), gpus, as_json=as_json)
 
 
 app.command(context_settings={"allow_interspersed_args": False})(look.doctor)
@@ -340,12 +339,6 @@ add_commands(app)
 def _write_for_the_owner_only() -> None:
     """Make files of this process and its children 0600: records, logs and weights hold users' conversations."""
     os.umask(0o077)
-
-
-def _load(context: typer.Context, overrides: dict[str, Any]) -> Config:
-    from .proxy.config.file import load_config
-
-    return load_config(context.obj, overrides)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from ..proxy.config.file import load_config
+from .load import configuration
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -103,18 +102,20 @@ def purge(context: typer.Context) -> None:
 
 def _has_store(context: typer.Context) -> bool:
     """Whether there is a store to look at. Only commands that write to it make one."""
-    return load_config(context.obj).store.may_be_there
+    return configuration(context).store.may_be_there
 
 
 def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]]) -> T:
+    from asyncio import run
+
     from ..proxy.store.keys import Keyring
     from ..proxy.store.opening import opened
 
-    async def run() -> T:
-        async with opened(load_config(context.obj).store) as database:
+    async def do() -> T:
+        async with opened(configuration(context).store) as database:
             return await work(Keyring(database))
 
-    return asyncio.run(run())
+    return run(do())
 
 
 def _view(key: StoredKey) -> dict[str, Any]:

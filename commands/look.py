@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from .load import configuration
+
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
 
@@ -16,13 +18,12 @@ def status(
     as_json: Json = False,
 ) -> None:
     """Show the state of the running system. The exit code is 1 if it is not ready."""
-    from ..proxy.config.file import load_config
     from .show.status import show_status
     from .show.watch import watch_status
 
     if watch:
-        watch_status(load_config(context.obj), as_json=as_json)
-    elif not show_status(load_config(context.obj), as_json=as_json):
+        watch_status(configuration(context), as_json=as_json)
+    elif not show_status(configuration(context), as_json=as_json):
         raise typer.Exit(1)
 
 

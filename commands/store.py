@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..proxy.config.file import load_config
+from .load import configuration
 
 if TYPE_CHECKING:
     from ..proxy.config.server import StoreConfig
@@ -58,7 +58,7 @@ def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="w
     """Make the store from a backup. There must be none at store.url yet."""
     from ..proxy.store.sqlite.copies import restore as run
 
-    path = load_config(context.obj).store.path.expanduser().absolute()
+    path = configuration(context).store.path.expanduser().absolute()
     run(file, path)
     typer.echo(f"{path} is as {file} was")
 
@@ -143,7 +143,7 @@ async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
 def _store_of(context: typer.Context) -> StoreConfig:
     from ..proxy.errors import LightningError
 
-    config = load_config(context.obj).store
+    config = configuration(context).store
     if not config.may_be_there:
         raise LightningError(f"there is no store at {config.where} (store.url)")
     return config

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...proxy.config.file import load_config
+from ..load import configuration
 
 
 def export(
@@ -36,7 +36,7 @@ def export(
     from .export import export_command
 
     filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since}
-    export_command(load_config(context.obj), file, format, kind, filters)
+    export_command(configuration(context), file, format, kind, filters)
 
 
 def import_(
@@ -52,7 +52,7 @@ def import_(
     from .bring_in import import_command
 
     os.umask(0o077)  # what users said is the owner's alone
-    import_command(load_config(context.obj), file, model, reward)
+    import_command(configuration(context), file, model, reward)
 
 
 def export_version(
@@ -68,6 +68,6 @@ def export_version(
     from ..signals import run_until_signal
     from .policy import export_policy
 
-    written = run_until_signal(export_policy(load_config(context.obj), version, directory, form))
+    written = run_until_signal(export_policy(configuration(context), version, directory, form))
     what = "a LoRA adapter" if written == "adapter" else "a full model"
     typer.echo(f"policy version {version} is in {directory}: {what}, with a model card (README.md)")

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..load import configuration
+
 
 def optimize(
     context: typer.Context,
@@ -43,7 +45,6 @@ def optimize(
     Rollouts are of mode eval: no weights are trained on them. Every prompt that is tried is a version, and the best
     one is compared with the first on held-out tasks. The same command resumes where it was stopped.
     """
-    from ...proxy.config.file import load_config
     from .apo import Sizes
     from .command import OptimizeRequest
     from .command import optimize as run
@@ -53,7 +54,7 @@ def optimize(
         method, prompt, tasks, held_out, command, modules, reflect, reflect_url, budget, validation, batch,
         Sizes(beam, branch, batch, rounds), seed, concurrency, promote, logs, as_json,
     )  # fmt: skip
-    run(load_config(context.obj), request)
+    run(configuration(context), request)
 
 
 def add_to(commands: typer.Typer) -> None:

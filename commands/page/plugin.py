@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ..load import configuration
+
 
 def dashboard(
     context: typer.Context,
@@ -24,11 +26,10 @@ def dashboard(
     A running proxy has the same page at its own address. Here nothing is written, served or trained. Several stores get
     a page that lists their curves. The address that is printed holds a key: give it to nobody who is not to read them.
     """
-    from ...proxy.config.file import load_config
     from .dashboard import dashboard as run
     from .dashboard import stores_at
 
-    run([store for one in store for store in stores_at(one)] if store else [load_config(context.obj).store], port)
+    run([store for one in store for store in stores_at(one)] if store else [configuration(context).store], port)
 
 
 def add_to(commands: typer.Typer) -> None:

@@ -8,7 +8,7 @@ from urllib.parse import quote
 
 import typer
 
-from ...proxy.config.file import load_config
+from ..load import configuration
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -182,7 +182,7 @@ def _path(name: str) -> str:
 def _ask(context: typer.Context, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
     from ..api_client import ask
 
-    return ask(load_config(context.obj), lambda api: api.request(method, path, body))
+    return ask(configuration(context), lambda api: api.request(method, path, body))
 
 
 def add_to(commands: typer.Typer) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...proxy.config.file import load_config
+from ..load import configuration
 
 
 def rescore(
@@ -43,7 +43,7 @@ def rescore(
     """
     from .rescore import Options, rescore_command
 
-    config = load_config(context.obj, {"rewards.function": function, "rewards.processes": processes})
+    config = configuration(context, {"rewards.function": function, "rewards.processes": processes})
     filters = {
         "task_id": task, "agent": agent, "mode": mode, "min_reward": min_reward, "max_reward": max_reward,
         "since": since,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ...proxy.config.file import load_config
+from ..load import configuration
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +29,7 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
     from ..formats import print_json
     from .promotion import tests_view
 
-    answer = ask(load_config(context.obj), lambda api: api.request("GET", "/policy/versions"))
+    answer = ask(configuration(context), lambda api: api.request("GET", "/policy/versions"))
     if as_json:
         print_json(answer)
     else:
@@ -78,7 +78,7 @@ def _change(context: typer.Context, path: str, body: dict[str, int] | None, as_j
     from ..api_client import ask
     from ..formats import print_json
 
-    version = ask(load_config(context.obj), lambda api: api.request("POST", path, body))
+    version = ask(configuration(context), lambda api: api.request("POST", path, body))
     if as_json:
         print_json(version)
     else:

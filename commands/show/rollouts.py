@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -11,7 +10,7 @@ from urllib.parse import quote
 
 import typer
 
-from ...proxy.config.file import load_config
+from ..load import configuration
 
 if TYPE_CHECKING:
     from ..api_client import ApiClient
@@ -56,7 +55,7 @@ def list_rollouts(
     checked(mode, status)
     filters: dict[str, Any] = {"status": status, "task_id": task, "agent": agent, "mode": mode, "cursor": cursor}
     filters |= {"min_reward": min_reward, "max_reward": max_reward, "since": since_of(since), "text": grep}
-    found, more = ask(load_config(context.obj), lambda api: collect(api, filters, limit, sort, reverse=reverse))
+    found, more = ask(configuration(context), lambda api: collect(api, filters, limit, sort, reverse=reverse))
     if as_json:
         return print_json({"data": found, "next_cursor": more})
     console = Console()
@@ -112,7 +111,7 @@ def _each(
                     raise
                 refused.append(error)
 
-    ask(load_config(context.obj), all_of_them)
+    ask(configuration(context), all_of_them)
     if number := len(given) - len(refused):
         typer.echo(f"{done} {number} rollout{'s' * (number != 1)}")
     for error in refused:
@@ -136,7 +135,7 @@ def show(
     from .find import find
     from .rollout_view import rollout_detail
 
-    rollout = ask(load_config(context.obj), lambda api: find(api, rollout_id))
+    rollout = ask(configuration(context), lambda api: find(api, rollout_id))
     if as_json:
         print_json(rollout)
     else:
@@ -159,13 +158,15 @@ def diff(
     async def both(api: ApiClient) -> list[dict[str, Any]]:
         return [await find(api, one) for one in (a, b)]
 
-    first, second = ask(load_config(context.obj), both)
+    first, second = ask(configuration(context), both)
     Console(highlight=False).print(rollout_diff(first, second))
 
 
 @app.command()
 def tail(context: typer.Context, as_json: Json = False) -> None:
     """Follow rollouts as they change, until Ctrl-C."""
+    from asyncio import sleep
+
     from rich.console import Console
 
     from ..api_client import ask
@@ -182,10 +183,10 @@ def tail(context: typer.Context, as_json: Json = False) -> None:
             for rollout in changed(page, known):
                 print_json(rollout) if as_json else console.print(rollout_line(rollout), soft_wrap=True)
             known = {rollout["rollout_id"]: rollout for rollout in page}
-            await asyncio.sleep(TAIL_POLL_S)
+            await sleep(TAIL_POLL_S)
 
     try:
-        ask(load_config(context.obj), follow)
+        ask(configuration(context), follow)
     except Interrupted:
         raise typer.Exit(0) from None
 
@@ -228,7 +229,7 @@ def reward(
 
         return await with_id(api, rollout_id, to, changes=True)
 
-    answer = ask(load_config(context.obj), post)
+    answer = ask(configuration(context), post)
     if as_json:
         print_json(answer)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import socket
@@ -102,11 +103,35 @@ def test_a_host_that_is_not_this_machine_is_named_in_place_of_the_port(tmp_path:
     assert done.stderr.endswith("choose another proxy.host\n")
 
 
-def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
-    heavy = ("torch", "vllm", "fastapi", "aiohttp")
-    look = f"import sys, lightning_proxy.cli; print([m for m in {heavy} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, cwd=tmp_path, check=True)
-    assert done.stdout == "[]\n"
+# What a command line that only parses has no use for, and what only the proxy and the trainer have.
+HEAVY = ("torch", "transformers", "vllm", "litellm", "numpy", "fastapi", "starlette", "uvicorn", "aiosqlite", "asyncpg")
+PARSED = (*HEAVY, "aiohttp", "asyncio", "rich", "yaml", "lightning_proxy.proxy.config")
+
+
+COMPLETION = {"_LIGHTNING_PROXY_COMPLETE": "complete_bash", "COMP_WORDS": "lightning-proxy ru", "COMP_CWORD": "1"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "unneeded"),
+    [
+        (["--help"], {}, (*PARSED, "pydantic")),
+        (["run", "--help"], {}, PARSED),  # once an option is parsed, typer itself imports pydantic
+        ([], COMPLETION, PARSED),
+        (["status"], {"LIGHTNING_PROXY__PORT": "1"}, HEAVY),
+    ],
+    ids=("help", "run", "completion", "status"),
+)
+def test_a_command_imports_only_what_it_uses(
+    tmp_path: Path, argv: list[str], env: dict[str, str], unneeded: tuple[str, ...]
+) -> None:
+    look = (
+        "import atexit, sys; from lightning_proxy.cli import app; "
+        f"atexit.register(lambda: print('loaded', [m for m in {unneeded} if m in sys.modules])); "
+        f"app({argv}, prog_name='lightning-proxy')"
+    )
+    env = os.environ | env
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert done.stdout.endswith("loaded []\n"), done
 
 
 def test_merged_publishing_opens_the_operator_routes_and_loads_no_adapters(model: Path) -> None:
