@@ -39,7 +39,7 @@ class Lesson:
         self.minutes: dict[str, float] = {}
 
     async def run(self) -> Json:
-        """Return what is kept of the lesson. LightningError has the end of a log."""
+        """Return what is kept of the lesson. LightningError has the reason from a log."""
         config = self.prepare()
         async with Supervisor(self.logs) as servers:
             with self.timed("start"):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -22,6 +23,7 @@ from ...proxy.errors import ConfigError, LightningError
 from ...proxy.store.sqlite.copies import make_private
 from ..formats import duration
 from .port_holder import holder_of
+from .reason import reason
 
 T = TypeVar("T")
 GUARD = Path(__file__).with_name("guard.py")
@@ -30,13 +32,14 @@ RESTART_DELAY_S = 1.0
 SHORTAGE_S = 1800.0
 SHORTAGE_DELAY_S = 10.0
 PROGRESS_S = 1.0
+PORT_POLL_S = 1.0
 LEFT_OVER_S = 10.0
 LEFT_OVER_POLL_S = 0.1
 NOBODY_S = 1.0  # a port that nobody holds can still be taken: its process is just ending
 
 
 class ChildDied(LightningError):
-    """A child ended that should keep running. The message has its exit code and the end of its log."""
+    """A child ended that should keep running. The message has its exit code, and the reason from its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class ChildSpec:
     `may_end`: exit code 0 is no fault. `restarts`: how often it is started again within `RESTARTS_S` when it dies, but
     never after exit code 2, which means a wrong configuration. When a `vital` program dies more often, the others end
     with it; another is started again after `RESTARTS_S`. Deaths whose output matches `shortage` do not count: it is
-    tried again for `SHORTAGE_S`. Whenever `progress` returns something new, `start_timeout_s` begins anew.
+    tried again for `SHORTAGE_S`. Whenever `progress` returns something new, `start_timeout_s` begins anew. It has also
+    died when its port, once open, is closed for `grace_s`: vLLM can wait for ever for calls that its lost worker had.
     """
 
     name: str
@@ -95,9 +99,26 @@ class Child:
             self._lifeline = -1
 
     def death(self) -> ChildDied:
-        return ChildDied(f"{self.spec.name} {self.how_it_ended()}; the end of {self.log}:\n{tail(self.log)}")
+        why = reason(self.log, self._output_from)
+        return ChildDied(f"{self.spec.name} {self.how_it_ended()}: {why}; see {self.log}")
+
+    async def ended(self) -> int | None:
+        """Wait for the program's end and return its exit code. One that is deaf is killed."""
+        ended = asyncio.ensure_future(self.process.wait())
+        deaf = asyncio.ensure_future(_until_deaf(self.spec))
+        try:
+            await asyncio.wait((ended, deaf), return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                self._is_deaf = True
+                self.release()
+            return await ended
+        finally:
+            ended.cancel()
+            deaf.cancel()
 
     def how_it_ended(self) -> str:
+        if self._is_deaf:
+            return "closed its port and did not end"
         code = self.process.returncode
         return f"ended (signal {signal.Signals(-code).name})" if code and code < 0 else f"ended (exit code {code})"
 
@@ -129,7 +150,7 @@ class Child:
         self._launched(output_from)
 
     def _launched(self, output_from: int = 0) -> None:
-        self._at, self._output_from = time.monotonic(), output_from
+        self._at, self._output_from, self._is_deaf = time.monotonic(), output_from, False
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -174,7 +195,7 @@ class Supervisor:
             self._say(f"{child.spec.name} is ready after {duration(time.monotonic() - started)}")
         except TimeoutError:
             late = f"{child.spec.name} was not ready after {child.spec.start_timeout_s:.0f} s"
-            raise LightningError(f"{late}; the end of {child.log}:\n{tail(child.log)}") from None
+            raise LightningError(f"{late}: {reason(child.log)}; see {child.log}") from None
         finally:
             ended.cancel()
             healthy.cancel()
@@ -188,7 +209,7 @@ class Supervisor:
 
     async def _keep_up(self, child: Child) -> None:
         """Start the child again when it dies, as its spec allows, or raise ChildDied."""
-        while await child.process.wait() != 0 or not child.spec.may_end:
+        while await child.ended() != 0 or not child.spec.may_end:
             problem = f"{child.spec.name} {child.how_it_ended()}"
             if child.is_short():
                 self._say(f"{problem} for want of memory: trying again for {SHORTAGE_S / 60:.0f} min; see {child.log}")
@@ -278,12 +299,6 @@ def _only(error: BaseException | None) -> BaseException:
     return error
 
 
-def tail(log: Path, lines: int = 15) -> str:
-    """Return the last lines of a log, indented."""
-    text = log.read_text(errors="replace").splitlines() if log.exists() else []
-    return "\n".join("    " + line[:300] for line in text[-lines:] if line.strip())
-
-
 def make_directory(path: Path, option: str) -> Path:
     """Make the directory if it is not there and return its absolute path. A ConfigError names the option."""
     try:
@@ -341,3 +356,21 @@ async def _until_healthy(url: str | None) -> None:
                     if answer.status == 200:
                         return
             await asyncio.sleep(0.25)
+
+
+async def _until_deaf(spec: ChildSpec) -> None:
+    """Return once the program's port was open and has then been closed for its grace; without a port, never."""
+    while spec.health_url is None:
+        await asyncio.Event().wait()
+    address, was_open, since = urlsplit(spec.health_url), False, 0.0
+    while True:
+        with contextlib.suppress(OSError):
+            try:
+                _, writer = await asyncio.open_connection(address.hostname, address.port)
+                writer.close()
+                was_open, since = True, 0.0
+            except ConnectionRefusedError:
+                since = since or time.monotonic()
+                if was_open and time.monotonic() - since > spec.grace_s:
+                    return
+        await asyncio.sleep(PORT_POLL_S)

@@ -14,6 +14,7 @@ import pytest
 from lightning_proxy.commands.signals import Interrupted, run_until_signal
 from lightning_proxy.commands.system import processes
 from lightning_proxy.commands.system.processes import ChildDied, ChildSpec, Supervisor, free_port
+from lightning_proxy.commands.system.reason import reason
 from support.paths import ROOT
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(1000)"]
@@ -192,3 +193,51 @@ async def test_a_child_that_was_told_something_wrong_is_not_started_again(tmp_pa
         await children.start(spec)
         with pytest.raises(ChildDied, match="exit code 2"):
             await children.guard(asyncio.Event().wait())
+
+
+async def test_a_child_that_closes_its_port_and_lives_on_is_started_again_as_if_it_had_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So does vLLM with calls under way when the kernel kills its worker."""
+    monkeypatch.setattr(processes, "PORT_POLL_S", 0.02)
+    said, port = list[str](), free_port()
+    script = f"import socket, time\nwith socket.create_server(('127.0.0.1', {port})): time.sleep(1)\ntime.sleep(1000)"
+    async with Supervisor(tmp_path, said.append) as children:
+        url = f"http://127.0.0.1:{port}/health"
+        await children.start(ChildSpec("vllm", [sys.executable, "-c", script], {}, url, grace_s=0.1, restarts=1))
+        with pytest.raises(ChildDied, match="vllm closed its port and did not end"):
+            await children.guard(asyncio.Event().wait())
+    assert [line for line in said if "starting it again" in line] == [
+        f"vllm closed its port and did not end: starting it again; see {tmp_path}/vllm.log"
+    ]
+
+
+# What vLLM 0.32 prints, without most of the tracebacks.
+NO_ROOM = """(APIServer pid=1) WARNING 11-25 [system_utils.py:255] This can cause `OSError: [Errno 24] Too many files`.
+(Worker pid=2) ERROR 11-25 [multiproc_executor.py:1063]     raise ValueError(
+(Worker pid=2) ERROR 11-25 [multiproc_executor.py:1063] ValueError: Available memory on node 0 is less than requested.
+RuntimeError: Worker failed with error 'Available', please check the stack trace above for the root cause
+RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+KILLED = """(EngineCore pid=4) ERROR 11-25 [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly
+(EngineCore pid=4) ERROR 11-25 [core.py:1512] RuntimeError: Executor failed.
+(APIServer pid=3) ERROR 11-25 [async_llm.py:906] EngineDeadError: See stack trace (above) for the root cause.
+RuntimeError: Executor failed.
+INFO:     Shutting down
+"""
+
+
+@pytest.mark.parametrize(
+    ("printed", "told"),
+    [
+        (NO_ROOM, "ValueError: Available memory on node 0 is less than requested"),
+        (KILLED, "Worker proc VllmWorker-0 died unexpectedly"),
+        ("KeyError: 'a'\nlightning-proxy: every program failed\n", "every program failed"),
+        ("sh: no such thing\n\n", "sh: no such thing"),
+        ("", "it printed nothing"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_death_is_one_line_of_its_log(tmp_path: Path, printed: str, told: str) -> None:
+    log = tmp_path / "vllm.log"
+    log.write_text("ValueError: an earlier start's\n" + printed)
+    assert reason(log, len("ValueError: an earlier start's\n")) == told
