@@ -70,7 +70,8 @@ def parsers_of(model: str, extra_args: Sequence[str]) -> Parsers:
     if tool is not None or given & {AUTO, TOOL}:
         return Parsers(tuple(argv))
     problem = f"no tool parser is known for {model}: requests with tools will get HTTP 400"
-    return Parsers(tuple(argv), f"{problem}; if it calls tools, add {AUTO} {TOOL} NAME to vllm.extra_args")
+    fix = f"agents without tools need none; for others add {AUTO} {TOOL} NAME to vllm.extra_args (docs/agents.md)"
+    return Parsers(tuple(argv), f"{problem}; {fix}")
 
 
 def _known(model: str) -> tuple[str | None, str | None]:

@@ -154,9 +154,9 @@ class VllmChecks:
         status, answer = await self._send("POST", "/v1/chat/completions", body)
         if status < 400:
             return ok(name, "a request with tools is answered")
-        found = f"a request with tools gets HTTP {status}: agents with tools get the same"
+        found = f"a request with tools gets HTTP {status}; agents without tools need not care"
         if "tool" in str(answer).lower():
-            fix = "add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args, and start it again"
+            fix = "for others add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args (docs/agents.md)"
             return warning(name, found, fix)
         return warning(name, f"{found} ({str(answer)[:200]})", "look at vLLM's log")
 

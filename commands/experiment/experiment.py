@@ -19,8 +19,8 @@ from ..signals import Interrupted, run_until_signal
 from ..system.processes import make_directory
 from ..vllm import visible_gpus
 from .cost import cost
-from .lesson import Lesson
-from .plan import Experiment, Json, LessonPlan, flat, lessons_of, read_experiment
+from .lesson import AgentFails, Lesson
+from .plan import Experiment, Json, LessonPlan, check_agent, flat, lessons_of, read_experiment
 from .report import draw, show
 
 Work = Callable[[LessonPlan, Mapping[str, str], Callable[[str], None]], Awaitable[Json]]
@@ -31,6 +31,8 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
     found = read_experiment(file, config)
     lessons = lessons_of(found, directory)
     results, gpus = results_of(lessons), gpus_of(jobs)
+    if len(results) < len(lessons):
+        check_agent(found, lessons[0].config)
     if dry_run:
         typer.echo("\n".join(cost(found, lessons, results, jobs)))
         return
@@ -74,7 +76,7 @@ async def run_lessons(
 ) -> list[str]:
     """Run the lessons without a result, as many at once as there are `slots`, and save each one's result.
 
-    Return the names of those that failed; the others go on.
+    Return the names of those that failed; the others go on. AgentFails if the agent has never worked yet.
     """
     free: asyncio.Queue[Mapping[str, str]] = asyncio.Queue()
     failed: list[str] = []
@@ -89,15 +91,19 @@ async def run_lessons(
             save(result, lesson.result)
             results[lesson.name] = result
         except LightningError as error:
+            if isinstance(error, AgentFails) and not results:
+                raise AgentFails(f"{lesson.name}: {error.message}; no further run is begun") from None
             failed.append(lesson.name)
             say(f"{lesson.name}: failed: {error.message}")
-        finally:
-            free.put_nowait(env)
+        free.put_nowait(env)
 
-    async with asyncio.TaskGroup() as group:
-        for lesson in lessons:
-            if lesson.name not in results:
-                group.create_task(one(lesson))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for lesson in lessons:
+                if lesson.name not in results:
+                    group.create_task(one(lesson))
+    except* AgentFails as errors:
+        raise errors.exceptions[0] from None
     return failed
 
 

@@ -12,19 +12,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
+from pathlib import Path
 
 import yaml
 
 from ...proxy.config.file import config_of
 from ...proxy.config.root import Config
+from ...proxy.errors import LightningError
 from ..api_client import ApiClient
 from ..run.tasks import read_tasks
-from ..system.processes import Child, ChildSpec, Supervisor, free_port
+from ..system.processes import Child, ChildDied, ChildSpec, Supervisor, free_port
 from ..system.system import Launch
 from .plan import Experiment, Json, LessonPlan, with_own
 
 OF_STEP = ("reward_mean", "rollouts", "groups_equal", "entropy", "staleness_mean", "step_s")
 GROUPS_A_MINUTE = 10_000  # more than agents can work off
+
+
+class AgentFails(LightningError):
+    """Every program of the first evaluation failed."""
 
 
 class Lesson:
@@ -39,7 +45,7 @@ class Lesson:
         self.minutes: dict[str, float] = {}
 
     async def run(self) -> Json:
-        """Return what is kept of the lesson. LightningError has the reason from a log."""
+        """Return what is kept of the lesson. LightningError has the reason from a log; AgentFails is one."""
         config = self.prepare()
         async with Supervisor(self.logs) as servers:
             with self.timed("start"):
@@ -70,7 +76,12 @@ class Lesson:
         asked = ["--tasks", str(self.plan.held_out), "--samples", str(self.plan.samples), "--out", str(out)]
         with self.timed("evaluations"):
             async with Supervisor(self.logs) as own:
-                await self.done(own, name, "eval", *asked, *self.agent())
+                try:
+                    await self.done(own, name, "eval", *asked, *self.agent())
+                except ChildDied as error:
+                    if name == "before" and _every_program_failed(out):
+                        raise AgentFails(error.message) from None
+                    raise
         row = json.loads(out.read_text())["rows"][0]
         by_task = {task: found["mean_reward"] for task, found in row["by_task"].items()}
         kept = ("mean_reward", "interval", "policy_versions", "rollouts", "failed", "without_reward", "tokens")
@@ -159,6 +170,12 @@ class Lesson:
         started = time.monotonic()
         yield
         self.minutes[name] = round(self.minutes.get(name, 0.0) + (time.monotonic() - started) / 60, 2)
+
+
+def _every_program_failed(evaluation: Path) -> bool:
+    """Return whether an evaluation that failed got to its end."""
+    rows = json.loads(evaluation.read_text())["rows"] if evaluation.is_file() else []
+    return bool(rows) and all(row["complete"] and row["failed"] == row["rollouts"] for row in rows)
 
 
 def _shuffled(lines: Sequence[str], seed: int) -> Iterator[str]:

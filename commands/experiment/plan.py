@@ -21,6 +21,7 @@ from ...proxy.config.wrong import ENV_PREFIX, lines
 from ...proxy.errors import ConfigError, LightningError
 from ...trainer.plugins.hooks import Run
 from ...trainer.plugins.on_board import check
+from ..run.executors.choose import runner_for
 from ..run.tasks import read_tasks
 from ..vllm import require_model
 
@@ -153,6 +154,14 @@ def _variables() -> Iterator[tuple[str, str]]:
     for name in sorted(os.environ):
         if name.startswith(ENV_PREFIX) and name not in ENV_NOT_CONFIG:
             yield name, name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+
+
+def check_agent(experiment: Experiment, config: Config) -> None:
+    """Raise ConfigError if `run` would not start the agent."""
+    try:
+        runner_for(config, experiment.agent, experiment.preload.split(",") if experiment.preload else [], print)
+    except ConfigError as error:
+        raise ConfigError(f"agent: {error.message}") from None
 
 
 def _shared(experiment: Experiment) -> Json:

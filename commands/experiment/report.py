@@ -26,7 +26,12 @@ def show(results: Sequence[Json]) -> None:
     for row in rows:
         table.add_row(*row)
     console = Console()
-    (console if console.is_terminal else Console(width=240, no_color=True)).print(table)
+    console = console if console.is_terminal else Console(width=240, no_color=True)
+    console.print(table)
+    if alone := [name for name, seeds, *_ in rows if seeds == "1"]:
+        console.print(
+            f"one seed ({', '.join(alone)}): these intervals are over tasks only", markup=False, highlight=False
+        )
 
 
 def lines(results: Sequence[Json]) -> list[list[str]]:

@@ -72,7 +72,7 @@ class PreloadRunner(ServedRunner):
     name = "preload server"
 
     def __init__(self, command: Sequence[str], modules: Sequence[str], keeping: Keeping | None = None) -> None:
-        if len(command) < 2 or not _PYTHON.fullmatch(Path(command[0]).name) or not command[1].endswith(".py"):
+        if not _is_script(command):
             raise ConfigError(f"--preload needs a command of the form `python script.py …`, got: {' '.join(command)}")
         super().__init__([command[0], str(PRELOAD), *modules], keeping=keeping)
         self._command, self._modules = tuple(command), tuple(modules)
@@ -88,12 +88,19 @@ class PreloadRunner(ServedRunner):
 
 
 def make_runner(command: Sequence[str], preload: Sequence[str] = (), keeping: Keeping | None = None) -> Runner:
-    """Make the runner for a command line. ConfigError if it is empty or names no program."""
+    """Make the runner for a command line. ConfigError if it is empty, or names no program or no script."""
     if not command:
         raise ConfigError("run: no command given; put it after `--`")
     if shutil.which(command[0]) is None:
-        raise ConfigError(f"run: no program {command[0]!r} can be started")
+        raise ConfigError(f"there is no program {command[0]!r} to start")
+    if _is_script(command) and not Path(command[1]).is_file():
+        raise ConfigError(f"there is no file {command[1]!r} for {command[0]} to run")
     return PreloadRunner(command, preload, keeping) if preload else ProcessRunner(command, keeping)
+
+
+def _is_script(command: Sequence[str]) -> bool:
+    """Return whether the command is `python script.py …`."""
+    return len(command) > 1 and _PYTHON.fullmatch(Path(command[0]).name) is not None and command[1].endswith(".py")
 
 
 def _with_inherited(env: Mapping[str, str]) -> dict[str, str]:

@@ -16,9 +16,10 @@ import yaml
 
 from lightning_proxy.commands.experiment import experiment as module
 from lightning_proxy.commands.experiment.experiment import run_lessons
-from lightning_proxy.commands.experiment.lesson import Lesson
+from lightning_proxy.commands.experiment.lesson import AgentFails, Lesson
 from lightning_proxy.commands.experiment.plan import LessonPlan, lessons_of, read_experiment
 from lightning_proxy.commands.run.tasks import read_tasks
+from lightning_proxy.commands.system.processes import ChildDied, ChildSpec
 from lightning_proxy.proxy.errors import ConfigError, LightningError
 from support.command_line import Done, lightning
 
@@ -116,6 +117,8 @@ def start_up_to_the_third_run(place: Path) -> subprocess.Popen[str]:
         ({"seeds": [1, 1]}, "seeds: each once"),
         ({"agents": "x"}, "agents: unknown key; did you mean agent?"),
         ({"tasks": "none.jsonl"}, "cannot read none.jsonl"),
+        ({"agent": "nowhere agent.py"}, "agent: there is no program 'nowhere' to start"),
+        ({"agent": "python agnt.py"}, "agent: there is no file 'agnt.py' for python to run"),
     ],
 )
 def test_a_wrong_file_is_refused_before_anything_starts(place: Path, changes: dict[str, Any], named: str) -> None:
@@ -198,6 +201,42 @@ async def test_a_run_that_fails_is_named_and_the_others_go_on(place: Path, capsy
     assert "broken, seed 1: failed: the end of agents.log: no memory\n" in capsys.readouterr().err
 
 
+async def test_an_agent_that_has_never_worked_ends_all_runs_with_its_error(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lessons = lessons_of(read_experiment(write(place), place / "config.yaml"), place / "out")
+
+    async def work(lesson: LessonPlan, env: Any, tell: Any) -> dict[str, Any]:
+        raise AgentFails("every program failed, the first with KeyError: 'MODEL'")
+
+    with pytest.raises(AgentFails) as stopped:
+        await run_lessons(lessons, {}, [{}], work)
+    failed = "uniform, seed 0: every program failed, the first with KeyError: 'MODEL'; no further run is begun"
+    assert stopped.value.message == failed
+    assert capsys.readouterr().err.count("started") == 1
+    assert len(await run_lessons(lessons, {"another": {}}, [{}], work)) == len(lessons), "it has worked"
+
+
+@pytest.mark.parametrize(("rollouts", "error"), [(2, AgentFails), (3, ChildDied)])
+async def test_only_a_first_evaluation_without_any_success_says_that_the_agent_fails(
+    place: Path, rollouts: int, error: type[LightningError]
+) -> None:
+    experiment = read_experiment(write(place), place / "config.yaml")
+    row = {"complete": True, "failed": 2, "rollouts": rollouts}
+    script = "import sys; open(sys.argv[-1], 'w').write(sys.argv[-2]); sys.exit('lightning-proxy: it failed')"
+
+    class Played(Lesson):
+        def spec(self, name: str, *command: str, **env: str) -> ChildSpec:
+            out = command[command.index("--out") + 1]
+            return ChildSpec(name, [sys.executable, "-c", script, json.dumps({"rows": [row]}), out])
+
+    lesson = Played(experiment, lessons_of(experiment, place / "out")[0], {}, print)
+    lesson.prepare()
+    with pytest.raises(error, match="it failed") as raised:
+        await lesson.evaluate("before")
+    assert type(raised.value) is error
+
+
 def test_gpus_are_shared_out_to_the_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "cards", lambda: {0: 80.0, 1: 80.0, 2: 80.0, 3: 80.0})
     assert [env["CUDA_VISIBLE_DEVICES"] for env in module.gpus_of(2)] == ["0,1", "2,3"]
@@ -223,6 +262,7 @@ def test_a_dry_run_says_the_cost_as_far_as_it_is_known(place: Path) -> None:
         "4 runs, 2 to do; each trains for 16 rollouts, and evaluates 16 rollouts",
         "about 80 calls, 2000 tokens sampled in training, 3 minutes, as measured on 2 finished",
     ]
+    assert lightning("experiment", write(place, agent="python agnt.py"), "--dry-run").returncode == 2
 
 
 def test_a_run_has_a_folder_ports_and_an_order_of_tasks_of_its_own(place: Path) -> None:

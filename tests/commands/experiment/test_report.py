@@ -41,6 +41,13 @@ def test_the_interval_holds_seeds_and_tasks() -> None:
     assert (seeds.low, seeds.high) == (0.0, 1.0)  # two seeds that differ: the many tasks make nothing sure
 
 
+def test_one_seed_says_that_its_intervals_are_over_tasks_only(capsys: pytest.CaptureFixture[str]) -> None:
+    report.show([result("first", 0, 0, 0, 0, 1), result("first", 1, 0, 0, 0, 1), result("second", 0, 0, 0, 1, 1)])
+    assert capsys.readouterr().out.splitlines()[3:] == ["one seed (second): these intervals are over tasks only"]
+    report.show([result("first", seed, 0, 0, 0, 1) for seed in (0, 1)])
+    assert "one seed" not in capsys.readouterr().out
+
+
 def test_without_matplotlib_the_curves_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
     with pytest.raises(LightningError, match="the curves need matplotlib: pip install 'lightning-proxy\\[demo\\]'"):
