@@ -36,21 +36,26 @@ def doctor(
     tasks: Annotated[
         Path | None, typer.Option(help="with --learn: a JSON Lines file", show_default="four questions")
     ] = None,
+    preload: Annotated[
+        str, typer.Option(help="with --learn: modules to import once for all runs of `python script.py …`")
+    ] = "",
     yes: Annotated[bool, typer.Option("--yes", help="with --learn: replace merged weights while rollouts run")] = False,
+    model: Annotated[str | None, typer.Option(help="a Hugging Face id or a directory (policy.model)")] = None,
     as_json: Json = False,
 ) -> None:
     """Check every link, from configuration to rewards, and say what to fix. The exit code is 1 if a check failed."""
     from ..proxy.errors import ConfigError
 
-    if not learn and (command or tasks or yes):
-        raise ConfigError("--tasks, --yes and a program need --learn")
+    if not learn and (command or tasks or preload or yes):
+        raise ConfigError("--tasks, --preload, --yes and a program need --learn")
     if learn:
         from .doctor.learn.learn import LearnRequest, learn_command
 
-        done = learn_command(context.obj, LearnRequest(tasks, command or [], yes, as_json))
+        modules = preload.split(",") if preload else []
+        done = learn_command(context.obj, LearnRequest(tasks, command or [], yes, as_json, modules, model))
     else:
         from .doctor.doctor import doctor as run
 
-        done = run(context.obj, as_json=as_json)
+        done = run(context.obj, model, as_json=as_json)
     if not done:
         raise typer.Exit(1)

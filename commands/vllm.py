@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from ..proxy.config.root import Config
 from ..proxy.errors import ConfigError, LightningError
@@ -124,7 +125,7 @@ def visible_gpus(devices: Sequence[int]) -> dict[str, str]:
 def exec_vllm(config: Config) -> None:
     """Replace this process by vLLM. Does not return."""
     program = vllm_program(config, alone=True)
-    if warning := without_tools(config):
+    for warning in filter(None, (without_tools(config), other_port(config))):
         print(f"lightning-proxy: {warning}", file=sys.stderr, flush=True)
     os.execvpe(program.argv[0], program.argv, {**os.environ, **program.env})
 
@@ -132,6 +133,17 @@ def exec_vllm(config: Config) -> None:
 def without_tools(config: Config) -> str | None:
     """Return a warning if this vLLM will refuse requests with tools."""
     return parsers_of(require_model(config), config.vllm.extra_args).warning
+
+
+def other_port(config: Config) -> str | None:
+    """Return a line if the proxy looks for vLLM on this machine, and not at the port where we start it."""
+    upstream, port = config.policy_upstream, config.vllm.port
+    addresses = [urlsplit(url) for url in upstream.published_to] if upstream is not None else []
+    here = [address.port for address in addresses if address.hostname in LOOPBACK]
+    if upstream is None or not here or port in here:
+        return None
+    both = f'vllm: {{port: {port}}} and upstreams: [{{name: {upstream.name}, base_url: "http://127.0.0.1:{port}/v1"}}]'
+    return f"vllm.port is {port}, but the upstream {upstream.name} is at port {here[0]}: set both, as in {both}"
 
 
 def _served_rank(rank: int) -> int:

@@ -23,6 +23,7 @@ from ..formats import print_json
 from ..plan import plan_line
 from ..put_back import put_back_left
 from ..signals import run_until_signal
+from ..vllm import other_port
 from .checks import Check, checks_table, failed, ok
 from .proxy import check_alias, check_proxy, check_publish, check_rewards, check_store
 from .training import check_training
@@ -30,11 +31,15 @@ from .vllm import VllmChecks
 
 TIMEOUT_S = 120.0  # the first answer of a fresh vLLM is slow
 REACH_S = 5.0
+STARTING = (
+    "start it with `lightning-proxy vllm`; if it is starting, wait until it prints `Application startup complete` (of "
+    "`up`: in lightning-logs/vllm.log); or correct upstreams.base_url"
+)
 
 
-def doctor(path: Path | None, *, as_json: bool) -> bool:
+def doctor(path: Path | None, model: str | None, *, as_json: bool) -> bool:
     """Print every check and return whether none failed."""
-    checks = run_until_signal(run_checks(path))
+    checks = run_until_signal(run_checks(path, model))
     if as_json:
         print_json([asdict(check) for check in checks])
     else:
@@ -42,11 +47,11 @@ def doctor(path: Path | None, *, as_json: bool) -> bool:
     return not any(check.outcome == "failed" for check in checks)
 
 
-async def run_checks(path: Path | None) -> list[Check]:
-    """Make all checks that are possible, and none behind a broken link."""
+async def run_checks(path: Path | None, model: str | None = None) -> list[Check]:
+    """Make all checks that are possible, and none behind a broken link. `model`: in place of policy.model."""
     where = str(path) if path else "defaults and environment"
     try:
-        config = load_config(path)
+        config = load_config(path, {"policy.model": model})
     except ConfigError as error:
         return [failed("configuration", error.message, "correct it and run doctor again")]
     checks = [
@@ -98,7 +103,7 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
             yield check_provider(upstream)
             continue
         for url in dict.fromkeys((*upstream.urls, *upstream.published_to)):
-            reached[url] = await check_server(session, upstream, url)
+            reached[url] = await check_server(config, session, upstream, url)
             yield reached[url]
     policy = config.policy_upstream
     if policy is None:
@@ -118,11 +123,12 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
                 yield check
 
 
-async def check_server(session: aiohttp.ClientSession, upstream: UpstreamConfig, url: str) -> Check:
+async def check_server(config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig, url: str) -> Check:
     """Check that a model server answers."""
     name = f"upstream {upstream.name}"
-    start = "start it with `lightning-proxy vllm`" if upstream.kind == "vllm" else "check the provider's status"
-    fix = f"{start}, or correct upstreams.base_url"
+    fix = "check the provider's status, or correct upstreams.base_url"
+    if upstream.kind == "vllm":
+        fix = other_port(config) or STARTING
     try:
         limit = aiohttp.ClientTimeout(total=REACH_S)
         way = through(upstream, url)

@@ -71,7 +71,8 @@ async def check_proxy(api: ApiClient) -> Check:
     try:
         policy = await api.policy()
     except ProxyNotThere:
-        return failed("proxy", f"nothing answers at {api.url}", "start it with `lightning-proxy serve`")
+        start = "start it with `lightning-proxy serve`; `up` starts it once vLLM answers"
+        return failed("proxy", f"nothing answers at {api.url}", start)
     except ApiError as error:
         return failed("proxy", error.message, "use the configuration that the proxy was started with")
     return ok("proxy", f"{api.url}, policy version {policy['live_version']} live")

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from ...proxy.config.file import ENV_NOT_CONFIG, config_of, read_yaml
+from ...proxy.config.file import ENV_NOT_CONFIG, config_of, read_config, read_yaml
 from ...proxy.config.root import Config
 from ...proxy.config.section import Section
 from ...proxy.config.wrong import ENV_PREFIX, lines
@@ -23,7 +23,7 @@ from ...trainer.plugins.hooks import Run
 from ...trainer.plugins.on_board import check
 from ..run.executors.choose import runner_for
 from ..run.tasks import read_tasks
-from ..vllm import require_model
+from ..vllm import other_port, require_model
 
 Json = dict[str, Any]
 # Each lesson has its own.
@@ -99,7 +99,7 @@ def read_experiment(file: Path, config: Path | None) -> Experiment:
 
 def lessons_of(experiment: Experiment, directory: Path) -> list[LessonPlan]:
     """Return all lessons, every variant with the first seed first. ConfigError names the variant and the wrong key."""
-    base = read_yaml(experiment.config) if experiment.config is not None else {}
+    base = read_config(experiment.config)
     config_of(deepcopy(base), path=experiment.config)
     shared = _shared(experiment)
     made: dict[str, tuple[Json, Config, Json]] = {}
@@ -139,7 +139,8 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
         upstream = config.policy_upstream
         urls = upstream.urls if upstream is not None and not upstream.servers else ()
         if len(urls) != 1 or urlsplit(urls[0]).port != config.vllm.port:
-            raise ConfigError("upstreams: each run starts one vLLM; leave out replicas, and name the port of vllm.port")
+            wrong = "upstreams: each run starts one vLLM; leave out replicas, and name the port of vllm.port"
+            raise ConfigError(other_port(config) or wrong)
         if config.run.proxy_url is not None:
             raise ConfigError("run.proxy_url: each run has a proxy of its own")
         if rollouts is not None and rollouts % config.trainer.group_size:

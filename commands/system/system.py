@@ -17,7 +17,7 @@ from ...proxy.errors import ConfigError
 from ...proxy.plugins.on_board import check_plugins
 from ...proxy.store.keys import require_keys
 from ..formats import address
-from ..vllm import vllm_program
+from ..vllm import other_port, vllm_program
 from .download import downloaded
 from .processes import Child, ChildSpec, Supervisor, require_free_port
 
@@ -116,6 +116,7 @@ def check_addresses(config: Config) -> None:
     upstream = config.policy_upstream
     address = urlsplit(upstream.urls[0]) if upstream else None
     if address is None or address.port != config.vllm.port:
-        raise ConfigError(f"upstreams: the first of kind vllm must be at port {config.vllm.port}, as vllm.port says")
+        wrong = f"upstreams: the first of kind vllm must be at port {config.vllm.port}, as vllm.port says"
+        raise ConfigError(other_port(config) or wrong)
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
     require_free_port(config.vllm.host, config.vllm.port, "vllm.port")

@@ -26,7 +26,7 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
 
     Raises ConfigError with a line for each wrong key or value that names it, and where it comes from.
     """
-    return config_of(read_yaml(path) if path is not None else {}, overrides, path)
+    return config_of(read_config(path), overrides, path)
 
 
 def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, path: Path | None = None) -> Config:
@@ -52,6 +52,13 @@ def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, pat
         return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError(lines(error, Config, path, origins)) from None
+
+
+def read_config(path: Path | None) -> dict[str, Any]:
+    """Return the sections of a configuration file; none without a path. Raise ConfigError."""
+    if path is not None and not path.exists():
+        raise ConfigError(f"cannot read {path}: there is no such file; `lightning-proxy init {path}` writes one")
+    return {} if path is None else read_yaml(path)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -62,7 +62,10 @@ def test_a_wrong_key_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
 def test_a_missing_configuration_file_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
     done = in_a_process("--config", "no.yaml", "serve", cwd=tmp_path)
     assert done.returncode == 2
-    assert done.stderr == "lightning-proxy: cannot read no.yaml: No such file or directory\n"
+    assert (
+        done.stderr
+        == "lightning-proxy: cannot read no.yaml: there is no such file; `lightning-proxy init no.yaml` writes one\n"
+    )
 
 
 def test_a_missing_model_directory_ends_with_one_line_and_code_2(tmp_path: Path) -> None:

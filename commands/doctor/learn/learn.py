@@ -49,12 +49,14 @@ WIDTHS = (7, 18)
 
 @dataclass(frozen=True, slots=True)
 class LearnRequest:
-    """The options of the command line. Without a `command` a built-in agent works."""
+    """The options of the command line. Without a `command` a built-in agent works. `model`: for policy.model."""
 
     tasks: Path | None
     command: list[str]
     yes: bool
     as_json: bool
+    preload: Sequence[str] = ()
+    model: str | None = None
 
 
 def learn_command(path: Path | None, request: LearnRequest) -> bool:
@@ -82,7 +84,7 @@ def learn_command(path: Path | None, request: LearnRequest) -> bool:
 async def learn(path: Path | None, request: LearnRequest, tasks: Sequence[Task], tell: Tell) -> None:
     """Make all checks in their order. Raise Broken at the first that failed; what was changed is put back."""
     try:
-        config = load_config(path)
+        config = load_config(path, {"policy.model": request.model})
     except ConfigError as error:
         tell(failed("configuration", error.message, "correct it and run doctor again"))
         raise Broken from None
@@ -91,17 +93,17 @@ async def learn(path: Path | None, request: LearnRequest, tasks: Sequence[Task],
         names = ", ".join(upstream.name for upstream in config.upstreams)
         fix = "add an upstream with kind: vllm; providers' models are recorded and never trained"
         tell(failed("policy", f"{names}: no upstream of kind vllm, so nothing can be trained", fix))
-    try:
-        settled = prepared(config, Run())
-    except LightningError as error:
-        tell(failed("trainer", error.message, "correct it: `lightning-proxy train` would say the same"))
-        raise Broken from None
-    quiet()
     async with AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(alone(config))
         except ConfigError as error:
             tell(failed("trainer", error.message, "two trainers would share its memory, and the server"))
+        try:
+            settled = prepared(config, Run())
+        except LightningError as error:
+            tell(failed("trainer", error.message, "correct it: `lightning-proxy train` would say the same"))
+            raise Broken from None
+        quiet()
         tell(ok("trainer", "installed, and none works on this store"))
         await put_back_if_left(config, lambda line: tell(ok("learn", line)))
         await _check_policy(config, tell)
@@ -128,7 +130,7 @@ async def _check_policy(config: Config, tell: Tell) -> None:
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=REACH_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         for url in dict.fromkeys((*upstream.urls, *upstream.published_to)):
-            tell(await check_server(session, upstream, url))
+            tell(await check_server(config, session, upstream, url))
         async for check in VllmChecks(config, session, upstream, publish_mode(config)).all():
             tell(check)
 
@@ -247,7 +249,7 @@ async def _agent(config: Config, request: LearnRequest, api: ApiClient) -> Async
         if not request.command:
             yield BuiltInAgent(config.policy.alias, session)
             return
-        runner = runner_for(config, request.command, [], partial(print, file=sys.stderr))
+        runner = runner_for(config, request.command, request.preload, partial(print, file=sys.stderr))
         try:
             yield runner
         finally:

@@ -175,7 +175,11 @@ async def test_what_is_down_is_named_with_its_fix(tmp_path: Path) -> None:
         "upstream policy": "failed",
     }
     assert "lightning-proxy serve" in (found["proxy"].fix or "")
-    assert "lightning-proxy vllm" in (found["upstream policy"].fix or "")
+    fix = found["upstream policy"].fix or ""
+    assert fix.startswith("vllm.port is 8100, but the upstream policy is at port 9: set both, as in vllm: {port: 8100}")
+    path.write_text(f"{path.read_text()}vllm: {{port: 9}}\n")
+    fix = {check.name: check for check in await run_checks(path)}["upstream policy"].fix or ""
+    assert fix.startswith("start it with `lightning-proxy vllm`; if it is starting, wait until it prints")
 
 
 async def test_a_wrong_key_is_a_failed_check(tmp_path: Path) -> None:

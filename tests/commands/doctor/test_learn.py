@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,11 +50,12 @@ class Patient:
     file: Path
     before: list[str] = field(default_factory=list)
 
-    async def checks(self, *command: str, yes: bool = False) -> dict[str, Check]:
+    async def checks(self, *command: str, yes: bool = False, preload: Sequence[str] = ()) -> dict[str, Check]:
         """The checks by name, after a look that nothing is left."""
         tell, models = Tell(lambda check: None), [*self.server.models]
         try:
-            await learn(self.file, LearnRequest(None, [*command], yes, as_json=False), own_tasks(), tell)
+            request = LearnRequest(None, [*command], yes, as_json=False, preload=preload)
+            await learn(self.file, request, own_tasks(), tell)
         except Broken:
             assert tell.checks[-1].outcome == "failed" or tell.checks[-1].name == "as before"
         assert [*self.server.models] == models
@@ -148,6 +149,9 @@ async def test_a_trainer_that_is_not_installed_is_named(
 async def test_a_trainer_that_runs_is_left_alone(base: Path, tmp_path: Path) -> None:
     async with patient(base, tmp_path) as one:
         with only_trainer(tmp_path / "policy", tmp_path / "store.db"):
+            settings = yaml.safe_load(one.file.read_text())
+            del settings["policy"]["model"]  # what is to be stopped is told first
+            one.file.write_text(yaml.safe_dump(settings))
             found = (await one.checks())["trainer"]
         assert (found.outcome, "another trainer works" in found.found) == ("failed", True)
         assert one.server.loads == []
@@ -183,7 +187,7 @@ async def test_the_users_own_agent_works(base: Path, tmp_path: Path, monkeypatch
     agent.write_text(AGENT)
     monkeypatch.setenv("MODEL", "policy")
     async with patient(base, tmp_path) as one:
-        found = await one.checks("python", str(agent))
+        found = await one.checks("python", str(agent), preload=["urllib.request"])
         assert found["agent"].found.startswith("32 rollouts of 4 tasks made 32 calls")
         assert found["as before"].outcome == found["new weights"].outcome == "ok"
 
@@ -243,3 +247,4 @@ def test_it_can_be_read_by_programs(base: Path, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert [check["name"] for check in json.loads(done.stdout)] == ["your proxy", "policy"]
     assert lightning("--config", file, "doctor", "--yes").returncode == 2
+    assert lightning("--config", file, "doctor", "--preload", "json").returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -17,7 +18,9 @@ from lightning_proxy.commands import serve
 from lightning_proxy.commands.system import processes
 from lightning_proxy.commands.system.port_holder import holder_of
 from lightning_proxy.commands.system.processes import LEFT_OVER_S, free_port, require_free_port
-from lightning_proxy.proxy.errors import LightningError
+from lightning_proxy.commands.system.system import check_addresses
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.errors import ConfigError, LightningError
 
 LISTEN = """
 import socket, sys
@@ -85,6 +88,12 @@ def test_a_supervisor_that_lives_is_not_waited_for() -> None:
             holder = holder_of(port)
             worker.kill()
     assert holder is not None and (holder.pid, holder.is_left) == (os.getpid(), False)
+
+
+def test_a_vllm_that_was_moved_by_one_of_its_two_keys_is_told_with_both() -> None:
+    moved = "vllm.port is 9, but the upstream policy is at port 8100: set both, as in vllm: {port: 9} and upstreams: "
+    with pytest.raises(ConfigError, match=re.escape(moved)):
+        check_addresses(Config.model_validate({"vllm": {"port": 9}}))
 
 
 def test_a_worker_that_hangs_ends_soon_after_its_supervisor() -> None:
