@@ -8,16 +8,18 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 
-from ..proxy.config.root import Config
 from ..proxy.errors import LightningError
 from ..proxy.json_text import loads
-from ..proxy.types import Mode
 from .formats import address
 from .signals import run_until_signal
+
+if TYPE_CHECKING:
+    from ..proxy.config.root import Config
+    from ..proxy.types import Mode
 
 T = TypeVar("T")
 UNAUTHORIZED = 401

@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...proxy.apis.tokens import NO_TOKEN_IDS
 from ...proxy.config.cron import next_time
-from ...proxy.config.root import Config
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.store.training import Collapse
 from ..api_client import ApiClient, ask
 from ..formats import count, duration, number, plain, print_json, sparkline
 from .promotion import line_of
 from .steps import steps_table
+
+if TYPE_CHECKING:
+    from ...proxy.config.root import Config
+    from ...proxy.config.trainer import TrainerConfig
 
 NEWEST_STEPS = 40
 NEWEST = 200  # rollouts, and calls
@@ -96,6 +96,8 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     for name, value in _new_versions(status, policy):
         table.add_row(name, value)
     if collapse := policy["collapse"]:
+        from ...proxy.store.training import Collapse
+
         table.add_row("stopped", plain(f"for {duration(now - collapse['at'])}: {Collapse(**collapse).story}", "red"))
     for mode, counts in sorted(status["rollouts"].items(), reverse=True):
         shown = ", ".join(f"{count(n)} {name}" for name, n in sorted(counts.items()))
@@ -143,6 +145,8 @@ def _not_trained_on(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
         reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in dropped.items())
         yield "dropped", plain(f"of the newest {count(NEWEST)} rollouts: {reasons}")
     if untrainable := status["untrainable"]:
+        from ...proxy.apis.tokens import NO_TOKEN_IDS
+
         reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in untrainable.items())
         hint = "\n`lightning-proxy doctor` says what the policy server lacks" if NO_TOKEN_IDS in untrainable else ""
         yield "not trained on", plain(f"of the newest {count(NEWEST)} calls: {reasons}{hint}", "yellow")

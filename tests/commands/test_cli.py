@@ -120,7 +120,7 @@ COMPLETION = {"_LIGHTNING_PROXY_COMPLETE": "complete_bash", "COMP_WORDS": "light
         (["--help"], {}, (*PARSED, "pydantic")),
         (["run", "--help"], {}, PARSED),  # once an option is parsed, typer itself imports pydantic
         ([], COMPLETION, PARSED),
-        (["status"], {"LIGHTNING_PROXY__PORT": "1"}, HEAVY),
+        (["status"], {"LIGHTNING_PROXY__PORT": "1"}, (*HEAVY, "lightning_proxy.proxy.store")),
     ],
     ids=("help", "run", "completion", "status"),
 )
