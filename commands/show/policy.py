@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,20 +22,28 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 def list_versions(context: typer.Context, as_json: Json = False) -> None:
     """List the policy versions, oldest first. Those that are `ready` can be promoted.
 
+    `step reward` is the mean reward of the step that made the version: of rollouts before it. `verified` says by how
+    many standard deviations (sd) vLLM's answers were those of the new weights and not of the old.
+
     Below: the test that is under way, and how the last one was decided (policy.promotion: gated).
     """
     from rich.console import Console
 
-    from ..api_client import ask
+    from ..api_client import ApiClient, ask
     from ..formats import print_json
     from .promotion import tests_view
 
-    answer = ask(configuration(context), lambda api: api.request("GET", "/policy/versions"))
+    async def read(api: ApiClient) -> tuple[dict[str, Any], dict[str, Any]]:
+        steps = await api.request("GET", "/policy/steps", params={"limit": "1000", "brief": "true"})
+        return await api.request("GET", "/policy/versions"), steps
+
+    versions, steps = ask(configuration(context), read)
     if as_json:
-        print_json(answer)
+        print_json(versions)
     else:
-        console = Console(highlight=False)
-        console.print(versions_table(answer["data"]), *tests_view(answer["data"]), sep="\n")
+        console, of_steps = Console(highlight=False), [step["metrics"] for step in steps["data"]]
+        table = versions_table(versions["data"], {metrics.get("version"): metrics for metrics in of_steps})
+        console.print(table, *tests_view(versions["data"]), sep="\n")
 
 
 @app.command()
@@ -51,22 +60,30 @@ def rollback(context: typer.Context, as_json: Json = False) -> None:
     _change(context, "/policy/rollback", None, as_json)
 
 
-def versions_table(versions: list[dict[str, Any]]) -> Table:
-    """Return a table with one line per version; a star marks the live one."""
+def versions_table(versions: list[dict[str, Any]], of_steps: Mapping[int | None, dict[str, Any]]) -> Table:
+    """Return a table with one line per version; a star marks the live one. `of_steps`: their steps' metrics."""
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("version", "", "status", "step", "published", "reward", "when"):
+    for name in ("version", "", "status", "step", "step reward", "published", "verified", "when"):
         table.add_column(name, justify="right" if name in ("version", "step") else "left", no_wrap=True)
     for v in versions:
         mean = v["metrics"].get("reward_mean")
         status = v["status"] if v["live"] or v["status"] != "ready" else _readiness(v["obstacle"])
         cells = (str(v["version"]), "*" if v["live"] else "", status, "-" if v["step"] is None else str(v["step"]))
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(v["live_at"] or v["created_at"]))
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(v["live_at"] or v["created_at"]))
+        published = (v["publish"] or "-", _verified(v["verified"], of_steps.get(v["version"], {})), when)
         reward = "-" if mean is None else f"{mean:.3f}"
-        published = ("base model", reward, "-") if v["version"] == 0 else (v["publish"] or "-", reward, when)
-        table.add_row(*cells, *published)
+        table.add_row(*cells, reward, *(("base model", "-", "-") if v["version"] == 0 else published))
     return table
+
+
+def _verified(verified: bool, of_step: Mapping[str, Any]) -> str:
+    """How clearly a version was verified, as far as that was recorded and answers told it."""
+    deviations = of_step.get("verify_deviations")
+    if not verified:
+        return "no"
+    return "yes" if deviations is None or "verified_by" in of_step else f"{deviations:.3g} sd"
 
 
 def _readiness(obstacle: str | None) -> str:

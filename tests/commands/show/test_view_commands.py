@@ -160,8 +160,12 @@ async def test_versions_are_listed_promoted_and_rolled_back(running: Running, tm
         assert await system.lightning("policy", "promote", str(version)) == (0, "policy version 1 is live\n", "")
         _, out, _ = await system.lightning("policy", "list", "--json")
         assert [v["live"] for v in json.loads(out)["data"]] == [False, True]
+        await store.versions.verified(version)
+        step = await store.steps.claim([], 0)
+        await store.steps.trained(step, None, {"version": version, "verify_deviations": 41.27})
         _, out, _ = await system.lightning("policy", "list")
-        assert "base model" in out
+        head, base, first = out.splitlines()
+        assert ("step reward" in head, "base model" in base, "41.3 sd" in first) == (True, True, True), out
         assert await system.lightning("policy", "rollback") == (0, "policy version 0 is live\n", "")
         code, _, err = await system.lightning("policy", "rollback")
         assert (code, err.count("\n")) == (1, 1)
@@ -181,6 +185,7 @@ async def test_ready_versions_are_those_that_can_be_promoted(running: Running, t
         _, out, _ = await system.lightning("policy", "list")
         told = {line.split()[0]: line for line in out.splitlines()[1:]}
         states = ["live", "files gone", "ready", "ready", "other mode", "failed"]
+        assert " no  " in told["5"], "it was not verified"
         assert [state for state, line in zip(states, told.values(), strict=True) if state not in line] == [], out
         assert max(map(len, out.splitlines())) <= 80
         _, listed = await system.call("GET", "/policy/versions")
