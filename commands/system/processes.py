@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -23,15 +24,17 @@ from ...proxy.errors import ConfigError, LightningError
 from ...proxy.store.sqlite.copies import make_private
 from ..formats import duration
 from .port_holder import holder_of
-from .reason import reason
+from .reason import last_line, reason
 
 T = TypeVar("T")
+WAITING, STILL = "waiting for ", "still waiting for "  # a view knows these lines by them
 GUARD = Path(__file__).with_name("guard.py")
 RESTARTS_S = 600.0
 RESTART_DELAY_S = 1.0
 SHORTAGE_S = 1800.0
 SHORTAGE_DELAY_S = 10.0
 PROGRESS_S = 1.0
+STILL_S = 15.0
 PORT_POLL_S = 1.0
 LEFT_OVER_S = 10.0
 LEFT_OVER_POLL_S = 0.1
@@ -183,10 +186,11 @@ class Supervisor:
 
     async def wait_healthy(self, child: Child) -> None:
         """Wait until the child's health URL answers 200. ChildDied if it ends before, LightningError if it is late."""
-        self._say(f"waiting for {child.spec.name}")
+        self._say(f"{WAITING}{child.spec.name}")
         started = time.monotonic()
         ended = asyncio.ensure_future(child.process.wait())
         healthy = asyncio.ensure_future(_until_healthy(child.spec.health_url))
+        telling = asyncio.ensure_future(self._tell_what_it_does(child))
         either: set[asyncio.Future[Any]] = {ended, healthy}
         try:
             await _until_one_is_done(either, child.spec)
@@ -197,8 +201,15 @@ class Supervisor:
             late = f"{child.spec.name} was not ready after {child.spec.start_timeout_s:.0f} s"
             raise LightningError(f"{late}: {reason(child.log)}; see {child.log}") from None
         finally:
-            ended.cancel()
-            healthy.cancel()
+            for future in (*either, telling):
+                future.cancel()
+
+    async def _tell_what_it_does(self, child: Child) -> None:
+        """Say now and then how long a child has been starting, and the last line of its log, until cancelled."""
+        for n in count(1):
+            await asyncio.sleep(STILL_S)
+            line = last_line(child.log)
+            self._say(f"{STILL}{child.spec.name} after {duration(n * STILL_S)}{f': {line}' if line else ''}")
 
     async def watch(self) -> None:
         """Raise ChildDied when a child ends that should not. Never returns."""

@@ -25,7 +25,7 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console, log_f
     settled = settle(config)
     if settled.plan is not None and log_format == "text":
         console.print(*plan_tables(settled), sep="\n")
-    with UpView(console, log_format) as view:
+    with UpView(console, logs, log_format) as view:
         if warning := without_tools(config):
             view.say(warning, "yellow")
         await put_back_left(config, view.say)

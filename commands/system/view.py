@@ -12,24 +12,32 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
 
 from ..formats import plain
 from ..lines import LogFormat
 from ..show.steps import step_line
+from .processes import STILL, WAITING
+from .reason import last_line
 
-WAITING = "waiting for "
 POLL_S = 0.5
 
 
 class UpView:
-    """`with UpView(console, format) as view:`. Parts that are starting are shown with the time so far."""
+    """`with UpView(console, logs, format) as view:` shows parts that are starting with the time so far.
 
-    def __init__(self, console: Console, format: LogFormat = "text") -> None:
+    On a terminal this is one line that changes, with the newest line of the part's log.
+    """
+
+    def __init__(self, console: Console, logs: Path, format: LogFormat = "text") -> None:
         self.console, self._format = console, format
         self._is_live = console.is_terminal and format == "text"
-        columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=console, transient=True, disable=not self._is_live)
+        columns = (
+            SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), _LastLine(logs)
+        )  # fmt: skip
+        self._progress = Progress(*columns, console=console, transient=True, expand=True, disable=not self._is_live)
 
     @property
     def serve_options(self) -> tuple[str, ...]:
@@ -50,10 +58,12 @@ class UpView:
     def say(self, what: str, style: str = "dim") -> None:
         """Show a line of any text."""
         if self._is_live:
+            if what.startswith(STILL):  # its line shows it all the time
+                return
             for task in self._progress.task_ids:
                 self._progress.remove_task(task)
             if what.startswith(WAITING):
-                self._progress.add_task(what)
+                self._progress.add_task(what, part=what.removeprefix(WAITING))
                 return
         self._print(what, style, event="up")
 
@@ -88,3 +98,16 @@ class UpView:
             self.console.print(plain(line), soft_wrap=True, highlight=False)
         else:
             self.console.print(plain(f"{time.strftime('%H:%M:%S')} {what}", style), soft_wrap=True, highlight=False)
+
+
+class _LastLine(ProgressColumn):
+    """The newest line of the log of a part that is starting, as much of it as there is room for."""
+
+    max_refresh = POLL_S
+
+    def __init__(self, logs: Path) -> None:
+        super().__init__(Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        self._logs = logs
+
+    def render(self, task: Task) -> Text:
+        return plain(last_line(self._logs / f"{task.fields['part']}.log"), "dim")
