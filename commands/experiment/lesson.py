@@ -22,6 +22,7 @@ from ...proxy.errors import LightningError
 from ..api_client import ApiClient
 from ..run.tasks import read_tasks
 from ..system.processes import Child, ChildDied, ChildSpec, Supervisor, free_port
+from ..system.reason import reason
 from ..system.system import Launch
 from .plan import Experiment, Json, LessonPlan, with_own
 
@@ -78,9 +79,10 @@ class Lesson:
             async with Supervisor(self.logs) as own:
                 try:
                     await self.done(own, name, "eval", *asked, *self.agent())
-                except ChildDied as error:
+                except ChildDied:
                     if name == "before" and _every_program_failed(out):
-                        raise AgentFails(error.message) from None
+                        log = self.logs / f"{name}.log"
+                        raise AgentFails(f"{reason(log)}; see {log}") from None
                     raise
         row = json.loads(out.read_text())["rows"][0]
         by_task = {task: found["mean_reward"] for task, found in row["by_task"].items()}

@@ -8,7 +8,7 @@ from pathlib import Path
 LONGEST = 400
 NEWEST_BYTES = 4096
 # An exception's last line, behind the prefix of vLLM's processes too; what our own commands end with; a killed worker.
-_TELLING = re.compile(r"(?:^|\] )((?:[\w.]*(?:Error|Exception)\b|Worker proc \S+ died|lightning-proxy: ).*)", re.M)
+_TELLING = re.compile(r"(?:^|\] )((?:[\w.]*(?:Error|Exception)\b|Worker \S+ \S+ died .*: -|lightning-proxy: ).*)", re.M)
 _PREFIX = re.compile(r"^\(\S+ pid=\d+\) (?:[A-Z]+ \S+ \S+ \[\S+\])?")  # vLLM's: process, level, time, place in its code
 _ELSEWHERE = ("root cause", "Executor failed")  # vLLM's exceptions that only follow from an earlier one
 

@@ -216,10 +216,11 @@ async def test_a_child_that_closes_its_port_and_lives_on_is_started_again_as_if_
 NO_ROOM = """(APIServer pid=1) WARNING 11-25 [system_utils.py:255] This can cause `OSError: [Errno 24] Too many files`.
 (Worker pid=2) ERROR 11-25 [multiproc_executor.py:1063]     raise ValueError(
 (Worker pid=2) ERROR 11-25 [multiproc_executor.py:1063] ValueError: Available memory on node 0 is less than requested.
+(EngineCore pid=4) ERROR 11-25 [multiproc.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: 0).
 RuntimeError: Worker failed with error 'Available', please check the stack trace above for the root cause
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 """
-KILLED = """(EngineCore pid=4) ERROR 11-25 [multiproc_executor.py:315] Worker proc VllmWorker-0 died unexpectedly
+KILLED = """(EngineCore pid=4) ERROR 11-25 [multiproc.py:315] Worker proc VllmWorker-0 died unexpectedly (exit code: -9)
 (EngineCore pid=4) ERROR 11-25 [core.py:1512] RuntimeError: Executor failed.
 (APIServer pid=3) ERROR 11-25 [async_llm.py:906] EngineDeadError: See stack trace (above) for the root cause.
 RuntimeError: Executor failed.
@@ -231,7 +232,7 @@ INFO:     Shutting down
     ("printed", "told"),
     [
         (NO_ROOM, "ValueError: Available memory on node 0 is less than requested"),
-        (KILLED, "Worker proc VllmWorker-0 died unexpectedly"),
+        (KILLED, "Worker proc VllmWorker-0 died unexpectedly (exit code: -9)"),
         ("KeyError: 'a'\nlightning-proxy: every program failed\n", "every program failed"),
         ("sh: no such thing\n\n", "sh: no such thing"),
         ("", "it printed nothing"),
