@@ -13,7 +13,7 @@ EXTRAS ?= $(if $(GPU),vllm,cpu),train,providers,demo,parquet,dev
 # vLLM's and torch's wheels are built for CUDA 13, whose oldest driver this is.
 DRIVER := 580
 
-.PHONY: help setup clients tinker test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-several bench-page bench-credit bench-promotion bench-gate bench-train bench-sampling bench-methods soak kill-rounds
+.PHONY: help setup clients tinker test test-all check lint demo learn bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-several bench-page bench-credit bench-promotion bench-gate bench-train bench-sampling bench-methods bench-loop soak kill-rounds
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -139,6 +139,9 @@ bench-gate: setup  ## a better, a spoilt and a cheating version before the gate,
 
 bench-methods: setup  ## what rl, sft, dpo and kto make of the same number of rollouts, three seeds: two hours
 	$(BIN)/python benchmarks/methods.py $(ARGS)
+
+bench-loop: setup  ## the demo beside TRL's GRPOTrainer with its own generation, 20 steps each; ARGS=--quick: two
+	$(BIN)/python -W ignore benchmarks/loop.py $(ARGS)
 
 soak: setup  ## half an hour of mixed load: nothing lost? how flat is memory?
 	$(BIN)/python benchmarks/soak.py $(ARGS)

@@ -275,6 +275,22 @@ async def test_the_benchmark_of_the_gate_measures_each_version_once(
     assert list(gate.table(results))[2] == "| 0 | spoilt | 3 | rejected | 72 | 9 | 0.5 | 0.25 | -0.25 | 21 | 0.1 |"
 
 
+@pytest.mark.vllm
+@pytest.mark.timeout(1200)
+async def test_the_demo_and_trl_take_steps_over_as_many_rollouts_and_all_their_time_is_shown(tmp_path: Path) -> None:
+    page = tmp_path / "loop.md"
+    code, out = await run("loop.py", "--quick", "--dir", str(tmp_path / "demo"), "--page", str(page))
+    assert code == 0, out
+    steps = json.loads(page.with_suffix(".json").read_text())["steps"]
+    assert [one["rollouts"] for one in steps.values()] == [[64, 128], [64, 128]]
+    for one in steps.values():
+        assert all(0 <= reward < 0.3 for reward in one["rewards"]), "both begin with the base model"
+        begin, end = one["ready_s"]
+        assert min(one["parts"][0].values()) >= 0
+        assert sum(one["parts"][0].values()) == pytest.approx(end - begin)
+    assert page.read_text().count("\n| ") == 6 + 2 + 10 + 3 * 2, "rows of the tables, and their heads"
+
+
 def test_the_reward_for_length_is_for_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     from longer import longer  # type: ignore[import-not-found]
