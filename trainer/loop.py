@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from .publish import NoPublisher, Publisher
 from .report.metric_schema import scalars
 from .step.engine import TrainingEngine
 from .types import Batch, Guide, Sample, Show, show_nothing
-from .waiting import GuideError, JudgeError, Stopped, before_retry, in_thread, pause, pause_until_changed
+from .waiting import GuideError, JudgeError, Stopped, all_of, before_retry, in_thread, pause, pause_until_changed
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +43,12 @@ UNPUBLISHED = -1  # in place of a policy version: the trainer's weights were not
 def moved_nothing(metrics: Mapping[str, Any]) -> bool:
     """Return whether a step left the weights as they were: it was skipped, or its learning rate is 0 (warm-up)."""
     return bool(metrics.get("skipped")) or metrics.get("lr") == 0
+
+
+async def _end_of(work: Awaitable[Any]) -> float:
+    """When it has ended, by the performance counter."""
+    await work
+    return time.perf_counter()
 
 
 class TrainingLoop:
@@ -108,6 +114,16 @@ class TrainingLoop:
                 break
             if not trained:
                 await pause_until_changed(stop, changes, self._config.poll_s)
+        if not stop.is_set():
+            await self.settle()
+
+    async def settle(self) -> Mapping[str, Any]:
+        """Have the live version verified, if it is not yet. Return the metrics about it; none if stopped before."""
+        try:
+            return await self._publisher.settle(self.collector.samples_of, self._stop)
+        except Stopped:
+            log.warning("stopped before the live version was verified: the next start does it")
+            return {}
 
     async def _train_when_due(self, once: bool) -> bool:
         """Take a step if the schedule and the rollouts allow one now. `once` asks no schedule."""
@@ -143,11 +159,10 @@ class TrainingLoop:
             return False
         metrics: dict[str, Any] = {"wait_s": started - self._free_since, "collect_s": time.perf_counter() - started}
         try:
-            batch = await self._guided(batch)
+            metrics |= await self._step(await self._guided(batch))
         except Stopped:
-            log.warning("stopped before step %d began: the next start offers its rollouts again", batch.step)
+            log.warning("stopped before step %d was taken: the next start offers its rollouts again", batch.step)
             return False
-        metrics |= await self._step(batch)
         return await self.conclude(batch, metrics)
 
     async def _guided(self, batch: Batch) -> Batch:
@@ -174,8 +189,15 @@ class TrainingLoop:
         return True
 
     async def _step(self, batch: Batch) -> dict[str, Any]:
-        """Take the optimizer step; return its metrics, and the monitor's."""
-        metrics: dict[str, Any] = {**await in_thread(self._trainer.step, batch), "reward_by_task": batch.tasks}
+        """Take the optimizer step, once the live version is verified; return its metrics, and the monitor's.
+
+        Raises Stopped, or the PublishError of a version that does not verify: then no weight has moved.
+        """
+        gradients = in_thread(self._trainer.forward_backward, batch)
+        verification = self._publisher.settle(self.collector.samples_of, self._stop)
+        computed, verified = await all_of(map(_end_of, (gradients, verification)))
+        metrics: dict[str, Any] = {**await in_thread(self._trainer.optim_step), "reward_by_task": batch.tasks}
+        metrics["verify_s"] = max(0.0, verified - computed)
         if metrics["skipped"]:
             metrics["skipped_because"] = self._trainer.skipped_because
         left_out = "; ".join(filter(None, (batch.left_out, self._trainer.left_out_because)))

@@ -1,6 +1,7 @@
 """Publishes new weights: save, load into vLLM, verify, make live. Waits and tries again while vLLM is away.
 
-Merged weights on a single server replace the live ones: they go live first, and back if they do not verify.
+Merged weights on a single server replace the live ones: they go live first, are verified by the answers that agents get
+while the trainer goes on, and are taken back if they do not verify. No weights move before that.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic
 from typing import Any
 
 from ..proxy.config.policy import PolicyConfig
@@ -31,13 +35,15 @@ from .files.versions import VersionFiles
 from .step.engine import TrainingEngine
 from .types import Sample
 from .verify import Verifier
-from .waiting import before_retry, in_thread
+from .waiting import Stopped, before_retry, in_thread
 
 log = logging.getLogger(__name__)
 
 SamplesOf = Callable[[Sequence[Rollout]], Awaitable[list[Sample]]]
 
 FAULTS = 10  # so many errors of vLLM's own end the publishing
+QUIET_S = 5.0  # after which an idle trainer asks vLLM itself, if agents' answers have not shown which weights it serves
+SEEN_ROLLOUTS = 64  # of a version, at most, by whose answers it is verified
 
 
 class NoPublisher:
@@ -63,7 +69,14 @@ class NoPublisher:
         return False
 
     async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
-        """Run between two steps. `samples_of` gives the rows of rollouts that were trained on."""
+        """Run between two steps. `samples_of` gives the rows of rollouts."""
+
+    async def settle(self, samples_of: SamplesOf, stop: asyncio.Event) -> Mapping[str, Any]:
+        """Have the live version verified, if it is not yet. Return the metrics about it.
+
+        Raises what `Publisher.publish` does, but not Superseded.
+        """
+        return {}
 
     async def look_at_others(self) -> None:
         """Warn once if another process has since been configured to publish in another way."""
@@ -76,6 +89,21 @@ class NoPublisher:
 
     async def abandon_unfinished(self, why: str = "") -> None:
         """Mark the versions that were being published as failed, and remove their files."""
+
+
+@dataclass(slots=True)
+class Unverified:
+    """A version that agents get and that is not verified, and what it was published with.
+
+    `wanted`: so many of its rollouts are to be there before an idle trainer looks at their answers.
+    """
+
+    version: PolicyVersion
+    samples: Sequence[Sample]
+    metrics: dict[str, Any]
+    base: int
+    wanted: int
+    since: float = field(default_factory=monotonic)
 
 
 class Publisher(NoPublisher):
@@ -98,12 +126,14 @@ class Publisher(NoPublisher):
         self.vllm = swap.vllm
         self.measured: dict[str, Any] = {}  # the step's metrics about the verification of what was published last
         self._decided: Decided | None = None
+        self._unverified: Unverified | None = None
 
     async def publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
     ) -> PolicyVersion:
         """Make the weights of `step`, which began with version `base`, live, however long vLLM is away.
 
+        The version is verified, unless it replaces the only server's merged weights: `settle` has that done.
         Raises Superseded if another version was made live; PublishError, with `base` live again, if vLLM does not serve
         the weights; Stopped if `stop` is set meanwhile; VllmFault, and the version is abandoned, if vLLM is there but
         meets an error of its own `FAULTS` times; TrainingUnavailable, and the version is forgotten.
@@ -138,20 +168,22 @@ class Publisher(NoPublisher):
         base = made_by.base if made_by else base  # the trainer was killed after it made the version live
         try:
             if only_unverified:
-                await self._verify_live(version, samples, stop)
+                await self._verifier.verify_merged(version, samples, stop)
+                await self._store.versions.verified(version.version)
             elif self._swap.mode == "lora":
                 await self._beside(version, samples, base, stop)
             elif len(await self._swap.vllm.reachable()) > 1:
                 await self._rolling(version, samples, base, stop)
             else:
-                await self._replace(version, samples, base, stop)
+                await self._swap.activate(version, version.step, expected=base)
+                self._unverified = Unverified(version, samples, metrics, base, self._config.verify_samples)
         except (PublishError, Superseded) as error:
             went_live = (await self._store.versions.live()).version == version.version
             await self._store.versions.failed(version.version, str(error))
             if isinstance(error, PublishError) and self._swap.mode == "merged" and went_live:
                 await self.take_back(version.version, base)
             raise
-        self.measured = self._verifier.measured
+        self.measured = {} if self._unverified else self._verifier.measured
         return await self._store.versions.get(version.version)
 
     async def _beside(self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event) -> None:
@@ -165,14 +197,63 @@ class Publisher(NoPublisher):
         roll = partial(self._swap.roll, version, version.step, base)
         await self._verifier.give_checked(version, samples, roll, stop)
 
-    async def _replace(self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event) -> None:
-        """Replace the only server's merged weights: they are live, then verified."""
-        await self._swap.activate(version, version.step, expected=base)
-        await self._verify_live(version, samples, stop)
+    # Verifying what is live -----------------------------------------------------------------------------------------
 
-    async def _verify_live(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> None:
-        await self._verifier.verify_merged(version, samples, stop)
-        await self._store.versions.verified(version.version)
+    async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
+        """Verify while the trainer is idle: by agents' answers, or after `QUIET_S` by asking vLLM."""
+        if (unverified := self._unverified) is None:
+            return
+        seen = await self._rollouts_of(unverified)
+        if len(seen) >= unverified.wanted and await self._is_seen_in(seen, samples_of):
+            await self._note_verified(unverified)
+        elif monotonic() > unverified.since + QUIET_S:
+            with suppress(Stopped):
+                await self.settle(samples_of, stop)
+        elif len(seen) >= unverified.wanted:
+            unverified.wanted = 4 * len(seen)
+
+    async def settle(self, samples_of: SamplesOf, stop: asyncio.Event) -> Mapping[str, Any]:
+        if (unverified := self._unverified) is None:
+            return {}
+        live = await self._store.versions.live()
+        if live.version != unverified.version.version or live.verified:  # made live by hand; verified after a fault
+            self._unverified = None
+            return {}
+        if await self._is_seen_in(await self._rollouts_of(unverified), samples_of):
+            return await self._note_verified(unverified)
+        try:
+            await self.publish(int(live.step or 0), unverified.samples, unverified.metrics, unverified.base, stop)
+        except PublishError:
+            log.error("not trained on, as version %d answered them: %s", live.version, await self._answered_by(live))
+            raise
+        except Superseded as error:
+            log.warning("policy version %d is no longer verified: %s", live.version, error)
+            self._unverified = None
+            return {}
+        return await self._note_verified(unverified)
+
+    async def _rollouts_of(self, unverified: Unverified) -> list[Rollout]:
+        return await self._store.rollouts.rewarded_of(unverified.version.version, SEEN_ROLLOUTS)
+
+    async def _is_seen_in(self, rollouts: Sequence[Rollout], samples_of: SamplesOf) -> bool:
+        return await self._verifier.is_seen_by_agents(await samples_of(rollouts))
+
+    async def _note_verified(self, unverified: Unverified) -> Mapping[str, Any]:
+        """Note that a version is verified, and how clearly, with the step that made it."""
+        version, measured = unverified.version.version, self._verifier.measured
+        self._unverified = None
+        await self._store.versions.verified(version)
+        step = await self._store.steps.of_version(version)
+        if step is not None:
+            await self._store.steps.update_metrics(step.step, step.metrics | measured)
+            self._trainer.trackers.report(measured)
+        return measured
+
+    async def _answered_by(self, version: PolicyVersion) -> str:
+        found = await self._store.rollouts.rewarded_of(version.version, SEEN_ROLLOUTS)
+        return ", ".join(rollout.rollout_id for rollout in found) or "none with a reward yet"
+
+    # Files and old versions -----------------------------------------------------------------------------------------
 
     async def _save(self, step: int, metrics: dict[str, Any]) -> PolicyVersion:
         """Reserve the next version and write its weights."""

@@ -21,7 +21,7 @@ from ..proxy.types import PolicyVersion
 from .step.engine import TrainingEngine
 from .step.shortage import give_back
 from .types import Sample
-from .waiting import before_retry, in_thread
+from .waiting import all_of, before_retry, in_thread
 from .weights.choice import compute_dtype
 
 log = logging.getLogger(__name__)
@@ -112,6 +112,25 @@ class Verifier:
                     raise
                 log.warning("vLLM restarted while its weights were verified: trying again")
 
+    async def is_seen_by_agents(self, samples: Sequence[Sample]) -> bool:
+        """Return whether agents' answers, by the new weights alone, show that those are served. False shows nothing.
+
+        The shortest rows are scored first, and no more than it takes.
+        """
+        evidence, rows = WeightEvidence(), sorted(samples, key=lambda sample: len(sample.token_ids))
+        while rows and evidence.may_become_clear:
+            count = MORE_ANSWERS if evidence.rounds else self._config.verify_samples
+            scored, rows = rows[:count], rows[count:]
+            new = await in_thread(self._trainer.scores_of, scored)
+            old = await in_thread(self._trainer.scores_of, scored, served=True)
+            evidence.add(*_of_answers(scored, new, old))
+        if not (evidence.is_new and evidence.difference <= self._tolerance):
+            return False
+        self._seen = [(evidence, None)]
+        self._trainer.remember_served(DEFAULT_ADAPTER)
+        give_back()
+        return True
+
     async def give_checked(
         self, version: PolicyVersion, samples: Sequence[Sample], give: Give, stop: asyncio.Event
     ) -> None:
@@ -177,10 +196,11 @@ class Verifier:
         while evidence.may_become_clear:
             if not evidence.rounds:
                 used = list(prompts)
-                answers = [await self._sample(server, model, prompt, VERIFIED_TOKENS, stop) for prompt in used]
+                first = (self._sample(server, model, prompt, VERIFIED_TOKENS, stop) for prompt in used)
+                answers = await all_of(first)
             else:
                 used = [prompts[i % len(prompts)] for i in range(MORE_ANSWERS)]
-                answers = await asyncio.gather(*(server.sample(model, prompt, MORE_TOKENS) for prompt in used))
+                answers = await all_of(server.sample(model, prompt, MORE_TOKENS) for prompt in used)
             rows = [[*prompt, *ids] for prompt, (ids, _) in zip(used, answers, strict=True)]
             ours = await in_thread(self._trainer.logprobs, rows, adapter)
             if not evidence.rounds:
@@ -240,10 +260,13 @@ class Verifier:
         except (UpstreamUnreachable, UpstreamTimeout):
             return False
 
+    @property
+    def _tolerance(self) -> float:
+        return self._config.verify_tolerance or TOLERANCE[compute_dtype(self._trainer.settings)]
+
     def _require_near(self, model: str, ours: Sequence[Sequence[float]], answers: Sequence[Answer]) -> None:
         """Raise PublishError if the answers are not those of the trainer's weights, whatever else they are."""
-        difference = mean_difference(ours, answers)
-        tolerance = self._config.verify_tolerance or TOLERANCE[compute_dtype(self._trainer.settings)]
+        difference, tolerance = mean_difference(ours, answers), self._tolerance
         if not difference <= tolerance:  # NaN fails too
             raise PublishError(
                 f"vLLM does not serve the weights that were published as {model}: its log-probabilities of "
@@ -313,6 +336,19 @@ class WeightEvidence:
             f"the log-probabilities of {self.tokens} tokens differ by {self.difference:.4g} on average from those of "
             f"the published weights, and by {old:.4g} from those of the weights before"
         )
+
+
+def _of_answers(
+    samples: Sequence[Sample], new: Sequence[Sequence[float]], old: Sequence[Sequence[float]]
+) -> tuple[list[list[float]], list[list[float]], list[Answer]]:
+    """What `WeightEvidence.add` takes, of the answers' tokens alone, and not of those that sampling leaves out."""
+    found: tuple[list[list[float]], list[list[float]], list[Answer]] = ([], [], [])
+    for sample, by_new, by_old in zip(samples, new, old, strict=True):
+        places = [i for i, said in enumerate(sample.mask) if said and math.isfinite(by_new[i] + by_old[i])]
+        found[0].append([by_new[i] for i in places])
+        found[1].append([by_old[i] for i in places])
+        found[2].append(([sample.token_ids[i] for i in places], [sample.logprobs[i] for i in places]))
+    return found
 
 
 def _pairs(ours: Sequence[Sequence[float]], answers: Sequence[Answer]) -> Iterator[tuple[float, float]]:

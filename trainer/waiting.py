@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ..proxy.errors import LightningError
 from ..proxy.store.database import Changes
@@ -14,6 +15,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RETRY_S = 2.0
+_ONE_AT_A_TIME = ThreadPoolExecutor(1, "trainer")
 
 
 class Stopped(Exception):
@@ -52,8 +54,21 @@ async def before_retry(stop: asyncio.Event) -> None:
         raise Stopped
 
 
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Do several things at once; the first error ends them all."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one) for one in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do `work` in a thread. A cancellation waits for its end: what follows may need the same weights or files."""
+    """Do `work` in a thread, after all that was given before: one piece at a time has the weights.
+
+    A cancellation waits for its end: what follows may need the same weights or files.
+    """
 
     def guarded() -> T:
         try:
@@ -61,7 +76,7 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         except StopIteration as error:  # no future can hold it, so awaiting it would never end
             raise RuntimeError(f"{work!r} raised StopIteration") from error
 
-    doing = asyncio.create_task(asyncio.to_thread(guarded))
+    doing = asyncio.get_running_loop().run_in_executor(_ONE_AT_A_TIME, guarded)
     try:
         return await asyncio.shield(doing)
     except asyncio.CancelledError:

@@ -127,6 +127,10 @@ CHUNK, MOST = 5_000, 100_000
 TEXT_CHUNK, MOST_TEXTS = 50, 1_000
 MOST_S = 2.0
 _FAILED_REWARD = "CASE WHEN :status = 'failed' THEN (SELECT failed FROM returns WHERE n = 1) END"
+# The index has rewarded ones that no other model answered.
+ROLLOUTS_OF_VERSION = """
+SELECT * FROM rollouts WHERE policy_version = :version AND reward IS NOT NULL AND foreign_calls = 0 LIMIT :limit
+"""
 ROLLOUT_END = f"""
 UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at, end_counts = :evidence,
     own_reward = COALESCE(own_reward, {_FAILED_REWARD}), reward = COALESCE(own_reward, {_FAILED_REWARD}, reward)
@@ -244,6 +248,11 @@ class Rollouts:
         if row is None:
             raise NotFound(f"no rollout {rollout_id!r}", param="rollout_id")
         return read_rollout(row)
+
+    async def rewarded_of(self, version: int, limit: int) -> list[Rollout]:
+        """Return rewarded rollouts that began with a policy version, and that no other model answered."""
+        rows = await self._db.all(ROLLOUTS_OF_VERSION, {"version": version, "limit": limit})
+        return [*map(read_rollout, rows)]
 
     async def model_of(self, rollout_id: str) -> str | None:
         """Return the model that answers the alias in this rollout, if it was opened for one."""

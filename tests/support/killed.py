@@ -36,7 +36,7 @@ def before(kind: Any, name: str) -> None:
 
 target = {
     "save": (torch, "save"),
-    "step": (LightningTrainer, "step"),
+    "step": (LightningTrainer, "optim_step"),
     "commit": (TrainingSteps, "trained"),
     "epoch": (TrainingSteps, "end_epoch"),
 }

@@ -162,13 +162,13 @@ async def test_a_loss_that_is_not_finite_changes_nothing_and_is_counted(
     async with bench(base, tmp_path) as b:
         rollouts = await b.groups("t1", "t2")
         loop = b.loop()
-        whole = b.trainer.step
+        whole = b.trainer.forward_backward
 
-        def poisoned(batch: Batch) -> dict[str, float]:
+        def poisoned(batch: Batch) -> None:
             samples = tuple(replace(s, advantages=tuple(float("nan") for _ in s.advantages)) for s in batch.samples)
-            return whole(replace(batch, samples=samples))
+            whole(replace(batch, samples=samples))
 
-        monkeypatch.setattr(b.trainer, "step", poisoned)
+        monkeypatch.setattr(b.trainer, "forward_backward", poisoned)
         await loop.run(asyncio.Event(), once=True)
         last = await b.store.steps.last()
         assert last is not None
@@ -265,14 +265,14 @@ async def test_agents_go_on_while_a_step_is_computed_and_what_they_do_is_the_nex
     async with bench(base, tmp_path) as b:
         first = await b.groups("t1", "t2")
         loop = b.loop()
-        computing, go_on, whole = threading.Event(), threading.Event(), b.trainer.step
+        computing, go_on, whole = threading.Event(), threading.Event(), b.trainer.forward_backward
 
-        def held(batch: Batch) -> dict[str, float]:
+        def held(batch: Batch) -> None:
             computing.set()
             assert go_on.wait(30)
-            return whole(batch)
+            whole(batch)
 
-        monkeypatch.setattr(b.trainer, "step", held)
+        monkeypatch.setattr(b.trainer, "forward_backward", held)
         training = asyncio.create_task(loop.run(asyncio.Event(), once=True))
         while not computing.is_set():
             await asyncio.sleep(0.01)

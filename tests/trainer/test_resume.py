@@ -59,7 +59,8 @@ async def test_after_a_crash_every_rollout_is_trained_once(
         await loop.resume()
         assert await loop.train_once()
         target, name = {
-            "step": (b.trainer, "step"),
+            "gradients": (b.trainer, "forward_backward"),
+            "step": (b.trainer, "optim_step"),
             "save": (b.trainer, "save"),
             "commit": (b.store.steps, "trained"),
             "publish": (VllmServer, "sample"),
@@ -160,18 +161,18 @@ async def test_a_first_step_that_is_done_again_begins_with_the_weights_of_the_ba
     async with bench(base, tmp_path) as b:
         await b.groups("t1", "t2")
         loop, began, failures = b.loop(), [], [StoreUnavailable("the store cannot be read")]
-        step, first_steps = b.trainer.step, b.store.steps.first
+        computed, first_steps = b.trainer.forward_backward, b.store.steps.first
 
-        def watched(batch: Batch) -> dict[str, float]:
+        def watched(batch: Batch) -> None:
             began.append((b.trainer.adapter(), len(b.trainer.optimizer.state)))
-            return step(batch)
+            computed(batch)
 
         async def fails_once(limit: int) -> Any:  # between the step and its commit
             if began and failures:
                 raise failures.pop()
             return await first_steps(limit)
 
-        monkeypatch.setattr(b.trainer, "step", watched)
+        monkeypatch.setattr(b.trainer, "forward_backward", watched)
         monkeypatch.setattr(b.store.steps, "first", fails_once)
         await loop.run(asyncio.Event(), once=True)
         (first, moments), (again, moments_again) = began

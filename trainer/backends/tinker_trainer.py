@@ -65,24 +65,42 @@ class TinkerTrainer:
         self._state: str | None = None  # the path of what the service saved last
         self._step = self._updates = 0
         self._published: Weights = {}
+        self._computed: tuple[Batch, dict[str, float]]
 
     # Training ------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step on `batch`. Return its metrics together with the batch's own.
+        """Take one optimizer step on `batch`. Return its metrics together with the batch's own."""
+        self.forward_backward(batch)
+        return self.optim_step()
 
-        Rollouts that were not sampled at temperature 1 alone are left out. If a number is not finite, the weights stay
-        as they are and `skipped` is 1.
+    def forward_backward(self, batch: Batch) -> None:
+        """Have the service compute a batch's gradients.
+
+        Rollouts that were not sampled at temperature 1 alone are left out.
         """
-        started = time.perf_counter()
+        begun = time.perf_counter()
         samples = self._fitting(batch)
-        rate = rate_after(self.settings, self._updates)
-        metrics: dict[str, float] = {"lr": rate, "skipped": 1.0, "trained_tokens": 0.0, "computed_tokens": 0.0}
+        metrics: dict[str, float] = {"trained_tokens": 0.0, "computed_tokens": 0.0}
         self.skipped_because = self._fault(samples)
         if self.skipped_because is None:
-            metrics |= self._take(samples, batch.compared, rate)
+            metrics |= self._gradients(samples, batch.compared)
+        metrics["forward_backward_s"] = time.perf_counter() - begun
+        self._computed = batch, metrics
+
+    def optim_step(self) -> dict[str, float]:
+        """Take the step on the service, and save its state there. Return the metrics together with the batch's own.
+
+        If a number is not finite, the weights stay as they are and `skipped` is 1.
+        """
+        batch, metrics = self._computed
+        begun, rate = time.perf_counter(), rate_after(self.settings, self._updates)
+        metrics |= {"lr": rate, "skipped": float(self.skipped_because is not None)}
+        if self.skipped_because is None:
+            metrics |= self._take(rate)
+        metrics["optimizer_s"] = time.perf_counter() - begun
         self._step = self._reporter.state.global_step = batch.step
-        metrics["step_s"] = time.perf_counter() - started
+        metrics["step_s"] = metrics["forward_backward_s"] + metrics["optimizer_s"]
         for name in ("trained_tokens", "computed_tokens"):
             metrics[f"{name}_per_s"] = metrics[name] / metrics["step_s"]
         return {name: value for name, value in {**batch.metrics, **metrics}.items() if math.isfinite(value)}
@@ -102,25 +120,25 @@ class TinkerTrainer:
         bad = [s.rollout_id for s in samples if not all(map(math.isfinite, (*s.logprobs, *s.advantages)))]
         return f"log-probabilities or advantages not finite in {some_rollouts(bad)}" if bad else None
 
-    def _take(self, samples: Sequence[Sample], compared: int, rate: float) -> dict[str, float]:
-        """Take the step on the service, and save its state there."""
-        config, begun = BackendKeys.of(self.settings), time.perf_counter()
+    def _gradients(self, samples: Sequence[Sample], compared: int) -> dict[str, float]:
+        """Return the metrics of the forward pass. If its loss is not finite, the service forgets the gradients."""
+        config = BackendKeys.of(self.settings)
         rows = rows_of(samples, token_weights(samples, config, compared), config.tinker.reduction)
         self._ready()
         logprobs = self._service.forward_backward(rows, loss_of(config), loss_config(config))
         metrics = numbers_of(rows, logprobs, config)
-        metrics |= {"forward_backward_s": time.perf_counter() - begun, "computed_tokens": _tokens(rows)}
         if not math.isfinite(metrics["loss"]):
             self._service.forget()  # with the gradients that it has
             self.skipped_because = f"the loss is not finite over {some_rollouts([s.rollout_id for s in samples])}"
-            return metrics
-        begun = time.perf_counter()
-        reported = self._service.optim_step(learning_rate=rate, grad_clip_norm=config.max_grad_norm, **ADAM)
+        return metrics | {"computed_tokens": _tokens(rows)}
+
+    def _take(self, rate: float) -> dict[str, float]:
+        limit = self.settings.max_grad_norm
+        reported = self._service.optim_step(learning_rate=rate, grad_clip_norm=limit, **ADAM)
         self._updates += 1
         self._state = self._save_state()
         norms = [value for name, value in reported.items() if "grad_norm" in name]
-        norm = {"grad_norm": norms[0]} if norms else {}
-        return metrics | norm | {"skipped": 0.0, "optimizer_s": time.perf_counter() - begun}
+        return {"grad_norm": norms[0]} if norms else {}
 
     def _ready(self) -> None:
         """Make the model on the service, if there is none that is in the saved state."""
@@ -147,6 +165,11 @@ class TinkerTrainer:
         self._ready()
         found = dict(zip(rows, self._service.logprobs([*rows.values()]) if rows else [], strict=True))
         return [[0.0] * min(len(ids), 1) + found.get(i, []) for i, ids in enumerate(token_ids)]
+
+    def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
+        """Return the log-probabilities of each row's answers, at temperature 1; 0.0 for all other tokens."""
+        found = self.logprobs([sample.token_ids for sample in samples])
+        return [[v * m for v, m in zip(row, s.mask, strict=True)] for row, s in zip(found, samples, strict=True)]
 
     def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:
         """Do nothing: the service would need a second model to score with earlier weights."""

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 STANDSTILL = "standstill"
 ABSURD = 1e12  # no advantage or return is larger; NaN is not smaller
 POISONED = f"returns or advantages of its group are not finite, or beyond {ABSURD:g}"
+UNVERIFIED = "answered by a policy version that did not verify"
 STALE = "stale: sampled by too old a policy version"
 
 
@@ -75,6 +76,7 @@ class Collector:
         self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
         self._waiting = WaitingGroups(config, store, order)
         self._seen = Seen()
+        self._failed_versions: set[int] = set()
         self._logged: set[str] = set()  # why nothing was learned, since the last step
 
     async def next_batch(self, base: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
@@ -84,6 +86,7 @@ class Collector:
         `fewer`. With `since` (Unix time), only groups count that have waited since then or longer. Raises JudgeError if
         the judge does not answer, UpstreamUnreachable if a vLLM that is away knows a grammar; then nothing is claimed.
         """
+        self._failed_versions = {version.version for version in await self._store.versions.of_status("failed")}
         while groups := await self._waiting.next(fewer=fewer, since=since):
             takes = await self._takes(base, groups)
             idle = [take for take in takes if not take.rollouts]
@@ -286,6 +289,8 @@ class Collector:
             return "trainer.agents names none of its agents"
         if calls and all(call.policy_version is None for call in calls):
             return "answered by other models than the policy"
+        if not self._failed_versions.isdisjoint(v for call in calls for v in call.policy_versions):
+            return UNVERIFIED
         return STALE if base - _oldest_version(trained, base) > self._config.max_staleness else None
 
     def _trained(self, calls: Sequence[ModelCall]) -> list[ModelCall]:

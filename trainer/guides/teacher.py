@@ -22,7 +22,7 @@ from ...proxy.policy.vllm import VllmError, VllmServer
 from ...proxy.types import Rollout
 from ..rows.rendered import tokens_of
 from ..types import Batch, Guidance, Sample
-from ..waiting import GuideError
+from ..waiting import GuideError, all_of
 from .hinted import answers_of
 
 COUNTS = ("calls_taught", "calls_not_plain", "calls_beyond_teacher")
@@ -84,12 +84,7 @@ class Teacher:
     async def _scored(self, rows: Iterable[Row]) -> dict[Row, list[float]]:
         """The log-probabilities of each row's tokens; equal rows are scored once."""
         distinct = list(dict.fromkeys(rows))
-        try:
-            async with asyncio.TaskGroup() as group:  # the first error ends them all
-                tasks = [group.create_task(self._ask(row)) for row in distinct]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return {row: task.result() for row, task in zip(distinct, tasks, strict=True)}
+        return dict(zip(distinct, await all_of(map(self._ask, distinct)), strict=True))
 
     async def _ask(self, row: Row) -> list[float]:
         assert self._model is not None

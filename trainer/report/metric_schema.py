@@ -124,6 +124,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("forward_backward_s", "s", "forward and backward passes"),
         ("optimizer_s", "s", "the optimizer's update"),
         ("checkpoint_s", "s", "writing the checkpoint"),
+        ("verify_s", "s", "waiting for the live version to be verified, once the gradients are there"),
         ("publish_s", "s", "saving the weights, loading them into vLLM, verifying them, making them live"),
     ),
 })  # fmt: skip

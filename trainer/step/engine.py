@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...proxy.config.policy import DEFAULT_ADAPTER
 from ...proxy.config.trainer import TrainerConfig
-from ..types import Batch
+from ..types import Batch, Sample
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,8 +35,17 @@ class TrainingEngine(Protocol):
     def vocabulary(self) -> int:
         """Return the number of tokens that the model has embeddings of."""
 
-    def step(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step. Return its metrics together with the batch's own."""
+    def forward_backward(self, batch: Batch) -> None:
+        """Compute a batch's gradients, in place of earlier ones. The weights stay as they are."""
+
+    def optim_step(self) -> dict[str, float]:
+        """Move the weights by the last batch's gradients. Return the step's metrics together with the batch's own."""
+
+    def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
+        """Return the log-probabilities of each row's answers, as they were sampled; 0.0 for all other tokens.
+
+        `served`: as in `logprobs`.
+        """
 
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, served: bool = False

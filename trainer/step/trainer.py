@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,7 @@ class LightningTrainer(GRPOTrainer):
         self.model = self.weight_sets.prepare(partial(processes.prepare, self.accelerator))
         self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or ENDLESS)
         self.optimizer = self.accelerator.prepare_optimizer(self.optimizer)
+        self._computed: tuple[Batch, StepMetrics]
         self.skipped_because: str | None = None
         self.left_out_because: str | None = None
         self._read: State | None = None  # the checkpoint that this process alone has read
@@ -129,13 +131,16 @@ class LightningTrainer(GRPOTrainer):
 
     # Training ------------------------------------------------------------------------------------------------------
 
-    @on_every_process
     def step(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step on `batch`. Return its metrics together with the batch's own.
+        """Take one optimizer step on `batch`. Return its metrics together with the batch's own."""
+        self.forward_backward(batch)
+        return self.optim_step()
 
-        Each adapter gets the update that its own samples alone would give it; without any, it stays as it is.
-        If a loss or gradient is not finite, weights, optimizer and scheduler stay as they are and `skipped` is 1.
-        `skipped_because` then says what is not finite, in which rollouts; metrics that are not finite are left out.
+    @on_every_process
+    def forward_backward(self, batch: Batch) -> None:
+        """Compute the gradients of `batch`, in place of earlier ones.
+
+        Each adapter gets those that its own samples alone would give it; without any, it has none.
         A pass that memory runs out in is made in halves; `left_out_because` names rollouts with a row too large alone.
         """
         metrics = StepMetrics(time.perf_counter(), self.settings, entropy_coef=self.entropy.weight)
@@ -148,6 +153,17 @@ class LightningTrainer(GRPOTrainer):
             if not math.isfinite(metrics.grad_norm):
                 metrics.fault = f"the gradient is not finite over {some_rollouts([s.rollout_id for s in samples])}"
         metrics.forward_backward_s = metrics.elapsed
+        self._computed = batch, metrics
+
+    @on_every_process
+    def optim_step(self) -> dict[str, float]:
+        """Move the weights by the last batch's gradients. Return the step's metrics together with the batch's own.
+
+        If a loss or gradient is not finite, weights, optimizer and scheduler stay as they are and `skipped` is 1.
+        `skipped_because` then says what is not finite, in which rollouts; metrics that are not finite are left out.
+        """
+        batch, metrics = self._computed
+        metrics.started += metrics.elapsed - metrics.forward_backward_s  # what came between is not the step's
         metrics.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         metrics.skipped = not metrics.micro_batches or metrics.fault is not None
         self.left_out_because = too_large(metrics)
@@ -240,8 +256,6 @@ class LightningTrainer(GRPOTrainer):
 
     # Scoring -------------------------------------------------------------------------------------------------------
 
-    @on_every_shard
-    @torch.no_grad()
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, served: bool = False
     ) -> list[list[float]]:
@@ -249,17 +263,20 @@ class LightningTrainer(GRPOTrainer):
 
         With `served`, score as if the adapter had the weights that `remember_served` copied last.
         """
-        if served:
-            with self.weight_sets.exchanged(adapter, self._served[adapter]):
-                return self.logprobs(token_ids, adapter)
-        return self.scores_of([fully_scored(tuple(ids), adapter) for ids in token_ids])
+        return self.scores_of([fully_scored(tuple(ids), adapter) for ids in token_ids], served=served)
 
     @on_every_shard
     @torch.no_grad()
-    def scores_of(self, samples: Sequence[Sample]) -> list[list[float]]:
-        """Return the log-probabilities of each row's answers, as they were sampled; 0.0 for all other tokens."""
+    def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
+        """Return the log-probabilities of each row's answers, as they were sampled; 0.0 for all other tokens.
+
+        `served`: as in `logprobs`.
+        """
         self.model.eval()
-        return logprobs_of(samples, self._cost, self._score)
+        with ExitStack() as stack:
+            for adapter in {sample.adapter for sample in samples} if served else ():
+                stack.enter_context(self.weight_sets.exchanged(adapter, self._served[adapter]))
+            return logprobs_of(samples, self._cost, self._score)
 
     @on_every_shard
     def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:

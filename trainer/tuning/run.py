@@ -109,6 +109,7 @@ class TuningRun(Generic[T]):
         step = await self._store.steps.claim((), self._loop.base)
         self._trainer.adopt(step)
         await self._loop.conclude(Batch(step, lessons.samples, ()), metrics)
+        await self._loop.settle()
         if "publish_s" in metrics:  # not stopped before
             shutil.rmtree(directory, ignore_errors=True)
 

@@ -68,7 +68,8 @@ class LearnSteps:
             if (batch := await self._advantages()) is None:
                 break
             before = await self._logprobs(batch)
-            metrics = await in_thread(self.engine.step, batch)
+            await in_thread(self.engine.forward_backward, batch)
+            metrics = await in_thread(self.engine.optim_step)
             self._ratios(metrics)
             found = self._likelier(batch, before, await self._logprobs(batch))
             apart = await self._publish(batch, metrics)
@@ -217,6 +218,7 @@ class LearnSteps:
         try:
             async with asyncio.timeout(PUBLISH_S):
                 await self.loop.conclude(batch, metrics)
+                metrics |= await self.loop.settle()
         except TimeoutError:
             self.tell(failed(name, f"they are not live after {PUBLISH_S:.0f} s", fix))
         except LightningError as error:

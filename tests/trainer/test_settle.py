@@ -1,0 +1,127 @@
+"""Merged weights of one server: they are live at once, and verified by agents' answers before weights move again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_proxy.proxy.errors import PublishError
+from lightning_proxy.proxy.policy.vllm import VllmServer
+from lightning_proxy.trainer.collect.collector import UNVERIFIED
+from support.training import Bench, DeafServer, HonestServer, bench, require_seen_clearly
+
+TOLERANT = {"verify_tolerance": 100.0}
+
+
+class HalfServer(HonestServer):
+    """Loads the first half of a model's weights, and keeps the rest."""
+
+    def load(self, name: str, path: str) -> None:
+        new = self.open(path).state_dict()
+        self.models[name].load_state_dict(dict([*new.items()][: len(new) // 2]), strict=False)
+
+
+def never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def asked(*_: Any) -> Any:
+        raise AssertionError("vLLM was asked")
+
+    monkeypatch.setattr(VllmServer, "sample", asked)
+
+
+@asynccontextmanager
+async def first_version(base: Path, tmp_path: Path, **settings: Any) -> AsyncIterator[tuple[Bench, Any]]:
+    """A loop after its first step; version 1 is live and not verified, and agents have its answers."""
+    async with bench(base, tmp_path, "merged", **settings) as b:
+        loop = b.loop()
+        await loop.resume()
+        await b.groups("t1", "t2")
+        assert await loop.train_once()
+        live = await b.store.versions.live()
+        assert (live.version, live.verified) == (1, False)
+        for task in ("t3", "t4") * 4:
+            await b.sampled(task, version=1)
+        yield b, loop
+
+
+@asynccontextmanager
+async def running(base: Path, tmp_path: Path) -> AsyncIterator[Bench]:
+    """A trainer that runs; version 1 is live."""
+    async with bench(base, tmp_path, "merged", poll_s=0.01) as b:
+        await b.groups("t1", "t2")
+        stop = asyncio.Event()
+        training = asyncio.create_task(b.loop().run(stop))
+        while (await b.store.versions.live()).version == 0:
+            assert not training.done()
+            await asyncio.sleep(0.01)
+        yield b
+        stop.set()
+        await training
+
+
+async def until_verified(b: Bench) -> None:
+    async with asyncio.timeout(60):
+        while not (await b.store.versions.live()).verified:
+            await asyncio.sleep(0.01)
+
+
+async def test_the_answers_of_agents_verify_a_version_and_vllm_is_not_asked(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_asked(monkeypatch)
+    async with first_version(base, tmp_path) as (b, loop):
+        assert await loop.train_once()
+        assert (await b.store.versions.get(1)).verified
+        await require_seen_clearly(b.store, 1)
+        assert (await b.store.versions.live()).version == 2
+
+
+async def test_a_trainer_that_waits_for_rollouts_verifies_meanwhile(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_asked(monkeypatch)
+    monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 3600.0)
+    async with running(base, tmp_path) as b:
+        for _ in range(4):
+            await b.sampled("t3", version=1)  # one group, and a step takes two
+        await until_verified(b)
+        assert len(await b.store.steps.newest(10)) == 1
+
+
+async def test_a_version_that_answers_nobody_is_verified_by_asking_after_a_while(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 0.1)
+    async with running(base, tmp_path) as b:
+        await until_verified(b)
+        await require_seen_clearly(b.store, 1)
+
+
+@pytest.mark.parametrize(("server", "policy"), [(DeafServer, TOLERANT), (DeafServer, {}), (HalfServer, {})])
+async def test_a_version_that_agents_did_not_get_moves_no_weight_and_its_rollouts_are_named_and_left_out(
+    base: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    server: type[HonestServer],
+    policy: dict[str, Any],
+) -> None:
+    async with first_version(base, tmp_path, server=server, policy=policy) as (b, loop):
+        before = b.trainer.adapter()
+        with pytest.raises(PublishError, match="vLLM (still serves the previous|does not serve the) weights"):
+            await loop.train_once()
+        assert all(torch.equal(before[name], weight) for name, weight in b.trainer.adapter().items())
+        assert ((await b.store.versions.live()).version, (await b.store.versions.get(1)).status) == (0, "failed")
+        answered = [r for r in (await b.store.rollouts.page({}, 50))[0] if r.policy_version == 1]
+        assert len(answered) == 8 and all(rollout.rollout_id in caplog.text for rollout in answered)
+        b.server.load = type(b.server).__mro__[1].load.__get__(b.server)  # mended
+        await b.groups("t5", "t6")
+        await b.loop().run(asyncio.Event(), once=True)
+        dropped = {(await b.store.rollouts.get(rollout.rollout_id)).dropped for rollout in answered}
+        assert dropped == {UNVERIFIED}
+        live = await b.store.versions.live()
+        assert live.version > 1 and live.verified
