@@ -241,12 +241,11 @@ class Publisher(NoPublisher):
     async def _note_verified(self, unverified: Unverified) -> Mapping[str, Any]:
         """Note that a version is verified, and how clearly, with the step that made it."""
         version, measured = unverified.version.version, self._verifier.measured
-        self._unverified = None
-        await self._store.versions.verified(version)
-        step = await self._store.steps.of_version(version)
-        if step is not None:
+        if (step := await self._store.steps.of_version(version)) is not None:
             await self._store.steps.update_metrics(step.step, step.metrics | measured)
             self._trainer.trackers.report(measured)
+        await self._store.versions.verified(version)
+        self._unverified = None
         return measured
 
     async def _answered_by(self, version: PolicyVersion) -> str:

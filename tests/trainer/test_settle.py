@@ -52,7 +52,7 @@ async def first_version(base: Path, tmp_path: Path, **settings: Any) -> AsyncIte
 @asynccontextmanager
 async def running(base: Path, tmp_path: Path) -> AsyncIterator[Bench]:
     """A trainer that runs; version 1 is live."""
-    async with bench(base, tmp_path, "merged", poll_s=0.01) as b:
+    async with bench(base, tmp_path, "merged", group_size=16, poll_s=0.01) as b:
         await b.groups("t1", "t2")
         stop = asyncio.Event()
         training = asyncio.create_task(b.loop().run(stop))
@@ -66,8 +66,9 @@ async def running(base: Path, tmp_path: Path) -> AsyncIterator[Bench]:
 
 async def until_verified(b: Bench) -> None:
     async with asyncio.timeout(60):
-        while not (await b.store.versions.live()).verified:
+        while "verify_deviations" not in (await b.store.steps.newest(1))[0].metrics:
             await asyncio.sleep(0.01)
+    assert (await b.store.versions.live()).verified
 
 
 async def test_the_answers_of_agents_verify_a_version_and_vllm_is_not_asked(
@@ -87,7 +88,7 @@ async def test_a_trainer_that_waits_for_rollouts_verifies_meanwhile(
     never_asked(monkeypatch)
     monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 3600.0)
     async with running(base, tmp_path) as b:
-        for _ in range(4):
+        for _ in range(16):
             await b.sampled("t3", version=1)  # one group, and a step takes two
         await until_verified(b)
         assert len(await b.store.steps.newest(10)) == 1
