@@ -136,6 +136,7 @@ class TrainerConfig(Section):
     max_staleness: Annotated[int, Field(ge=0)] = 8
     loss_type: LossType = "cispo"
     loss: Own | None = None
+    weighting: Literal["auto", "token", "rollout", "sequence"] = "auto"
     importance_level: Literal["token", "sequence"] = "token"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"

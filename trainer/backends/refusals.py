@@ -39,6 +39,8 @@ def _losses(trainer: TrainerConfig) -> Iterator[str]:
         yield f"trainer.loss {trainer.loss}"
     if trainer.loss_type not in LOSSES:
         yield f"trainer.loss_type {trainer.loss_type} (it can do {', '.join(LOSSES)})"
+    if trainer.weighting == "sequence":
+        yield "trainer.weighting sequence"
     if trainer.importance_level != "token":
         yield f"trainer.importance_level {trainer.importance_level}"
     if trainer.kl_coef:

@@ -50,6 +50,10 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
 )
 
 
+# `trainer.weighting` in place of the loss's own. For `sequence`, what is counted is answers.
+WEIGHTINGS = {"token": "mean", "rollout": "own", "sequence": "mean"}
+
+
 def weight_limits(config: TrainerConfig) -> tuple[float, float]:
     """Return the least and greatest importance ratio that do not count as clipped."""
     if LOSSES[config.loss_type].term == "dapo":
@@ -61,14 +65,17 @@ def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: in
     """Return the weight of each trained token in the step's loss, by rollout, without rollouts that have no tokens.
 
     The loss is averaged over `compared` rollouts, those that teach nothing included; 0 stands for those of `samples`.
+    With `weighting: sequence` it is the weight of each answer, which its tokens share (`loss_inputs`).
     """
     tokens: Counter[str] = Counter()
     for sample in samples:
-        tokens[sample.rollout_id] += sample.trained_tokens
+        by_answer = config.weighting == "sequence"
+        tokens[sample.rollout_id] += len([*answer_spans(sample)]) if by_answer else sample.trained_tokens
     tokens = +tokens  # drops rollouts without any
     mean = tokens.total() / max(len(tokens), 1)
     divisors = {"mean": mean, "limit": float(config.max_sample_tokens or 1), "one": 1.0}
-    divisor, rollouts = LOSSES[config.loss_type].divisor, compared or len(tokens)
+    divisor = WEIGHTINGS.get(config.weighting, LOSSES[config.loss_type].divisor)
+    rollouts = compared or len(tokens)
     return {rollout_id: 1 / (rollouts * divisors.get(divisor, own)) for rollout_id, own in tokens.items()}
 
 
@@ -102,15 +109,21 @@ def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
             yield start, end
 
 
-def loss_inputs(samples: Sequence[Sample], answers: Answers, weights: Mapping[str, float]) -> dict[str, Tensor]:
-    """Return the inputs of the loss, apart from the policy's log-probabilities: (A, L) each, 0 without a token."""
+def loss_inputs(
+    samples: Sequence[Sample], answers: Answers, weights: Mapping[str, float], *, by_answer: bool = False
+) -> dict[str, Tensor]:
+    """Return the inputs of the loss, apart from the policy's log-probabilities: (A, L) each, 0 without a token.
+
+    `by_answer`: the weights are those of answers, and not of tokens.
+    """
     mask = answers.mask
+    shares = mask / mask.sum(1, keepdim=True) if by_answer else mask
     of_rows = torch.tensor([weights[sample.rollout_id] for sample in samples], device=mask.device)
     return {
         "completion_mask": mask,
         "advantages": answers.take(padded([s.advantages for s in samples], mask.device)),
         "old_per_token_logps": answers.take(padded([s.logprobs for s in samples], mask.device)),
-        "token_weights": of_rows[answers.rows] * mask,
+        "token_weights": of_rows[answers.rows] * shares,
     }
 
 

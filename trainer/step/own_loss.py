@@ -31,7 +31,7 @@ class LossInputs:
 def own_loss(name: str, inputs: Mapping[str, Tensor], logprobs: Tensor) -> Tensor:
     """Return the weighted sum of the function's values of the tokens. Raise ConfigError for another shape.
 
-    The weights are those of `loss_type`: they make the sum a mean over rollouts or tokens.
+    The weights are those of `loss_type` or `weighting`: they make the sum a mean over rollouts, answers or tokens.
     """
     function, mask = load(SETTING, name), inputs["completion_mask"]
     given = LossInputs(logprobs, inputs["old_per_token_logps"], inputs["advantages"] * mask, mask)

@@ -227,7 +227,7 @@ class LightningTrainer(GRPOTrainer):
         micro_batch = one.micro_batch
         samples, config = micro_batch.samples, self.settings
         answers = Answers.of(samples, self.accelerator.device)
-        inputs = loss_inputs(samples, answers, weights)
+        inputs = loss_inputs(samples, answers, weights, by_answer=config.weighting == "sequence")
         # Before the policy's own pass: gradient checkpointing computes layers again, and the adapter must be on then.
         reference = answers.take(self._reference(micro_batch)) if config.kl_coef or config.kl_metric else None
         scores = ScoredTokens(*map(answers.take, self._score(micro_batch)))

@@ -389,6 +389,30 @@ def test_what_a_token_weighs(loss_type: str, expected: tuple[float, float]) -> N
     assert token_weights(samples, config, compared=4)["a"] == found["a"] / 2
 
 
+@pytest.mark.parametrize(
+    ("weighting", "expected"),
+    [  # the weights of the tokens of a's answers, of 2 and 1 tokens, and of b's one of 6, in a mean over two rollouts
+        ("token", (1 / 4.5, 1 / 4.5, 1 / 4.5)),
+        ("rollout", (1 / 3, 1 / 3, 1 / 6)),
+        ("sequence", (1 / 1.5 / 2, 1 / 1.5, 1 / 1.5 / 6)),
+    ],
+)
+@pytest.mark.parametrize("loss_type", ["cispo", "dapo"])
+def test_weighting_takes_the_place_of_the_losss_own(
+    loss_type: str, weighting: str, expected: tuple[float, ...]
+) -> None:
+    config = TrainerConfig.model_validate({"loss_type": loss_type, "weighting": weighting})
+    samples = [
+        row("a", "t", ([1], [2, 3], [-1.0, -1.0], 1.0), ([4], [5], [-1.0], 2.0)),
+        row("b", "t", ([1], [2, 3, 4, 5, 6, 7], [-1.0] * 6, 1.0)),
+    ]
+    answers, weights = Answers.of(samples, torch.device("cpu")), token_weights(samples, config)
+    inputs = loss_inputs(samples, answers, weights, by_answer=weighting == "sequence")
+    found = inputs["token_weights"]
+    assert [2 * row.max().item() for row in found] == pytest.approx(list(expected))
+    assert torch.equal(found > 0, answers.mask > 0)
+
+
 def test_the_kls_gradient_is_that_of_trls_below_the_cap(model: Path, tmp_path: Path) -> None:
     learner = trained_a_little(trainer(model, tmp_path, kl_coef=1.0, importance_cap=1e6))
     given = batch(learner)
