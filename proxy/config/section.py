@@ -59,7 +59,8 @@ CanBeOff = BeforeValidator(_off)
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Deferred: a section that side rooms extend is never used as it is, and to build it takes as long.
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     @classmethod
     def of(cls, section: Section) -> Self:
