@@ -20,6 +20,7 @@ from results_page import Page, option
 from rich.progress import track
 from scripted_judge import judged
 
+from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.judge.config import JudgeKeys
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.credit import baselines as advantage
@@ -51,7 +52,8 @@ AGENTS = {
     "discounted, planner only": {"credit": "discounted", **ONE},
     "discounted, by agent (own)": {"credit": "discounted", **EACH, "agent_credit": "own"},
 }
-BASELINES = {name: {"credit": "discounted", "discount": 0.9, "baseline": name} for name in advantage.BASELINES}
+SETTINGS = type(Config().trainer)  # with the keys and names of side rooms
+BASELINES = {name: {"credit": "discounted", "discount": 0.9, "baseline": name} for name in SETTINGS.known("baseline")}
 BASELINE_GROUPS = 4  # in a step: reinforce_pp compares all rollouts of it
 
 
@@ -243,7 +245,7 @@ def show(
     before = [[f"{score:.2f}" for score in mean_scores(problem, Policy(0), 5 * EVALUATED)] for problem in problems]
     cells = {"untrained": before}
     for name, settings in track(rows.items(), description=title, transient=True):
-        config = JudgeKeys.model_validate(settings)
+        config = JudgeKeys.of(SETTINGS.model_validate(settings))
         cells[name] = [
             [f"{fmean(of):.2f} ± {stdev(of):.2f}" for of in zip(*seeds, strict=True)]
             for problem in problems

@@ -19,6 +19,7 @@ ON_BOARD = (
     "prompts",
     "reward_function",
     "upstreams.litellm",
+    "algorithms",
     "judge",
     "guides",
     "sft",

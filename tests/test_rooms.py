@@ -53,13 +53,16 @@ LEVELS = {
 SIDE_ROOMS = {
     "proxy": {
         *("upstreams/litellm", "otel", "reward_function", "page", "gate", "prompts", "promotion"),
-        *("judge", "guides", "sft", "preferences", "backends"),
+        *("algorithms", "judge", "guides", "sft", "preferences", "backends"),
     },
-    "trainer": {"judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed", "backends"},
+    "trainer": {
+        *("algorithms", "judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed"),
+        "backends",
+    },
     "commands": {"experiment", "optimize", "page", "prompts", "reward_function"},
 }
-# What several side rooms share. It plugs nothing in by itself.
-SHARED = {"proxy": {"gate"}, "trainer": {"tuning"}, "commands": set[str]()}
+# What plugs nothing in by itself: what several side rooms share, and algorithms, which the configuration names.
+SHARED = {"proxy": {"gate"}, "trainer": {"tuning", "algorithms"}, "commands": set[str]()}
 # What each top-level package may import besides itself.
 BELOW = {"proxy": set[str](), "trainer": {"proxy"}, "commands": {"proxy", "trainer", "client"}, "client": set[str]()}
 

@@ -1,4 +1,4 @@
-"""Loads a user's own credit assignment or loss: `trainer.credit` and `trainer.loss` as `FILE.py:NAME` or `PLUGIN:NAME`.
+"""Loads the functions that `trainer.credit`, `baseline` and `loss` name: those of `algorithms/`, and users' own.
 
 The function runs in the trainer's process. A fault in it is one line that names the setting and the file's line.
 """
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from hashlib import sha256
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,13 @@ from ..proxy.errors import ConfigError
 
 @cache
 def load(setting: str, own: str) -> Callable[..., Any]:
-    """Return the function that `own` names: FILE.py:NAME, or PLUGIN:NAME. Raise ConfigError where it cannot be had."""
+    """Return the function that `own` names. Raise ConfigError where it cannot be had.
+
+    FILE.py:NAME, PLUGIN:NAME, or a NAME that the configuration knows: that of `algorithms/NAME.py`.
+    """
     file, _, name = own.rpartition(":")
+    if not file:
+        return getattr(import_module(f".algorithms.{name}", __package__), name)
     if not file.endswith(".py"):
         function = getattr(load_plugin(file), name, None)
         if not callable(function):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from . import cron
 from .rollouts import DEFAULT_RANGE
@@ -18,15 +18,6 @@ MIN_EARLIER = 4
 
 # A function of the user's own in a file, or one of a plugin.
 _OWN = re.compile(r"(.+\.py|[A-Za-z0-9_.-]+):[A-Za-z_][A-Za-z0-9_]*")
-
-
-def _own(value: str) -> str:
-    if not _OWN.fullmatch(value):
-        raise ValueError(f"a function of your own is FILE.py:NAME, or PLUGIN:NAME; got {value!r}")
-    return value
-
-
-Own = Annotated[str, AfterValidator(_own)]
 
 
 class AirConfig(Section):
@@ -112,8 +103,11 @@ class CollapseConfig(Section):
 
 
 class TrainerConfig(Section):
-    # What side rooms add to: the names of strategies of credit, and to what a step may learn without rewards.
-    strategies: ClassVar[tuple[str, ...]] = ("uniform", "discounted", "anchor")
+    # What side rooms add to: the names of each kind of function, and to what a step may learn without rewards.
+    names: ClassVar[Mapping[str, Sequence[str]]] = {
+        "credit": ("uniform", "discounted", "anchor"),
+        "baseline": ("grpo", "dr_grpo", "rloo", "reinforce_pp"),
+    }
     beside_rewards: ClassVar[str] = ""
 
     agents: Annotated[list[str], Field(min_length=1)] | None = None
@@ -124,7 +118,7 @@ class TrainerConfig(Section):
     reward_weights: dict[str, Number] = {"reward": 1.0}
     air: AirConfig = AirConfig()
     schedule: ScheduleConfig = ScheduleConfig()
-    baseline: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp"] = "grpo"
+    baseline: str = "grpo"
     lone_rollouts: Literal["drop", "running"] = "drop"
     running_window: Annotated[int, Field(ge=MIN_EARLIER)] = 32
     failed_rollouts: Literal["drop", "zero"] | Number = "drop"
@@ -135,7 +129,7 @@ class TrainerConfig(Section):
     max_steps: Annotated[int, Field(ge=1)] | None = None
     max_staleness: Annotated[int, Field(ge=0)] = 8
     loss_type: LossType = "cispo"
-    loss: Own | None = None
+    loss: str | None = None
     weighting: Literal["auto", "token", "rollout", "sequence"] = "auto"
     importance_level: Literal["token", "sequence"] = "token"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
@@ -179,14 +173,20 @@ class TrainerConfig(Section):
         """Return `rewards.range`. A reward that was stored before there was one counts as the nearer end."""
         return self._range
 
-    @field_validator("credit", mode="before")
     @classmethod
-    def _is_known(cls, value: Any) -> Any:
-        """Refuse unknown strategies, for all agents or by agent."""
-        for one in value.values() if isinstance(value, dict) else [value]:
-            if not isinstance(one, str) or (one not in cls.strategies and not _OWN.fullmatch(one)):
-                known = ", ".join(cls.strategies)
-                raise ValueError(f"{known}, or a function of your own as FILE.py:NAME or PLUGIN:NAME; got {one!r}")
+    def known(cls, kind: str) -> list[str]:
+        """Return the names of a kind of function: the core's, then those of the side rooms on board."""
+        return [name for of in reversed(cls.__mro__) for name in vars(of).get("names", {}).get(kind, ())]
+
+    @field_validator("credit", "baseline", "loss", mode="before")
+    @classmethod
+    def _is_known(cls, value: Any, about: ValidationInfo) -> Any:
+        """Refuse unknown names of functions, for all agents or by agent."""
+        known, may_be_own = cls.known(kind := str(about.field_name)), kind != "baseline"
+        for one in value.values() if isinstance(value, dict) else [] if value is None else [value]:
+            if not isinstance(one, str) or not (one in known or (may_be_own and _OWN.fullmatch(one))):
+                own = "a function of your own as FILE.py:NAME or PLUGIN:NAME" if may_be_own else ""
+                raise ValueError(f"{', or '.join(filter(None, [', '.join(known), own]))}; got {one!r}")
         return value
 
     @model_validator(mode="after")

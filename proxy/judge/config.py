@@ -19,7 +19,7 @@ class JudgeConfig(Section):
 
 
 class JudgeKeys(TrainerConfig):
-    strategies = (*TrainerConfig.strategies, "judge")
+    names = {"credit": ("judge",)}
 
     judge: JudgeConfig = JudgeConfig()
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from statistics import fmean, pvariance, stdev
 from types import MappingProxyType
 
+from ..hooks import load
+
 STD_EPSILON = 1e-4
 
 
@@ -57,4 +59,5 @@ def group_baselines(name: str, returns: Sequence[float]) -> list[Baseline] | Non
     """Return one baseline per sibling; None if the group has fewer than two siblings or only equal returns."""
     if len(returns) < 2 or math.isclose(max(returns), min(returns), rel_tol=1e-9, abs_tol=1e-9):
         return None
-    return BASELINES[name](returns)
+    found: list[Baseline] = (BASELINES.get(name) or load("trainer.baseline", name))(returns)
+    return found

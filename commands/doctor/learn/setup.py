@@ -78,7 +78,7 @@ def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) 
     }  # fmt: skip
     credit = config.trainer.credit
     named = [credit] if isinstance(credit, str) else credit.values()
-    if not own_agent or not all(name in TrainerConfig.strategies or ":" in name for name in named):
+    if not own_agent or not all(name in TrainerConfig.names["credit"] or ":" in name for name in named):
         sections["trainer"]["credit"] = "uniform"
     return Config.model_validate(sections)
 
