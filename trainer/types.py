@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from ..proxy.config.policy import DEFAULT_ADAPTER
-from ..proxy.returns import Rules, earned, return_of
+from ..proxy.returns import Earned, Rules, earned, return_of
 from ..proxy.types import ModelCall, Reward, Rollout, RolloutStatus
 
 # Called with every finished step: its number and its metrics (`metric_schema`).
@@ -23,18 +23,22 @@ class RolloutRewards:
     """The weighted rewards of a rollout. Call rewards are keyed by call id.
 
     `final` was posted for the rollout itself (None: nothing was), `calls` for single calls. `air` is what automatic
-    intermediate rewarding adds to calls; it never replaces a posted reward.
+    intermediate rewarding adds to calls; it never replaces a posted reward. `named`: what each name's rewards alone
+    would be, without weights.
     """
 
     final: float | None
     calls: Mapping[str, float] = field(default_factory=dict)
     air: Mapping[str, float] = field(default_factory=dict)
+    named: Mapping[str, Earned] = field(default_factory=dict)
 
     @classmethod
     def counted(cls, rewards: Iterable[Reward], rules: Rules, status: RolloutStatus = "completed") -> RolloutRewards:
         """Return the rewards of a rollout of this status, as the rules count them. `rewards`: oldest first."""
-        found = earned(rewards, rules, status)
-        return cls(found.own, found.calls)
+        posted = [*rewards]
+        found = earned(posted, rules, status)
+        named = {name: earned(posted, rules._replace(weights={name: 1.0}), status) for name in rules.weights}
+        return cls(found.own, found.calls, named=named)
 
     @property
     def posted(self) -> float | None:
@@ -53,8 +57,12 @@ class RolloutRewards:
 
     def of(self, call_ids: Set[str]) -> RolloutRewards:
         """Return the rollout's own reward, and the rewards of these calls only."""
-        calls, air = ({c: value for c, value in all_.items() if c in call_ids} for all_ in (self.calls, self.air))
-        return RolloutRewards(self.final, calls, air)
+
+        def kept(values: Mapping[str, float]) -> dict[str, float]:
+            return {call_id: value for call_id, value in values.items() if call_id in call_ids}
+
+        named = {name: Earned(of.own, kept(of.calls)) for name, of in self.named.items()}
+        return RolloutRewards(self.final, kept(self.calls), kept(self.air), named)
 
     def of_call(self, call_id: str) -> float:
         return self.calls.get(call_id, 0.0) + self.air.get(call_id, 0.0)

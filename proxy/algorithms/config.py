@@ -6,4 +6,4 @@ from ..config.trainer import TrainerConfig
 
 
 class AlgorithmKeys(TrainerConfig):
-    names = {"baseline": ("maxrl",)}
+    names = {"credit": ("gdpo",), "baseline": ("maxrl",)}

@@ -61,3 +61,11 @@ def group_baselines(name: str, returns: Sequence[float]) -> list[Baseline] | Non
         return None
     found: list[Baseline] = (BASELINES.get(name) or load("trainer.baseline", name))(returns)
     return found
+
+
+def compared(name: str, returns: Sequence[float]) -> list[float]:
+    """Return the advantage of each return among all; zeros where there is nothing to compare."""
+    baselines = group_baselines(name, returns)
+    if baselines is None:
+        return [0.0] * len(returns)
+    return [own.advantage(value) for own, value in zip(baselines, returns, strict=True)]

@@ -17,7 +17,7 @@ from ...proxy.config.trainer import TrainerConfig
 from ...proxy.types import ModelCall
 from ..types import RolloutRewards, Sibling
 from .agents import TrainedAgents
-from .baselines import Baseline, group_baselines
+from .baselines import Baseline, compared, group_baselines
 from .own import own_credit
 
 # The parts of a request that the model is shown, for calls without token ids.
@@ -61,9 +61,9 @@ def _of_agent(group: Sequence[Sibling], own: Sequence[Sequence[int]], config: Tr
     """
     there = [i for i, s in enumerate(group) if not alone or any(s.calls[j].is_decision for j in own[i])]
     shown = [own[i] if config.agent_credit == "own" else range(len(group[i].calls)) for i in there]
-    compared = _by_strategy([group[i].only(places) for i, places in zip(there, shown, strict=True)], config)
+    credited = _by_strategy([group[i].only(places) for i, places in zip(there, shown, strict=True)], config)
     found = [[Credited(0.0, 0.0)] * len(places) for places in own]
-    for i, places, values in zip(there, shown, compared, strict=True):
+    for i, places, values in zip(there, shown, credited, strict=True):
         found[i] = [values[places.index(j)] for j in own[i]]
     return found
 
@@ -94,7 +94,7 @@ def _strategy(name: str) -> Strategy:
 def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
     """Give every call the advantage of its rollout's return (Agent Lightning, arXiv 2508.03680, section 3.3)."""
     returns = [sibling.rewards.total for sibling in group]
-    return _credited(_of_rollouts(group, returns), _of_rollouts(group, _compared(config.baseline, returns)))
+    return _credited(_of_rollouts(group, returns), _of_rollouts(group, compared(config.baseline, returns)))
 
 
 def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
@@ -129,9 +129,9 @@ def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
         for j, call in enumerate(sibling.calls):
             if call.is_decision:
                 same.setdefault((call.agent, state_of(call)), []).append((i, j))
-    found = _of_rollouts(group, _compared(config.baseline, [sibling.rewards.sum for sibling in group]))
+    found = _of_rollouts(group, compared(config.baseline, [sibling.rewards.sum for sibling in group]))
     for places in same.values():
-        values = _compared(config.baseline, [returns[i][j] for i, j in places])
+        values = compared(config.baseline, [returns[i][j] for i, j in places])
         for (i, j), value in zip(places, values, strict=True):
             found[i][j] += config.anchor_weight * value
     return _credited(returns, found)
@@ -175,14 +175,6 @@ def _of_rollouts(group: Sequence[Sibling], values: Sequence[float]) -> Values:
 
 def _credited(returns: Values, advantages: Values) -> Credit:
     return [[Credited(*both) for both in zip(*of, strict=True)] for of in zip(returns, advantages, strict=True)]
-
-
-def _compared(baseline: str, values: Sequence[float]) -> list[float]:
-    """The advantage of each value among all; zeros where there is nothing to compare."""
-    baselines = group_baselines(baseline, values)
-    if baselines is None:
-        return [0.0] * len(values)
-    return [own.advantage(value) for own, value in zip(baselines, values, strict=True)]
 
 
 def _step_advantages(name: str, returns: Sequence[Sequence[float]]) -> Values:

@@ -146,7 +146,9 @@ def test_named_rewards_are_summed_by_their_weights_and_the_newest_counts() -> No
     ]  # fmt: skip
     found = RolloutRewards.counted(posted, Rules({"reward": 1.0, "style": 0.5}))
     assert (found.final, found.calls) == (3.0, {"a": 3.5})
-    assert RolloutRewards.counted(posted, Rules({"reward": 1.0})) == RolloutRewards(1.0, {"a": 2.0})
+    assert {name: of.returned for name, of in found.named.items()} == {"reward": 1.0, "style": 4.0}
+    found = RolloutRewards.counted(posted, Rules({"reward": 1.0}))
+    assert (found.final, found.calls) == (1.0, {"a": 2.0})
     assert RolloutRewards.counted(posted[:1], Rules({"style": 1.0})).posted is None
 
 
