@@ -40,6 +40,7 @@ STRATEGIES = {
     "discounted, 0": {"credit": "discounted", "discount": 0.0},
     "anchor, 0.9": {"credit": "anchor", "discount": 0.9},
     "anchor, 0": {"credit": "anchor", "discount": 0.0},
+    "rae": {"credit": "rae"},
     "judge, 0.9 (scripted)": {"credit": "judge", "discount": 0.9, "judge": {"model": "scripted"}},
     "judge, 0 (scripted)": {"credit": "judge", "discount": 0.0, "judge": {"model": "scripted"}},
 }

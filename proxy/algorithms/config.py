@@ -1,9 +1,19 @@
-"""The names of the algorithms in `trainer/algorithms/`: NAME is the function NAME of NAME.py there."""
+"""The algorithms in `trainer/algorithms/`, and their settings: NAME is the function NAME of NAME.py there."""
 
 from __future__ import annotations
 
+from ..config.section import Positive, Section
 from ..config.trainer import TrainerConfig
 
 
+class MaskConfig(Section):
+    tv: Positive = 0.15
+    kl: Positive = 0.05
+    ratio_low: Positive = 0.5
+    ratio_high: Positive = 5.0
+
+
 class AlgorithmKeys(TrainerConfig):
-    names = {"credit": ("gdpo",), "baseline": ("maxrl",)}
+    names = {"credit": ("gdpo", "rae"), "baseline": ("maxrl",), "loss": ("dppo_tv", "dppo_kl", "icepop")}
+
+    mask: MaskConfig = MaskConfig()

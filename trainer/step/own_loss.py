@@ -1,4 +1,4 @@
-"""A loss by a user's own function (`trainer.loss: FILE.py:NAME`)."""
+"""A loss by a function that `trainer.loss` names: of `algorithms/`, or a user's own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 from ..hooks import faults, load
 
 SETTING = "trainer.loss"
+MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,22 +21,30 @@ class LossInputs:
     """The inputs of a loss. All tensors are (A, L): A answers of at most L tokens, 0 where `mask` is 0.
 
     `logprobs`: of the policy that is trained, with a gradient. `sampled_logprobs`: of the distribution that was
-    sampled. `advantages`: the same for every token of an answer, but for what guides add to single tokens.
+    sampled. `advantages`: the same for every token of an answer, but for what guides add to single tokens. `config`:
+    the section `trainer`.
     """
 
     logprobs: Tensor
     sampled_logprobs: Tensor
     advantages: Tensor
     mask: Tensor
+    config: TrainerConfig
+
+    @property
+    def ratios(self) -> Tensor:
+        """Return the importance ratios, finite and without a gradient."""
+        return (self.logprobs.detach() - self.sampled_logprobs).clamp(max=MAX_LOG_RATIO).exp()
 
 
-def own_loss(name: str, inputs: Mapping[str, Tensor], logprobs: Tensor) -> Tensor:
+def own_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], config: TrainerConfig) -> Tensor:
     """Return the weighted sum of the function's values of the tokens. Raise ConfigError for another shape.
 
     The weights are those of `loss_type` or `weighting`: they make the sum a mean over rollouts, answers or tokens.
     """
+    name = str(config.loss)
     function, mask = load(SETTING, name), inputs["completion_mask"]
-    given = LossInputs(logprobs, inputs["old_per_token_logps"], inputs["advantages"] * mask, mask)
+    given = LossInputs(logprobs, inputs["old_per_token_logps"], inputs["advantages"] * mask, mask, config)
     with faults(SETTING, name):
         of_tokens = function(given)
     if not isinstance(of_tokens, torch.Tensor) or of_tokens.shape != mask.shape:

@@ -235,7 +235,7 @@ class LightningTrainer(GRPOTrainer):
         add_guidance(inputs, samples, answers, logprobs, config.guide_limit)
         if reference is not None:
             reference = torch.where(reference.isneginf(), logprobs.detach(), reference)
-        loss = own_loss(config.loss, inputs, logprobs) if config.loss else policy_loss(logprobs, inputs, config)
+        loss = (own_loss if config.loss else policy_loss)(logprobs, inputs, config)
         if config.kl_coef and reference is not None:
             penalty = kl_penalty(logprobs, reference, inputs, config.importance_cap)
             loss = loss + config.kl_coef * penalty

@@ -1,0 +1,54 @@
+"""RAE against numbers by hand, and in a game of two seats."""
+
+from __future__ import annotations
+
+import random
+from math import exp
+
+import pytest
+
+from lightning_proxy.trainer.types import RolloutRewards, Sibling
+from support.calls import call
+from support.credit import group_advantages
+from support.sections import TrainerConfig
+
+CONFIG = TrainerConfig.model_validate({"credit": "rae"})
+
+
+def game(when: float, white: float, black: float) -> Sibling:
+    calls = [call(str(j), ("white", "black")[j % 2], started_at=when + j) for j in range(4)]
+    return Sibling(calls, RolloutRewards(None, {"2": white, "3": black}))
+
+
+def test_each_seat_is_compared_with_its_own_earlier_returns() -> None:
+    third, first, second = game(20, 1.0, -1.0), game(0, 1.0, -1.0), game(10, -1.0, 1.0)  # a lone one, then others
+    found = group_advantages([third, first, second], CONFIG)
+    white = 1 - (0.95 - 1) / 1.95
+    assert found[0] == pytest.approx([white, -white, white, -white])
+    assert found[1] == [0.0] * 4
+    assert found[2] == pytest.approx([-2.0, 2.0, -2.0, 2.0])
+
+
+def test_a_reward_of_the_rollout_itself_is_that_of_every_seat() -> None:
+    def shared(when: float, reward: float) -> Sibling:
+        return Sibling(game(when, 0.0, 0.0).calls, RolloutRewards(reward))
+
+    assert group_advantages([shared(0, 1.0), shared(9, 0.0)], CONFIG) == [[0.0] * 4, [-1.0] * 4]
+
+
+def test_a_rollout_in_which_a_seat_decided_nothing_says_nothing_of_it() -> None:
+    failed = Sibling([call("0", "white", started_at=5.0, status="error")], RolloutRewards(None, {"0": -9.0}))
+    assert group_advantages([game(0, 1.0, -1.0), failed, game(10, 1.0, -1.0)], CONFIG)[2] == [0.0] * 4
+
+
+def test_two_seats_of_unequal_chances_both_learn() -> None:
+    """White wins nine games in ten and black one, each more often after action 1; 1 to the winner, -1 to the other."""
+    chance, parameters, played = random.Random(1), [0.0, 0.0], list[Sibling]()
+    for n in range(400):
+        actions = [int(chance.random() < 1 / (1 + exp(-p))) for p in parameters]
+        won = chance.random() < 0.9 + 0.1 * (actions[0] - actions[1])
+        played = [game(10.0 * n, 2.0 * won - 1, 1 - 2.0 * won), *played[:15]]
+        for seat, action in enumerate(actions):
+            advantage = group_advantages(played, CONFIG)[0][seat] or 0.0
+            parameters[seat] += 0.5 * advantage * (action - 1 / (1 + exp(-parameters[seat])))
+    assert min(parameters) > 0.5
