@@ -1,4 +1,4 @@
-"""Make docs/settings.md and docs/step-metrics.md again: `python docs/generate.py`.
+"""Make docs/settings.md, step-metrics.md and combinations.md again: `python docs/generate.py`.
 
 Keys, defaults, names and units come from the code. What a setting means is written in settings.md itself, after its
 default, and stays there.
@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.trainer import LossType
 from lightning_proxy.trainer.report.metric_schema import ALL_METRICS
 
 DOCS = Path(__file__).parent
-SETTINGS, METRICS = DOCS / "settings.md", DOCS / "step-metrics.md"
+SETTINGS, METRICS, COMBINATIONS = (DOCS / f"{name}.md" for name in ("settings", "step-metrics", "combinations"))
 SETTING = re.compile(r"^- `([^`]+)` \(`.*?`\): (.+)$", re.MULTILINE)
 
 SETTINGS_BEGIN = """# All settings
@@ -44,6 +45,17 @@ A number that is not finite is left out.
 ```sh
 lightning-proxy status --json      # the last steps, with all of these
 ```
+"""
+
+COMBINATIONS_BEGIN = """# Which algorithms go together
+
+You want to combine a loss, a level of importance ratios, a credit and a baseline ([credit.md](credit.md)).
+
+```yaml
+trainer: {credit: discounted, baseline: rloo, loss_type: dapo, importance_level: sequence}
+```
+
+Every credit goes with every baseline (`rae` uses none), and both with every loss. A test runs each allowed pair.
 """
 
 ABOUT_METRICS = {
@@ -95,6 +107,34 @@ def metrics() -> str:
     return "\n".join(parts)
 
 
+def combinations() -> str:
+    """Return the page of what may be combined, with the reasons why the rest is refused."""
+    kind = type(Config().trainer)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for key, names in (("loss_type", get_args(LossType)), ("loss", kind.known("loss"))):
+        for name in names:
+            alike.setdefault((key, *_allowed(key, name)), []).append(name)
+    rows = [f"| `{key}` | {_listed(names)} | {' | '.join(cells)} |" for (key, *cells), names in alike.items()]
+    return "\n".join([
+        COMBINATIONS_BEGIN, "| key | losses | `importance_level: token` | `sequence` |", "|---|---|---|---|", *rows,
+        f"\nCredits: {_listed(kind.known('credit'))}.", f"Baselines: {_listed(kind.known('baseline'))}.\n",
+    ])  # fmt: skip
+
+
+def _allowed(key: str, name: str) -> Iterator[str]:
+    """Whether a loss is allowed at each level, or why it is not."""
+    for level in ("token", "sequence"):
+        try:
+            type(Config().trainer).model_validate({key: name, "importance_level": level})
+            yield "yes"
+        except ValidationError as error:
+            yield f"no: {error.errors()[0]['msg'].partition(f'{key} {name} ')[2].partition(':')[0]}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def _keys(name: str, kind: Any, default: Any, seen: dict[type[BaseModel], str]) -> Iterator[tuple[str, str]]:
     (item,) = get_args(kind) if get_args(kind) and isinstance(default, list) and default else (None,)
     if isinstance(item, type) and issubclass(item, BaseModel):
@@ -116,3 +156,4 @@ def _shown(default: Any) -> str:
 if __name__ == "__main__":
     SETTINGS.write_text(settings(meanings(SETTINGS.read_text() if SETTINGS.exists() else "")))
     METRICS.write_text(metrics())
+    COMBINATIONS.write_text(combinations())

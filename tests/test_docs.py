@@ -76,6 +76,7 @@ def test_the_generated_pages_are_current() -> None:
     again = "`python docs/generate.py` makes them again"
     assert generate.settings(generate.meanings(page)) == page, again
     assert generate.metrics() == generate.METRICS.read_text(), again
+    assert generate.combinations() == generate.COMBINATIONS.read_text(), again
     assert "TODO" not in page, "say what each new setting does"
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import model_validator
+
 from ..config.section import Positive, Section
 from ..config.trainer import TrainerConfig
 
@@ -17,3 +19,9 @@ class AlgorithmKeys(TrainerConfig):
     names = {"credit": ("gdpo", "rae"), "baseline": ("maxrl",), "loss": ("dppo_tv", "dppo_kl", "icepop")}
 
     mask: MaskConfig = MaskConfig()
+
+    @model_validator(mode="after")
+    def _masks_single_tokens(self) -> AlgorithmKeys:
+        if self.loss in AlgorithmKeys.names["loss"] and self.importance_level != "token":
+            raise ValueError(f"loss {self.loss} drops single tokens: it needs importance_level: token")
+        return self
