@@ -22,12 +22,13 @@ _DIGITS = bytes(
     ord("0" if sign in "0123456789." else "e" if sign in "eE" else "-" if sign == "-" else " ")
     for sign in map(chr, range(256))
 )
-# A float holds any 15 digits, and no more for certain. Numbers of fewer signs are not looked at.
+# A float holds any 15 digits, and no more for certain. Numbers of fewer signs are not looked at. Of these, every fourth
+# byte tells whether there may be one.
 _LONG = 17
 _LONG_NUMBER, _POSITIVE, _NEGATIVE = b"0" * _LONG, b" " + b"0" * _LONG, b"-" + b"0" * _LONG
 # vLLM writes as many digits of a float as it takes to read that again: 17 at most.
 _LOGPROB = re.compile(rb'logprobs?": ?\[?-(?=[0-9.]{17})[0-9]{1,2}\.0{0,5}[0-9]{1,17}(?![0-9])')
-_TINY = re.compile(rb"[0-9][eE]-[0-9]{3}")
+_TINY = re.compile(rb"-(?<=[0-9][eE]-)[0-9]{3}")  # begins with the sign, which is quickly found
 _MOST_DIGITS = 4300  # of an integer that Python reads
 
 
@@ -68,7 +69,7 @@ def encode_as_vllm(body: Any) -> bytes:
 
 def as_utf8(text: bytes) -> bytes:
     """Turn JSON in UTF-16, UTF-32 or with a byte order mark, all of which vLLM reads, into plain UTF-8."""
-    encoding = json.detect_encoding(text)
+    encoding = "utf-8" if text.startswith(b'{"') else json.detect_encoding(text)
     try:
         return text if encoding == "utf-8" else text.decode(encoding).encode()
     except UnicodeError:
@@ -166,13 +167,12 @@ def loads_rounded(text: bytes) -> Any:
 
 
 def _has_long_numbers(text: bytes) -> bool:
-    """Whether there may be numbers that a float rounds. One look at every byte, none of them in Python."""
-    digits = text.translate(_DIGITS)
-    if _LONG_NUMBER in digits and (
-        _POSITIVE in digits or digits.count(_NEGATIVE) > len(_LOGPROB.findall(text)) or digits.startswith(_LONG_NUMBER)
-    ):
-        return True
-    return b"e-000" in digits and _TINY.search(text) is not None
+    """Whether there may be numbers that a float rounds. No byte is looked at in Python."""
+    if b"0000" in text[::4].translate(_DIGITS) and _LONG_NUMBER in (digits := text.translate(_DIGITS)):
+        positive = _POSITIVE in digits or digits.startswith(_LONG_NUMBER)
+        if positive or digits.count(_NEGATIVE) > len(_LOGPROB.findall(text)):
+            return True
+    return _TINY.search(text) is not None
 
 
 def _refuse(constant: str) -> None:

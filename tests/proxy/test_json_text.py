@@ -77,6 +77,7 @@ def test_what_a_float_holds_is_a_float() -> None:
     assert {type(value) for value in loads("[1.5, 0.1, 1e5, -0.0, 0.12345678901234566, 1e-300]")} == {float}
     assert {type(value) for value in loads("[1, 18446744073709551616]")} == {int}
     assert {type(value) for value in loads("[1e400, 0.1234567890123456789]")} == {Number}
+    assert {type(loads(" " * shift + "9.973508576640863")) for shift in range(4)} == {Number}
 
 
 def test_a_long_number_is_a_float_for_all_who_calculate() -> None:
