@@ -43,6 +43,8 @@ def is_same(a: Any, b: Any) -> bool:
         return True
     if type(a) is not type(b):
         return False
+    if isinstance(a, str):
+        return bool(a == b)
     if isinstance(a, dict):
         return list(a) == list(b) and all(map(is_same, a.values(), b.values()))
     if isinstance(a, list):
@@ -55,7 +57,7 @@ def is_same(a: Any, b: Any) -> bool:
 def same_prefix(a: list[Any], b: list[Any]) -> int:
     """Count the leading elements that are the same JSON in `a` and `b`."""
     for i, (one, other) in enumerate(zip(a, b, strict=False)):
-        if not is_same(one, other):
+        if one is not other and not is_same(one, other):
             return i
     return min(len(a), len(b))
 
