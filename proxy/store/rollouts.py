@@ -32,6 +32,10 @@ ON CONFLICT (rollout_id) DO UPDATE SET
     agent = COALESCE(rollouts.agent, excluded.agent),
     mode = CASE WHEN {IS_ANOTHERS} THEN NULL WHEN excluded.mode = 'eval' THEN 'eval' ELSE rollouts.mode END,
     policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
+WHERE rollouts.key_id IS NOT excluded.key_id OR rollouts.mode <> excluded.mode
+    OR (rollouts.task_id IS NULL AND excluded.task_id IS NOT NULL)
+    OR (rollouts.agent IS NULL AND excluded.agent IS NOT NULL)
+    OR (rollouts.policy_version IS NULL AND excluded.policy_version IS NOT NULL)
 """,
     # There a refused row would use up a number, and the newest of so many are counted by their numbers.
     postgres=f"""
