@@ -211,10 +211,10 @@ class CallUnderWay:
     async def record_start(self) -> None:
         """Return when the call's start is durable."""
         if self._question.recorded:
-            caller, conversation = credentials(self._question.headers), self._conversation
-            also = [*start_statements(caller, self._start, conversation)] if conversation is not None else []
-            if self._question.also is not None:
-                also += self._question.also(self._start)
+            question, known = self._question, self._conversation
+            also = [] if known is None else start_statements(credentials(question.headers), self._start, known)
+            if question.also is not None:
+                also += question.also(self._start)
             await self._gateway.recorder.start(self._start, also)
 
     async def pass_on(self, opened: Answer) -> None:
@@ -356,8 +356,8 @@ class CallUnderWay:
             nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             nothing.set_result(None)
             return nothing
-        caller, conversation = credentials(self._question.headers), self._conversation
-        also = end_statements(caller, self._start, conversation, end) if conversation is not None else ()
+        question, known = self._question, self._conversation
+        also = [] if known is None else end_statements(credentials(question.headers), self._start, known, end)
         return asyncio.ensure_future(self._gateway.recorder.end(end, also))
 
     def _tell_listeners(self, end: CallEnd, written: asyncio.Future[None]) -> None:
