@@ -108,11 +108,11 @@ class Tokens:
             return f"{len(choice.ids)} token ids but {len(choice.logprobs)} log-probabilities"
         if self.usage is None:
             return "no usage from the upstream to check the token count with"
-        for what, ids, names in (
-            ("completion", choice.ids, ("completion_tokens", "output_tokens")),
-            ("prompt", self.prompt_token_ids, ("prompt_tokens", "input_tokens")),
+        usage = self.usage
+        for what, ids, count in (
+            ("completion", choice.ids, usage.get("completion_tokens", usage.get("output_tokens"))),
+            ("prompt", self.prompt_token_ids, usage.get("prompt_tokens", usage.get("input_tokens"))),
         ):
-            count = next((self.usage[name] for name in names if name in self.usage), None)
             if len(ids) != count:
                 return f"{len(ids)} {what} token ids but usage says {count}"
         return None
@@ -126,7 +126,7 @@ class Tokens:
 def _are_ids(values: list[Any]) -> bool:
     """Whether all are token ids, which are stored as 32-bit integers."""
     try:
-        return min(array("i", values), default=0) >= 0
+        return len(array("i", values)) == 0 or min(values) >= 0
     except (TypeError, OverflowError):
         return False
 
