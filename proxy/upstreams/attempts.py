@@ -250,12 +250,12 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
         return request
     if is_form(request.body):
         return request.with_body(_with_form_model(request.body, sent["model"]))
-    own: tuple[Piece, ...] | None = (request.body,)
+    own: tuple[Piece, ...] | None = ()
     if "model" in changed and "model" in body:
         own = with_model(request.body.rstrip(), changed.pop("model"))
     if own is None or not body or not changed.keys().isdisjoint(body):
         return request.with_body(encode(sent))
-    request = request.with_body(*own)
+    request = request.with_body(*own) if own else request
     return request.with_members(orjson.dumps(changed)) if changed else request
 
 
