@@ -236,11 +236,10 @@ def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
 def foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """Return the Host or Origin header that names another machine, for people to read; None without one."""
     for name, value in headers:
-        text = value.decode("latin-1")
-        if name not in (b"host", b"origin") or (name == b"origin" and _is_app(text)):
-            continue
-        if not _is_loopback(text):
-            return f"{name.decode()} {text[:100]!r}"
+        if name in (b"host", b"origin"):
+            text = value.decode("latin-1")
+            if not (_is_loopback(text) or (name == b"origin" and _is_app(text))):
+                return f"{name.decode()} {text[:100]!r}"
     return None
 
 
