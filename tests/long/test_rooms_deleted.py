@@ -31,7 +31,8 @@ for module in pkgutil.walk_packages(root.__path__, "lightning_proxy."):
 # A key of each room that has some. A room that was taken out leaves none behind.
 KEYS = {
     "otel": "telemetry", "prompts": "prompts", "promotion": "policy.gate", "judge": "trainer.judge",
-    "guides": "trainer.teacher", "sft": "trainer.sft", "preferences": "trainer.kto", "backends": "trainer.tinker",
+    "guides": "trainer.teacher", "algorithms": "trainer.mask",
+    "sft": "trainer.sft", "preferences": "trainer.kto", "backends": "trainer.tinker",
 }  # fmt: skip
 UNKNOWN = """
 from lightning_proxy.proxy.config.file import load_config

@@ -13,7 +13,10 @@ from lightning_proxy.proxy.types import Reward
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
 from support.credit import group_advantages
+from support.rewarded import Traffic, advantages, traffic
 from support.sections import TrainerConfig
+
+__all__ = ["traffic"]
 
 WEIGHTS = {"right": 1.0, "style": 0.5}
 
@@ -62,3 +65,13 @@ def test_agents_may_each_have_their_own_rewards_by_name() -> None:
 
     each = config(baseline="dr_grpo", agents=["plan", "act"], agent_credit="own")
     assert group_advantages([two(1.0, 0.0), two(0.0, 4.0)], each) == [[0.5, -2.0], [-0.5, 2.0]]
+
+
+async def test_a_step_compares_each_name_of_the_stores_rewards(traffic: Traffic) -> None:
+    for name, right, style in (("a", 1.0, 0.0), ("b", 0.0, 4.0)):
+        await traffic.rollout(name, "t", right, reward_name="right")
+        await traffic.post(Reward(name, style, name="style", final=False))
+    # With weights 1 and 0.25 the sums are equal, and comparing these would teach nothing.
+    batch = await traffic.batch(credit="gdpo", baseline="grpo", reward_weights={"right": 1.0, "style": 0.25})
+    one = 0.5**0.5  # half a distance by the standard deviation of two values
+    assert advantages(batch) == pytest.approx({"a-0": 0.75 * one, "b-0": -0.75 * one}, rel=1e-3)

@@ -10,7 +10,10 @@ import pytest
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
 from support.credit import group_advantages
+from support.rewarded import Traffic, advantages, traffic
 from support.sections import TrainerConfig
+
+__all__ = ["traffic"]
 
 CONFIG = TrainerConfig.model_validate({"credit": "rae"})
 
@@ -52,3 +55,13 @@ def test_two_seats_of_unequal_chances_both_learn() -> None:
             advantage = group_advantages(played, CONFIG)[0][seat] or 0.0
             parameters[seat] += 0.5 * advantage * (action - 1 / (1 + exp(-parameters[seat])))
     assert min(parameters) > 0.5
+
+
+async def test_a_step_compares_rollouts_without_a_task_with_earlier_ones_of_the_store(traffic: Traffic) -> None:
+    for i in range(4):
+        await traffic.rollout(f"before-{i}", None, float(i))
+    await traffic.rollout("new", None, 4.0)
+    batch = await traffic.batch(credit="rae", lone_rollouts="running", group_size=5)
+    weights = [0.95**age for age in (3, 2, 1, 0)]
+    mean = sum(weight * value for weight, value in zip(weights, range(4), strict=True)) / sum(weights)
+    assert advantages(batch) == pytest.approx({"new-0": 4.0 - mean})
