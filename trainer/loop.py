@@ -106,6 +106,7 @@ class TrainingLoop:
         changes = self._store.database.changes("rewards", "live")
         while not stop.is_set() and not await self.is_done():
             trained = False
+            await self.settle(idle=True)
             if not await self.is_stopped():
                 await self.follow_live_version()
                 await self._publisher.attend(self.collector.samples_of, self._stop)
@@ -117,10 +118,10 @@ class TrainingLoop:
         if not stop.is_set():
             await self.settle()
 
-    async def settle(self) -> Mapping[str, Any]:
+    async def settle(self, *, idle: bool = False) -> Mapping[str, Any]:
         """Have the live version verified, if it is not yet. Return the metrics about it; none if stopped before."""
         try:
-            return await self._publisher.settle(self.collector.samples_of, self._stop)
+            return await self._publisher.settle(self.base, self.collector.samples_of, self._stop, idle=idle)
         except Stopped:
             log.warning("stopped before the live version was verified: the next start does it")
             return {}
@@ -194,7 +195,7 @@ class TrainingLoop:
         Raises Stopped, or the PublishError of a version that does not verify: then no weight has moved.
         """
         gradients = in_thread(self._trainer.forward_backward, batch)
-        verification = self._publisher.settle(self.collector.samples_of, self._stop)
+        verification = self._publisher.settle(self.base, self.collector.samples_of, self._stop)
         computed, verified = await all_of(map(_end_of, (gradients, verification)))
         metrics: dict[str, Any] = {**await in_thread(self._trainer.optim_step), "reward_by_task": batch.tasks}
         metrics["verify_s"] = max(0.0, verified - computed)
@@ -352,7 +353,8 @@ class TrainingLoop:
         await in_thread(self._trainer.load, checkpoint)
         self.base = live.version
         if not self._publisher.is_of_another_mode(live):
-            self._publisher.remember_served()
+            if live.verified:  # else it is told from the one before
+                self._publisher.remember_served()
         elif step is not None:
             await self._publish_again(step)
 

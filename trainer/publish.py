@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from ..proxy.config.policy import PolicyConfig
 from ..proxy.errors import (
@@ -35,10 +34,11 @@ from .files.versions import VersionFiles
 from .step.engine import TrainingEngine
 from .types import Sample
 from .verify import Verifier
-from .waiting import Stopped, before_retry, in_thread
+from .waiting import before_retry, in_thread
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 SamplesOf = Callable[[Sequence[Rollout]], Awaitable[list[Sample]]]
 
 FAULTS = 10  # so many errors of vLLM's own end the publishing
@@ -69,12 +69,15 @@ class NoPublisher:
         return False
 
     async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
-        """Run between two steps. `samples_of` gives the rows of rollouts."""
+        """Run between two steps. `samples_of` gives the rows of rollouts that were trained on."""
 
-    async def settle(self, samples_of: SamplesOf, stop: asyncio.Event) -> Mapping[str, Any]:
-        """Have the live version verified, if it is not yet. Return the metrics about it.
+    async def settle(
+        self, base: int, samples_of: SamplesOf, stop: asyncio.Event, *, idle: bool = False
+    ) -> Mapping[str, Any]:
+        """Have version `base` verified, if it is live and was not. Return the step's metrics about it.
 
-        Raises what `Publisher.publish` does, but not Superseded.
+        `idle`: only if agents' answers suffice, or have not sufficed for `QUIET_S`. Raises what `Publisher.publish`
+        does, but not Superseded.
         """
         return {}
 
@@ -93,15 +96,14 @@ class NoPublisher:
 
 @dataclass(slots=True)
 class Unverified:
-    """A version that agents get and that is not verified, and what it was published with.
+    """A version that agents get and that is not verified yet.
 
-    `wanted`: so many of its rollouts are to be there before an idle trainer looks at their answers.
+    `samples`: what vLLM is asked with. `wanted`: so many of its rollouts are to be there before an idle trainer scores
+    their answers. `since`: of the monotonic clock.
     """
 
-    version: PolicyVersion
+    version: int
     samples: Sequence[Sample]
-    metrics: dict[str, Any]
-    base: int
     wanted: int
     since: float = field(default_factory=monotonic)
 
@@ -138,52 +140,49 @@ class Publisher(NoPublisher):
         the weights; Stopped if `stop` is set meanwhile; VllmFault, and the version is abandoned, if vLLM is there but
         meets an error of its own `FAULTS` times; TrainingUnavailable, and the version is forgotten.
         """
+        work = partial(self._publish, step, samples, metrics, base, stop)
+        return await self._until_done(f"publishing step {step}", work, stop)
+
+    async def _until_done(self, what: str, work: Callable[[], Awaitable[T]], stop: asyncio.Event) -> T:
+        """Do the work, again and again while vLLM or space is missing."""
         faults = 0
         while True:
             try:
-                return await self._publish(step, samples, metrics, base, stop)
+                return await work()
             except TrainingUnavailable:  # the loop continues as after a restart
                 await self._forget_unfinished()
                 raise
             except (UpstreamUnreachable, UpstreamTimeout, NotSaved) as error:
                 faults = faults if isinstance(error, NotSaved) else 0
-                log.warning("publishing step %d waits: %s", step, error)
+                log.warning("%s waits: %s", what, error)
             except VllmFault as error:
                 faults += 1
                 if faults == FAULTS:
                     await self.abandon_unfinished(error.message)
                     raise
-                log.warning("publishing step %d is tried again (%d of %d): %s", step, faults, FAULTS - 1, error)
+                log.warning("%s is tried again (%d of %d): %s", what, faults, FAULTS - 1, error)
             await before_retry(stop)
             await self._forget_unfinished()
 
     async def _publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
     ) -> PolicyVersion:
-        live = await self._store.versions.live()
         await self._swap.vllm.models()  # if vLLM is away, fail before a version is reserved
-        only_unverified = live.step == step and live.publish == self._swap.mode == "merged" and not live.verified
-        version = live if only_unverified else await self._save(step, metrics)
-        made_by = await self._store.steps.of_version(live.version) if only_unverified else None
-        base = made_by.base if made_by else base  # the trainer was killed after it made the version live
+        version = await self._save(step, metrics)
+        self.measured = {}
         try:
-            if only_unverified:
-                await self._verifier.verify_merged(version, samples, stop)
-                await self._store.versions.verified(version.version)
-            elif self._swap.mode == "lora":
+            if self._swap.mode == "lora":
                 await self._beside(version, samples, base, stop)
             elif len(await self._swap.vllm.reachable()) > 1:
                 await self._rolling(version, samples, base, stop)
             else:
                 await self._swap.activate(version, version.step, expected=base)
-                self._unverified = Unverified(version, samples, metrics, base, self._config.verify_samples)
+                self._unverified = self._new(version, samples)
+                return await self._store.versions.get(version.version)
         except (PublishError, Superseded) as error:
-            went_live = (await self._store.versions.live()).version == version.version
-            await self._store.versions.failed(version.version, str(error))
-            if isinstance(error, PublishError) and self._swap.mode == "merged" and went_live:
-                await self.take_back(version.version, base)
+            await self._refuse(version, base, error)
             raise
-        self.measured = {} if self._unverified else self._verifier.measured
+        self.measured = self._verifier.measured
         return await self._store.versions.get(version.version)
 
     async def _beside(self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event) -> None:
@@ -199,58 +198,72 @@ class Publisher(NoPublisher):
 
     # Verifying what is live -----------------------------------------------------------------------------------------
 
-    async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
-        """Verify while the trainer is idle: by agents' answers, or after `QUIET_S` by asking vLLM."""
-        if (unverified := self._unverified) is None:
-            return
-        seen = await self._rollouts_of(unverified)
-        if len(seen) >= unverified.wanted and await self._is_seen_in(seen, samples_of):
-            await self._note_verified(unverified)
-        elif monotonic() > unverified.since + QUIET_S:
-            with suppress(Stopped):
-                await self.settle(samples_of, stop)
-        elif len(seen) >= unverified.wanted:
-            unverified.wanted = 4 * len(seen)
-
-    async def settle(self, samples_of: SamplesOf, stop: asyncio.Event) -> Mapping[str, Any]:
-        if (unverified := self._unverified) is None:
-            return {}
+    async def settle(
+        self, base: int, samples_of: SamplesOf, stop: asyncio.Event, *, idle: bool = False
+    ) -> Mapping[str, Any]:
         live = await self._store.versions.live()
-        if live.version != unverified.version.version or live.verified:  # made live by hand; verified after a fault
-            self._unverified = None
+        if live.version != base or live.verified or not live.publish == self._swap.mode == "merged":
             return {}
-        if await self._is_seen_in(await self._rollouts_of(unverified), samples_of):
-            return await self._note_verified(unverified)
+        if (step := await self._store.steps.of_version(base)) is None:
+            return {}
+        if self._unverified is None or self._unverified.version != base:  # made live by hand, or before a restart
+            self._unverified = self._new(live, await samples_of(await self._store.steps.rollouts_of(step.step)))
+        rollouts, waits = await self._answered_by(live), idle and monotonic() < self._unverified.since + QUIET_S
+        if waits and len(rollouts) < self._unverified.wanted:
+            return {}
+        self._unverified.wanted = 4 * len(rollouts)
+        if not await self._verifier.sees_new_weights_in(self._rows(rollouts, samples_of)):
+            if waits:
+                return {}
+            ask = partial(self._ask, live, step.base, self._unverified.samples, stop)
+            try:
+                await self._until_done(f"verifying policy version {base}", ask, stop)
+            except Superseded as error:
+                log.warning("policy version %d is not verified: %s", base, error)
+                return {}
+        return await self._note_verified(step, base)
+
+    def _new(self, version: PolicyVersion, samples: Sequence[Sample]) -> Unverified:
+        return Unverified(version.version, samples, min(self._config.verify_samples, SEEN_ROLLOUTS))
+
+    async def _answered_by(self, version: PolicyVersion) -> list[Rollout]:
+        """Rewarded rollouts of the version alone. Of several servers nothing is known by them."""
+        if len(self.vllm.servers) > 1:
+            return []
+        return await self._store.rollouts.rewarded_of(version.version, SEEN_ROLLOUTS)
+
+    async def _rows(self, rollouts: Iterable[Rollout], samples_of: SamplesOf) -> AsyncIterator[Sample]:
+        """The shortest row of each rollout that has any."""
+        for rollout in rollouts:
+            if rows := await samples_of([rollout]):
+                yield min(rows, key=lambda row: len(row.token_ids))
+
+    async def _ask(self, version: PolicyVersion, base: int, samples: Sequence[Sample], stop: asyncio.Event) -> None:
+        """Have vLLM's own answers verify the live version. If they do not, `base` is live again."""
         try:
-            await self.publish(int(live.step or 0), unverified.samples, unverified.metrics, unverified.base, stop)
-        except PublishError:
-            log.error("not trained on, as version %d answered them: %s", live.version, await self._answered_by(live))
+            await self._verifier.verify_merged(version, samples, stop)
+        except PublishError as error:
+            await self._refuse(version, base, error)
             raise
-        except Superseded as error:
-            log.warning("policy version %d is no longer verified: %s", live.version, error)
-            self._unverified = None
-            return {}
-        return await self._note_verified(unverified)
 
-    async def _rollouts_of(self, unverified: Unverified) -> list[Rollout]:
-        return await self._store.rollouts.rewarded_of(unverified.version.version, SEEN_ROLLOUTS)
+    async def _refuse(self, version: PolicyVersion, base: int, error: LightningError) -> None:
+        """Note why a version does not count, and name who was answered by it. Merged weights are taken back."""
+        went_live = (await self._store.versions.live()).version == version.version
+        await self._store.versions.failed(version.version, str(error))
+        if isinstance(error, PublishError) and self._swap.mode == "merged" and went_live:
+            if named := [r.rollout_id for r in await self._store.rollouts.rewarded_of(version.version, SEEN_ROLLOUTS)]:
+                more = " and maybe others" if len(named) == SEEN_ROLLOUTS else ""
+                log.error("answered by version %d, not trained on: %s%s", version.version, ", ".join(named), more)
+            await asyncio.shield(self.take_back(version.version, base))
 
-    async def _is_seen_in(self, rollouts: Sequence[Rollout], samples_of: SamplesOf) -> bool:
-        return await self._verifier.is_seen_by_agents(await samples_of(rollouts))
-
-    async def _note_verified(self, unverified: Unverified) -> Mapping[str, Any]:
-        """Note that a version is verified, and how clearly, with the step that made it."""
-        version, measured = unverified.version.version, self._verifier.measured
-        if (step := await self._store.steps.of_version(version)) is not None:
-            await self._store.steps.update_metrics(step.step, step.metrics | measured)
-            self._trainer.trackers.report(measured)
+    async def _note_verified(self, step: Step, version: int) -> Mapping[str, Any]:
+        """Note that a version is verified, and before it, with the step that made it, how clearly."""
+        measured = self._verifier.measured
+        await self._store.steps.update_metrics(step.step, step.metrics | measured)
+        self._trainer.trackers.report(measured)
         await self._store.versions.verified(version)
         self._unverified = None
         return measured
-
-    async def _answered_by(self, version: PolicyVersion) -> str:
-        found = await self._store.rollouts.rewarded_of(version.version, SEEN_ROLLOUTS)
-        return ", ".join(rollout.rollout_id for rollout in found) or "none with a reward yet"
 
     # Files and old versions -----------------------------------------------------------------------------------------
 
@@ -269,8 +282,8 @@ class Publisher(NoPublisher):
         return True
 
     def is_done(self, live: PolicyVersion, last: Step) -> bool:
-        """Return whether the last step's weights are live and verified, and published in the configured way."""
-        return last.version == live.version and live.verified and live.publish == self._swap.mode
+        """Return whether the last step's weights are live, and published in the configured way."""
+        return last.version == live.version and live.publish == self._swap.mode
 
     def is_of_another_mode(self, live: PolicyVersion) -> bool:
         return live.publish not in (None, self._swap.mode)

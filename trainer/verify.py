@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ MORE_ANSWERS = 16
 MORE_TOKENS = 32
 MOST_TOKENS = 2048
 ROUNDS = 6
+# In nats: as far as a log-probability can be from the served one.
+FAR = 10.0
 # By so many standard deviations the answers must be nearer to one of them.
 SURE = 3.5
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -55,6 +57,7 @@ class Verifier:
         self._swap = swap
         self._trainer = trainer
         self._seen: list[tuple[WeightEvidence, str | None]] = []  # by adapter and server; what was checked besides
+        self._doubt: WeightEvidence | None = None  # that the live version is served
         self.remember_served()
 
     def remember_served(self) -> None:
@@ -82,7 +85,7 @@ class Verifier:
         """Load a version's adapters and verify them. Do it again if vLLM restarts meanwhile: it forgets them."""
         for _ in range(VERIFY_RESTARTS):
             await self._swap.load(version)
-            self._seen = []
+            self._seen, self._doubt = [], None
             try:
                 for adapter, model in {DEFAULT_ADAPTER: str(version.served_model), **version.adapters}.items():
                     own = [sample for sample in samples if sample.adapter == adapter]
@@ -99,6 +102,7 @@ class Verifier:
 
     async def verify_merged(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> None:
         """Verify the live version; again if vLLM restarts meanwhile. Raises Superseded if another is made live."""
+        give_back()  # vLLM may wait for the memory
         while True:
             await self._swap.restore(set())
             self._seen = []
@@ -112,23 +116,24 @@ class Verifier:
                     raise
                 log.warning("vLLM restarted while its weights were verified: trying again")
 
-    async def is_seen_by_agents(self, samples: Sequence[Sample]) -> bool:
-        """Return whether agents' answers, by the new weights alone, show that those are served. False shows nothing.
+    async def sees_new_weights_in(self, rows: AsyncIterator[Sample]) -> bool:
+        """Return whether agents' answers, by a server's new weights alone, show that it serves those.
 
-        The shortest rows are scored first, and no more than it takes.
+        No more rows are scored than it takes. Where they look like the old weights', a name is no proof in
+        `verify_merged`, which comes next.
         """
-        evidence, rows = WeightEvidence(), sorted(samples, key=lambda sample: len(sample.token_ids))
-        while rows and evidence.may_become_clear:
-            count = MORE_ANSWERS if evidence.rounds else self._config.verify_samples
-            scored, rows = rows[:count], rows[count:]
-            new = await in_thread(self._trainer.scores_of, scored)
-            old = await in_thread(self._trainer.scores_of, scored, served=True)
-            evidence.add(*_of_answers(scored, new, old))
+        evidence, count = WeightEvidence(), self._config.verify_samples
+        while evidence.may_become_clear and (some := [row async for row in _first(rows, count)]):
+            new = await in_thread(self._trainer.scores_of, some)
+            old = await in_thread(self._trainer.scores_of, some, served=True)
+            evidence.add(*_of_answers(some, new, old))
+            count = MORE_ANSWERS
+        give_back()
+        self._doubt = evidence if evidence.is_old else None
         if not (evidence.is_new and evidence.difference <= self._tolerance):
             return False
         self._seen = [(evidence, None)]
         self._trainer.remember_served(DEFAULT_ADAPTER)
-        give_back()
         return True
 
     async def give_checked(
@@ -141,7 +146,7 @@ class Verifier:
 
     def _check(self, version: PolicyVersion, samples: Sequence[Sample], stop: asyncio.Event) -> Check:
         """Check a server with new merged weights before it answers agents."""
-        self._seen = []
+        self._seen, self._doubt = [], None
 
         async def check(server: VllmServer) -> None:
             await self._verify_on(server, version, await server.base_model(), samples, DEFAULT_ADAPTER, stop)
@@ -184,6 +189,8 @@ class Verifier:
         chosen = samples[:: max(1, len(samples) // count)][:count]  # spread evenly
         prompts = [sample.token_ids[: sample.mask.index(1)] for sample in chosen] or [(0,)]
         evidence, by = await self._ask(server, model, prompts, adapter, stop), None
+        if not evidence.is_new and self._doubt is not None:
+            raise PublishError(f"agents got answers of the previous weights from {model}: {self._doubt}")
         if not evidence.is_new:
             by = await self._look_at_names(server, version, adapter, model, evidence)
         self._seen.append((evidence, by))
@@ -196,8 +203,7 @@ class Verifier:
         while evidence.may_become_clear:
             if not evidence.rounds:
                 used = list(prompts)
-                first = (self._sample(server, model, prompt, VERIFIED_TOKENS, stop) for prompt in used)
-                answers = await all_of(first)
+                answers = await self._sample(server, model, used, stop)
             else:
                 used = [prompts[i % len(prompts)] for i in range(MORE_ANSWERS)]
                 answers = await all_of(server.sample(model, prompt, MORE_TOKENS) for prompt in used)
@@ -241,12 +247,12 @@ class Verifier:
         return sha256(content).hexdigest()
 
     async def _sample(
-        self, server: VllmServer, model: str, prompt: Sequence[int], tokens: int, stop: asyncio.Event
-    ) -> Answer:
-        """The server's answer. If no other server answers, this one is waited for; the proxy restores its weights."""
+        self, server: VllmServer, model: str, prompts: Sequence[Sequence[int]], stop: asyncio.Event
+    ) -> list[Answer]:
+        """The server's answers. If no other server answers, this one is waited for; the proxy restores its weights."""
         for _ in range(VERIFY_TRIES):
             try:
-                return await server.sample(model, prompt, tokens)
+                return await all_of(server.sample(model, prompt, VERIFIED_TOKENS) for prompt in prompts)
             except (UpstreamUnreachable, UpstreamTimeout) as error:
                 if await self._another_answers(server):
                     raise
@@ -338,17 +344,29 @@ class WeightEvidence:
         )
 
 
+async def _first(rows: AsyncIterator[Sample], count: int) -> AsyncIterator[Sample]:
+    for _ in range(count):
+        try:
+            yield await anext(rows)
+        except StopAsyncIteration:
+            return
+
+
 def _of_answers(
     samples: Sequence[Sample], new: Sequence[Sequence[float]], old: Sequence[Sequence[float]]
 ) -> tuple[list[list[float]], list[list[float]], list[Answer]]:
-    """What `WeightEvidence.add` takes, of the answers' tokens alone, and not of those that sampling leaves out."""
-    found: tuple[list[list[float]], list[list[float]], list[Answer]] = ([], [], [])
-    for sample, by_new, by_old in zip(samples, new, old, strict=True):
-        places = [i for i, said in enumerate(sample.mask) if said and math.isfinite(by_new[i] + by_old[i])]
-        found[0].append([by_new[i] for i in places])
-        found[1].append([by_old[i] for i in places])
-        found[2].append(([sample.token_ids[i] for i in places], [sample.logprobs[i] for i in places]))
-    return found
+    """What `WeightEvidence.add` takes, of the answers' tokens alone.
+
+    A token that the new weights would not sample counts as far from them, and one that the old would not as far from
+    those: top_p and the like leave a few out by rounding.
+    """
+    by_new, by_old, answers = [], [], list[Answer]()
+    for sample, news, olds in zip(samples, new, old, strict=True):
+        places = [i for i, sampled in enumerate(sample.mask) if sampled]
+        by_new.append([max(news[i], sample.logprobs[i] - FAR) for i in places])
+        by_old.append([max(olds[i], sample.logprobs[i] - FAR) for i in places])
+        answers.append(([sample.token_ids[i] for i in places], [sample.logprobs[i] for i in places]))
+    return by_new, by_old, answers
 
 
 def _pairs(ours: Sequence[Sequence[float]], answers: Sequence[Answer]) -> Iterator[tuple[float, float]]:

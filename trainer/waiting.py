@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
@@ -15,7 +14,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 RETRY_S = 2.0
-_ONE_AT_A_TIME = ThreadPoolExecutor(1, "trainer")
 
 
 class Stopped(Exception):
@@ -65,10 +63,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Do `work` in a thread, after all that was given before: one piece at a time has the weights.
-
-    A cancellation waits for its end: what follows may need the same weights or files.
-    """
+    """Do `work` in a thread. A cancellation waits for its end: what follows may need the same weights or files."""
 
     def guarded() -> T:
         try:
@@ -76,7 +71,7 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
         except StopIteration as error:  # no future can hold it, so awaiting it would never end
             raise RuntimeError(f"{work!r} raised StopIteration") from error
 
-    doing = asyncio.get_running_loop().run_in_executor(_ONE_AT_A_TIME, guarded)
+    doing = asyncio.create_task(asyncio.to_thread(guarded))
     try:
         return await asyncio.shield(doing)
     except asyncio.CancelledError:

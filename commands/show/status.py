@@ -25,8 +25,8 @@ NEWEST_STEPS = 40
 NEWEST = 200  # rollouts, and calls
 SHOWN_STEPS = 10
 PHASES = (
-    ("waiting", "wait_s"), ("collecting", "collect_s"), ("training", "step_s"), ("checkpoint", "checkpoint_s"),
-    ("publishing", "publish_s"),
+    ("waiting", "wait_s"), ("collecting", "collect_s"), ("training", "step_s"), ("verifying", "verify_s"),
+    ("checkpoint", "checkpoint_s"), ("publishing", "publish_s"),
 )  # fmt: skip
 
 

@@ -52,6 +52,11 @@ VERSIONS_TO_SERVE = """
 SELECT * FROM policy_versions WHERE path IS NOT NULL
     AND (status = 'live' OR status = 'candidate' OR version IN (SELECT CAST(value AS BIGINT) FROM json_each(:pinned)))
 """
+# Of merged weights that another version took the place of. A live one may still be verified.
+VERSIONS_NEVER_VERIFIED = """
+SELECT version FROM policy_versions
+WHERE status = 'failed' OR (status = 'ready' AND publish = 'merged' AND verified = 0)
+"""
 VERSION_BEFORE = """
 SELECT * FROM policy_versions WHERE version = (
     SELECT MAX(version) FROM policy_versions
@@ -118,6 +123,10 @@ class PolicyVersions:
     async def of_status(self, status: VersionStatus) -> list[PolicyVersion]:
         """Return the versions of a status, by number."""
         return [read_version(row) for row in await self._db.all(VERSIONS_OF_STATUS, {"status": status})]
+
+    async def never_verified(self) -> frozenset[int]:
+        """Return the versions that were not seen to be served, and are not live."""
+        return frozenset(int(row["version"]) for row in await self._db.all(VERSIONS_NEVER_VERIFIED))
 
     async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
         """Return those of the live version, the candidate and the `pinned` ones whose files are there, by number."""

@@ -12,8 +12,11 @@ import pytest
 import torch
 
 from lightning_proxy.proxy.errors import PublishError
+from lightning_proxy.proxy.policy.swap import Swap
 from lightning_proxy.proxy.policy.vllm import VllmServer
+from lightning_proxy.proxy.types import Rollout
 from lightning_proxy.trainer.collect.collector import UNVERIFIED
+from lightning_proxy.trainer.verify import Verifier, WeightEvidence
 from support.training import Bench, DeafServer, HonestServer, bench, require_seen_clearly
 
 TOLERANT = {"verify_tolerance": 100.0}
@@ -103,6 +106,59 @@ async def test_a_version_that_answers_nobody_is_verified_by_asking_after_a_while
         await require_seen_clearly(b.store, 1)
 
 
+async def test_a_version_made_live_by_hand_while_the_old_one_is_verified_stays_live(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with first_version(base, tmp_path) as (b, loop):
+
+        async def rolls_back(*_: Any) -> bool:
+            await Swap(b.store, b.vllm, "merged", b.config.policy.directory).activate(await b.store.versions.get(0))
+            return False
+
+        monkeypatch.setattr(Verifier, "sees_new_weights_in", rolls_back)
+        await loop.train_once()
+        versions = await b.store.versions.all()
+        assert [(v.version, v.status, v.verified) for v in versions] == [
+            (0, "live", True), (1, "ready", False), (2, "failed", False)
+        ]  # fmt: skip
+
+
+async def test_what_a_version_answered_that_nobody_verified_is_left_out_once_another_is_live(
+    base: Path, tmp_path: Path
+) -> None:
+    async with first_version(base, tmp_path, server=DeafServer) as (b, loop):
+        await Swap(b.store, b.vllm, "merged", b.config.policy.directory).activate(await b.store.versions.get(0))
+        assert not await loop.train_once()
+        assert {r.dropped for r in await answered(b)} == {UNVERIFIED}
+
+
+async def test_a_version_that_does_not_verify_after_a_restart_names_its_rollouts(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with first_version(base, tmp_path, server=DeafServer) as (b, _):
+        with pytest.raises(PublishError):
+            await b.loop().run(asyncio.Event())
+        assert all(rollout.rollout_id in caplog.text for rollout in await answered(b))
+        assert (await b.store.versions.live()).version == 0
+
+
+async def test_a_name_is_no_proof_where_agents_got_the_old_weights(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def tells_nothing(*_: Any) -> WeightEvidence:
+        return WeightEvidence()
+
+    monkeypatch.setattr(Verifier, "_ask", tells_nothing)
+    async with first_version(base, tmp_path, server=DeafServer) as (_, loop):
+        with pytest.raises(PublishError, match="agents got answers of the previous weights"):
+            await loop.train_once()
+
+
+async def answered(b: Bench) -> list[Rollout]:
+    """The rollouts that version 1 answered."""
+    return [rollout for rollout in (await b.store.rollouts.page({}, 50))[0] if rollout.policy_version == 1]
+
+
 @pytest.mark.parametrize(("server", "policy"), [(DeafServer, TOLERANT), (DeafServer, {}), (HalfServer, {})])
 async def test_a_version_that_agents_did_not_get_moves_no_weight_and_its_rollouts_are_named_and_left_out(
     base: Path,
@@ -117,12 +173,11 @@ async def test_a_version_that_agents_did_not_get_moves_no_weight_and_its_rollout
             await loop.train_once()
         assert all(torch.equal(before[name], weight) for name, weight in b.trainer.adapter().items())
         assert ((await b.store.versions.live()).version, (await b.store.versions.get(1)).status) == (0, "failed")
-        answered = [r for r in (await b.store.rollouts.page({}, 50))[0] if r.policy_version == 1]
-        assert len(answered) == 8 and all(rollout.rollout_id in caplog.text for rollout in answered)
+        found = await answered(b)
+        assert len(found) == 8 and all(rollout.rollout_id in caplog.text for rollout in found)
         b.server.load = type(b.server).__mro__[1].load.__get__(b.server)  # mended
         await b.groups("t5", "t6")
         await b.loop().run(asyncio.Event(), once=True)
-        dropped = {(await b.store.rollouts.get(rollout.rollout_id)).dropped for rollout in answered}
-        assert dropped == {UNVERIFIED}
+        assert {rollout.dropped for rollout in await answered(b)} == {UNVERIFIED}
         live = await b.store.versions.live()
         assert live.version > 1 and live.verified

@@ -65,7 +65,7 @@ class TinkerTrainer:
         self._state: str | None = None  # the path of what the service saved last
         self._step = self._updates = 0
         self._published: Weights = {}
-        self._computed: tuple[Batch, dict[str, float]]
+        self._computed: tuple[Batch, dict[str, float]] | None = None
 
     # Training ------------------------------------------------------------------------------------------------------
 
@@ -93,7 +93,8 @@ class TinkerTrainer:
 
         If a number is not finite, the weights stay as they are and `skipped` is 1.
         """
-        batch, metrics = self._computed
+        assert self._computed is not None, "forward_backward comes first"
+        (batch, metrics), self._computed = self._computed, None
         begun, rate = time.perf_counter(), rate_after(self.settings, self._updates)
         metrics |= {"lr": rate, "skipped": float(self.skipped_because is not None)}
         if self.skipped_because is None:

@@ -11,7 +11,7 @@ from itertools import compress
 
 from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...proxy.config.trainer import TrainerConfig
-from ...proxy.errors import NotFound
+from ...proxy.errors import NotFound, UpstreamTimeout, UpstreamUnreachable
 from ...proxy.groups import Group
 from ...proxy.store.store import Store
 from ...proxy.store.training import CallCredit, ComparedGroup
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 STANDSTILL = "standstill"
 ABSURD = 1e12  # no advantage or return is larger; NaN is not smaller
 POISONED = f"returns or advantages of its group are not finite, or beyond {ABSURD:g}"
-UNVERIFIED = "answered by a policy version that did not verify"
+UNVERIFIED = "answered by a policy version that was not verified"
 STALE = "stale: sampled by too old a policy version"
 
 
@@ -76,7 +76,7 @@ class Collector:
         self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
         self._waiting = WaitingGroups(config, store, order)
         self._seen = Seen()
-        self._failed_versions: set[int] = set()
+        self._unverified: frozenset[int] = frozenset()  # versions that will not be
         self._logged: set[str] = set()  # why nothing was learned, since the last step
 
     async def next_batch(self, base: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
@@ -86,8 +86,8 @@ class Collector:
         `fewer`. With `since` (Unix time), only groups count that have waited since then or longer. Raises JudgeError if
         the judge does not answer, UpstreamUnreachable if a vLLM that is away knows a grammar; then nothing is claimed.
         """
-        self._failed_versions = {version.version for version in await self._store.versions.of_status("failed")}
         while groups := await self._waiting.next(fewer=fewer, since=since):
+            self._unverified = await self._store.versions.never_verified()
             takes = await self._takes(base, groups)
             idle = [take for take in takes if not take.rollouts]
             if len(idle) == len(takes) or (idle and self._config.dynamic_sampling):
@@ -246,11 +246,13 @@ class Collector:
         return await self._waiting.totals()
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
-        """Return the rows of rollouts that were trained on before, without advantages."""
+        """Return the rows of rollouts, without advantages. While vLLM is away, requests alone say how it samples."""
         found: list[Sample] = []
         for rollout in rollouts:
             with suppress(NotFound):  # deleted meanwhile
                 calls = self._trained(await self._store.calls.of(rollout.rollout_id))
+                with suppress(UpstreamUnreachable, UpstreamTimeout):
+                    await self._sampled.look(calls)
                 found += self._rows(calls, [0.0] * len(calls), rollout).samples
         return found
 
@@ -289,7 +291,7 @@ class Collector:
             return "trainer.agents names none of its agents"
         if calls and all(call.policy_version is None for call in calls):
             return "answered by other models than the policy"
-        if not self._failed_versions.isdisjoint(v for call in calls for v in call.policy_versions):
+        if not self._unverified.isdisjoint(version for call in calls for version in call.policy_versions):
             return UNVERIFIED
         return STALE if base - _oldest_version(trained, base) > self._config.max_staleness else None
 

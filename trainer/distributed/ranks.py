@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -48,8 +47,8 @@ class Ranks(Processes):
     """This process among the ranks that a launcher started. `prepare` makes them know each other."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.size = 1
-        self._turn = threading.RLock()
         self._calling = False
         self._joined = False
 
@@ -87,7 +86,7 @@ class Ranks(Processes):
     @contextmanager
     def together(self, method: str, *args: Any, **kwargs: Any) -> Iterator[None]:
         """Have all other ranks call the trainer's `method` while rank 0 runs the block. They just run the block."""
-        with self._turn, _lost_ranks_named():
+        with self.turn, _lost_ranks_named():
             tells = self.rank == 0 and self.size > 1 and not self._calling
             if tells:
                 self._tell((method, args, kwargs))
@@ -114,7 +113,7 @@ class Ranks(Processes):
     def end(self) -> None:
         """Let the other ranks end. Otherwise they take the end of rank 0 for a failure."""
         if self.size > 1:
-            with self._turn, _lost_ranks_named():
+            with self.turn, _lost_ranks_named():
                 self._tell(None)
             dist.destroy_process_group()
 

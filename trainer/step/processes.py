@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
@@ -36,6 +37,9 @@ class Processes:
 
     rank = 0
     sharded = False
+
+    def __init__(self) -> None:
+        self.turn = threading.RLock()  # one thread at a time uses the model
 
     def prepare(self, accelerator: Any, model: Any) -> Any:
         """Move the model to its device, as `accelerator.prepare` does."""
@@ -88,7 +92,7 @@ def on_every_process(method: Callable[Concatenate[Any, P], R]) -> Callable[Conca
 
     @functools.wraps(method)
     def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.processes.together(method.__name__, *args, **kwargs):
+        with self.processes.turn, self.processes.together(method.__name__, *args, **kwargs):
             return method(self, *args, **kwargs)
 
     return run
@@ -100,6 +104,7 @@ def on_every_shard(method: Callable[Concatenate[Any, P], R]) -> Callable[Concate
 
     @functools.wraps(method)
     def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        return (everywhere if self.processes.sharded else method)(self, *args, **kwargs)
+        with self.processes.turn:
+            return (everywhere if self.processes.sharded else method)(self, *args, **kwargs)
 
     return run

@@ -100,7 +100,7 @@ class LightningTrainer(GRPOTrainer):
         self.model = self.weight_sets.prepare(partial(processes.prepare, self.accelerator))
         self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or ENDLESS)
         self.optimizer = self.accelerator.prepare_optimizer(self.optimizer)
-        self._computed: tuple[Batch, StepMetrics]
+        self._computed: tuple[Batch, StepMetrics] | None = None
         self.skipped_because: str | None = None
         self.left_out_because: str | None = None
         self._read: State | None = None  # the checkpoint that this process alone has read
@@ -141,7 +141,7 @@ class LightningTrainer(GRPOTrainer):
         """Compute the gradients of `batch`, in place of earlier ones.
 
         Each adapter gets those that its own samples alone would give it; without any, it has none.
-        A pass that memory runs out in is made in halves; `left_out_because` names rollouts with a row too large alone.
+        A pass that memory runs out in is made in halves.
         """
         metrics = StepMetrics(time.perf_counter(), self.settings, entropy_coef=self.entropy.weight)
         samples = [sample for sample in batch.samples if sample.trained_tokens]
@@ -161,8 +161,10 @@ class LightningTrainer(GRPOTrainer):
 
         If a loss or gradient is not finite, weights, optimizer and scheduler stay as they are and `skipped` is 1.
         `skipped_because` then says what is not finite, in which rollouts; metrics that are not finite are left out.
+        `left_out_because` names rollouts with a row too large alone.
         """
-        batch, metrics = self._computed
+        assert self._computed is not None, "forward_backward comes first"
+        (batch, metrics), self._computed = self._computed, None
         metrics.started += metrics.elapsed - metrics.forward_backward_s  # what came between is not the step's
         metrics.learning_rate = float(self.optimizer.param_groups[0]["lr"])
         metrics.skipped = not metrics.micro_batches or metrics.fault is not None
