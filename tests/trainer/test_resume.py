@@ -39,10 +39,13 @@ async def test_a_step_reaches_the_trackers_once_also_when_killed_before_it_was_t
             loop = b.loop()
             monkeypatch.setattr(b.trainer.trackers, "report", told.append)
             await loop.run(asyncio.Event(), once=True)
-        assert [metrics["version"] for metrics in told] == [1]
+        assert [(metrics.get("version"), "verify_deviations" in metrics) for metrics in told] == [
+            (1, False),
+            (None, True),
+        ]
 
 
-@pytest.mark.parametrize("moment", ["step", "save", "commit", "publish"])
+@pytest.mark.parametrize("moment", ["gradients", "step", "save", "commit", "publish"])
 async def test_after_a_crash_every_rollout_is_trained_once(
     base: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
