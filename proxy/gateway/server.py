@@ -103,10 +103,6 @@ class ServerProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head = True
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         self._in_head = False
         if self.parser.should_upgrade() or self.transport.is_closing():
@@ -117,6 +113,7 @@ class ServerProtocol(HttpToolsProtocol):
             return
         self._at_work, self._requested_at = True, self.loop.time()
         super().on_headers_complete()
+        self.headers = []  # for trailers, which nobody reads
 
     def on_body(self, body: bytes) -> None:
         if self._at_work:
