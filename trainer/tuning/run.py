@@ -75,6 +75,7 @@ class TuningRun(Generic[T]):
         await self._loop.resume(stop)
         if self._publisher.publishes:
             await self._go_on_from_what_is_live()
+            await self._loop.settle()
         last = await self._store.steps.last()
         directory = self._runs / str(last.step if last else 0)
         if self._forget_other_runs(directory) and last is not None and last.metrics.get("method") == self._method:

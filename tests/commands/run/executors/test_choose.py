@@ -20,7 +20,7 @@ def config(executor: str) -> Config:
 
 
 def test_programs_run_here_unless_something_else_is_asked_for() -> None:
-    command = [sys.executable, "agent.py"]
+    command = [sys.executable, __file__]
     assert isinstance(choose.runner_for(Config(), command, [], print), ProcessRunner)
     assert isinstance(choose.runner_for(Config(), command, ["json"], print), PreloadRunner)
 
