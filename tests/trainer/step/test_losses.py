@@ -29,6 +29,7 @@ from lightning_proxy.trainer.step.losses import (
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, Sample
 from support.paths import EXAMPLES
+from support.sampled_row import row
 from support.sections import PolicyConfig, TrainerConfig
 
 VOCABULARY = 32
@@ -60,16 +61,6 @@ def trainer(model: Path, where: Path, **settings: Any) -> LightningTrainer:
     given = {"learning_rate": STILL, "lora_rank": 4, "report_to": [], "dtype": "float32", "max_sample_tokens": 64}
     config = TrainerConfig.model_validate({**given, **settings})
     return LightningTrainer(config, PolicyConfig(model=str(model), directory=where))
-
-
-def row(rollout: str, task: str, *turns: tuple[list[int], list[int], list[float], float]) -> Sample:
-    """A row of turns: (context, answer, its captured log-probabilities, its advantage)."""
-    parts: list[tuple[int, int, float, float]] = []
-    for context, answer, logprobs, advantage in turns:
-        parts += [(token, 0, 0.0, 0.0) for token in context]
-        parts += [(token, 1, logp, advantage) for token, logp in zip(answer, logprobs, strict=True)]
-    ids, mask, logprobs, advantages = (tuple(column) for column in zip(*parts, strict=True))
-    return Sample(rollout, task, ids, mask, logprobs, advantages, (1.0,) * len(parts))
 
 
 def batch(learner: LightningTrainer, *, drift: float = 0.6, merged: bool = True) -> Batch:
@@ -369,48 +360,6 @@ def test_a_sequence_is_an_answer_and_its_ratio_the_geometric_mean(model: Path, t
 def test_answers_are_told_apart_by_context_and_by_advantage() -> None:
     sample = row("r", "t", ([1, 2], [3, 4], [-1.0, -1.0], 1.0), ([], [5], [-1.0], -1.0), ([6], [7], [-1.0], -1.0))
     assert list(answer_spans(sample)) == [(2, 4), (4, 5), (6, 7)]
-
-
-@pytest.mark.parametrize(
-    ("loss_type", "expected"),
-    # Rollout a has 3 tokens in two rows, b has 6; the loss is the mean over both rollouts.
-    [("grpo", (1 / 3, 1 / 6)), ("dapo", (1 / 4.5, 1 / 4.5)), ("dr_grpo", (1 / 64, 1 / 64)), ("luspo", (1.0, 1.0))],
-)
-def test_what_a_token_weighs(loss_type: str, expected: tuple[float, float]) -> None:
-    level = "sequence" if loss_type == "luspo" else "token"
-    config = TrainerConfig.model_validate({"loss_type": loss_type, "importance_level": level, "max_sample_tokens": 64})
-    samples = [
-        row("a", "t", ([1], [2, 3], [-1.0, -1.0], 1.0)),
-        row("a", "t", ([4], [5], [-1.0], 1.0)),
-        row("b", "t", ([1], [2, 3, 4, 5, 6, 7], [-1.0] * 6, 1.0)),
-    ]
-    found = token_weights(samples, config)
-    assert (2 * found["a"], 2 * found["b"]) == pytest.approx(expected)
-    assert token_weights(samples, config, compared=4)["a"] == found["a"] / 2
-
-
-@pytest.mark.parametrize(
-    ("weighting", "expected"),
-    [  # the weights of the tokens of a's answers, of 2 and 1 tokens, and of b's one of 6, in a mean over two rollouts
-        ("token", (1 / 4.5, 1 / 4.5, 1 / 4.5)),
-        ("rollout", (1 / 3, 1 / 3, 1 / 6)),
-        ("sequence", (1 / 1.5 / 2, 1 / 1.5, 1 / 1.5 / 6)),
-    ],
-)
-@pytest.mark.parametrize("loss_type", ["cispo", "dapo"])
-def test_weighting_takes_the_place_of_the_losss_own(
-    loss_type: str, weighting: str, expected: tuple[float, ...]
-) -> None:
-    config = TrainerConfig.model_validate({"loss_type": loss_type, "weighting": weighting})
-    samples = [
-        row("a", "t", ([1], [2, 3], [-1.0, -1.0], 1.0), ([4], [5], [-1.0], 2.0)),
-        row("b", "t", ([1], [2, 3, 4, 5, 6, 7], [-1.0] * 6, 1.0)),
-    ]
-    answers, weights = Answers.of(samples, torch.device("cpu")), token_weights(samples, config)
-    inputs = loss_inputs(samples, answers, weights, by_answer=weighting == "sequence")
-    found = inputs["token_weights"]
-    assert [2 * row.max().item() for row in found] == pytest.approx(list(expected))
-    assert torch.equal(found > 0, answers.mask > 0)
 
 
 def test_the_kls_gradient_is_that_of_trls_below_the_cap(model: Path, tmp_path: Path) -> None:
