@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 app = typer.Typer(no_args_is_help=True, help="Show policy versions and choose the live one.")
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+# What the step that made a version has about its verification, as `GET /status` has it of the live one.
+VERIFICATION = {"deviations": "verify_deviations", "difference": "verify_difference", "by": "verified_by"}
 
 
 @app.command("list")
@@ -38,12 +40,15 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
         return await api.request("GET", "/policy/versions"), steps
 
     versions, steps = ask(configuration(context), read)
+    of_steps = {step["metrics"].get("version"): step["metrics"] for step in steps["data"]}
     if as_json:
+        for v in versions["data"]:
+            found = of_steps.get(v["version"], {})
+            v["verification"] = {name: found.get(key) for name, key in VERIFICATION.items()}
         print_json(versions)
     else:
-        console, of_steps = Console(highlight=False), [step["metrics"] for step in steps["data"]]
-        table = versions_table(versions["data"], {metrics.get("version"): metrics for metrics in of_steps})
-        console.print(table, *tests_view(versions["data"]), sep="\n")
+        table = versions_table(versions["data"], of_steps)
+        Console(highlight=False).print(table, *tests_view(versions["data"]), sep="\n")
 
 
 @app.command()

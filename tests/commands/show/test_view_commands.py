@@ -166,6 +166,9 @@ async def test_versions_are_listed_promoted_and_rolled_back(running: Running, tm
         _, out, _ = await system.lightning("policy", "list")
         head, base, first = out.splitlines()
         assert ("step reward" in head, "base model" in base, "41.3 sd" in first) == (True, True, True), out
+        _, out, _ = await system.lightning("policy", "list", "--json")
+        nothing, how = (v["verification"] for v in json.loads(out)["data"])
+        assert how == {"deviations": 41.27, "difference": None, "by": None} != nothing
         assert await system.lightning("policy", "rollback") == (0, "policy version 0 is live\n", "")
         code, _, err = await system.lightning("policy", "rollback")
         assert (code, err.count("\n")) == (1, 1)
