@@ -42,3 +42,5 @@ def check_hooks(config: TrainerConfig) -> None:
             load("trainer.credit", name)
     if config.loss is not None:
         load("trainer.loss", config.loss)
+    if config.context_loss is not None:
+        load("trainer.context_loss", config.context_loss)

@@ -139,8 +139,9 @@ class Sample:
     `mask[i]` is 1 where the policy sampled `token_ids[i]` and 0 for context; there `logprobs` and `advantages` are 0.0.
     `temperatures[i]` is the sampling temperature of the call that token i belongs to (1.0 for context).
     `shaped` has the answers [start, end) that were sampled in more than a temperature's way; their prompt is the row
-    before them. `adapter` sampled every answer in the row, and is the one that the row trains. `advantages` come from
-    rewards; what each `guidance` adds to them is only known once the policy has scored the row.
+    before them. `results` has the context [start, end) that tools wrote between two answers, with what the chat
+    template puts around it. `adapter` sampled every answer in the row, and is the one that the row trains. `advantages`
+    come from rewards; what each `guidance` adds to them is only known once the policy has scored the row.
     """
 
     rollout_id: str
@@ -153,6 +154,7 @@ class Sample:
     call_ids: tuple[str, ...] = ()
     adapter: str = DEFAULT_ADAPTER
     shaped: tuple[tuple[int, int, Sampling], ...] = ()
+    results: tuple[tuple[int, int], ...] = ()
     guidance: tuple[Guidance, ...] = ()
 
     def __post_init__(self) -> None:
@@ -166,6 +168,10 @@ class Sample:
     @property
     def trained_tokens(self) -> int:
         return sum(self.mask)
+
+    @property
+    def result_tokens(self) -> int:
+        return sum(end - start for start, end in self.results)
 
 
 @dataclass(frozen=True, slots=True)

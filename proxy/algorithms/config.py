@@ -16,9 +16,13 @@ class MaskConfig(Section):
 
 
 class AlgorithmKeys(TrainerConfig):
-    names = {"credit": ("gdpo", "rae"), "baseline": ("maxrl",), "loss": ("dppo_tv", "dppo_kl", "icepop")}
+    names = {
+        "credit": ("gdpo", "rae"), "baseline": ("maxrl",), "loss": ("dppo_tv", "dppo_kl", "icepop"),
+        "context_loss": ("echo",),
+    }  # fmt: skip
 
     mask: MaskConfig = MaskConfig()
+    echo_weight: Positive = 0.1
 
     @model_validator(mode="after")
     def _masks_single_tokens(self) -> AlgorithmKeys:

@@ -155,6 +155,18 @@ def has_results(items: Sequence[Any], known: int) -> bool:
     return brings_result(items[known:]) or next(written_results(items[max(known - 1, 0) :]), None) is not None
 
 
+def only_results(items: Sequence[Any]) -> bool:
+    """Return whether nothing but tools' results, and at least one, follows the answers among messages or items."""
+    others = [item for item in items if not _is_answer(item)]
+    return bool(others) and all(brings_result([item]) for item in others)
+
+
+def _is_answer(item: Any) -> bool:
+    return isinstance(item, dict) and (
+        item.get("role") == "assistant" or item.get("type") == "reasoning" or is_call(item)
+    )
+
+
 def brings_result(items: Iterable[Any]) -> bool:
     """Return whether any message or item is, or has, a tool's result."""
     return any(True for item in items for _ in results_in(item))

@@ -130,6 +130,7 @@ class TrainerConfig(Section):
     max_staleness: Annotated[int, Field(ge=0)] = 8
     loss_type: LossType = "cispo"
     loss: str | None = None
+    context_loss: str | None = None
     weighting: Literal["auto", "token", "rollout", "sequence"] = "auto"
     importance_level: Literal["token", "sequence"] = "token"
     learning_rate: Annotated[float, Field(gt=0)] = 1e-5
@@ -178,7 +179,7 @@ class TrainerConfig(Section):
         """Return the names of a kind of function: the core's, then those of the side rooms on board."""
         return [name for of in reversed(cls.__mro__) for name in vars(of).get("names", {}).get(kind, ())]
 
-    @field_validator("credit", "baseline", "loss", mode="before")
+    @field_validator("credit", "baseline", "loss", "context_loss", mode="before")
     @classmethod
     def _is_known(cls, value: Any, about: ValidationInfo) -> Any:
         """Refuse unknown names of functions, for all agents or by agent."""
@@ -249,9 +250,9 @@ class TrainerConfig(Section):
 
     @property
     def plugins(self) -> set[str]:
-        """Return the plugins that `credit` and `loss` name."""
+        """Return the plugins that `credit`, `loss` and `context_loss` name."""
         credits = [self.credit] if isinstance(self.credit, str) else self.credit.values()
-        files = [own.rpartition(":")[0] for own in (*credits, self.loss or "") if ":" in own]
+        files = [own.rpartition(":")[0] for own in (*credits, self.loss or "", self.context_loss or "") if ":" in own]
         return {file for file in files if not file.endswith(".py")}
 
     @property

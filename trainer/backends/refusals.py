@@ -37,6 +37,8 @@ def _methods(method: str, launched: bool) -> Iterator[str]:
 def _losses(trainer: TrainerConfig) -> Iterator[str]:
     if trainer.loss is not None:
         yield f"trainer.loss {trainer.loss}"
+    if trainer.context_loss is not None:
+        yield f"trainer.context_loss {trainer.context_loss}"
     if trainer.loss_type not in LOSSES:
         yield f"trainer.loss_type {trainer.loss_type} (it can do {', '.join(LOSSES)})"
     if trainer.weighting == "sequence":

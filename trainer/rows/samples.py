@@ -18,6 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...proxy.apis.tokens import constraint, is_not_followed
+from ...proxy.apis.tools import conversation, only_results
 from ...proxy.config.policy import DEFAULT_ADAPTER
 from ...proxy.types import ModelCall
 from ..types import Sample, Sampling
@@ -81,7 +82,8 @@ class RolloutSamples:
 class _Row:
     """A row under construction; all lists grow together.
 
-    `ids` is `token_ids` as an array. The first and last answers begin at `first_answer` and `last_answer`.
+    `ids` is `token_ids` as an array. The first and last answers begin at `first_answer` and `last_answer`. `items`:
+    how many messages or items the last call's request had.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -91,13 +93,18 @@ class _Row:
     temperatures: list[float] = field(default_factory=list)
     call_ids: list[str] = field(default_factory=list)
     shaped: list[tuple[int, int, Sampling]] = field(default_factory=list)
+    results: list[tuple[int, int]] = field(default_factory=list)
     ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     first_answer: int = 0
     last_answer: int = 0
+    items: int = 0
 
     def add(self, call: ModelCall, advantage: float, sampling: Sampling) -> None:
         """Append a call whose prompt begins with this row."""
-        context = call.prompt_token_ids[len(self.token_ids) :]
+        context, items = call.prompt_token_ids[len(self.token_ids) :], conversation(call.request)
+        if self.token_ids and only_results(items[self.items :]):
+            self.results.append((len(self.token_ids), len(call.prompt_token_ids)))
+        self.items = len(items)
         self._extend(context, 0, [0.0] * len(context), 0.0, 1.0)
         self.last_answer = len(self.token_ids)
         self.first_answer = self.first_answer or self.last_answer
@@ -128,6 +135,7 @@ class _Row:
             call_ids=tuple(self.call_ids),
             adapter=adapter,
             shaped=tuple(self.shaped),
+            results=tuple(self.results),
         )
 
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ...proxy.config.trainer import EntropyConfig
-from ..types import Sample
 
 
 class EntropyBonus:
@@ -51,11 +48,3 @@ class EntropyBonus:
 def entropy_term(entropies: Tensor, mask: Tensor, tokens: int) -> Tensor:
     """Return the term that (A, L) entropies, where `mask` is 1, add to the mean over all `tokens` of the step."""
     return (entropies * mask).sum() / tokens
-
-
-def tokens_by_adapter(samples: Sequence[Sample]) -> Counter[str]:
-    """Count the trained tokens of each adapter."""
-    tokens: Counter[str] = Counter()
-    for sample in samples:
-        tokens[sample.adapter] += sample.trained_tokens
-    return tokens

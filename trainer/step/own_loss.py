@@ -1,9 +1,11 @@
-"""A loss by a function that `trainer.loss` names: of `algorithms/`, or a user's own."""
+"""Losses by functions that `trainer.loss` and `context_loss` name: of `algorithms/`, or a user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +13,10 @@ from torch import Tensor
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 from ..hooks import faults, load
+from ..types import Sample
 
 SETTING = "trainer.loss"
+CONTEXT = "trainer.context_loss"
 MAX_LOG_RATIO = 20.0
 
 
@@ -50,3 +54,37 @@ def own_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], config: TrainerConf
     if not isinstance(of_tokens, torch.Tensor) or of_tokens.shape != mask.shape:
         raise ConfigError(f"{SETTING} {name}: a tensor of shape {tuple(mask.shape)} is needed, one number per token")
     return (torch.where(mask.bool(), of_tokens, 0.0) * inputs["token_weights"]).sum()
+
+
+class StepTokens(NamedTuple):
+    """How many tokens a step trains of an adapter, and how many its tools wrote."""
+
+    trained: int
+    results: int
+
+
+def tokens_by_adapter(samples: Sequence[Sample]) -> dict[str, StepTokens]:
+    """Count the tokens of each adapter."""
+    trained, results = Counter[str](), Counter[str]()
+    for sample in samples:
+        trained[sample.adapter] += sample.trained_tokens
+        results[sample.adapter] += sample.result_tokens
+    return {adapter: StepTokens(count, results[adapter]) for adapter, count in trained.items()}
+
+
+def context_loss(logprobs: Tensor, samples: Sequence[Sample], step: StepTokens, config: TrainerConfig) -> Tensor:
+    """Return what the function adds to the loss for the tokens that tools wrote; 0 without any.
+
+    `logprobs`: (B, T), of all tokens of the B samples that are scored. The function gets those of the K results.
+    """
+    places = [(row, i) for row, s in enumerate(samples) for span in s.results for i in range(*span)]
+    if not places:
+        return logprobs.new_zeros(())
+    rows, columns = torch.tensor(places, device=logprobs.device).T
+    name = str(config.context_loss)
+    function = load(CONTEXT, name)
+    with faults(CONTEXT, name):
+        added = function(logprobs[rows, columns], step.results, config)
+    if not isinstance(added, torch.Tensor) or added.shape:
+        raise ConfigError(f"{CONTEXT} {name}: one number is needed, a tensor without dimensions")
+    return added

@@ -48,9 +48,12 @@ class Targets:
     ways: Ints
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> Targets:
-        """Return the trained tokens of `samples`."""
+    def of(cls, samples: Sequence[Sample], *, results: bool = False) -> Targets:
+        """Return the trained tokens of `samples`, with `results` also what tools wrote between them."""
         columns = [np.flatnonzero(np.asarray(s.mask)) for s in samples]
+        if results:
+            written = [[np.arange(*span) for span in s.results] for s in samples]
+            columns = [np.sort(np.concatenate([c, *w])) for c, w in zip(columns, written, strict=True)]
         known: dict[tuple[int, Sampling], int] = {}
         ways = [np.zeros(len(s.mask), np.int64) for s in samples]
         for sample, way in zip(samples, ways, strict=True):
@@ -74,13 +77,15 @@ def score(
     shaper: Shaper | None = None,
     *,
     entropy_gradient: bool = False,
+    results: bool = False,
 ) -> ScoredTokens:
     """Score the trained tokens of `samples` with one forward pass over `tree`, which has all but their last tokens.
 
+    `results`: score what tools wrote, too.
     `model` is the bare causal LM, perhaps with LoRA layers. Without `shaper` there is nothing but temperatures.
     """
     hidden = _hidden_states(model, tree)
-    targets = Targets.of(samples)
+    targets = Targets.of(samples, results=results)
     nodes = np.array([tree.paths[r][c - 1] for r, c in zip(targets.rows, targets.columns, strict=True)])
     # Siblings that sampled the same token in the same place in the same way share one score.
     keys = np.stack([nodes, targets.tokens, targets.temperatures.view(np.int32), targets.ways], axis=1)

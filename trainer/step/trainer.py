@@ -29,10 +29,10 @@ from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
 from ..weights.choice import load_model, peft_config, trained, weight_dtype
 from ..weights.trained import Weights
-from .entropy import EntropyBonus, entropy_term, tokens_by_adapter
+from .entropy import EntropyBonus, entropy_term
 from .guidance import add_guidance
 from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, policy_loss, token_weights
-from .own_loss import own_loss
+from .own_loss import StepTokens, context_loss, own_loss, tokens_by_adapter
 from .processes import Pass, Processes, on_every_process, on_every_shard
 from .rescoring import fully_scored, logprobs_of
 from .scoring import ScoredTokens, attention_cost, check_tree_support, longest_sample, score
@@ -201,7 +201,7 @@ class LightningTrainer(GRPOTrainer):
         self._allow_tokens(metrics.fitting)
         return metrics
 
-    def _pass(self, one: Pass, weights: dict[str, float], tokens: int, metrics: StepMetrics) -> None:
+    def _pass(self, one: Pass, weights: dict[str, float], tokens: StepTokens, metrics: StepMetrics) -> None:
         """Add the gradients of one pass, unless its loss is not finite."""
         loss, fault = self._loss(one, weights, tokens, metrics)
         metrics.fault = metrics.fault or fault
@@ -220,11 +220,11 @@ class LightningTrainer(GRPOTrainer):
         return token_weights(own, self.settings, batch.compared_by_adapter.get(adapter, batch.compared))
 
     def _loss(
-        self, one: Pass, weights: dict[str, float], tokens: int, metrics: StepMetrics
+        self, one: Pass, weights: dict[str, float], tokens: StepTokens, metrics: StepMetrics
     ) -> tuple[Tensor, str | None]:
         """What a pass adds to the step's loss, and why it is not finite; a pass that does not count adds 0.
 
-        `tokens`: how many tokens the step trains of this adapter. `metrics` get the pass's numbers.
+        `tokens`: of the step and this adapter. `metrics` get the pass's numbers.
         """
         micro_batch = one.micro_batch
         samples, config = micro_batch.samples, self.settings
@@ -232,7 +232,8 @@ class LightningTrainer(GRPOTrainer):
         inputs = loss_inputs(samples, answers, weights, by_answer=config.weighting == "sequence")
         # Before the policy's own pass: gradient checkpointing computes layers again, and the adapter must be on then.
         reference = answers.take(self._reference(micro_batch)) if config.kl_coef or config.kl_metric else None
-        scores = ScoredTokens(*map(answers.take, self._score(micro_batch)))
+        scored = self._score(micro_batch, results=config.context_loss is not None)
+        scores = ScoredTokens(*map(answers.take, scored))
         logprobs = leave_out_tokens(inputs, scores.logprobs)
         add_guidance(inputs, samples, answers, logprobs, config.guide_limit)
         if reference is not None:
@@ -242,7 +243,10 @@ class LightningTrainer(GRPOTrainer):
             penalty = kl_penalty(logprobs, reference, inputs, config.importance_cap)
             loss = loss + config.kl_coef * penalty
         if self.entropy.weight:
-            loss = loss - self.entropy.weight * entropy_term(scores.entropies, inputs["completion_mask"], tokens)
+            bonus = entropy_term(scores.entropies, inputs["completion_mask"], tokens.trained)
+            loss = loss - self.entropy.weight * bonus
+        if config.context_loss is not None:
+            loss = loss + context_loss(scored.logprobs, samples, tokens, config)
         if not one.counts:
             return loss * 0.0, None
         metrics.add(micro_batch, loss.detach(), inputs, scores._replace(logprobs=logprobs), reference)
@@ -285,11 +289,14 @@ class LightningTrainer(GRPOTrainer):
         """Remember an adapter's present weights as served, for `logprobs` to score with later."""
         self._served[adapter] = self.weight_sets.copy(adapter)
 
-    def _score(self, micro_batch: MicroBatch, model: PreTrainedModel | None = None) -> ScoredTokens:
+    def _score(
+        self, micro_batch: MicroBatch, model: PreTrainedModel | None = None, *, results: bool = False
+    ) -> ScoredTokens:
         self.weight_sets.activate(micro_batch.adapter)
         with self.accelerator.autocast():
             bonus, tree, samples = self.entropy.weight > 0, micro_batch.tree, micro_batch.samples
-            return score(model or self.policy_model, tree, samples, self._shaper, entropy_gradient=bonus)
+            model = model or self.policy_model
+            return score(model, tree, samples, self._shaper, entropy_gradient=bonus, results=results)
 
     @torch.no_grad()
     def _reference(self, micro_batch: MicroBatch) -> Tensor:
