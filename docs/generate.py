@@ -55,7 +55,12 @@ You want to combine a loss, a level of importance ratios, a credit and a baselin
 trainer: {credit: discounted, baseline: rloo, loss_type: dapo, importance_level: sequence}
 ```
 
-Every credit goes with every baseline (`rae` uses none), and both with every loss. A test runs each allowed pair.
+Every credit goes with every baseline (`rae` uses none), and both with every loss, which sees advantages alone.
+What is refused is one line that names the key to change.
+Hints and a teacher need `importance_level: token`, or `loss_type: cispo`.
+
+Tests run every credit with every baseline, and every loss at every level.
+Not run pair by pair: credits and baselines with losses; `weighting` and `context_loss` with anything here.
 """
 
 ABOUT_METRICS = {
