@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.types import Choice
 from lightning_proxy.trainer.algorithms.echo import echo
 from lightning_proxy.trainer.rows.samples import rollout_samples
+from lightning_proxy.trainer.step.own_loss import StepTokens, context_loss
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from support.calls import call
@@ -129,3 +131,15 @@ def test_the_policy_learns_what_tools_answer_and_nothing_else_is_trained(tmp_pat
     assert surprise() < before - 0.1
     assert metrics[0]["trained_tokens"] == sum(sample.trained_tokens for sample in ROWS)
     assert all(value == 0.0 for of in trainer.scores_of([ROWS[2]]) for value in of[3:9]), "context is not scored"
+
+
+def test_a_function_of_ones_own_adds_one_number_or_is_named(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def twice(logprobs, results, config):\n    return 2 * logprobs.sum() / results\n")
+    logprobs, step = torch.ones(2, 11), StepTokens(trained=5, results=9)
+    config = TrainerConfig(context_loss=f"{tmp_path / 'own.py'}:twice")
+    assert float(context_loss(logprobs, ROWS[:2], step, config)) == pytest.approx(2 * 11 / 9)
+    assert float(context_loss(logprobs, ROWS[2:], step, config)) == 0.0
+    (tmp_path / "own.py").write_text("def many(logprobs, results, config):\n    return logprobs\n")
+    config = TrainerConfig(context_loss=f"{tmp_path / 'own.py'}:many")
+    with pytest.raises(ConfigError, match=r"context_loss .*own\.py:many: one number is needed"):
+        context_loss(logprobs, ROWS[:2], step, config)
