@@ -134,7 +134,7 @@ def trl_trainer(directory: Path, steps: int) -> Any:
         return [agent.score(answer["content"], right) for (answer,), right in zip(completions, sums, strict=True)]
 
     args = replace(
-        grpo_config(settings, directory / "trl", "trl"),
+        grpo_config(settings, float(settings.learning_rate), directory / "trl", "trl"),
         loss_type="grpo", num_generations=settings.group_size, max_steps=steps, logging_steps=1,
         per_device_train_batch_size=settings.group_size, gradient_accumulation_steps=settings.tasks_per_step,
         generation_batch_size=None, steps_per_generation=None,

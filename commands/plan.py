@@ -88,6 +88,7 @@ def _settings(settled: Settled, plan: Plan) -> list[tuple[str, Any, str]]:
         ("trainer.devices", list(settled.trainer_devices), gib[settled.trainer_devices[0]]),
         ("trainer.max_tokens_per_batch", trainer.max_tokens_per_batch, "tokens a pass"),
         ("trainer.max_sample_tokens", trainer.max_sample_tokens, ""),
+        *([("trainer.learning_rate", settled.rate.value, settled.rate.reason)] if settled.rate else []),
     ]
 
 

@@ -29,7 +29,7 @@ Each key with its default and what it does. [config.yaml](../config.yaml) shows 
 ```yaml
 # config.yaml holds only what you change
 proxy: {port: 9000}
-trainer: {learning_rate: 2.0e-5}
+trainer: {tasks_per_step: 4}
 ```
 
 A variable sets a key, too: `LIGHTNING_TRAINER__LEARNING_RATE=2e-5`.

@@ -46,7 +46,7 @@ LEVELS = {
         {"collapse", "report", "plan"},
         {"rows"},
         {"credit", "alone"},
-        {"types", "waiting", "hooks"},
+        {"types", "rate", "waiting", "hooks"},
     ],
 }
 # Nothing of the core imports them: `plugins/on_board.py` has their names.

@@ -30,6 +30,7 @@ from .collect.schedule import Schedule
 from .collect.siblings import AskJudge
 from .files.checkpoint import prune_checkpoints
 from .publish import NoPublisher, Publisher
+from .rate import warn_of_rate
 from .report.metric_schema import scalars
 from .step.engine import TrainingEngine
 from .types import Batch, Guide, Sample, Show, show_nothing
@@ -262,6 +263,10 @@ class TrainingLoop:
         self._stop = stop or self._stop
         self._trainer.trackers.begin()
         last = await self._restore()
+        rate = self._trainer.rate
+        log.info("learning rate %g: %s", rate.value, rate.reason)
+        if self._config.learning_rate != "auto":
+            warn_of_rate(self._config, rate.value)
         if last is not None and isinstance(self._publisher, Publisher):
             await self._finish_publishing(self._publisher, last)
 

@@ -20,7 +20,6 @@ from .plugins.hooks import Run, TrainerCore, TrainerHooks
 from .plugins.on_board import open_plugins, plugins_of
 from .publish import Publisher
 from .step.trainer import LightningTrainer
-from .weights.choice import warn_of_rate
 
 
 async def train(config: Config, stop: asyncio.Event, run: Run | None = None) -> None:
@@ -59,7 +58,6 @@ async def _train(core: TrainerCore, swap: Swap, hooks: TrainerHooks, stop: async
     if hooks.tune is not None:
         await hooks.tune(publisher, stop)
         return
-    warn_of_rate(config.trainer, config.trainer.learning_rate)
     loop = TrainingLoop(config, store, engine, publisher, show=core.run.show, judge=hooks.judge, guide=hooks.guide)
     await loop.run(stop, once=core.run.once)
 

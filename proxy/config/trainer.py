@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 
 from . import cron
 from .rollouts import DEFAULT_RANGE
@@ -133,7 +133,7 @@ class TrainerConfig(Section):
     context_loss: str | None = None
     weighting: Literal["auto", "token", "rollout", "sequence"] = "auto"
     importance_level: Literal["token", "sequence"] = "token"
-    learning_rate: Annotated[float, Field(gt=0)] = 1e-5
+    learning_rate: Literal["auto"] | Positive = "auto"
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -189,6 +189,14 @@ class TrainerConfig(Section):
                 own = "a function of your own as FILE.py:NAME or PLUGIN:NAME" if may_be_own else ""
                 raise ValueError(f"{', or '.join(filter(None, [', '.join(known), own]))}; got {one!r}")
         return value
+
+    @field_validator("learning_rate", mode="wrap")
+    @classmethod
+    def _is_auto_or_positive(cls, value: Any, check: Callable[[Any], Any]) -> Any:
+        try:
+            return check(value)
+        except ValidationError:
+            raise ValueError(f"auto, or a number greater than 0; got {value!r}") from None
 
     @model_validator(mode="after")
     def _decays_to_an_end(self) -> TrainerConfig:

@@ -8,6 +8,7 @@ import math
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
 from ..files import saved_config
 from ..files.checkpoint import atomic_directory
+from ..rate import rate_of
 from ..report.trackers import Trackers
 from ..step.losses import token_weights
 from ..step.scoring import longest_sample
@@ -55,7 +57,9 @@ class TinkerTrainer:
         self.settings = config.model_copy(update={"max_sample_tokens": longest, "dtype": dtype})
         self.max_tokens, self.vocabulary = longest, int(about.get_text_config().vocab_size)
         self.trackers = Trackers(config.report_to, policy.directory / "trainer")
-        self._reporter = Reporter(config, self.trackers, policy.directory / "trainer")
+        self._rate_of = partial(rate_of, config, int(about.get_text_config().hidden_size))
+        self.rate = self._rate_of()
+        self._reporter = Reporter(config, self.rate.value, self.trackers, policy.directory / "trainer")
         self.skipped_because: str | None = None
         self.left_out_because: str | None = None
         tinker = BackendKeys.of(config).tinker
@@ -95,7 +99,7 @@ class TinkerTrainer:
         """
         assert self._computed is not None, "forward_backward comes first"
         (batch, metrics), self._computed = self._computed, None
-        begun, rate = time.perf_counter(), rate_after(self.settings, self._updates)
+        begun, rate = time.perf_counter(), rate_after(self.settings, self.rate.value, self._updates)
         metrics |= {"lr": rate, "skipped": float(self.skipped_because is not None)}
         if self.skipped_because is None:
             metrics |= self._take(rate)
@@ -198,7 +202,7 @@ class TinkerTrainer:
         state = {"step": self._step, "updates": self._updates, "state": self._state}
         with atomic_directory(directory) as temporary:
             (temporary / STATE_FILE).write_text(json.dumps(state, indent=1))
-            saved_config.write(temporary, self._saved_config)
+            saved_config.write(temporary, self._saved_config, self.rate.value)
 
     def load(self, directory: Path) -> int:
         """Resume exactly from what `save` wrote; returns the step it was written after.
@@ -210,6 +214,7 @@ class TinkerTrainer:
         self._service.forget()
         self._state, self._step, self._updates = state["state"], state["step"], state["updates"]
         self._reporter.state.global_step = self._step
+        self.rate = self._rate_of(saved_config.rate(directory) if self._step else None)
         self._ready()
         if changed:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))

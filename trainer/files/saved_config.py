@@ -23,6 +23,7 @@ FILE = "config.json"
 WEIGHTS = "weights of policy.model"
 ADAPTERS = "policy.adapters, their names"
 KIND = "trainer.weights"
+RATE = "trainer.learning_rate"
 # The weights and optimizer state in a checkpoint fit these values only.
 FIXED = (KIND, ADAPTERS, WEIGHTS)
 FIXED_OF_LORA = ("trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets")
@@ -38,8 +39,15 @@ def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> 
     return keys | adapters | {"policy.model": policy.model, WEIGHTS: weights}
 
 
-def write(directory: Path, config: Saved) -> None:
-    (directory / FILE).write_text(json.dumps(config, indent=1))
+def write(directory: Path, config: Saved, rate: float) -> None:
+    """Write the configuration, with the learning rate that `auto` stands for."""
+    (directory / FILE).write_text(json.dumps(config | {RATE: rate}, indent=1))
+
+
+def rate(directory: Path) -> float | None:
+    """Return the learning rate that a checkpoint was trained with; None if it has no saved configuration."""
+    before = _read(directory / FILE)
+    return None if before is None else float(before[RATE])
 
 
 def changes(directory: Path, config: Saved) -> list[str]:
@@ -48,18 +56,26 @@ def changes(directory: Path, config: Saved) -> list[str]:
     Raises ConfigError if the checkpoint cannot be used with `config`: it has another rank, other adapters, or another
     base model.
     """
-    path = directory / FILE
-    if not path.is_file():
+    before = _read(directory / FILE)
+    if before is None:
         return []
-    try:
-        before: Saved = json.loads(path.read_text())
-    except ValueError:
-        raise ConfigError(f"{path} is damaged: restore it, or delete it to continue without this check") from None
     differing = [key for key in config if key in before and before[key] != config[key]]
+    if config[RATE] == "auto" and RATE in differing:  # it keeps the checkpoint's
+        differing.remove(RATE)
     fixed = [key for key in differing if key in FIXED or (key in FIXED_OF_LORA and config[KIND] == "lora")]
     if fixed:
         raise ConfigError(_refusal(directory, [KIND] if KIND in fixed else fixed, before, config))
     return [_change(key, before, config) for key in differing]
+
+
+def _read(path: Path) -> Saved | None:
+    if not path.is_file():
+        return None
+    try:
+        found: Saved = json.loads(path.read_text())
+    except ValueError:
+        raise ConfigError(f"{path} is damaged: restore it, or delete it to continue without this check") from None
+    return found
 
 
 def read_state(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from ..plugins.on_board import open_plugins, plugins_of
 from ..publish import NoPublisher
 from ..step.engine import TrainingEngine
 from ..waiting import JudgeError
-from ..weights.choice import warn_of_rate
 from . import data
 
 log = logging.getLogger(__name__)
@@ -51,7 +50,6 @@ class OfflineRun:
 
     async def run(self, stop: asyncio.Event) -> Step | None:
         """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""
-        warn_of_rate(self._config, self._config.learning_rate)
         await self._loop.resume(stop)
         steps = await self._store.steps.all()
         self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in steps), default=0)

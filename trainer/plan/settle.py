@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from ...proxy.config.root import Config
 from ...proxy.policy.mode import publish_mode
+from ..rate import Rate, rate_of
 from .machine import Cards, cards, machine_memory, model_config
 from .memory import Adapter
 from .plan import Plan, PlanRequest, pass_on_cpu, plan
@@ -24,13 +25,15 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class Settled:
     """A configuration in which no such key is null, and the plan that it is from (None: there is none, or no GPU).
 
-    `vllm_devices` and `trainer_devices` are the numbers of the GPUs that each may see; empty: all.
+    `vllm_devices` and `trainer_devices` are the numbers of the GPUs that each may see; empty: all. `rate` comes
+    with the plan.
     """
 
     config: Config
     plan: Plan | None = None
     vllm_devices: tuple[int, ...] = ()
     trainer_devices: tuple[int, ...] = ()
+    rate: Rate | None = None
 
 
 def settle(
@@ -60,6 +63,7 @@ def settle(
         found,
         tuple(numbers[i] for i in found.vllm_devices),
         tuple(numbers[i] for i in found.trainer_devices),
+        rate_of(config.trainer, shape.hidden),
     )
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...proxy.config.policy import DEFAULT_ADAPTER
 from ...proxy.config.trainer import TrainerConfig
+from ..rate import Rate
 from ..types import Batch, Sample
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class TrainingEngine(Protocol):
     """
 
     settings: TrainerConfig
+    rate: Rate
     trackers: Trackers
     skipped_because: str | None
     left_out_because: str | None

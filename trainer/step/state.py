@@ -17,7 +17,6 @@ SHARDED = ("adapters", "optimizer")
 class Resumable(Protocol):
     """A trainer of transformers that can resume from a state: `LightningTrainer`."""
 
-    args: Any
     state: Any
     optimizer: Any
     lr_scheduler: Any
@@ -38,8 +37,8 @@ def state_of(trainer: Resumable) -> State:
     }
 
 
-def restore(trainer: Resumable, state: State) -> None:
-    """Give a trainer the state; without the optimizer's, its moments and the schedule begin anew."""
+def restore(trainer: Resumable, state: State, rate: float) -> None:
+    """Give a trainer the state and the rate; without the optimizer's state, its moments and the schedule begin anew."""
     trainer.weight_sets.set(state["adapters"])
     if "optimizer" in state:
         trainer.weight_sets.load_optimizer_state(trainer.optimizer, state["optimizer"])
@@ -47,7 +46,7 @@ def restore(trainer: Resumable, state: State) -> None:
     else:
         trainer.optimizer.state.clear()
         trainer.lr_scheduler.last_epoch = 0
-    _set_learning_rate(trainer)
+    _set_learning_rate(trainer, rate)
     trainer.entropy.load(state.get("entropy", {}))
     _set_random_state(state)
     trainer.state.global_step = state["step"]
@@ -74,10 +73,9 @@ def _set_random_state(state: State) -> None:
         torch.cuda.set_rng_state(rng, device)
 
 
-def _set_learning_rate(trainer: Resumable) -> None:
-    """Take the configured rate, not the one that a checkpoint was written with."""
+def _set_learning_rate(trainer: Resumable, rate: float) -> None:
     optimizer, schedule = trainer.optimizer, trainer.lr_scheduler
-    rates = [trainer.args.learning_rate] * len(optimizer.param_groups)
+    rates = [rate] * len(optimizer.param_groups)
     schedule.base_lrs = rates
     for group, rate, factor in zip(optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
         group["initial_lr"] = rate

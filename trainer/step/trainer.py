@@ -24,6 +24,7 @@ from ...proxy.errors import ConfigError
 from ..files import saved_config
 from ..files.checkpoint import atomic_directory
 from ..plan.settle import COMFORTABLE_ON_CPU, TOKENS_PER_PASS
+from ..rate import rate_of
 from ..report.trackers import Trackers
 from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
@@ -73,10 +74,12 @@ class LightningTrainer(GRPOTrainer):
             torch.set_num_threads(config.threads)
         self.trackers = Trackers(config.report_to, policy.directory / "trainer")
         model = load_model(policy.model, weight_dtype(config))
+        self._rate_of = partial(rate_of, config, int(model.config.get_text_config().hidden_size))
+        self.rate = self._rate_of()
         use_tree_attention(model)
         super().__init__(
             model=model,
-            args=grpo_config(config, policy.directory / "trainer", self.trackers.run_name),
+            args=grpo_config(config, self.rate.value, policy.directory / "trainer", self.trackers.run_name),
             # TRL wants both and would use them in `train()`, which is never called.
             reward_funcs=rewards_come_from_the_store,
             train_dataset=Dataset.from_dict({"prompt": [""]}),
@@ -326,28 +329,29 @@ class LightningTrainer(GRPOTrainer):
         if self.processes.rank == 0:
             with atomic_directory(directory) as temporary:
                 torch.save(state, temporary / STATE_FILE)
-                saved_config.write(temporary, self._saved_config)
+                saved_config.write(temporary, self._saved_config, self.rate.value)
 
     def load(self, directory: Path) -> int:
         """Resume exactly from what `save` wrote; returns the step it was written after.
 
-        Raises ConfigError, and changes nothing, if the checkpoint is damaged, or belongs to other adapters or to
-        another base model than configured.
+        A learning rate that is set counts; `auto` keeps the checkpoint's. Raises ConfigError, and changes nothing, if
+        the checkpoint is damaged, or belongs to other adapters or to another base model than configured.
         """
         changed = saved_config.changes(directory, self._saved_config)
         state = saved_config.read_state(directory / STATE_FILE, self.weight_sets.shapes())
         if "optimizer" not in state:
             log.warning("%s has no optimizer state: its moments and the schedule begin anew", directory)
+        self.rate = self._rate_of(saved_config.rate(directory) if state["step"] else None)
         self._read = state
-        self._restore(without_values(state) if self.weight_sets.sharded else state)
+        self._restore(without_values(state) if self.weight_sets.sharded else state, self.rate.value)
         self._read = None
         if changed:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))
         return int(state["step"])
 
     @on_every_process
-    def _restore(self, state: State) -> None:
-        restore(self, self._read or state)
+    def _restore(self, state: State, rate: float) -> None:
+        restore(self, self._read or state, rate)
 
     @on_every_shard
     def save_weights(self, directory: Path, *, merged: bool) -> None:

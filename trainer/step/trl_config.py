@@ -16,7 +16,7 @@ from ..weights.choice import uses_autocast
 ENDLESS = 10**9  # steps, for schedules of a run without `trainer.max_steps`
 
 
-def grpo_config(config: TrainerConfig, output_dir: Path, run_name: str) -> GRPOConfig:
+def grpo_config(config: TrainerConfig, rate: float, output_dir: Path, run_name: str) -> GRPOConfig:
     cuda = torch.cuda.is_available()
     return GRPOConfig(
         output_dir=str(output_dir),
@@ -24,7 +24,7 @@ def grpo_config(config: TrainerConfig, output_dir: Path, run_name: str) -> GRPOC
         bf16=uses_autocast(config),
         gradient_checkpointing=False,  # `train()` would switch it on; `checkpoint_layers` does
         disable_dropout=True,
-        learning_rate=config.learning_rate,
+        learning_rate=rate,
         lr_scheduler_type=config.lr_scheduler,
         warmup_steps=config.warmup_steps,
         max_grad_norm=config.max_grad_norm,

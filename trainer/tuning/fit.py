@@ -17,8 +17,9 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 from ...proxy.errors import LightningError
 from ...proxy.store.store import Store
 from ..files.weights import MARKER
+from ..rate import warn_of_rate
 from ..step.trainer import LightningTrainer
-from ..weights.choice import uses_autocast, warn_of_rate
+from ..weights.choice import uses_autocast
 from .lessons import Lessons, T
 
 log = logging.getLogger(__name__)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 from peft import LoraConfig
 from transformers import PreTrainedModel
@@ -15,10 +13,6 @@ from .adapters import Adapters
 from .full import FullModel
 from .targets import lora_config
 from .trained import Spread, Trained
-
-log = logging.getLogger(__name__)
-
-HIGH_RATE = 1e-5  # for a full model
 
 
 def compute_dtype(config: TrainerConfig) -> torch.dtype:
@@ -50,14 +44,6 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
 def peft_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig | None:
     """Return PEFT's configuration of the adapters; None if there are none."""
     return lora_config(config, model) if config.weights == "lora" else None
-
-
-def warn_of_rate(config: TrainerConfig, rate: float) -> None:
-    """Warn of a learning rate that is meant for adapters if all weights are trained."""
-    if config.weights == "full" and rate > HIGH_RATE:
-        log.warning(
-            "the learning rate %g is high for trainer.weights: full: 1e-6 is usual, and small models take 1e-5", rate
-        )
 
 
 def trained(model: PreTrainedModel, config: TrainerConfig, policy: PolicyConfig, spread: Spread) -> Trained:

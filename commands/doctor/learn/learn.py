@@ -38,7 +38,7 @@ from ..doctor import REACH_S, TIMEOUT_S, check_server
 from ..vllm import VllmChecks
 from .agent import BuiltInAgent, own_tasks
 from .server import served
-from .setup import TASKS, Setup, second_system
+from .setup import TASKS, Setup, own_rate, second_system
 from .tell import Broken, Tell
 
 ACTIVE_S = 600.0  # a rollout that did nothing for so long was forgotten, not ended
@@ -237,8 +237,8 @@ async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Seq
         swap = await swap_of(second, store, session)
         publisher = Publisher(second.policy, store, swap, engine, setup.name)
         loop = TrainingLoop(second, store, engine, publisher)
-        rate = config.trainer.learning_rate
-        await LearnSteps(second, api, runner, tasks, engine, loop, store, swap.vllm, rate, tell).run()
+        own = own_rate(config)
+        await LearnSteps(second, api, runner, tasks, engine, loop, store, swap.vllm, own, tell).run()
         return str((await store.versions.live()).served_model)
 
 

@@ -18,6 +18,9 @@ from ....proxy.config.section import Section
 from ....proxy.config.trainer import TrainerConfig
 from ....proxy.policy.mode import publish_mode
 from ....proxy.policy.operator import key_file, operator_headers
+from ....trainer.plan.machine import model_config
+from ....trainer.plan.shape import shape_of
+from ....trainer.rate import WIDTH, rate_of
 from ...system.processes import free_port
 
 REWARD = "doctor"  # the name of its rewards: those that an agent posts for itself do not count
@@ -88,7 +91,13 @@ def _kept(keys: dict[str, Any], core: type[Section], *others: str) -> dict[str, 
     return {name: value for name, value in keys.items() if name in core.model_fields or name in others}
 
 
+def own_rate(config: Config) -> float:
+    """Return the user's learning rate, which `auto` takes from the model's width."""
+    shape = shape_of(model_config(str(config.policy.model)) or {})
+    return rate_of(config.trainer, shape.hidden if shape else WIDTH).value
+
+
 def rate(config: Config) -> float:
     """Return the learning rate of the second system: the user's, but at least one that a few steps can show."""
-    own = config.trainer.learning_rate
+    own = own_rate(config)
     return own if own < TINY else max(own, LEAST_RATE[config.trainer.weights])

@@ -200,10 +200,10 @@ class LearnSteps:
             of_task = changes.setdefault(sample.task_id, {})
             of_task[sample.rollout_id] = of_task.get(sample.rollout_id, 0.0) + new - old
         groups = [([self._rewards[name] for name in task], [*task.values()]) for task in changes.values()]
-        found, rate = likelier(groups), self.engine.settings.learning_rate
+        found, rate = likelier(groups), self.engine.rate.value
         gained = f"{found.nats:+.3g} nats (p = {found.p:.2g})"
         if not any(change for _, of_task in groups for change in of_task):
-            fix = "set trainer.learning_rate: 1e-5 is usual for adapters, 1e-6 for all weights"
+            fix = "set trainer.learning_rate: auto"
             self.tell(failed("likelier", f"the step moved no weight: trainer.learning_rate is {rate:g}", fix))
         if not found.is_sure and self.step == 1:  # later, too few siblings may differ for a test
             fix = "run it again; if it stays so, look at your own trainer.loss or credit, and at trainer.learning_rate"

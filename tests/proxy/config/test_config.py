@@ -123,6 +123,22 @@ def test_a_variable_may_have_one_underscore_or_two(monkeypatch: pytest.MonkeyPat
     assert (config.proxy.port, config.trainer.learning_rate) == (9001, 0.5)
 
 
+@pytest.mark.parametrize(("text", "rate"), [("auto", "auto"), ("1e-5", 1e-5), ("2", 2.0)])
+def test_a_learning_rate_is_a_number_or_auto(monkeypatch: pytest.MonkeyPatch, text: str, rate: Any) -> None:
+    assert load_config().trainer.learning_rate == "auto"
+    monkeypatch.setenv("LIGHTNING_TRAINER__LEARNING_RATE", text)
+    assert load_config().trainer.learning_rate == rate
+
+
+@pytest.mark.parametrize("text", ["0", "-1e-5", ".inf", ".nan", "high", "null"])
+def test_another_learning_rate_is_one_line(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("LIGHTNING_TRAINER__LEARNING_RATE", text)
+    with pytest.raises(ConfigError) as error:
+        load_config()
+    assert "trainer.learning_rate: auto, or a number greater than 0; got" in error.value.message
+    assert "\n" not in error.value.message
+
+
 def test_what_the_file_does_not_say_is_not_put_down_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("proxy: {port: 9000}\n")

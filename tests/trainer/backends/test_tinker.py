@@ -123,6 +123,18 @@ def test_a_killed_trainer_goes_on_exactly_from_its_last_checkpoint(
     assert resumed.logprobs(rows) == steady.logprobs(rows)
 
 
+def test_auto_keeps_the_rate_of_a_checkpoint(base: Path, tmp_path: Path, service: PlayedTinker) -> None:
+    first = trainer(base, tmp_path, service, learning_rate="auto")
+    assert first.step(batch(1))["lr"] == first.rate.value
+    assert "on a service" in first.rate.reason
+    earlier = trainer(base, tmp_path, service)
+    earlier.step(batch(1))
+    earlier.save(tmp_path / "1")
+    resumed = trainer(base, tmp_path, service, learning_rate="auto")
+    resumed.load(tmp_path / "1")
+    assert resumed.step(batch(2))["lr"] == 0.05
+
+
 @pytest.mark.parametrize("route", ["forward_backward", "optim_step", "save_weights"])
 @pytest.mark.parametrize("fault", ["503", "lost"])
 def test_a_request_that_is_sent_again_counts_once(

@@ -28,7 +28,7 @@ def trainer(base: Path, tmp_path: Path, **settings: Any) -> LightningTrainer:
 
 
 def test_what_changed_is_said_in_one_line(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    trainer(base, tmp_path).save(tmp_path / "1")
+    trainer(base, tmp_path, learning_rate=1e-5).save(tmp_path / "1")
     changed = trainer(base, tmp_path, learning_rate=2e-5, group_size=4, air={"enabled": True})
     with caplog.at_level(logging.WARNING):
         changed.load(tmp_path / "1")

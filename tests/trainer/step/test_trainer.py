@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.trainer.rate import automatic_rate
 from lightning_proxy.trainer.types import Batch, Sample
 from support.sections import PolicyConfig, TrainerConfig
 
@@ -223,6 +224,28 @@ def test_a_resumed_run_takes_the_rate_that_is_configured_now(model_directory: Pa
     second = trainer(model_directory, tmp_path, learning_rate=4e-3, lr_scheduler="constant_with_warmup", warmup_steps=4)
     second.load(tmp_path / "checkpoint-1")
     assert [second.step(batch(step))["lr"] for step in (2, 3)] == pytest.approx([1e-3, 2e-3])
+
+
+def test_auto_keeps_the_rate_of_the_checkpoint_and_of_those_after_it(model_directory: Path, tmp_path: Path) -> None:
+    warm = {"lr_scheduler": "constant_with_warmup", "warmup_steps": 4}
+    first = trainer(model_directory, tmp_path, learning_rate=1e-2, **warm)
+    first.step(batch(1))
+    first.save(tmp_path / "checkpoint-1")
+    second = trainer(model_directory, tmp_path, learning_rate="auto", **warm)
+    second.load(tmp_path / "checkpoint-1")
+    assert "the checkpoint's" in second.rate.reason
+    assert [second.step(batch(step))["lr"] for step in (2, 3)] == pytest.approx([2.5e-3, 5e-3])
+    second.save(tmp_path / "checkpoint-3")
+    third = trainer(model_directory, tmp_path, learning_rate="auto", **warm)
+    third.load(tmp_path / "checkpoint-3")
+    assert third.rate.value == 1e-2
+
+
+def test_where_nothing_was_trained_auto_begins_by_its_rule(model_directory: Path, tmp_path: Path) -> None:
+    trainer(model_directory, tmp_path, learning_rate=1e-5).save(tmp_path / "checkpoint-0")
+    learner = trainer(model_directory, tmp_path, learning_rate="auto")
+    learner.load(tmp_path / "checkpoint-0")
+    assert learner.step(batch(1))["lr"] == learner.rate.value == automatic_rate(learner.model.config.hidden_size)
 
 
 def test_a_directory_that_was_not_finished_never_appears(tmp_path: Path) -> None:

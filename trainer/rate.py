@@ -1,0 +1,62 @@
+"""Decides the learning rate of RL: the configured number, a checkpoint's, or one for the model (`auto`)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+from ..proxy.config.trainer import TrainerConfig
+
+log = logging.getLogger(__name__)
+
+LORA_RATE, WIDTH, ALPHA = 5e-5, 2000, 32  # the rate of an adapter with this alpha, on a model of this width
+EXPONENT = 0.781
+LORA_OVER_FULL = 10.0
+HIGH_RATE = 1e-5  # for a full model
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A learning rate before `trainer.lr_scheduler` and warm-up, and in words why it is this one."""
+
+    value: float
+    reason: str
+
+
+def automatic_rate(width: int, weights: Literal["lora", "full"] = "lora", alpha: int = ALPHA) -> float:
+    """Return the learning rate of AdamW, to two digits, for RL on a model whose hidden states have `width` numbers.
+
+    LoRA: 5e-5 · (2000 / width)^0.781 · (32 / alpha). All weights: a tenth of that at alpha 32.
+
+    - 5e-5 for LoRA at alpha 32 is TRL's rate of GRPO in its guide "LoRA Without Regret".
+    - Adapters take ten times the rate of all weights: the same guide, and Tinker cookbook's `hyperparam_utils`.
+    - The power of the width is the cookbook's for Llama, fitted to supervised runs (until it had a table instead).
+    - The rank does not count: PEFT scales by alpha / rank, and so the best rate hardly depends on it (Schulman et al.
+      2025, https://thinkingmachines.ai/blog/lora/). B begins at 0, so a first step moves a weight by rate · alpha.
+
+    Width 576 and alpha 32: 5e-5 · 3.47^0.781 = 5e-5 · 2.64 = 1.3e-4; all weights: 1.3e-5.
+    """
+    of_lora = LORA_RATE * (WIDTH / width) ** EXPONENT
+    return float(f"{of_lora * ALPHA / alpha if weights == 'lora' else of_lora / LORA_OVER_FULL:.1e}")
+
+
+def rate_of(config: TrainerConfig, width: int, kept: float | None = None) -> Rate:
+    """Return the rate of a run. `kept` is the rate of the checkpoint that it resumes from."""
+    if config.learning_rate != "auto":
+        return Rate(config.learning_rate, "`trainer.learning_rate`")
+    rule = automatic_rate(width, config.weights, config.lora_alpha)
+    if kept is not None and kept != rule:
+        why = f"the checkpoint's, which `auto` keeps (its rule has {rule:g}); set trainer.learning_rate to change it"
+        return Rate(kept, why)
+    lora = f"LoRA of rank {config.lora_rank} and alpha {config.lora_alpha}"
+    what = lora if config.weights == "lora" else "all weights"
+    return Rate(rule, f"`auto` for {what}{'' if config.trains_here else ' on a service'} at width {width}")
+
+
+def warn_of_rate(config: TrainerConfig, rate: float) -> None:
+    """Warn of a learning rate that is meant for adapters if all weights are trained."""
+    if config.weights == "full" and rate > HIGH_RATE:
+        log.warning(
+            "the learning rate %g is high for trainer.weights: full: 1e-6 is usual, and small models take 1e-5", rate
+        )
