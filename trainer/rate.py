@@ -29,11 +29,11 @@ def automatic_rate(width: int, weights: Literal["lora", "full"] = "lora", alpha:
 
     LoRA: 5e-5 · (2000 / width)^0.781 · (32 / alpha). All weights: a tenth of that at alpha 32.
 
-    - 5e-5 for LoRA at alpha 32 is TRL's rate of GRPO in its guide "LoRA Without Regret".
-    - Adapters take ten times the rate of all weights: the same guide, and Tinker cookbook's `hyperparam_utils`.
-    - The power of the width is the cookbook's for Llama, fitted to supervised runs (until it had a table instead).
+    - 5e-5 for LoRA at alpha 32, and a tenth for all weights: TRL's guide "LoRA Without Regret". Its table has 1e-5.
+    - The power of the width: Tinker cookbook's `hyperparam_utils` until 2026, fitted to supervised runs of Llama.
+      The cookbook's recipes of RL take 1e-4 for 1B and 2e-5 for 8B, where this has 4.9e-5 and 2.9e-5.
     - The rank does not count: PEFT scales by alpha / rank, and so the best rate hardly depends on it (Schulman et al.
-      2025, https://thinkingmachines.ai/blog/lora/). B begins at 0, so a first step moves a weight by rate · alpha.
+      2025, https://thinkingmachines.ai/blog/lora/). 32 / alpha keeps the size of the first step.
 
     Width 576 and alpha 32: 5e-5 · 3.47^0.781 = 5e-5 · 2.64 = 1.3e-4; all weights: 1.3e-5.
     """

@@ -45,6 +45,19 @@ async def test_a_step_reaches_the_trackers_once_also_when_killed_before_it_was_t
         ]
 
 
+async def test_the_learning_rate_is_said_at_the_start_and_stored_with_each_step(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(base, tmp_path, learning_rate="auto") as b:
+        await b.groups("t1", "t2")
+        with caplog.at_level("INFO"):
+            await b.loop().run(asyncio.Event(), once=True)
+        (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("learning rate")]
+        assert line == f"learning rate {b.trainer.rate.value:g}: {b.trainer.rate.reason}"
+        last = await b.store.steps.last()
+        assert last is not None and last.metrics["lr"] == b.trainer.rate.value
+
+
 @pytest.mark.parametrize("moment", ["gradients", "step", "save", "commit", "publish"])
 async def test_after_a_crash_every_rollout_is_trained_once(
     base: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
