@@ -86,8 +86,10 @@ class ExampleLesson(Lesson):
             "policy": {"model": self._model},
             "trainer": {"seed": self._seed, "max_steps": steps},
         }
-        files = [self._example.example / "config.yaml"]
-        files += [HERE / "published.yaml"] * (self._example.model is not None)
+        own = self._example.example
+        files = [own / "config.yaml"]
+        if self._example.model is not None:
+            files += [HERE / "published.yaml", *own.glob("published.yaml")]
         for file in files:
             settings = merged(settings, yaml.safe_load(file.read_text()))
         return settings

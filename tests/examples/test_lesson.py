@@ -28,7 +28,8 @@ def test_a_published_model_has_settings_of_its_own_size(lesson: Any, name: str, 
     plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", 0, 100, 200, 32, 4)
     config = Config.model_validate(lesson.ExampleLesson(plan, 0, tmp_path).settings())
     assert (config.policy.publish, config.vllm.max_model_len) == ("auto", config.trainer.max_sample_tokens)
-    assert (config.trainer.group_size, config.trainer.tasks_per_step, config.trainer.loss_type) == (4, 32, "grpo")
+    assert config.trainer.group_size * config.trainer.tasks_per_step == 128
+    assert (config.trainer.group_size, config.trainer.loss_type) == (16 if name == "reverse_text" else 4, "grpo")
     # A minute is what rollouts of the small model take at most.
     assert config.trainer.group_timeout_s == TrainerConfig().group_timeout_s
     assert "hermes" in vllm_program(config).argv
