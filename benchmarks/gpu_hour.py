@@ -4,7 +4,7 @@
 2. The calculator example with a model of 1.5B parameters.
 
 Both are lessons of `examples/learn.py`: held-out tasks, training, held-out tasks again. Without a GPU, or with --small,
-both run with SmolLM2-135M-Instruct, which imitates a teacher first, for two steps: to see that all parts work.
+both run with SmolLM2-135M-Instruct, which imitates a teacher first, for one step: to see that all parts work.
 At the end the figures are printed, as tables and as one line of JSON. What could not be measured is not in them.
 """
 
@@ -30,7 +30,7 @@ Json = dict[str, Any]
 LEARN = Path(__file__).parents[1] / "examples" / "learn.py"
 CLI = (sys.executable, "-m", "lightning_proxy.cli")
 MODELS = {"reverse_text": "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT", "calculator": "Qwen/Qwen2.5-1.5B-Instruct"}
-SMALL = ("--steps", "2", "--imitate", "24", "--samples", "1")
+SMALL = ("--steps", "1", "--imitate", "24", "--samples", "1")
 STAGES = {"base": "before", "sft": "after imitation", "rl": "after RL"}
 # Of each step of RL: when its first rollout was opened, the last one rewarded, and the weights trained; its rollouts.
 STEPS = """
@@ -141,7 +141,7 @@ def of_cards(found: Mapping[int, Json], plan: Mapping[int, float] | None) -> Ite
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="SmolLM2 and two steps each, as without a GPU: minutes")
+    parser.add_argument("--small", action="store_true", help="SmolLM2 and one step each, as without a GPU: minutes")
     parser.add_argument("--steps", type=int, default=20, help="of RL, of each")
     for example, model in MODELS.items():
         name = f"--{example.replace('_', '-')}-model"
