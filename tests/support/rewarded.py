@@ -14,12 +14,15 @@ from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.types import Batch
 from support.sections import TrainerConfig
 
 from .stores import store_url
+
+CALL = ToolCall("c", "calculator", "{}")
+RESULT = {"role": "tool", "tool_call_id": "c", "content": "5"}
 
 
 class Traffic:
@@ -38,13 +41,18 @@ class Traffic:
         status: str | None = None,
         reward_name: str = "reward",
         finish: str = "stop",
+        tool: bool = False,
         version: int | list[int | None] | None = 0,
         **end: Any,
     ) -> str:
-        """A rollout with a call for each of the `calls`' rewards (0.0: none is posted); call i is named NAME-i."""
+        """A rollout with a call for each of the `calls`' rewards (0.0: none is posted); call i is named NAME-i.
+
+        `tool`: each answer calls a tool, and the next request brings its result.
+        """
         async with Recorder(self.store, merged=False) as recorder:
             for i, value in enumerate(calls):
                 call_id, request = f"{name}-{i}", {"messages": [{"role": "user", "content": f"step {i} of {name}"}]}
+                request["messages"] += [RESULT] * (tool and i > 0)
                 by = version[i] if isinstance(version, list) else version
                 start = CallStart(
                     call_id, RolloutName(name, task), "chat/completions", "policy", by, request, time.time()
@@ -53,7 +61,7 @@ class Traffic:
                 choice = Choice(0, (3, 4), (-1.0, -1.0), finish)
                 answer = {"choices": [{"message": {"role": "assistant", "content": f"answer {i} of {name}"}}]}
                 ended = CallEnd(call_id, name, "ok", answer, 200, (0, 5 + i), (choice,))
-                await recorder.end(ended._replace(**end))
+                await recorder.end(ended._replace(**({"tool_calls": (CALL,)} if tool else {}), **end))
                 if value:
                     await self.post(Reward(name, value, call_id, final=False))
         if final is not None:

@@ -121,6 +121,16 @@ async def test_by_default_such_a_group_teaches_nothing_and_the_log_says_so(
     assert said == "no step: nothing to learn from 2 rollouts of mean reward 1: all rewards of the group are equal (2)"
 
 
+async def test_a_loss_of_tools_results_takes_such_a_group_where_tools_answered(traffic: Traffic) -> None:
+    for i in range(2):
+        await traffic.rollout(f"with {i}", "t", 0.0, (0.0, 0.0), tool=True)
+        await traffic.rollout(f"without {i}", "u", 0.0)
+    batch = await traffic.batch(context_loss="echo", tasks_per_step=2)
+    assert batch is not None and sorted(batch.rollout_ids) == ["with 0", "with 1"]
+    assert set(advantages(batch).values()) == {0.0}
+    assert set(await traffic.dropped("without 0", "without 1")) == {"all rewards of the group are equal"}
+
+
 async def test_that_nothing_is_learned_is_said_once_with_what_to_try(
     traffic: Traffic, caplog: pytest.LogCaptureFixture
 ) -> None:
