@@ -1,9 +1,10 @@
-"""What each credit strategy, choice of agents and baseline learns on small problems: five seeds each, Markdown tables.
+"""What each credit strategy, choice of agents, baseline and loss learns on small problems: five seeds each, in tables.
 
 The policy is a table: a softmax over two actions for each state, trained by plain REINFORCE. Rollouts are the records
 that the proxy would have made of it, and their advantages come from the trainer's own credit and baselines. A state is
 all that the policy sees: in an agent whose prompts hold its whole history, `anchor` finds fewer calls to compare.
-The judge is a script (scripted_judge.py).
+The judge is a script (scripted_judge.py). Losses take steps on rollouts of the policy as it was BEHIND steps ago: on
+those of the present one all have the same gradient. Every decision is an answer of one token.
 """
 
 from __future__ import annotations
@@ -11,20 +12,24 @@ from __future__ import annotations
 import argparse
 import math
 import random
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, stdev
 
+import torch
 from results_page import Page, option
 from rich.progress import track
 from scripted_judge import judged
 
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.judge.config import JudgeKeys
+from lightning_proxy.proxy.returns import Earned
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.credit import baselines as advantage
 from lightning_proxy.trainer.credit.strategies import group_credit
+from lightning_proxy.trainer.step.losses import policy_loss
+from lightning_proxy.trainer.step.own_loss import own_loss
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 
 SEEDS = range(5)
@@ -52,10 +57,20 @@ AGENTS = {
     "discounted, all as one": {"credit": "discounted"},
     "discounted, planner only": {"credit": "discounted", **ONE},
     "discounted, by agent (own)": {"credit": "discounted", **EACH, "agent_credit": "own"},
+    "rae, all as one": {"credit": "rae"},
 }
+BOTH_NAMES = {"reward_weights": {"right": 1.0, "style": 1.0}}
+NAMES = {"uniform (their sum)": BOTH_NAMES, "gdpo": {"credit": "gdpo", **BOTH_NAMES}}
 SETTINGS = type(Config().trainer)  # with the keys and names of side rooms
 BASELINES = {name: {"credit": "discounted", "discount": 0.9, "baseline": name} for name in SETTINGS.known("baseline")}
 BASELINE_GROUPS = 4  # in a step: reinforce_pp compares all rollouts of it
+OF_LOSSES = {"credit": "discounted", "discount": 0.9}
+LOSSES = {
+    **{name: {"loss_type": name, **OF_LOSSES} for name in ("cispo", "grpo", "sapo", "vespo")},
+    **{name: {"loss": name, **OF_LOSSES} for name in SETTINGS.known("loss")},
+}
+LOSS_RATE = 4.0
+BEHIND = 20  # steps
 
 
 Advantages = Sequence[Sequence[float | None]]
@@ -66,10 +81,16 @@ class Policy:
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
-        self._parameters: defaultdict[int, float] = defaultdict(float)
+        self.parameters: defaultdict[int, float] = defaultdict(float)
+
+    def at(self, parameters: Mapping[int, float]) -> Policy:
+        """Return the policy with other parameters, and the same chance."""
+        other = Policy(0)
+        other._random, other.parameters = self._random, defaultdict(float, parameters)
+        return other
 
     def probability(self, state: int) -> float:
-        return 1 / (1 + math.exp(-self._parameters[state]))
+        return 1 / (1 + math.exp(-self.parameters[state]))
 
     def act(self, state: int) -> int:
         return int(self._random.random() < self.probability(state))
@@ -89,13 +110,39 @@ class Policy:
             for (state, action), of_call in trained:
                 steps[state] += of_call * (action - self.probability(state)) / len(trained)
         for state, step in steps.items():
-            self._parameters[state] += rate * step
+            self.parameters[state] += rate * step
+
+    def learn_by_loss(
+        self, episodes: Sequence[Episode], advantages: Sequence[Sequence[float]], config: JudgeKeys, sampler: Policy
+    ) -> None:
+        """One step down the gradient of the trainer's loss; every rollout weighs the same, whichever loss it is."""
+        decisions = [decision for episode in episodes for decision in episode.decisions]
+        states = sorted({state for state, _ in decisions})
+        parameters = torch.tensor([self.parameters[state] for state in states], requires_grad=True)
+        sampled = torch.tensor([sampler.parameters[state] for state in states])
+        places = torch.tensor([states.index(state) for state, _ in decisions])
+        signs = torch.tensor([[2.0 * action - 1] for _, action in decisions])
+        logprobs, before = (
+            torch.nn.functional.logsigmoid(signs * values[places, None]) for values in (parameters, sampled)
+        )
+        lengths = [len(episode.decisions) for episode in episodes for _ in episode.decisions]
+        inputs = {
+            "completion_mask": torch.ones_like(before),
+            "old_per_token_logps": before,
+            "advantages": torch.tensor([[value] for own in advantages for value in own]),
+            "token_weights": 1 / torch.tensor(lengths)[:, None] / len(episodes),
+        }
+        (own_loss if config.loss else policy_loss)(logprobs, inputs, config).backward()
+        assert parameters.grad is not None
+        for state, slope in zip(states, parameters.grad.tolist(), strict=True):
+            self.parameters[state] -= LOSS_RATE * slope
 
 
 @dataclass
 class Episode:
     """A rollout in the making: (state, action) of each call, the rewards of calls by position, the rollout's own.
 
+    `named`: the rollout's own by name, of which `final` is the sum.
     `agents`: who made each call, where they have names. `score`: how well it went, from 0 to 1, without the noise of
     rewards; of two agents each its own.
     """
@@ -103,6 +150,7 @@ class Episode:
     decisions: list[tuple[int, int]] = field(default_factory=list)
     rewards: dict[int, float] = field(default_factory=dict)
     final: float | None = None
+    named: dict[str, float] = field(default_factory=dict)
     score: float | tuple[float, float] = 0.0
     agents: list[str | None] = field(default_factory=list)
 
@@ -117,7 +165,8 @@ class Episode:
 
     def sibling(self) -> Sibling:
         calls = [_call(i, *decision, self.agents[i]) for i, decision in enumerate(self.decisions)]
-        return Sibling(calls, RolloutRewards(self.final, {str(i): r for i, r in self.rewards.items()}))
+        named = {name: Earned(value, {}) for name, value in self.named.items()}
+        return Sibling(calls, RolloutRewards(self.final, {str(i): r for i, r in self.rewards.items()}, named=named))
 
 
 @dataclass(frozen=True)
@@ -169,6 +218,15 @@ def varied(policy: Policy) -> Episode:
     return episode
 
 
+def two_names(policy: Policy) -> Episode:
+    """Six questions with a right answer each, worth 1 in all, and six about style, worth 20; both come at the end."""
+    episode = Episode()
+    right, style = (fmean(episode.act(policy, first + state) for state in range(6)) for first in (0, 10))
+    episode.named, episode.score = {"right": right, "style": 20 * style}, (right, style)
+    episode.final = sum(episode.named.values())
+    return episode
+
+
 def sparse(policy: Policy) -> Episode:
     """A corridor of eight rooms: action 1 goes on, 0 back to the room before; 1 for its end within 30 calls, else 0."""
     episode, room = Episode(final=0.0), 0
@@ -211,6 +269,7 @@ PROBLEMS = (
     Problem("equal sums, sooner is better", early, frozenset({1})),
     Problem("sparse, long horizon", sparse),
 )
+LOSS_PROBLEMS = (PROBLEMS[0], PROBLEMS[2], PROBLEMS[4])
 TWO_AGENTS = (
     Problem("each is rewarded: planner, executor", each_rewarded),
     Problem("the executor is rewarded for both: planner, executor", last_rewarded),
@@ -235,13 +294,28 @@ def trained(problem: Problem, config: JudgeKeys, seed: int, groups: int) -> list
     return mean_scores(problem, policy, EVALUATED)
 
 
+def trained_by_loss(problem: Problem, config: JudgeKeys, seed: int, behind: int) -> list[float]:
+    """The mean scores of a policy that takes `GROUPS` steps by the configured loss, on rollouts `behind` steps old."""
+    policy = Policy(seed)
+    earlier = deque([dict(policy.parameters)], maxlen=behind + 1)
+    for _ in range(GROUPS):
+        sampler = policy.at(earlier[0])
+        episodes = [problem.play(sampler) for _ in range(SIBLINGS)]
+        credit = group_credit([problem.sibling(episode, config) for episode in episodes], config)
+        advantages = [[one.advantage if one else 0.0 for one in own] for own in credit]
+        policy.learn_by_loss(episodes, advantages, config, sampler)
+        earlier.append(dict(policy.parameters))
+    return mean_scores(problem, policy, EVALUATED)
+
+
 def mean_scores(problem: Problem, policy: Policy, rollouts: int) -> list[float]:
     return [fmean(scores) for scores in zip(*(problem.play(policy).scores for _ in range(rollouts)), strict=True)]
 
 
 def show(
-    page: Page, title: str, rows: Mapping[str, Mapping[str, object]], problems: Sequence[Problem], groups: int = 1
-) -> None:
+    page: Page, title: str, rows: Mapping[str, Mapping[str, object]], problems: Sequence[Problem], groups: int = 1,
+    way: Callable[[Problem, JudgeKeys, int, int], list[float]] = trained,
+) -> None:  # fmt: skip
     """Train on every problem with every row's settings, and add what came of it to the page."""
     before = [[f"{score:.2f}" for score in mean_scores(problem, Policy(0), 5 * EVALUATED)] for problem in problems]
     cells = {"untrained": before}
@@ -250,7 +324,7 @@ def show(
         cells[name] = [
             [f"{fmean(of):.2f} ± {stdev(of):.2f}" for of in zip(*seeds, strict=True)]
             for problem in problems
-            for seeds in [[trained(problem, config, seed, groups) for seed in SEEDS]]
+            for seeds in [[way(problem, config, seed, groups) for seed in SEEDS]]
         ]
     head = (title, *(problem.title for problem in problems))
     page.table("", head, ([name, *(", ".join(scores) for scores in row)] for name, row in cells.items()))
@@ -273,6 +347,8 @@ def main() -> None:
     show(page, "strategy", STRATEGIES, PROBLEMS)
     show(page, "agents", AGENTS, TWO_AGENTS)
     show(page, "baseline", BASELINES, PROBLEMS, BASELINE_GROUPS)
+    show(page, "rewards of two names", NAMES, [Problem("right, style", two_names)])
+    show(page, f"loss, {BEHIND} steps behind", LOSSES, LOSS_PROBLEMS, BEHIND, trained_by_loss)
     page.save(options.page)
 
 
