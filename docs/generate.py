@@ -56,7 +56,6 @@ trainer: {credit: discounted, baseline: rloo, loss_type: dapo, importance_level:
 ```
 
 Every credit goes with every baseline (`rae` uses none), and both with every loss, which sees advantages alone.
-What is refused is one line that names the key to change.
 Hints and a teacher need `importance_level: token`, or `loss_type: cispo`.
 
 Tests run every credit with every baseline, and every loss at every level.
