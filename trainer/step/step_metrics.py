@@ -109,10 +109,14 @@ class StepMetrics:
         self.padded_tokens += micro_batch.padded_tokens
         self.micro_batches += 1
 
+    def sendable(self) -> StepMetrics:
+        """Return these numbers for other processes: the configuration's class, made at start, cannot be pickled."""
+        return replace(self, config=TrainerConfig())
+
     def sum(self, parts: Sequence[StepMetrics]) -> StepMetrics:
         """Return the sums over all processes. Numbers that are no sums are this process's."""
         if len(parts) == 1:
-            return parts[0]
+            return self
         total = replace(self)
         for name in SUMS:
             setattr(total, name, sum(getattr(part, name) for part in parts))

@@ -200,7 +200,7 @@ class LightningTrainer(GRPOTrainer):
                 make(one, metrics)
         else:
             metrics = make_what_fits(passes, make, self.weight_sets, metrics)
-        metrics = metrics.sum(self.processes.gathered(metrics))
+        metrics = metrics.sum(self.processes.gathered(metrics.sendable()))
         self._allow_tokens(metrics.fitting)
         return metrics
 

@@ -20,14 +20,17 @@ from lightning_proxy.commands.doctor.checks import Check
 from lightning_proxy.commands.doctor.learn import steps
 from lightning_proxy.commands.doctor.learn.agent import own_tasks
 from lightning_proxy.commands.doctor.learn.learn import LearnRequest, learn
+from lightning_proxy.commands.doctor.learn.setup import own_rate, rate
 from lightning_proxy.commands.doctor.learn.tell import Broken, Tell
 from lightning_proxy.commands.put_back import LearnJournal, journal_path, put_back_left
 from lightning_proxy.proxy.config.file import load_config
+from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import RolloutName
 from lightning_proxy.trainer.alone import only_trainer
 from support.chatting import ChattingServer, chatting
+from support.model_sizes import SIZES
 from support.small_model import save_small_model
 
 
@@ -78,6 +81,12 @@ async def patient(
         file = directory / "config.yaml"
         file.write_text(yaml.safe_dump(settings))
         yield Patient(directory, server, file)
+
+
+def test_a_rate_that_a_few_steps_would_not_show_is_raised(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES["Qwen3-8B"]))
+    config = Config.model_validate({"policy": {"model": str(tmp_path)}})
+    assert (own_rate(config), rate(config)) == (2.9e-5, 1e-4)
 
 
 @pytest.mark.parametrize("publish", ["lora", "merged"])
