@@ -77,3 +77,5 @@ async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> 
     except asyncio.CancelledError:
         await asyncio.gather(doing, return_exceptions=True)
         raise
+    finally:
+        del doing  # it holds the work's error, which holds this frame and the weights that the work held
