@@ -33,7 +33,7 @@ from ..proxy.types import PolicyVersion, Rollout
 from .files.versions import VersionFiles
 from .step.engine import TrainingEngine
 from .types import Sample
-from .verify import Verifier
+from .verify import MORE_ANSWERS, Verifier, WeightEvidence
 from .waiting import before_retry, in_thread
 
 log = logging.getLogger(__name__)
@@ -98,13 +98,15 @@ class NoPublisher:
 class Unverified:
     """A version that agents get and that is not verified yet.
 
-    `samples`: what vLLM is asked with. `wanted`: so many of its rollouts are to be there before an idle trainer scores
-    their answers. `since`: of the monotonic clock.
+    `samples`: what vLLM is asked with. `evidence`: of the rollouts that were `seen`. `wanted`: so many more are to be
+    there before an idle trainer scores their answers. `since`: of the monotonic clock.
     """
 
     version: int
     samples: Sequence[Sample]
     wanted: int
+    evidence: WeightEvidence = field(default_factory=WeightEvidence)
+    seen: set[str] = field(default_factory=set)
     since: float = field(default_factory=monotonic)
 
 
@@ -208,14 +210,18 @@ class Publisher(NoPublisher):
             return {}
         if self._unverified is None or self._unverified.version != base:  # made live by hand, or before a restart
             self._unverified = self._new(live, await samples_of(await self._store.steps.rollouts_of(step.step)))
-        rollouts, waits = await self._answered_by(live), idle and monotonic() < self._unverified.since + QUIET_S
-        if waits and len(rollouts) < self._unverified.wanted:
+        unverified, waits = self._unverified, idle and monotonic() < self._unverified.since + QUIET_S
+        if waits and not unverified.evidence.may_become_clear:
             return {}
-        self._unverified.wanted = 4 * len(rollouts)
-        if not await self._verifier.sees_new_weights_in(self._rows(rollouts, samples_of)):
+        rollouts = [found for found in await self._answered_by(live) if found.rollout_id not in unverified.seen]
+        if waits and len(rollouts) < unverified.wanted:
+            return {}
+        unverified.wanted = MORE_ANSWERS
+        rows = self._rows(rollouts, unverified.seen, samples_of)
+        if not await self._verifier.sees_new_weights_in(rows, unverified.evidence):
             if waits:
                 return {}
-            ask = partial(self._ask, live, step.base, self._unverified.samples, stop)
+            ask = partial(self._ask, live, step.base, unverified.samples, stop)
             try:
                 await self._until_done(f"verifying policy version {base}", ask, stop)
             except Superseded as error:
@@ -232,9 +238,10 @@ class Publisher(NoPublisher):
             return []
         return await self._store.rollouts.rewarded_of(version.version, SEEN_ROLLOUTS)
 
-    async def _rows(self, rollouts: Iterable[Rollout], samples_of: SamplesOf) -> AsyncIterator[Sample]:
-        """The shortest row of each rollout that has any."""
+    async def _rows(self, rollouts: Iterable[Rollout], seen: set[str], samples_of: SamplesOf) -> AsyncIterator[Sample]:
+        """The shortest row of each rollout that has any. It is `seen` then."""
         for rollout in rollouts:
+            seen.add(rollout.rollout_id)
             if rows := await samples_of([rollout]):
                 yield min(rows, key=lambda row: len(row.token_ids))
 

@@ -116,13 +116,13 @@ class Verifier:
                     raise
                 log.warning("vLLM restarted while its weights were verified: trying again")
 
-    async def sees_new_weights_in(self, rows: AsyncIterator[Sample]) -> bool:
+    async def sees_new_weights_in(self, rows: AsyncIterator[Sample], evidence: WeightEvidence) -> bool:
         """Return whether agents' answers, by a server's new weights alone, show that it serves those.
 
-        No more rows are scored than it takes. Where they look like the old weights', a name is no proof in
-        `verify_merged`, which comes next.
+        They are added to the `evidence`; no more are scored than it takes. Where they look like the old weights', a
+        name is no proof in `verify_merged`, which comes next.
         """
-        evidence, count = WeightEvidence(), self._config.verify_samples
+        count = MORE_ANSWERS if evidence.rounds else self._config.verify_samples
         while evidence.may_become_clear and (some := [row async for row in _first(rows, count)]):
             new = await in_thread(self._trainer.scores_of, some)
             old = await in_thread(self._trainer.scores_of, some, served=True)

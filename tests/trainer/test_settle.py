@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from lightning_proxy.proxy.policy.swap import Swap
 from lightning_proxy.proxy.policy.vllm import VllmServer
 from lightning_proxy.proxy.types import Rollout
 from lightning_proxy.trainer.collect.collector import UNVERIFIED
+from lightning_proxy.trainer.step.trainer import LightningTrainer
+from lightning_proxy.trainer.types import Sample
 from lightning_proxy.trainer.verify import Verifier, WeightEvidence
 from support.training import Bench, DeafServer, HonestServer, bench, require_seen_clearly
 
@@ -95,6 +97,28 @@ async def test_a_trainer_that_waits_for_rollouts_verifies_meanwhile(
             await b.sampled("t3", version=1)  # one group, and a step takes two
         await until_verified(b)
         assert len(await b.store.steps.newest(10)) == 1
+
+
+async def test_no_answer_is_scored_twice_while_answers_do_not_tell(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[int] = []
+
+    def undecided(_: Any, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
+        scored.append(0 if served else len(samples))
+        return [[value - 0.1 * (n % 2 == served) for value in row.logprobs] for n, row in enumerate(samples)]
+
+    monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 3600.0)
+    async with first_version(base, tmp_path) as (b, loop):
+        with monkeypatch.context() as patched:
+            patched.setattr(LightningTrainer, "scores_of", undecided)
+            for more in (0, 8, 16):  # and 8 that are there
+                for _ in range(more):
+                    await b.sampled("t3", version=1)
+                assert not await loop.settle(idle=True)
+        assert sum(scored) == 32
+        assert await loop.settle(), "vLLM is asked"
+        await require_seen_clearly(b.store, 1)
 
 
 async def test_a_version_that_answers_nobody_is_verified_by_asking_after_a_while(
