@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
-import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...client.no_proxy import reached_directly
+from ...proxy.config.run import is_script, require_program
 from ...proxy.errors import ConfigError, LightningError
 from .group_guard import GRACE_S, signal_group
 from .output import Keeping, piped
@@ -21,7 +20,6 @@ from .served import ServedRunner
 from .warden import Warden
 
 PRELOAD = Path(__file__).with_name("preload.py")
-_PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 
 
 class ProcessRunner:
@@ -72,7 +70,7 @@ class PreloadRunner(ServedRunner):
     name = "preload server"
 
     def __init__(self, command: Sequence[str], modules: Sequence[str], keeping: Keeping | None = None) -> None:
-        if not _is_script(command):
+        if not is_script(command):
             raise ConfigError(f"--preload needs a command of the form `python script.py …`, got: {' '.join(command)}")
         super().__init__([command[0], str(PRELOAD), *modules], keeping=keeping)
         self._command, self._modules = tuple(command), tuple(modules)
@@ -91,16 +89,8 @@ def make_runner(command: Sequence[str], preload: Sequence[str] = (), keeping: Ke
     """Make the runner for a command line. ConfigError if it is empty, or names no program or no script."""
     if not command:
         raise ConfigError("run: no command given; put it after `--`")
-    if shutil.which(command[0]) is None:
-        raise ConfigError(f"there is no program {command[0]!r} to start")
-    if _is_script(command) and not Path(command[1]).is_file():
-        raise ConfigError(f"there is no file {command[1]!r} for {command[0]} to run")
+    require_program(command)
     return PreloadRunner(command, preload, keeping) if preload else ProcessRunner(command, keeping)
-
-
-def _is_script(command: Sequence[str]) -> bool:
-    """Return whether the command is `python script.py …`."""
-    return len(command) > 1 and _PYTHON.fullmatch(Path(command[0]).name) is not None and command[1].endswith(".py")
 
 
 def _with_inherited(env: Mapping[str, str]) -> dict[str, str]:
