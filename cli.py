@@ -188,6 +188,7 @@ def train(
         once=once,
         offline=Offline(data, directory, epochs or 1) if offline else None,
         method=method,
+        file=context.obj,
     )
 
 
@@ -263,6 +264,9 @@ def evaluate(
     preload: Preload = "",
     logs: Outputs = None,
     as_json: Json = False,
+    paced: Annotated[
+        bool, typer.Option("--paced", help="begin a rollout for each line of standard input, and end with it")
+    ] = False,
 ) -> None:
     """Compare policy versions and other models on held-out tasks."""
     from .commands.eval.command import EvalRequest, eval_command
@@ -272,7 +276,18 @@ def evaluate(
     eval_command(
         configuration(context),
         EvalRequest(
-            tasks, models, command, modules, samples, concurrency, promote, Scoring(pass_at, seed), out, logs, as_json
+            tasks,
+            models,
+            command,
+            modules,
+            samples,
+            concurrency,
+            promote,
+            Scoring(pass_at, seed),
+            out,
+            logs,
+            as_json,
+            paced,
         ),
     )
 

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..proxy.config.root import Config
@@ -25,12 +26,21 @@ from .vllm import require_model, visible_gpus
 LAUNCHER_POLL_S = 1.0
 
 
-def train(config: Config, *, once: bool = False, offline: Offline | None = None, method: str = "rl") -> None:
+def train(
+    config: Config,
+    *,
+    once: bool = False,
+    offline: Offline | None = None,
+    method: str = "rl",
+    file: Path | None = None,
+) -> None:
     """Train until SIGINT or SIGTERM (it finishes the step under way) or `max_steps`; with `once`, on what is ready.
+
+    `file`: the one that the configuration was read from.
 
     Methods other than rl are one run, which SIGINT and SIGTERM interrupt; the next start resumes it.
     """
-    run = Run(method, once, offline, launched=_has_launcher())
+    run = Run(method, once, offline, launched=_has_launcher(), file=file)
     config = prepared(config, run)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     quiet()

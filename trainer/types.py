@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -202,3 +203,20 @@ class Guide(Protocol):
 
     async def guided(self, batch: Batch) -> Batch:
         """Return the batch with its guidance in the samples. Raise GuideError if it cannot answer now."""
+
+
+class BesideSteps:
+    """What a side room does beside the steps of a run. A method that is not overridden does nothing."""
+
+    async def run(self) -> None:
+        """Work until `finish` has returned."""
+
+    async def finish(self, stop: asyncio.Event) -> None:
+        """Finish, after the last step, what is under way; with `stop` set, leave it."""
+
+    async def before_publishing(self, stop: asyncio.Event) -> None:
+        """Return once the live weights may be replaced. Raise Stopped if `stop` is set before."""
+
+    async def keep(self) -> set[int]:
+        """Return the versions whose files must stay. Called after each version that was published."""
+        return set()

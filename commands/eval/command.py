@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +22,13 @@ from ..run.runner import Runner
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
 from .eval import EvalRow, Evaluation, parse_models
+from .paced import PacedGate
 from .report import Scoring, check_writable, print_tables, report, save
 
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:
-    """The options of the command line."""
+    """The options of the command line. `paced`: standard input says when each rollout may begin."""
 
     tasks: Path
     models: str
@@ -40,6 +41,7 @@ class EvalRequest:
     out: Path | None
     logs: Path | None
     as_json: bool
+    paced: bool = False
 
 
 def eval_command(config: Config, request: EvalRequest) -> None:
@@ -50,16 +52,18 @@ def eval_command(config: Config, request: EvalRequest) -> None:
     view = ProgressView(Console(stderr=True))
     runner = runner_for(config, request.command, request.preload, view.say)
     logs, limit_s = logs_directory(request.logs), score_timeout_s(config)
+    gate, samples = (PacedGate(), 1) if request.paced else (None, request.samples)
+    tasks = tasks * (request.samples // samples)  # so that each rollout is let in by itself
     options = RunOptions(
-        request.samples, request.concurrency, "eval", logs, score_timeout_s=limit_s, timeout_s=config.run.timeout_s
+        samples, request.concurrency, "eval", logs, score_timeout_s=limit_s, timeout_s=config.run.timeout_s
     )
     api = ApiClient.of(config, patience_s=60)
     names = [model.name for model in models]
     check_power(config, names)
     power = serving_power(config, names)
-    evaluation = Evaluation(api, runner, options, models, promote=request.promote, say=view.say)
+    evaluation = Evaluation(api, runner, options, models, promote=request.promote, say=view.say, gate=gate)
     try:
-        run_until_signal(_run(api, power, runner, evaluation, tasks, view, options.group_size))
+        run_until_signal(_run(api, power, gate or nullcontext(), runner, evaluation, tasks, view, samples))
     finally:
         _show(evaluation, request)
     require_success([result for row in evaluation.rows for result in row.results])
@@ -68,6 +72,7 @@ def eval_command(config: Config, request: EvalRequest) -> None:
 async def _run(
     api: ApiClient,
     power: AbstractAsyncContextManager[None],
+    gate: AbstractAsyncContextManager[None],
     runner: Runner,
     evaluation: Evaluation,
     tasks: list[Task],
@@ -83,7 +88,7 @@ async def _run(
         bars[name].add(result)
 
     with view:
-        async with api, power:
+        async with api, power, gate:
             try:
                 await evaluation.run(tasks, on_result)
             finally:
@@ -102,7 +107,7 @@ def _show(evaluation: Evaluation, request: EvalRequest) -> None:
         save(found, request.out)
     if request.as_json:
         print_json(found)
-    else:
+    elif not request.paced:
         print_tables(found)
         numbers = f"; all numbers: {request.out}" if request.out is not None else ""
         print(f"passed: reward >= {request.scoring.pass_at:g}; a rollout without a reward counts as 0{numbers}")

@@ -11,6 +11,7 @@ from typing import Any
 from ...proxy.errors import ConfigError, InvalidRequest, LightningError
 from ..api_client import ApiClient, ApiError
 from ..power.chat import power_of
+from ..run.backlog import BacklogGate
 from ..run.run import RolloutResult, RunOptions, run_tasks
 from ..run.runner import Runner
 from ..run.tasks import Task
@@ -76,8 +77,9 @@ class Evaluation:
         *,
         promote: bool,
         say: Callable[[str], None],
+        gate: BacklogGate | None = None,
     ) -> None:
-        self._api, self._runner, self._options = api, runner, options
+        self._api, self._runner, self._options, self._gate = api, runner, options, gate
         self._promote, self._say = promote, say
         self.rows = [EvalRow(model) for model in models]
         self._before = self._live = 0  # the versions that were live when it began, and that are now
@@ -94,7 +96,7 @@ class Evaluation:
             for row in self.rows:
                 await self._put_live(row.model)
                 options = replace(self._options, mode="eval", choice=row.model.choice)
-                await run_tasks(self._api, tasks, self._runner, options, self._taking(row, on_result))
+                await run_tasks(self._api, tasks, self._runner, options, self._taking(row, on_result), self._gate)
                 row.complete = True
 
     async def _check(self) -> None:

@@ -16,7 +16,7 @@ from ...proxy.config.root import Config
 from ...proxy.policy.swap import Swap
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
-from ..types import Guide, Show, show_nothing
+from ..types import BesideSteps, Guide, Show, show_nothing
 
 if TYPE_CHECKING:
     from ..collect.siblings import AskJudge
@@ -38,13 +38,17 @@ class Offline:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a user asks the trainer for. `once`: train on what is ready, and end. `launched`: with other processes."""
+    """What a user asks the trainer for. `once`: train on what is ready, and end. `launched`: with other processes.
+
+    `file`: the one that the configuration was read from, for programs of ours that are started with it.
+    """
 
     method: str = "rl"
     once: bool = False
     offline: Offline | None = None
     launched: bool = False
     show: Show = show_nothing
+    file: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +68,14 @@ class TrainerHooks:
 
     `judge` scores the calls of a rollout before its group is compared. `guide` says more of a step's tokens than their
     rewards do. `publisher` decides whether and how new weights go live. `tune` is a method of fine-tuning.
+    `beside` works beside the steps, and keeps versions.
     """
 
     judge: AskJudge | None = None
     guide: Guide | None = None
     publisher: Publisher | None = None
     tune: Tune | None = None
+    beside: BesideSteps | None = None
 
 
 class TrainerPlugin:
