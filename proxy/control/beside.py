@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..config.root import Config
+from ..recording.metrics import Metrics
 from ..store.store import Store
 from .bodies import RolloutsBody
 
@@ -36,3 +37,6 @@ class Beside:
     async def of_versions(self) -> Callable[[int], Fields]:
         """Return what has the fields of each version for `GET /policy/versions`. The versions are read after it."""
         return lambda _: {}
+
+    async def measure(self, metrics: Metrics) -> None:
+        """Set the room's gauges, before the metrics are shown."""

@@ -77,4 +77,6 @@ async def metrics(request: Request) -> Response:
         p.metrics.rollouts.labels(mode, status).set(count)
     for (name, url), problem in p.health.problems.items():
         p.metrics.upstream_up.labels(name, replica_name(url)).set(problem is None)
+    for one in p.beside:
+        await one.measure(p.metrics)
     return Response(p.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -42,18 +42,18 @@ class Metrics:
         deleted = "Rollouts deleted: by request, or for their age or the store's size"
         self.deleted = self.counter("rollouts_deleted", deleted, "why")
         # Each worker has a queue of its own. All other gauges are the store's: the newest look is right.
-        self.queue = self._gauge("recorder_queue", "Records that wait for their commit", mode="livesum")
-        self._live_version = self._gauge("policy_version", "The live policy version")
+        self.queue = self.gauge("recorder_queue", "Records that wait for their commit", mode="livesum")
+        self._live_version = self.gauge("policy_version", "The live policy version")
         deviations = "How clearly the live version's answers were the new weights': standard deviations; 0: not known"
-        self._deviations = self._gauge("policy_verify_deviations", deviations)
-        self._probed_at = self._gauge("policy_probed_seconds", "Unix time when the live version was last probed")
+        self._deviations = self.gauge("policy_verify_deviations", deviations)
+        self._probed_at = self.gauge("policy_probed_seconds", "Unix time when the live version was last probed")
         collapsed = "1: publication is stopped, for this sign of collapse"
-        self._collapsed = self._gauge("policy_collapsed", collapsed, "sign")
+        self._collapsed = self.gauge("policy_collapsed", collapsed, "sign")
         step = "The last training step's numbers, as docs/metrics.md names them; its own: step"
-        self._step = self._gauge("step", step, "metric")
-        self.upstream_up = self._gauge("upstream_up", "Servers that are watched: 1 if up", "upstream", "replica")
-        self.rollouts = self._gauge("rollouts", "Rollouts in the store", "mode", "status")
-        self.waiting = self._gauge("rollouts_waiting", "Complete rollouts that no training step has taken yet")
+        self._step = self.gauge("step", step, "metric")
+        self.upstream_up = self.gauge("upstream_up", "Servers that are watched: 1 if up", "upstream", "replica")
+        self.rollouts = self.gauge("rollouts", "Rollouts in the store", "mode", "status")
+        self.waiting = self.gauge("rollouts_waiting", "Complete rollouts that no training step has taken yet")
 
     def call_ended(self, end: CallEnd, recorded: bool) -> None:
         if not recorded:
@@ -95,7 +95,8 @@ class Metrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"lightning_{name}", text, buckets=_SECONDS, registry=self._registry)
 
-    def _gauge(self, name: str, text: str, *labels: str, mode: str = "livemostrecent") -> Gauge:
+    def gauge(self, name: str, text: str, *labels: str, mode: str = "livemostrecent") -> Gauge:
+        """Return a new gauge, which is shown with the others."""
         return Gauge(f"lightning_{name}", text, labels, registry=self._registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
     def render(self) -> bytes:
