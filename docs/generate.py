@@ -63,6 +63,7 @@ Not run pair by pair: credits and baselines with losses; `weighting` and `contex
 """
 
 ABOUT_METRICS = {
+    "eval": "Of `trainer.eval`, in trackers alone ([eval.md](eval.md#evaluate-new-versions-while-you-train)).",
     "guides": "These come with `trainer.hints` and `trainer.teacher` ([guides.md](guides.md)). "
     "`advantage` above has the rewards' part alone.",
     "tuning": "A run of `train --method sft`, `dpo` or `kto` is one step. Its tokens are those of all epochs. "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, is_dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import cleandoc
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, create_model
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel, create_model
 ON_BOARD = (
     "otel",
     "page",
+    "evaluation",
     "promotion",
     "prompts",
     "reward_function",
@@ -40,16 +42,27 @@ def modules(name: Literal["config", "fields", "plugin"]) -> list[ModuleType]:
 def extended(core: type[Model], name: Literal["config", "fields"]) -> type[Model]:
     """Return a model of the core with the fields that side rooms add to it, and to the models in it.
 
-    A class that extends a model of the core adds its fields, in the module of this name.
+    A class that extends a model of the core adds its fields, in the module of this name. The same holds of dataclasses
+    that a model has lists of.
     """
-    found = (kind for module in modules(name) for kind in vars(module).values() if isinstance(kind, type))
-    rooms = [kind for kind in dict.fromkeys(found) if issubclass(kind, core) and kind is not core]
+    rooms = _extensions(core, name)
     inner: dict[str, Any] = {}
     for field, about in core.model_fields.items():
         kind = about.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel) and (made := extended(kind, name)) is not kind:
             inner[field] = made, made()
+        elif get_origin(kind) is list and is_dataclass(one := get_args(kind)[0]) and (more := _extensions(one, name)):
+            inner[field] = list[_record(one, more)], ...  # type: ignore[misc]
     if not rooms and not inner:
         return core
     about_it = "\n\n".join(cleandoc(kind.__doc__) for kind in (core, *rooms) if kind.__doc__)
     return create_model(core.__name__, __base__=(*rooms[::-1],) or core, __doc__=about_it, **inner)
+
+
+def _extensions(core: Any, name: Literal["config", "fields"]) -> list[type[Any]]:
+    found = (kind for module in modules(name) for kind in vars(module).values() if isinstance(kind, type))
+    return [kind for kind in dict.fromkeys(found) if issubclass(kind, core) and kind is not core]
+
+
+def _record(core: Any, extensions: list[type[Any]]) -> type[Any]:
+    return dataclass(frozen=True, kw_only=True)(type(core.__name__, (*extensions,), {"__doc__": core.__doc__}))

@@ -53,11 +53,11 @@ LEVELS = {
 SIDE_ROOMS = {
     "proxy": {
         *("upstreams/litellm", "otel", "reward_function", "page", "gate", "prompts", "promotion"),
-        *("algorithms", "judge", "guides", "sft", "preferences", "backends"),
+        *("algorithms", "judge", "guides", "sft", "preferences", "backends", "evaluation"),
     },
     "trainer": {
         *("algorithms", "judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed"),
-        "backends",
+        *("backends", "evaluation"),
     },
     "commands": {"experiment", "optimize", "page", "prompts", "reward_function"},
 }

@@ -244,7 +244,8 @@ class TrainingLoop:
             published = await self._publisher.publish(step, samples, scalars(metrics), self.base, self._stop)
             metrics["version"] = self.base = published.version
             metrics |= self._publisher.measured
-            await self._publisher.files.prune(await self._monitor.keep())
+            kept = await self._monitor.keep() | await self._publisher.beside.keep()
+            await self._publisher.files.prune(kept)
         except Superseded as error:
             log.warning("step %d is not published: %s", step, error)
         metrics["publish_s"] = time.perf_counter() - started

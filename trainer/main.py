@@ -20,6 +20,7 @@ from .plugins.hooks import Run, TrainerCore, TrainerHooks
 from .plugins.on_board import open_plugins, plugins_of
 from .publish import Publisher
 from .step.trainer import LightningTrainer
+from .waiting import all_of
 
 
 async def train(config: Config, stop: asyncio.Event, run: Run | None = None) -> None:
@@ -55,11 +56,17 @@ async def swap_of(config: Config, store: Store, session: ClientSession) -> Swap:
 async def _train(core: TrainerCore, swap: Swap, hooks: TrainerHooks, stop: asyncio.Event) -> None:
     config, store, engine = core.config, core.store, core.engine
     publisher = hooks.publisher or Publisher(config.policy, store, swap, engine)
+    publisher.beside = hooks.beside or publisher.beside
     if hooks.tune is not None:
         await hooks.tune(publisher, stop)
         return
     loop = TrainingLoop(config, store, engine, publisher, show=core.run.show, judge=hooks.judge, guide=hooks.guide)
-    await loop.run(stop, once=core.run.once)
+
+    async def steps() -> None:
+        await loop.run(stop, once=core.run.once)
+        await publisher.beside.finish(stop)
+
+    await all_of([steps(), publisher.beside.run()])
 
 
 def follow(config: Config) -> None:

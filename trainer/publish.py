@@ -32,7 +32,7 @@ from ..proxy.store.training import Step
 from ..proxy.types import PolicyVersion, Rollout
 from .files.versions import VersionFiles
 from .step.engine import TrainingEngine
-from .types import Sample
+from .types import BesideSteps, Sample
 from .verify import MORE_ANSWERS, Verifier, WeightEvidence
 from .waiting import before_retry, in_thread
 
@@ -128,6 +128,7 @@ class Publisher(NoPublisher):
         self._verifier = Verifier(config, swap, trainer)
         self.files = VersionFiles(config, store, swap)
         self.vllm = swap.vllm
+        self.beside = BesideSteps()
         self.measured: dict[str, Any] = {}  # the step's metrics about the verification of what was published last
         self._decided: Decided | None = None
         self._unverified: Unverified | None = None
@@ -142,6 +143,7 @@ class Publisher(NoPublisher):
         the weights; Stopped if `stop` is set meanwhile; VllmFault, and the version is abandoned, if vLLM is there but
         meets an error of its own `FAULTS` times; TrainingUnavailable, and the version is forgotten.
         """
+        await self.beside.before_publishing(stop)
         work = partial(self._publish, step, samples, metrics, base, stop)
         return await self._until_done(f"publishing step {step}", work, stop)
 

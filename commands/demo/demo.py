@@ -96,6 +96,7 @@ class Demo:
         return DemoResult(
             self._options.seed, policy["steps"], policy["live_version"], before, after,
             curve(self._rewards, STEP_ROLLOUTS), training_s, time.monotonic() - self._began,
+            (policy.get("best") or {}).get("story"),
         )  # fmt: skip
 
     async def _evaluate(self, api: ApiClient, runner: Runner, label: str) -> Totals:

@@ -15,7 +15,10 @@ from ..run.summary import Totals
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """The demo's result. `curve` has the mean reward of each step's worth of training rollouts, in order."""
+    """The demo's result. `curve` has the mean reward of each step's worth of training rollouts, in order.
+
+    `best`: the best version, in words.
+    """
 
     seed: int
     steps: int
@@ -25,6 +28,7 @@ class DemoResult:
     curve: tuple[float, ...]
     training_s: float
     total_s: float
+    best: str | None = None
 
 
 def curve(rewards: Sequence[float], window: int) -> tuple[float, ...]:
@@ -44,6 +48,8 @@ def show(result: DemoResult, console: Console) -> None:
     if len(result.curve) > 1:
         console.print(terminal_curve(result.curve, min(console.width, 100)), markup=False, highlight=False)
     console.print(f"{result.steps} steps in {result.training_s / 60:.1f} min, {result.total_s / 60:.1f} min in all")
+    if result.best is not None:
+        console.print(f"the best is {result.best}")
 
 
 def terminal_curve(values: Sequence[float], width: int) -> str:

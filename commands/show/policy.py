@@ -27,19 +27,20 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
     `step reward` is the mean reward of the step that made the version: of rollouts before it. `verified` says by how
     many standard deviations (sd) vLLM's answers were those of the new weights and not of the old.
 
-    Below: the test that is under way, and how the last one was decided (policy.promotion: gated).
+    Below: the best version, the test that is under way, and how the last one was decided (policy.promotion: gated).
     """
     from rich.console import Console
+    from rich.text import Text
 
     from ..api_client import ApiClient, ask
     from ..formats import print_json
     from .promotion import tests_view
 
-    async def read(api: ApiClient) -> tuple[dict[str, Any], dict[str, Any]]:
+    async def read(api: ApiClient) -> tuple[dict[str, Any], ...]:
         steps = await api.request("GET", "/policy/steps", params={"limit": "1000", "brief": "true"})
-        return await api.request("GET", "/policy/versions"), steps
+        return await api.request("GET", "/policy/versions"), steps, await api.policy()
 
-    versions, steps = ask(configuration(context), read)
+    versions, steps, policy = ask(configuration(context), read)
     of_steps = {step["metrics"].get("version"): step["metrics"] for step in steps["data"]}
     if as_json:
         for v in versions["data"]:
@@ -48,15 +49,30 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
         print_json(versions)
     else:
         table = versions_table(versions["data"], of_steps)
-        Console(highlight=False).print(table, *tests_view(versions["data"]), sep="\n")
+        best = [Text(f"\nthe best is {policy['best']['story']}")] if policy.get("best") else []
+        Console(highlight=False).print(table, *best, *tests_view(versions["data"]), sep="\n")
 
 
 @app.command()
 def promote(
-    context: typer.Context, version: Annotated[int, typer.Argument(metavar="N")], as_json: Json = False
+    context: typer.Context,
+    version: Annotated[str, typer.Argument(metavar="N", help="a version's number, or `best`")],
+    as_json: Json = False,
 ) -> None:
     """Make a version live. The trainer continues from it."""
-    _change(context, "/policy/promote", {"version": version}, as_json)
+    from ...proxy.errors import ConfigError, LightningError
+    from ..api_client import ask
+
+    if version == "best":
+        best = ask(configuration(context), lambda api: api.policy()).get("best")
+        if best is None:
+            raise LightningError("no version is the best yet: too few steps were taken")
+        version = best["version"]
+    try:
+        number = int(version)
+    except ValueError:
+        raise ConfigError(f"a version's number, or `best`, got {version!r}") from None
+    _change(context, "/policy/promote", {"version": number}, as_json)
 
 
 @app.command()
@@ -70,17 +86,28 @@ def versions_table(versions: list[dict[str, Any]], of_steps: Mapping[int | None,
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    for name in ("version", "", "status", "step", "step reward", "published", "verified", "when"):
+    held = ["held out"] if any(v.get("evaluation") for v in versions) else []
+    for name in ("version", "", "status", "step", "step reward", *held, "published", "verified", "when"):
         table.add_column(name, justify="right" if name in ("version", "step") else "left", no_wrap=True)
     for v in versions:
         mean = v["metrics"].get("reward_mean")
         status = v["status"] if v["live"] or v["status"] != "ready" else _readiness(v["obstacle"])
         cells = (str(v["version"]), "*" if v["live"] else "", status, "-" if v["step"] is None else str(v["step"]))
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(v["live_at"] or v["created_at"]))
+        when = time.strftime(
+            "%m-%d %H:%M" if held else "%Y-%m-%d %H:%M", time.localtime(v["live_at"] or v["created_at"])
+        )
         published = (v["publish"] or "-", _verified(v["verified"], of_steps.get(v["version"], {})), when)
-        reward = "-" if mean is None else f"{mean:.3f}"
-        table.add_row(*cells, reward, *(("base model", "-", "-") if v["version"] == 0 else published))
+        rewards = ["-" if mean is None else f"{mean:.3f}", *(_held_out(v["evaluation"]) for _ in held)]
+        table.add_row(*cells, *rewards, *(("base model", "-", "-") if v["version"] == 0 else published))
     return table
+
+
+def _held_out(evaluation: Mapping[str, Any] | None) -> str:
+    if evaluation is None:
+        return ""
+    if evaluation["ended_at"] is None:
+        return "begun"
+    return "failed" if evaluation["reward"] is None else f"{evaluation['reward']:.3f}"
 
 
 def _verified(verified: bool, of_step: Mapping[str, Any]) -> str:

@@ -13,8 +13,8 @@ Kind = Literal["policy", "version", "step", "status", "prompt", "prompt version"
 
 # By kind: the fields about everybody's rollouts, with the values for a caller who sees only its own.
 OF_ALL: Mapping[Kind, dict[str, Any]] = {
-    "policy": {"last_step": None, "collapse": None, "test": None},
-    "version": {"metrics": {}, "error": None, "promotion": None},
+    "policy": {"last_step": None, "collapse": None, "test": None, "best": None, "evaluation": None},
+    "version": {"metrics": {}, "error": None, "promotion": None, "evaluation": None, "best": False},
     "step": {"metrics": {}},
     "status": {
         "untrainable": {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..control.answers import Policy, Versions, VersionSeen
+from ..control.answers import Policy, VersionSeen
 from ..gate.tests import Promotion
 
 
@@ -20,12 +20,8 @@ class PolicyWithTest(Policy):
     waiting: int | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class VersionWithTest(VersionSeen):
     """A version. `promotion`: its last test against a live version, with the numbers; null without one."""
 
     promotion: Promotion | None
-
-
-class VersionsWithTests(Versions):
-    data: list[VersionWithTest]  # type: ignore[assignment]

@@ -17,6 +17,7 @@ ON_BOARD = (
     "judge",
     "guides",
     "promotion",
+    "evaluation",
     "sft",
     "preferences",
     "offline",

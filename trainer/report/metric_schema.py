@@ -186,7 +186,17 @@ GUIDE_METRICS: Mapping[str, Metric] = MappingProxyType(
         ("guide_s", "s", "asking the guides, before `step_s`"),
     )
 )
-ALL_METRICS: Mapping[str, Metric] = MappingProxyType({**METRICS, **TUNING_METRICS, **GUIDE_METRICS})
+# An evaluation's (`trainer.eval`), in trackers alone; the store has it with its version.
+EVAL_METRICS: Mapping[str, Metric] = MappingProxyType(
+    _group(
+        "eval",
+        ("eval_reward", "reward", "mean reward of held-out tasks"),
+        ("eval_low", "reward", "lower end of its 95 % interval"),
+        ("eval_high", "reward", "upper end of its 95 % interval"),
+        ("eval_step", "number", "the step that made the evaluated version"),
+    )
+)
+ALL_METRICS: Mapping[str, Metric] = MappingProxyType({**METRICS, **TUNING_METRICS, **GUIDE_METRICS, **EVAL_METRICS})
 
 
 def by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -71,6 +71,7 @@ function Numbers({ now, policy }) {
   return html`<dl class="stats">
     <${Stat} label="live version" value=${html`<a href="#/versions">${live ?? "…"}</a>`} note=${policy?.live_at && html`since <${Time} at=${policy.live_at} />, ${policy.publish}`} />
     ${now.verified?.version > 0 && html`<${Verified} seen=${now.verified} />`}
+    ${policy?.best && html`<${Stat} label="best version" value=${html`<a href="#/versions">${policy.best.version}</a>`} note=${policy.best.story} />`}
     ${policy?.test && html`<${Stat} label="candidate" value=${html`<a href="#/versions">${policy.test.version}</a>`} note=${`tested with ${number(policy.test.evidence.rollouts ?? 0)} rollouts`} />`}
     <${Stat} label="training steps" value=${number(policy?.steps)} note=${policy?.last_step && html`last <${Time} at=${policy.last_step.finished_at} />`} />
     <${Stat} label="last reward" value=${number(policy?.last_step?.metrics?.reward_mean)} note=${policy?.last_step && `± ${number(policy.last_step.metrics.reward_std)}`} />
@@ -114,7 +115,8 @@ function RewardBySteps({ steps, versions = [] }) {
     const rising = [...steps].reverse();
     const [middle, spread] = [column(rising, "reward_mean"), column(rising, "reward_std")];
     const edge = (sign) => middle.map((value, i) => (value === null || spread[i] === null ? null : value + sign * spread[i]));
-    const held = new Map(versions.filter(({ rewards }) => rewards?.eval).map((v) => [v.version, v.rewards.eval.mean]));
+    const heldOut = ({ evaluation, rewards }) => evaluation?.reward ?? rewards?.eval?.mean ?? null;
+    const held = new Map(versions.map((v) => [v.version, heldOut(v)]).filter(([, mean]) => mean !== null));
     const series = [
       { label: "mean", values: middle, colour: "accent", band: [edge(-1), edge(1)] },
       { label: "held out", values: rising.map(({ version }) => held.get(version) ?? null), colour: "good", scatter: true },

@@ -53,16 +53,19 @@ function Version({ version, near, graph, count, onPromote }) {
   return html`<tr class=${version.live && "live"} style=${{ height: `${ROW}px` }}>
     ${graph && html`<td class="lineage" rowspan=${count}>${graph}</td>`}
     <td class="num"><a class="pick" href=${link("compare", { a: version.parent ?? 0, b: version.version })} title="compare with the version it came from">${version.version}</a></td>
-    <td title=${outcome(version.promotion)}><${Badge} kind=${STATUS_KIND[version.status]}>${version.status}<//> <small>${version.publish}</small>${version.error && html` · <small class="reason" title=${version.error}>${version.error}</small>`}</td>
+    <td title=${outcome(version.promotion)}><${Badge} kind=${STATUS_KIND[version.status]}>${version.status}<//> <small>${version.publish}</small>${version.best && html` <${Badge} kind="good">best<//>`}${version.error && html` · <small class="reason" title=${version.error}>${version.error}</small>`}</td>
     <td><${Verified} version=${version} near=${near} /></td>
     <td class="num">${version.parent ?? ""}</td>
     <td class="num">${version.step ?? ""}</td>
     <td class="num">${reward(rewards.train)}</td>
-    <td class="num">${reward(rewards.eval)}</td>
+    <td class="num" title=${interval(version.evaluation)}>${reward(rewards.eval)}</td>
     <td class="num">${version.created_at > 0 && html`<${Time} at=${version.created_at} />`}</td>
     <td>${!version.live && (version.promotable ? html`<button onClick=${onPromote}>Promote…</button>` : html`<small class="why">${version.obstacle}</small>`)}</td>
   </tr>`;
 }
+
+// How sure an evaluation beside training was (`trainer.eval`), or why it has no result.
+const interval = (found) => found && (found.reward === null ? (found.error ?? "is evaluated now") : `evaluated: ${number(found.reward)}, 95 %: ${number(found.low)} to ${number(found.high)}`);
 
 // Whether vLLM was seen to serve it, and how near.
 function Verified({ version, near }) {

@@ -1,0 +1,32 @@
+-- Evaluations of policy versions on held-out tasks (trainer.eval), and the best version. Times are Unix time.
+CREATE TABLE evaluations (
+    version         INTEGER PRIMARY KEY,
+    step            INTEGER NOT NULL,             -- that made the version; 0 for the base model
+    began_at        REAL NOT NULL,
+    ended_at        REAL,                         -- NULL: it is under way, or its trainer was killed
+    error           TEXT,                         -- why it has no result
+    reward          REAL,                         -- the mean over tasks, and its 95 % interval
+    low             REAL,
+    high            REAL,
+    difference      REAL,                         -- from the first version that was evaluated, on the same tasks
+    difference_low  REAL,
+    difference_high REAL,
+    tasks           INTEGER,
+    rollouts        INTEGER,
+    failed          INTEGER,
+    by_task         TEXT NOT NULL DEFAULT '{}'    -- JSON: the mean reward of each task
+);
+CREATE INDEX evaluations_by_step ON evaluations (step);
+
+CREATE TABLE best_version (
+    n       INTEGER PRIMARY KEY CHECK (n = 1),
+    version INTEGER NOT NULL,
+    judged  TEXT NOT NULL,                        -- evaluation | reward: by held-out tasks, or by those of training
+    reward  REAL NOT NULL,
+    low     REAL,
+    high    REAL
+);
+
+CREATE TRIGGER feed_of_evaluations AFTER UPDATE OF ended_at ON evaluations BEGIN
+    INSERT INTO feed (kind, ref) VALUES ('version', NEW.version);
+END;

@@ -1,0 +1,1 @@
+"""Evaluates new versions on held-out tasks beside training, and keeps the best version."""
