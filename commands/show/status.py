@@ -95,6 +95,8 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
         table.add_row(name, seen)
     if best := policy.get("best"):
         table.add_row("best", best["story"])
+    if found := policy.get("evaluation"):
+        table.add_row("evaluation", _evaluation(found))
     for name, value in _new_versions(status, policy):
         table.add_row(name, value)
     if collapse := policy["collapse"]:
@@ -126,6 +128,20 @@ def _verified(seen: dict[str, Any] | None, now: float) -> Iterator[tuple[str, Te
         found = seen["problem"] or "it answers as at first"
         when = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC, {duration(now - at)} ago"
         yield "probed", plain(f"{when}: {found}", "red" if seen["problem"] else "")
+
+
+def _evaluation(found: dict[str, Any]) -> Text:
+    """The newest evaluation on held-out tasks beside training."""
+    version = f"version {found['version']}"
+    if found["ended_at"] is None:
+        return plain(f"{version} is under way")
+    if found["error"]:
+        return plain(f"{version} failed: {found['error']}", "yellow")
+    text = f"{version}: {found['reward']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+    if found["difference"] is not None:
+        between = f"{found['difference_low']:+.3f} to {found['difference_high']:+.3f}"
+        text += f", {found['difference']:+.3f} from the first one ({between})"
+    return plain(text)
 
 
 def _new_versions(status: dict[str, Any], policy: dict[str, Any]) -> Iterator[tuple[str, Text | str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.tool_template import TEMPLATE
-from support.whole_system import System, free_port
+from support.whole_system import AGENT, System, free_port
 
 NAME = "speller"
 
@@ -39,14 +41,23 @@ def running_system(publish: str, model: Path, directory: Path) -> Iterator[Syste
     template = directory / "template.jinja"
     template.write_text(TEMPLATE.strip())
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(template)]
+    trainer = {"eval": evaluation(directory)} if publish == "merged" else {}
     system = System(
-        directory, model, publish, {}, vllm={"max_model_len": 1024, "extra_args": tools}, others=other_upstreams
+        directory, model, publish, trainer, vllm={"max_model_len": 1024, "extra_args": tools}, others=other_upstreams
     )
     try:
         system.start()
         yield system
     finally:
         system.stop()
+
+
+def evaluation(directory: Path) -> dict[str, Any]:
+    """What new versions are evaluated with beside training."""
+    agent, tasks = directory / "evaluated.py", directory / "held_out.jsonl"
+    agent.write_text(AGENT)
+    tasks.write_text("\n".join(json.dumps({"prompt": letter * 3}) for letter in "wxyz"))
+    return {"tasks": str(tasks), "command": f"{sys.executable} {agent}", "every_steps": 4, "samples": 2}
 
 
 def other_upstreams(vllm_port: int) -> list[dict[str, Any]]:

@@ -85,7 +85,7 @@ async def test_the_best_version_is_named_and_promoted(running: Running, tmp_path
         _, out, _ = await system.lightning("policy", "list", "--json")
         assert [v["best"] for v in json.loads(out)["data"]] == [False, False, True, False]
         _, out, _ = await system.lightning("status")
-        assert "version 2: held-out reward 0.710" in out
+        assert "version 2: held-out reward 0.710" in out and "version 3 is under way" in out
         assert await system.lightning("policy", "promote", "best") == (0, "policy version 2 is live\n", "")
         code, _, err = await system.lightning("policy", "promote", "worst")
         assert (code, err.count("\n")) == (2, 1)
