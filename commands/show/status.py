@@ -93,11 +93,7 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     table.add_row("policy", plain(f"version {policy['live_version']} live{since} ({policy['publish']}, {served})"))
     for name, seen in _verified(status["verified"], now):
         table.add_row(name, seen)
-    if best := policy.get("best"):
-        table.add_row("best", best["story"])
-    if found := policy.get("evaluation"):
-        table.add_row("evaluation", _evaluation(found))
-    for name, value in _new_versions(status, policy):
+    for name, value in (*_best(policy), *_new_versions(status, policy)):
         table.add_row(name, value)
     if collapse := policy["collapse"]:
         from ...proxy.store.training import Collapse
@@ -130,8 +126,15 @@ def _verified(seen: dict[str, Any] | None, now: float) -> Iterator[tuple[str, Te
         yield "probed", plain(f"{when}: {found}", "red" if seen["problem"] else "")
 
 
+def _best(policy: dict[str, Any]) -> Iterator[tuple[str, Text | str]]:
+    """The lines about the best version, and the newest evaluation beside training."""
+    if best := policy.get("best"):
+        yield "best", best["story"]
+    if found := policy.get("evaluation"):
+        yield "evaluation", _evaluation(found)
+
+
 def _evaluation(found: dict[str, Any]) -> Text:
-    """The newest evaluation on held-out tasks beside training."""
     version = f"version {found['version']}"
     if found["ended_at"] is None:
         return plain(f"{version} is under way")
