@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sqlite3
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def learned(example: str, options: Sequence[str], directory: Path, env: Mapping[
     command = [sys.executable, str(LEARN), example, "--dir", str(directory), *options]
     started = time.time()
     with cards.Watch() as watch:
-        subprocess.run(command, check=True, env=os.environ | env)
+        to_its_end(command, os.environ | env)
     (result,) = json.loads((directory / "results.json").read_text())
     lesson, held_out = directory / "seed-0", result["held_out"].items()
     return {
@@ -61,6 +62,18 @@ def learned(example: str, options: Sequence[str], directory: Path, env: Mapping[
         **measured(lesson / "lightning.db", watch.looks),
         "plan": planned(lesson / "config.yaml") if watch.looks else None,
     }
+
+
+def to_its_end(command: Sequence[str], env: Mapping[str, str]) -> None:
+    """Run a command. CalledProcessError if it fails; Ctrl-C ends it as it ends itself, with all that it started."""
+    with subprocess.Popen(command, env=env) as child:
+        try:
+            code = child.wait()
+        except KeyboardInterrupt:
+            child.send_signal(signal.SIGINT)
+            code = child.wait()
+    if code:
+        raise subprocess.CalledProcessError(code, command)
 
 
 def measured(store: Path, looks: Sequence[Mapping[int, cards.Look]]) -> Json:
@@ -164,7 +177,7 @@ def main() -> int:
             runs.append(learned(example, SMALL if small else big, options.dir.absolute() / example, env))
         except subprocess.CalledProcessError as error:
             print(f"gpu-hour: {example}: exit code {error.returncode}; see {options.dir / example}", file=sys.stderr)
-            return 1
+            return int(error.returncode)
         page.table(f"{example}, {runs[-1]['model']}:", ("", "measured"), lines(runs[-1]))
     print(json.dumps(page.figures))
     page.save(options.page)

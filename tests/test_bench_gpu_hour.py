@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from importlib import import_module
@@ -25,6 +29,16 @@ INSERT INTO steps VALUES (1, 'trained', 90, '{"optimizer_steps": 4, "step_s": 9}
 INSERT INTO rollouts VALUES ('t', 'train', 50, 60, 1, NULL), ('e', 'eval', 101, 102, NULL, NULL),
   ('a', 'train', 100, 104, 2, NULL), ('b', 'train', 108, 110, 3, NULL), ('c', 'train', 109, 114, NULL, 3);
 INSERT INTO calls SELECT rollout_id, '{"completion_tokens": 30}' FROM rollouts;
+"""
+LESSON = """
+import time
+print("begun", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)
+    print("clean", flush=True)
+    raise SystemExit(130)
 """
 PLAN = {
     "settings": {"vllm.devices": [0], "trainer.devices": [0]},
@@ -86,6 +100,21 @@ def test_the_cards_share_is_that_of_training_and_their_memory_stands_beside_the_
         "not said; no plan",
     )
     assert json.loads(json.dumps(figures))["cards"]["0"]["busy"] == 30
+
+
+def test_ctrl_c_lets_the_lesson_clean_up(gpu_hour: Any, tmp_path: Path) -> None:
+    """subprocess.run would kill it after a quarter of a second."""
+    lesson = tmp_path / "lesson.py"
+    lesson.write_text(LESSON)
+    code = f"import gpu_hour, os, sys; gpu_hour.to_its_end([sys.executable, {str(lesson)!r}], os.environ)"
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as ours:
+        assert ours.stdout is not None and ours.stdout.readline() == b"begun\n"
+        ours.send_signal(signal.SIGINT)
+        out, err = ours.communicate(timeout=30)
+    assert out == b"clean\n" and b"returned non-zero exit status 130" in err
 
 
 def test_without_nvidia_smi_there_is_no_card(gpu_hour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
