@@ -57,7 +57,7 @@ def evaluation(directory: Path) -> dict[str, Any]:
     agent, tasks = directory / "evaluated.py", directory / "held_out.jsonl"
     agent.write_text(AGENT)
     tasks.write_text("\n".join(json.dumps({"prompt": letter * 3}) for letter in "wxyz"))
-    return {"tasks": str(tasks), "command": f"{sys.executable} {agent}", "every_steps": 4, "samples": 2}
+    return {"tasks": str(tasks), "command": f"{sys.executable} {agent}", "every_steps": 2, "samples": 2}
 
 
 def other_upstreams(vllm_port: int) -> list[dict[str, Any]]:
