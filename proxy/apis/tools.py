@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from ..json_text import dumps
@@ -156,9 +156,18 @@ def has_results(items: Sequence[Any], known: int) -> bool:
 
 
 def only_results(items: Sequence[Any]) -> bool:
-    """Return whether nothing but tools' results, and at least one, follows the answers among messages or items."""
-    others = [item for item in items if not _is_answer(item)]
-    return bool(others) and all(brings_result([item]) for item in others)
+    """Return whether messages or items are at most one answer, and then nothing but tools' results, at least one."""
+    answer = [*takewhile(_is_answer, items)]
+    results = items[len(answer) :]
+    is_one = sum(item.get("role") == "assistant" for item in answer) <= 1
+    return is_one and bool(results) and all(map(_is_result, results))
+
+
+def _is_result(item: Any) -> bool:
+    """Whether an item has a tool's result and nothing beside it, as a user's message of Anthropic may have."""
+    return brings_result([item]) and (
+        item.get("role") != "user" or all(block.get("type") == "tool_result" for block in dicts(item["content"]))
+    )
 
 
 def _is_answer(item: Any) -> bool:

@@ -102,7 +102,8 @@ class _Row:
     def add(self, call: ModelCall, advantage: float, sampling: Sampling) -> None:
         """Append a call whose prompt begins with this row."""
         context, items = call.prompt_token_ids[len(self.token_ids) :], conversation(call.request)
-        if self.token_ids and only_results(items[self.items :]):
+        known = 0 if call.request.get("previous_response_id") else self.items
+        if self.token_ids and only_results(items[known:]):
             self.results.append((len(self.token_ids), len(call.prompt_token_ids)))
         self.items = len(items)
         self._extend(context, 0, [0.0] * len(context), 0.0, 1.0)

@@ -25,7 +25,8 @@ Json = dict[str, Any]
 USER = {"role": "user", "content": "2 + 3?"}
 CALL = {"role": "assistant", "tool_calls": []}
 RESULT = {"role": "tool", "tool_call_id": "c", "content": "5"}
-ANTHROPIC = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "5"}]}
+ANTHROPIC: Json = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "5"}]}
+ANTHROPIC_AND_TEXT = {"role": "user", "content": [*ANTHROPIC["content"], {"type": "text", "text": "Go on."}]}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "5"}
 FUNCTION = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
@@ -47,6 +48,9 @@ def test_an_example_worked_by_hand() -> None:
         ("messages", [CALL, RESULT, USER], False),
         ("messages", [CALL, USER], False),
         ("messages", [CALL], False),
+        ("messages", [CALL, ANTHROPIC_AND_TEXT], False),
+        ("messages", [CALL, RESULT, CALL, RESULT], False),
+        ("messages", [CALL, CALL, RESULT], False),
         ("messages", ["no message"], False),
     ],
 )
@@ -54,6 +58,13 @@ def test_results_are_what_tools_alone_wrote_between_two_answers(key: str, then: 
     first, second = ({key: items} for items in ([USER], [USER, *then]))
     rows = rollout_samples([asked(first, (1, 2), (3,)), asked(second, (1, 2, 3, 7, 8, 9), (4,))], [1, 1], **TASK)
     assert [sample.results for sample in rows.samples] == [((3, 6),) if written else ()]
+
+
+@pytest.mark.parametrize(("new", "written"), [([OUTPUT], True), ([USER, OUTPUT], False)])
+def test_a_request_that_names_the_response_before_has_new_items_alone(new: list[Any], written: bool) -> None:
+    first, second = {"input": [USER]}, {"input": new, "previous_response_id": "r"}
+    rows = rollout_samples([asked(first, (1, 2), (3,)), asked(second, (1, 2, 3, 7), (4,))], [1, 1], **TASK)
+    assert [sample.results for sample in rows.samples] == [((3, 4),) if written else ()]
 
 
 def test_the_prompt_of_a_row_is_no_result() -> None:
