@@ -47,7 +47,7 @@ class Traffic:
     ) -> str:
         """A rollout with a call for each of the `calls`' rewards (0.0: none is posted); call i is named NAME-i.
 
-        `tool`: each answer calls a tool, and the next request brings its result.
+        `tool`: each answer calls a tool, and the next request brings its result; only then the prompts continue.
         """
         async with Recorder(self.store, merged=False) as recorder:
             for i, value in enumerate(calls):
@@ -60,7 +60,8 @@ class Traffic:
                 await recorder.start(start)
                 choice = Choice(0, (3, 4), (-1.0, -1.0), finish)
                 answer = {"choices": [{"message": {"role": "assistant", "content": f"answer {i} of {name}"}}]}
-                ended = CallEnd(call_id, name, "ok", answer, 200, (0, 5 + i), (choice,))
+                prompt = (0, 5) + (3, 4, 7) * i if tool else (0, 5 + i)
+                ended = CallEnd(call_id, name, "ok", answer, 200, prompt, (choice,))
                 await recorder.end(ended._replace(**({"tool_calls": (CALL,)} if tool else {}), **end))
                 if value:
                     await self.post(Reward(name, value, call_id, final=False))

@@ -159,17 +159,20 @@ class Collector:
         taught = [True] * len(members)
         if not any(one and one.advantage for of_calls in credit[: len(members)] for one in of_calls):
             take.counts["groups_equal"] += len(group) > 1
-            taught = [await self._teaches(member) for member in members]
+            taught = [await self._teaches(*one) for one in zip(members, credit, strict=False)]
             nothing = [member.rollout for member, guided in zip(members, taught, strict=True) if not guided]
             take.drop(_why_nothing(group, self._agents), nothing)
         for i in compress(range(len(members)), taught):
             self._take_rollout(take, members[i], credit[i])
 
-    async def _teaches(self, member: TrainingMember) -> bool:
+    async def _teaches(self, member: TrainingMember, credit: Sequence[Credited | None]) -> bool:
         """Whether something beside rewards teaches something of a rollout: a loss of tools' results, or a guide."""
-        tools = [tool for call in member.sibling.calls for tool in call.tool_calls]
-        if self._config.context_loss is not None and any(tool.result is not None for tool in tools):
-            return True
+        if self._config.context_loss is not None:
+            calls = [call for call, one in zip(member.sibling.calls, credit, strict=True) if one is not None]
+            with suppress(ValueError, OverflowError):  # no rows can be built
+                rows = self._rows(calls, [0.0] * len(calls), member.rollout).samples
+                if any(sample.results for sample in rows):
+                    return True
         return self._guide is not None and await self._guide.teaches(member.rollout)
 
     def _take_rollout(self, take: Take, member: TrainingMember, credit: Sequence[Credited | None]) -> None:

@@ -125,10 +125,13 @@ async def test_a_loss_of_tools_results_takes_such_a_group_where_tools_answered(t
     for i in range(2):
         await traffic.rollout(f"with {i}", "t", 0.0, (0.0, 0.0), tool=True)
         await traffic.rollout(f"without {i}", "u", 0.0)
-    batch = await traffic.batch(context_loss="echo", tasks_per_step=2)
+        await traffic.rollout(f"edited {i}", "v", 0.0, (0.0, 0.0), tool=True, prompt_token_ids=(0, 5))
+    batch = await traffic.batch(context_loss="echo", tasks_per_step=3)
     assert batch is not None and sorted(batch.rollout_ids) == ["with 0", "with 1"]
     assert set(advantages(batch).values()) == {0.0}
-    assert set(await traffic.dropped("without 0", "without 1")) == {"all rewards of the group are equal"}
+    assert all(sample.result_tokens for sample in batch.samples)
+    others = [f"{kind} {i}" for kind in ("without", "edited") for i in range(2)]
+    assert set(await traffic.dropped(*others)) == {"all rewards of the group are equal"}
 
 
 async def test_that_nothing_is_learned_is_said_once_with_what_to_try(
