@@ -214,7 +214,8 @@ class TinkerTrainer:
         self._service.forget()
         self._state, self._step, self._updates = state["state"], state["step"], state["updates"]
         self._reporter.state.global_step = self._step
-        self.rate = self._rate_of(saved_config.rate(directory) if self._step else None)
+        if self._step:  # untrained weights have no rate to keep
+            self.rate = self._rate_of(saved_config.rate(directory))
         self._ready()
         if changed:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))

@@ -45,9 +45,9 @@ def write(directory: Path, config: Saved, rate: float) -> None:
 
 
 def rate(directory: Path) -> float | None:
-    """Return the learning rate that a checkpoint was trained with; None if it has no saved configuration."""
-    before = _read(directory / FILE)
-    return None if before is None else float(before[RATE])
+    """Return the learning rate that a checkpoint was trained with; None if its saved configuration names none."""
+    found = (_read(directory / FILE) or {}).get(RATE)
+    return None if found is None else float(found)
 
 
 def changes(directory: Path, config: Saved) -> list[str]:

@@ -341,7 +341,8 @@ class LightningTrainer(GRPOTrainer):
         state = saved_config.read_state(directory / STATE_FILE, self.weight_sets.shapes())
         if "optimizer" not in state:
             log.warning("%s has no optimizer state: its moments and the schedule begin anew", directory)
-        self.rate = self._rate_of(saved_config.rate(directory) if state["step"] else None)
+        if state["step"]:  # untrained weights have no rate to keep
+            self.rate = self._rate_of(saved_config.rate(directory))
         self._read = state
         self._restore(without_values(state) if self.weight_sets.sharded else state, self.rate.value)
         self._read = None

@@ -248,6 +248,27 @@ def test_where_nothing_was_trained_auto_begins_by_its_rule(model_directory: Path
     assert learner.step(batch(1))["lr"] == learner.rate.value == automatic_rate(learner.model.config.hidden_size)
 
 
+def test_going_back_to_the_untrained_weights_keeps_the_rate(model_directory: Path, tmp_path: Path) -> None:
+    trainer(model_directory, tmp_path, learning_rate="auto").save(tmp_path / "checkpoint-0")
+    first = trainer(model_directory, tmp_path, learning_rate=1e-2)
+    first.step(batch(1))
+    first.save(tmp_path / "checkpoint-1")
+    second = trainer(model_directory, tmp_path, learning_rate="auto")
+    second.load(tmp_path / "checkpoint-1")
+    second.load(tmp_path / "checkpoint-0")
+    assert second.step(batch(2))["lr"] == second.rate.value == 1e-2
+
+
+def test_a_checkpoint_whose_configuration_has_no_rate_takes_that_of_auto(model_directory: Path, tmp_path: Path) -> None:
+    first = trainer(model_directory, tmp_path, learning_rate=1e-2)
+    first.step(batch(1))
+    first.save(tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-1" / "config.json").write_text("{}")
+    second = trainer(model_directory, tmp_path, learning_rate="auto")
+    second.load(tmp_path / "checkpoint-1")
+    assert second.rate.value == automatic_rate(second.model.config.hidden_size)
+
+
 def test_a_directory_that_was_not_finished_never_appears(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint-1"
     with atomic_directory(target) as temporary:
