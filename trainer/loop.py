@@ -264,12 +264,15 @@ class TrainingLoop:
         self._stop = stop or self._stop
         self._trainer.trackers.begin()
         last = await self._restore()
-        rate = self._trainer.rate
-        log.info("learning rate %g: %s", rate.value, rate.reason)
+        self._say_rate()
         if self._config.learning_rate != "auto":
-            warn_of_rate(self._config, rate.value)
+            warn_of_rate(self._config, self._trainer.rate.value)
         if last is not None and isinstance(self._publisher, Publisher):
             await self._finish_publishing(self._publisher, last)
+
+    def _say_rate(self) -> None:
+        rate = self._trainer.rate
+        log.info("learning rate %g: %s", rate.value, rate.reason)
 
     async def _restore(self) -> Step | None:
         """Load the checkpoint of the last step and return the step; None if there was none."""
@@ -356,7 +359,10 @@ class TrainingLoop:
         if not checkpoint.is_dir():
             raise ConfigError(f"policy version {live.version} is live, but its checkpoint {checkpoint} is gone")
         log.warning("policy version %d is live: training continues from it", live.version)
+        before = self._trainer.rate
         await in_thread(self._trainer.load, checkpoint)
+        if self._trainer.rate != before:
+            self._say_rate()
         self.base = live.version
         if not self._publisher.is_of_another_mode(live):
             if live.verified:  # else it is told from the one before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,22 @@ async def test_the_learning_rate_is_said_at_the_start_and_stored_with_each_step(
         assert line == f"learning rate {b.trainer.rate.value:g}: {b.trainer.rate.reason}"
         last = await b.store.steps.last()
         assert last is not None and last.metrics["lr"] == b.trainer.rate.value
+
+
+async def test_a_version_that_was_trained_at_another_rate_keeps_it_and_the_log_says_so(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with bench(base, tmp_path, learning_rate="auto") as b:
+        for tasks in (("t1", "t2"), ("t3", "t4")):
+            await b.groups(*tasks)
+            await b.loop().run(asyncio.Event(), once=True)
+        first = b.config.policy.directory / "checkpoints" / "1" / "config.json"
+        first.write_text(json.dumps(json.loads(first.read_text()) | {"trainer.learning_rate": 1e-5}))
+        await b.store.versions.set_live(1)
+        with caplog.at_level("INFO"):
+            await b.loop().run(asyncio.Event(), once=True)
+        _, then = [r.getMessage() for r in caplog.records if r.getMessage().startswith("learning rate")]
+        assert then.startswith("learning rate 1e-05: the checkpoint's")
 
 
 @pytest.mark.parametrize("moment", ["gradients", "step", "save", "commit", "publish"])
