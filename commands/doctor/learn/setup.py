@@ -76,7 +76,7 @@ def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) 
     sections["trainer"] = _kept(sections["trainer"], TrainerConfig, "backend", "tinker") | {
         "group_size": GROUP_SIZE, "tasks_per_step": TASKS, "learning_rate": rate(config), "reward_weights": {REWARD: 1},
         "schedule": {}, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": None, "dynamic_sampling": False,
-        "lone_rollouts": "drop", "air": {}, "collapse": {"action": "off"}, "report_to": [],
+        "lone_rollouts": "drop", "context_loss": None, "air": {}, "collapse": {"action": "off"}, "report_to": [],
         **({} if own_agent else {"agents": None, "agent_credit": "team"}),
     }  # fmt: skip
     credit = config.trainer.credit

@@ -20,7 +20,7 @@ from lightning_proxy.commands.doctor.checks import Check
 from lightning_proxy.commands.doctor.learn import steps
 from lightning_proxy.commands.doctor.learn.agent import own_tasks
 from lightning_proxy.commands.doctor.learn.learn import LearnRequest, learn
-from lightning_proxy.commands.doctor.learn.setup import own_rate, rate
+from lightning_proxy.commands.doctor.learn.setup import own_rate, rate, second_system
 from lightning_proxy.commands.doctor.learn.tell import Broken, Tell
 from lightning_proxy.commands.put_back import LearnJournal, journal_path, put_back_left
 from lightning_proxy.proxy.config.file import load_config
@@ -87,6 +87,15 @@ def test_a_rate_that_a_few_steps_would_not_show_is_raised(tmp_path: Path) -> Non
     (tmp_path / "config.json").write_text(json.dumps(SIZES["Qwen3-8B"]))
     config = Config.model_validate({"policy": {"model": str(tmp_path)}})
     assert (own_rate(config), rate(config)) == (2.9e-5, 1e-4)
+
+
+def test_rewards_alone_are_learned_from(tmp_path: Path) -> None:
+    """Else groups of equal rewards would make a step of which nothing is to be found likelier."""
+    policy = {"model": str(save_small_model(tmp_path / "model")), "directory": tmp_path / "policy"}
+    store = {"url": f"sqlite:///{tmp_path / 'store.db'}"}
+    config = Config.model_validate({"policy": policy, "store": store, "trainer": {"context_loss": "echo"}})
+    with second_system(config, own_agent=True) as setup:
+        assert setup.config.trainer.context_loss is None
 
 
 @pytest.mark.parametrize("publish", ["lora", "merged"])
