@@ -33,9 +33,12 @@ class EvaluatingPlugin(TrainerPlugin):
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
+        if core.swap is None:
+            yield TrainerHooks()
+            return
         from .evaluator import Evaluator  # here, since the module is read before torch may be loaded
 
-        evaluates = EvalKeys.of(core.config.trainer).eval.tasks is not None and core.swap is not None
+        evaluates = EvalKeys.of(core.config.trainer).eval.tasks is not None
         beside = Evaluator(core) if evaluates else BestVersion(core.store)
         yield TrainerHooks(beside=beside)
         if (best := await beside.choose()) is not None:

@@ -169,6 +169,7 @@ def whole(base: Path, recorded: Path, tmp_path_factory: pytest.TempPathFactory) 
         "lightning-proxy up",
     ):
         assert said in text, text
+    assert "promote best" not in text, "no version was published"
     yield run
 
 
