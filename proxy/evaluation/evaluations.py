@@ -25,8 +25,10 @@ FAILED = "UPDATE evaluations SET ended_at = :at, error = :error WHERE version = 
 FIRST = "SELECT version, by_task FROM evaluations WHERE reward IS NOT NULL ORDER BY step LIMIT 1"
 LAST = "SELECT * FROM evaluations ORDER BY step DESC LIMIT 1"
 BEST = "SELECT version, judged, reward, low, high FROM best_version WHERE n = 1"
+# That went live, and were seen to be served where their weights took others' place (`VERSIONS_NEVER_VERIFIED`).
 SERVABLE = """
-SELECT version FROM policy_versions WHERE path IS NOT NULL AND status NOT IN ('publishing', 'failed', 'rejected')
+SELECT version FROM policy_versions WHERE path IS NOT NULL AND live_at IS NOT NULL
+    AND (status = 'live' OR (status = 'ready' AND (publish = 'lora' OR verified = 1)))
 """
 # Rollouts of training that were opened, or made a call, lately.
 AT_WORK = """

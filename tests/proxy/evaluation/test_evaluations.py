@@ -12,6 +12,7 @@ import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.evaluation.evaluations import Evaluations, HeldOut
+from lightning_proxy.proxy.promotion.promotions import Promotions
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from support.stores import store_url
@@ -53,6 +54,23 @@ async def test_the_best_is_the_highest_of_those_that_can_be_served(store: Store)
     assert best is not None and best.version == 4
 
 
+async def test_a_version_that_no_agent_got_for_certain_is_not_the_best(store: Store) -> None:
+    evaluations = Evaluations(store.database)
+    await published(store, 1)
+    for step in (2, 3):
+        version = await store.versions.new("merged", step, {})
+        await store.versions.saved(version, f"/v{version}", None)
+    await Promotions(store.database).wait(2, 2)  # a gate has not let it through
+    best = await evaluations.choose({0: 0.1, 1: 0.2, 2: 0.9})
+    assert best is not None and best.version == 1
+    await store.versions.set_live(3)
+    best = await evaluations.choose({1: 0.2, 3: 0.8})
+    assert best is not None and best.version == 3
+    await store.versions.set_live(1)  # by hand, before its weights were seen to be served
+    best = await evaluations.choose({1: 0.2, 3: 0.8})
+    assert best is not None and best.version == 1
+
+
 async def test_evaluations_count_before_rewards(store: Store) -> None:
     evaluations = Evaluations(store.database)
     await published(store, 3)
@@ -72,7 +90,7 @@ async def test_the_best_version_is_named_and_promoted(running: Running, tmp_path
         code, _, err = await system.lightning("policy", "promote", "best")
         assert (code, err.count("\n")) == (1, 1) and "too few steps" in err
         for _ in range(3):
-            await system.earlier_version(store, tmp_path)
+            await store.versions.verified(await system.earlier_version(store, tmp_path))
         await evaluated(store, 2, 0.71)
         await Evaluations(store.database).begin(3, 3)
         await Evaluations(store.database).choose({})
