@@ -60,7 +60,7 @@ class Evaluator(BestVersion):
             await asyncio.gather(working, ended, return_exceptions=True)
 
     async def finish(self, stop: asyncio.Event) -> None:
-        while not stop.is_set() and await self.owed() is not None:
+        while not stop.is_set() and await self._may_owe():
             await pause(stop, LOOK_S)
         self._ended.set()
 
@@ -82,19 +82,28 @@ class Evaluator(BestVersion):
         is_due = last is None or (live.step or 0) - last.step >= self._config.every_steps
         return _owed(live) if is_due else None
 
+    async def _may_owe(self) -> bool:
+        try:
+            return await self.owed() is not None
+        except StoreUnavailable:
+            return True
+
     async def _work(self) -> None:
-        changes = self._store.database.changes("live")
-        await self.evaluations.forget_broken_off((await self._store.versions.live()).version)
         while True:
             try:
-                owed = await self.owed()
-                if owed is None:
-                    await changes.wait(LOOK_S)
-                else:
-                    await self._evaluate(owed)
+                await self._evaluate_new()
             except StoreUnavailable as error:
                 log.error("evaluations wait: %s", error)
                 await asyncio.sleep(LOOK_S)
+
+    async def _evaluate_new(self) -> None:
+        changes = self._store.database.changes("live")
+        await self.evaluations.forget_broken_off((await self._store.versions.live()).version)
+        while True:
+            if (owed := await self.owed()) is None:
+                await changes.wait(LOOK_S)
+            else:
+                await self._evaluate(owed)
 
     async def _evaluate(self, owed: Owed) -> None:
         """Evaluate a version, keep the result or why there is none, and choose the best version anew."""
@@ -112,7 +121,7 @@ class Evaluator(BestVersion):
     def _pace(self) -> Callable[[], Awaitable[None]]:
         """Return what waits before each rollout while agents work, but not beyond its place in an even spread."""
         assert self._config.tasks is not None
-        lines = self._config.tasks.read_text(encoding="utf-8-sig").split("\n")
+        lines = self._config.tasks.read_bytes().split(b"\n")
         rollouts = self._config.samples * sum(bool(line.strip()) for line in lines)
         began, begun = time.monotonic(), count()
 

@@ -15,14 +15,14 @@ import pytest
 
 from lightning_proxy.proxy.config.file import load_config
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.proxy.errors import ConfigError, StoreUnavailable
 from lightning_proxy.proxy.evaluation.evaluations import Evaluations
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.evaluation import evaluator
 from lightning_proxy.trainer.evaluation.evaluator import Evaluator, latest_s
 from lightning_proxy.trainer.plugins.hooks import Run, TrainerCore
 from lightning_proxy.trainer.plugins.on_board import check
-from lightning_proxy.trainer.waiting import Stopped
+from lightning_proxy.trainer.waiting import Stopped, all_of
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -70,9 +70,7 @@ class Evaluating:
 
     async def done(self, beside: Evaluator) -> None:
         """Let it do what is owed, as at the end of a run."""
-        working = asyncio.create_task(beside.run())
-        await beside.finish(asyncio.Event())
-        await working
+        await all_of([beside.run(), beside.finish(asyncio.Event())])
 
     async def rollouts(self) -> list[dict[str, Any]]:
         _, page = await self.system.call("GET", "/rollouts?limit=1000")
@@ -142,8 +140,41 @@ async def test_what_was_broken_off_is_owed_while_its_version_is_live(running: Ru
         found = await e.evaluations.of(0)
         assert found is not None and found.reward == 0.375
         await e.evaluations.begin(7, 70)
-        await e.done(e.evaluator())
-        assert await e.evaluations.of(7) is None, "another version is live"
+        working = asyncio.create_task(e.evaluator().run())
+        async with asyncio.timeout(30):
+            while await e.evaluations.of(7) is not None:  # another version is live
+                await asyncio.sleep(0.01)
+        working.cancel()
+
+
+async def test_a_store_that_is_away_at_the_start_and_at_the_end_is_waited_for(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with evaluating(running, tmp_path) as e:
+        beside, away = e.evaluator(), iter([True, False, False, True])
+
+        def at_times(whole: Callable[..., Any]) -> Callable[..., Any]:
+            async def asked(*args: Any) -> Any:
+                if next(away, False):
+                    raise StoreUnavailable("the store is away")
+                return await whole(*args)
+
+            return asked
+
+        monkeypatch.setattr(beside, "owed", at_times(beside.owed))
+        monkeypatch.setattr(beside.evaluations, "forget_broken_off", at_times(beside.evaluations.forget_broken_off))
+        await e.done(beside)
+        found = await e.evaluations.of(0)
+        assert found is not None and found.reward == 0.375
+
+
+async def test_tasks_that_are_not_text_end_no_training(running: Running, tmp_path: Path) -> None:
+    async with evaluating(running, tmp_path) as e:
+        beside = e.evaluator()
+        (tmp_path / "held_out.jsonl").write_bytes(b'{"x": "\xff"}\n')
+        await e.done(beside)
+        found = await e.evaluations.of(0)
+        assert found is not None and found.error is not None and "is not UTF-8" in found.error
 
 
 async def test_merged_weights_are_replaced_once_they_are_evaluated(running: Running, tmp_path: Path) -> None:
