@@ -262,8 +262,8 @@ class TrainingLoop:
     async def resume(self, stop: asyncio.Event | None = None) -> None:
         """Clean up after a killed trainer: give back claimed rollouts, load the last checkpoint, publish if need be."""
         self._stop = stop or self._stop
-        self._trainer.trackers.begin()
         last = await self._restore()
+        self._trainer.trackers.begin()  # they keep the learning rate
         self._say_rate()
         if self._config.learning_rate != "auto":
             warn_of_rate(self._config, self._trainer.rate.value)

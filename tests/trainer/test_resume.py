@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from lightning_proxy.proxy.errors import (
     ConfigError,
@@ -73,6 +74,22 @@ async def test_a_version_that_was_trained_at_another_rate_keeps_it_and_the_log_s
             await b.loop().run(asyncio.Event(), once=True)
         _, then = [r.getMessage() for r in caplog.records if r.getMessage().startswith("learning rate")]
         assert then.startswith("learning rate 1e-05: the checkpoint's")
+
+
+async def test_trackers_get_the_rate_that_a_resumed_run_keeps(base: Path, tmp_path: Path) -> None:
+    begun: list[float] = []
+
+    class Tracker(TrainerCallback):
+        def on_train_begin(self, args: Any, *_: Any, **__: Any) -> None:
+            begun.append(args.learning_rate)
+
+    async with bench(base, tmp_path, learning_rate=3e-5) as b:
+        await b.groups("t1", "t2")
+        await b.loop().run(asyncio.Event(), once=True)
+        loop = b.loop(learning_rate="auto")
+        b.trainer.add_callback(Tracker())
+        await loop.run(asyncio.Event(), once=True)
+    assert begun == [3e-5]
 
 
 @pytest.mark.parametrize("moment", ["gradients", "step", "save", "commit", "publish"])

@@ -216,6 +216,7 @@ class TinkerTrainer:
         self._reporter.state.global_step = self._step
         if self._step:  # untrained weights have no rate to keep
             self.rate = self._rate_of(saved_config.rate(directory))
+            self._reporter.args.learning_rate = self.rate.value
         self._ready()
         if changed:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))

@@ -343,6 +343,7 @@ class LightningTrainer(GRPOTrainer):
             log.warning("%s has no optimizer state: its moments and the schedule begin anew", directory)
         if state["step"]:  # untrained weights have no rate to keep
             self.rate = self._rate_of(saved_config.rate(directory))
+            self.args.learning_rate = self.rate.value
         self._read = state
         self._restore(without_values(state) if self.weight_sets.sharded else state, self.rate.value)
         self._read = None
