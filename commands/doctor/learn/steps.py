@@ -203,7 +203,7 @@ class LearnSteps:
         found, rate = likelier(groups), self.engine.rate.value
         gained = f"{found.nats:+.3g} nats (p = {found.p:.2g})"
         if not any(change for _, of_task in groups for change in of_task):
-            fix = "set trainer.learning_rate: auto"
+            fix = "set a larger trainer.learning_rate (docs/training.md has usual ones)"
             self.tell(failed("likelier", f"the step moved no weight: trainer.learning_rate is {rate:g}", fix))
         if not found.is_sure and self.step == 1:  # later, too few siblings may differ for a test
             fix = "run it again; if it stays so, look at your own trainer.loss or credit, and at trainer.learning_rate"
