@@ -17,6 +17,7 @@ from ...proxy.evaluation.config import EvalConfig
 CONCURRENCY = 4
 NICE = 10  # agents' programs and the trainer have the processors first
 GRACE_S = 10.0  # to discard its rollouts
+TRACKED = ("WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID")  # say which run is the trainer's: no agent goes on with it
 
 
 class NotEvaluated(LightningError):
@@ -40,10 +41,11 @@ class EvalProcess:
     async def run(self, version: int, allowed: Callable[[], Awaitable[None]]) -> dict[str, Any]:
         """Return the version's row of the result. It awaits `allowed` before each rollout. Raises NotEvaluated."""
         self._out.unlink(missing_ok=True)
+        env = {name: value for name, value in os.environ.items() if name not in TRACKED}
         with self._log.open("wb") as log:
             process = await asyncio.create_subprocess_exec(
                 *self.argv(version), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
-                start_new_session=True,
+                env=env, start_new_session=True,
             )  # fmt: skip
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, process.pid, NICE)

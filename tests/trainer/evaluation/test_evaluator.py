@@ -36,7 +36,7 @@ def post(url, body):
         return json.load(answer)
 
 if "--fail" in sys.argv:
-    sys.exit("no such tool")
+    sys.exit("no such tool" + os.environ.get("WANDB_RUN_ID", ""))
 asked = {"model": "policy", "messages": [{"role": "user", "content": "who are you?"}]}
 post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked)
 reward = json.loads(os.environ["LIGHTNING_TASK"])["x"]
@@ -113,14 +113,15 @@ async def test_a_version_is_evaluated_once_and_its_rollouts_are_never_trained_on
 
 
 async def test_a_command_that_fails_is_told_in_a_line_and_not_tried_again(
-    running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", " of the trainer")
     async with evaluating(running, tmp_path) as e:
         beside = e.evaluator(options=["--fail"])
         await e.done(beside)
         found = await e.evaluations.of(0)
         assert found is not None and found.error is not None and found.reward is None
-        assert "every program failed, the first with exit code 1: no such tool" in found.error
+        assert "every program failed, the first with exit code 1: no such tool (exit code" in found.error, found.error
         assert "\n" not in found.error and await beside.owed() is None and await e.evaluations.best() is None
         assert [found.error in record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
         await beside.before_publishing(asyncio.Event())
