@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 LORA_RATE, WIDTH, ALPHA = 5e-5, 2000, 32  # the rate of an adapter with this alpha, on a model of this width
 EXPONENT = 0.781
 LORA_OVER_FULL = 10.0
-HIGH_RATE = 1e-5  # for a full model
+HIGH_RATE = 2e-5  # for a full model
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,4 @@ def rate_of(config: TrainerConfig, width: int, kept: float | None = None) -> Rat
 def warn_of_rate(config: TrainerConfig, rate: float) -> None:
     """Warn of a learning rate that is meant for adapters if all weights are trained."""
     if config.weights == "full" and rate > HIGH_RATE:
-        log.warning(
-            "the learning rate %g is high for trainer.weights: full: 1e-6 is usual, and small models take 1e-5", rate
-        )
+        log.warning("the learning rate %g is high for trainer.weights: full: 2e-6 to 2e-5 is usual", rate)

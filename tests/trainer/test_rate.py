@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_proxy.trainer.rate import Rate, automatic_rate, rate_of
+from lightning_proxy.trainer.rate import Rate, automatic_rate, rate_of, warn_of_rate
 from support.sections import TrainerConfig
 
 WIDTH = 576  # SmolLM2-135M
@@ -39,3 +39,11 @@ def test_a_checkpoints_rate_counts_until_one_is_set() -> None:
     assert "the checkpoint's" in kept.reason and "0.00013" in kept.reason
     assert rate_of(TrainerConfig(learning_rate=3e-5), WIDTH, kept=1e-5).value == 3e-5
     assert rate_of(TrainerConfig(), WIDTH, kept=1.3e-4) == rate_of(TrainerConfig(), WIDTH)
+
+
+def test_the_rates_own_rule_is_not_too_high_for_all_weights(caplog: pytest.LogCaptureFixture) -> None:
+    full = TrainerConfig(weights="full")
+    warn_of_rate(full, rate_of(full, WIDTH).value)
+    assert not caplog.messages
+    warn_of_rate(full, rate_of(TrainerConfig(), WIDTH).value)
+    assert caplog.messages == ["the learning rate 0.00013 is high for trainer.weights: full: 2e-6 to 2e-5 is usual"]
