@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+from ...proxy.errors import ConfigError
 from ..run.backlog import BacklogGate
 
 
@@ -17,7 +18,10 @@ class PacedGate(BacklogGate):
         self._lines = asyncio.Semaphore(0)
 
     async def __aenter__(self) -> None:
-        asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._read)
+        try:
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._read)
+        except PermissionError:  # a file, or /dev/null
+            raise ConfigError("--paced: standard input must be a pipe or a terminal") from None
 
     async def __aexit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())

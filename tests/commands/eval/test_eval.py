@@ -7,7 +7,7 @@ import json
 import signal
 import socket
 import sys
-from asyncio.subprocess import PIPE
+from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -335,9 +335,11 @@ async def test_a_paced_evaluation_begins_a_rollout_for_each_line_and_ends_with_i
             str(e.system.vllm.root / "system.yaml"),
             *e.arguments("1", "--paced", "--samples", "2"),
         ]
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "lightning_proxy.cli", *arguments, stdin=PIPE, stdout=PIPE, stderr=PIPE
-        )
+        command = (sys.executable, "-m", "lightning_proxy.cli", *arguments)
+        unpaced = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
+        _, err = await unpaced.communicate()
+        assert (unpaced.returncode, err.count(b"\n")) == (2, 1) and b"--paced: standard input" in err, err
+        process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
         assert process.stdin is not None and process.stdout is not None
         ended = []
         for _ in range(5):  # of 4 tasks, 2 samples each
