@@ -76,7 +76,7 @@ class Evaluator(BestVersion):
     async def owed(self) -> Owed | None:
         """Return the live version if it is to be evaluated: none was before, or `every_steps` were taken since."""
         live = await self._store.versions.live()
-        own, last = await self.evaluations.of(live.version), await self.evaluations.last()
+        last, own = await self.evaluations.last(), await self.evaluations.of(live.version)  # it may begin in between
         if own is not None:
             return None if own.ended_at is not None else _owed(live)
         is_due = last is None or (live.step or 0) - last.step >= self._config.every_steps
