@@ -31,7 +31,8 @@ INSERT INTO rollouts VALUES ('t', 'train', 50, 60, 1, NULL), ('e', 'eval', 101, 
 INSERT INTO calls SELECT rollout_id, '{"completion_tokens": 30}' FROM rollouts;
 """
 LESSON = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 print("begun", flush=True)
 try:
     time.sleep(60)
@@ -106,7 +107,8 @@ def test_ctrl_c_lets_the_lesson_clean_up(gpu_hour: Any, tmp_path: Path) -> None:
     """subprocess.run would kill it after a quarter of a second."""
     lesson = tmp_path / "lesson.py"
     lesson.write_text(LESSON)
-    code = f"import gpu_hour, os, sys; gpu_hour.to_its_end([sys.executable, {str(lesson)!r}], os.environ)"
+    heeds = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a background job ignores it
+    code = f"{heeds}; import gpu_hour, os, sys; gpu_hour.to_its_end([sys.executable, {str(lesson)!r}], os.environ)"
     env = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
     with subprocess.Popen(
         [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -48,9 +48,9 @@ class Watch:
             while True:
                 await self._get_in_line()
                 await asyncio.sleep(WATCH_S)
-        finally:
-            if self._mending is not None:
-                self._mending.cancel()
+        finally:  # or what is under way would find its session closed
+            for task in filter(None, (self._look, self._mending)):
+                task.cancel()
 
     async def reachable(self) -> bool:
         """Return whether any of the servers answers, whatever it says."""

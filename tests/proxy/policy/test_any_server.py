@@ -35,6 +35,23 @@ async def test_a_vllm_without_operator_routes_answers_and_is_recorded(running: A
                 await asyncio.sleep(0.1)
 
 
+async def test_a_look_at_the_server_ends_with_the_proxy(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[asyncio.Future[None]] = []
+
+    async def hangs(_: VllmServer) -> Any:
+        looks.append(asyncio.get_running_loop().create_future())
+        await looks[-1]
+
+    async with running(tmp_path, publish="merged"):
+        monkeypatch.setattr(VllmServer, "base_model", hangs)
+        async with asyncio.timeout(20):  # it is looked at every second
+            while not looks:
+                await asyncio.sleep(0.05)
+    assert all(look.cancelled() for look in looks)
+
+
 async def test_once_something_was_published_the_error_says_who_tells_what_is_missing(
     running: Any, tmp_path: Path
 ) -> None:
