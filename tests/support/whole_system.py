@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -199,9 +201,11 @@ def served_weights(port: int) -> str:
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port below those that the system gives out by itself, or a test beside this one may get it meanwhile."""
+    while True:
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            return int(listener.getsockname()[1])
 
 
 def wait_until(condition: Any, seconds: float, what: str) -> None:
