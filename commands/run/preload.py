@@ -1,4 +1,4 @@
-"""A fork server for agent programs, `python preload.py MODULE…`: it imports modules once and forks per run.
+"""A fork server for agent programs, `python preload.py SCRIPT MODULE…`: it imports modules once and forks per run.
 
 The agent's own interpreter runs it, so it needs only the standard library. It reads one JSON object a line on stdin:
 {"id", "script", "argv", "cwd", "env", "log", "limit_s"} starts a program whose stdout and stderr go to the file `log`,
@@ -162,7 +162,8 @@ def _kill_group(pid: int, number: int = signal.SIGKILL) -> None:
             continue
 
 
-def main(modules: list[str]) -> None:
+def main(script: str, modules: list[str]) -> None:
+    sys.path[0] = str(Path(script).absolute().parent)  # not that of this file: the modules are the agent's
     reports = os.dup(1)
     os.dup2(2, 1)  # what a module prints on import must not be taken for a report
     for module in modules:
@@ -174,4 +175,4 @@ def main(modules: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1], sys.argv[2:])

@@ -72,7 +72,7 @@ class PreloadRunner(ServedRunner):
     def __init__(self, command: Sequence[str], modules: Sequence[str], keeping: Keeping | None = None) -> None:
         if not is_script(command):
             raise ConfigError(f"--preload needs a command of the form `python script.py …`, got: {' '.join(command)}")
-        super().__init__([command[0], str(PRELOAD), *modules], keeping=keeping)
+        super().__init__([command[0], str(PRELOAD), command[1], *modules], keeping=keeping)
         self._command, self._modules = tuple(command), tuple(modules)
 
     async def _open(self, child: asyncio.subprocess.Process) -> None:

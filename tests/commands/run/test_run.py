@@ -169,6 +169,16 @@ async def test_modules_that_cannot_be_imported_are_named(proxy: ControlApi, tmp_
         await run_all(proxy, runner, [task(1)], RunOptions())
 
 
+async def test_a_preloaded_module_finds_its_neighbours_and_none_of_ours(proxy: ControlApi, tmp_path: Path) -> None:
+    """`tasks` is also the name of a module beside the preload server."""
+    (tmp_path / "agent.py").write_text("import helper\nassert helper.tasks.MINE")
+    (tmp_path / "helper.py").write_text("import tasks")
+    (tmp_path / "tasks.py").write_text("MINE = True")
+    runner = PreloadRunner([sys.executable, str(tmp_path / "agent.py")], ["helper"])
+    (result,) = await run_all(proxy, runner, [task(1)], RunOptions())
+    assert result.exit_code == 0
+
+
 def test_a_program_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="no program '/nowhere/agent'"):
         make_runner(["/nowhere/agent", "x"])
