@@ -98,7 +98,7 @@ demo: setup  ## the whole loop on a small real model: record, reward, train, swa
 	$(BIN)/lightning-proxy demo $(ARGS)
 
 EXAMPLE ?= calculator
-learn: setup  ## an example's agent learns, and is measured: EXAMPLE=calculator (or text_to_sql, rag); ARGS="--seeds 0,1,2"
+learn: setup  ## an example's agent learns, and is measured: EXAMPLE=calculator (or text_to_sql, rag, agentflow, werewolf); ARGS="--seeds 0,1,2"
 	$(BIN)/python examples/learn.py $(EXAMPLE) $(ARGS)
 
 gpu-hour: setup  ## the first hour on a GPU: two models learn, beside the memory plan; without a GPU small, ten minutes

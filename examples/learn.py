@@ -27,7 +27,12 @@ NAMES = sorted(path.parent.name for path in HERE.glob("*/example.yaml"))
 
 
 def agent_python(example: Path) -> Path:
-    """The interpreter of the agent's own environment, with what agent.py says in its first lines that it needs."""
+    """The interpreter of the agent's own environment, with what agent.py says in its first lines that it needs.
+
+    Where it says nothing, it is this one.
+    """
+    if not (example / "agent.py").read_text().startswith("# /// script"):
+        return Path(sys.executable)
     python = ENVIRONMENTS / example.name / "bin" / "python"
     uv = shutil.which("uv") or str(Path(sys.prefix) / ".uv/bin/uv")
     commands = [[uv, "pip", "install", "--quiet", "--python", python, "-r", example / "agent.py"]]

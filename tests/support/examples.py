@@ -1,18 +1,37 @@
-"""The modules of an example, which are told apart by their directory alone."""
+"""The modules of an example, which are told apart by their directory alone, and its rollouts with its teacher."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import yaml
+from traffic.server import config_of
+
+from lightning_proxy.commands.api_client import ApiClient
+from lightning_proxy.commands.run.programs import PreloadRunner
+from lightning_proxy.commands.run.run import RunOptions, run_tasks
+from lightning_proxy.commands.run.tasks import read_tasks
+from lightning_proxy.commands.system.processes import free_port
+from lightning_proxy.proxy.config.upstreams import UpstreamConfig
+from support.in_process import proxy_of
 from support.loading import load_module
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = sorted(path.parent.name for path in EXAMPLES.glob("*/teacher.py"))
+# Those whose agent needs packages of its own.
+IN_FRAMEWORKS = [name for name in NAMES if (EXAMPLES / name / "agent.py").read_text().startswith("# /// script")]
 
 
 def learned() -> Any:
@@ -33,3 +52,46 @@ def modules(example: str) -> SimpleNamespace:
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(before)
+
+
+async def played_by_teacher(
+    name: str, python: str, number: int, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, Any]]:
+    """Rollouts of an example behind a proxy, with its teacher as the model; none of their programs failed."""
+    train, _ = modules(name).tasks.split(0, number, 1)
+    path = directory / "tasks.jsonl"
+    path.write_text("".join(json.dumps(task) + "\n" for task in train))
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES / name))
+    monkeypatch.setenv("MODEL", "teacher")
+    preload = yaml.safe_load((EXAMPLES / name / "example.yaml").read_text())["preload"]
+    runner = PreloadRunner([python, str(EXAMPLES / "play.py")], preload)
+    with teaching(path) as base_url:
+        config = config_of("http://127.0.0.1:9", directory)
+        config.upstreams.append(UpstreamConfig(name="teacher", kind="openai", base_url=base_url, models=["teacher"]))
+        async with proxy_of(config) as url, ApiClient(url) as api:
+            results = await run_tasks(api, read_tasks(path), runner, RunOptions(concurrency=4))
+            await runner.close()
+            assert [result.reason for result in results if result.failed] == []
+            return [await api.rollout(result.rollout_id) for result in results]
+
+
+@contextmanager
+def teaching(tasks: Path) -> Iterator[str]:
+    """Yields the base URL of a teacher, in a process of its own."""
+    port = free_port()
+    with subprocess.Popen([sys.executable, EXAMPLES / "teach.py", str(port), tasks]) as server:
+        try:
+            while not answers(f"http://127.0.0.1:{port}/v1/models"):
+                assert server.poll() is None
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            server.terminate()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:
+        return False
