@@ -161,4 +161,4 @@ record-traffic: setup  ## record the traffic of real agents that tests/long/test
 	PYTHONPATH=tests $(BIN)/python -m traffic.record $(ARGS)
 
 clean:  ## remove every environment and all caches
-	rm -rf $(VENV) .venv-peers .venv-agents .venv-tinker tests/clients/js/node_modules frameworks/js/node_modules .pytest_cache .ruff_cache .mypy_cache build *.egg-info
+	rm -rf $(VENV) .venv-peers .venv-agents .venv-tinker .venv-environments tests/clients/js/node_modules frameworks/js/node_modules .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -13,6 +13,7 @@ ON_BOARD = (
     "reward_function",
     "page",
     "experiment",
+    "environments",  # the last: it adds options to commands above
 )
 
 

@@ -1,0 +1,84 @@
+"""The kind `reasoning_gym`: questions of its generators, one call each, scored by `score_answer`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from .arguments import Arguments, Json, Scores, Wrong, digest, require_known
+
+if TYPE_CHECKING:
+    from ....client import Rollout
+
+REQUIRES = ("reasoning-gym==0.1.25", "openai>=2,<4")
+PACKAGES = ("reasoning_gym", "openai", "openai.resources")
+DRAWS = 20  # at most so many for each task: there may be fewer questions than tasks
+
+
+def names() -> Iterator[tuple[str, str]]:
+    """Yield each generator with what it says of itself."""
+    from reasoning_gym.factory import DATASETS
+
+    for name, (generator, _) in sorted(DATASETS.items()):
+        about = generator.__doc__ or getattr(inspect.getmodule(generator), "__doc__", None) or ""
+        yield name, about.strip().partition("\n")[0]
+
+
+def tasks(name: str, given: Arguments) -> Iterator[Json]:
+    """Yield tasks with questions that differ.
+
+    `system`: which of reasoning-gym's system prompts; "" for none, and then all of the answer counts. `shots`: how many
+    solved questions come before, none of which is a task.
+    """
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
+    system, shots = given.take("system", "default"), given.take("shots", 0)
+    if system:
+        require_known(system, SYSTEM_PROMPTS, "system prompt")
+    settings = {**given.left, "seed": given.seed, "size": DRAWS * (given.tasks + shots) * 5}
+    questions = _questions(_generator(name, settings))
+    before = [{"role": "system", "content": SYSTEM_PROMPTS[system]}] if system else []
+    for _, entry in islice(questions, shots):
+        solved = f"<answer>{entry['answer']}</answer>" if system else entry["answer"]
+        before += [{"role": "user", "content": entry["question"]}, {"role": "assistant", "content": solved}]
+    for index, entry in islice((one for one in questions if given.has(one[1]["question"])), given.tasks):
+        yield {
+            "task_id": f"{name}-{digest(entry['question'])}",
+            "messages": [*before, {"role": "user", "content": entry["question"]}],
+            "index": index, "generator": name, "settings": settings, "tagged": bool(system),
+        }  # fmt: skip
+
+
+def play(task: Json, run: Rollout) -> Scores:
+    """Ask once, and return the score; with a system prompt also `format`, whether there was an answer in its tags."""
+    from reasoning_gym.utils import extract_answer
+
+    generator = _generator(task["generator"], task["settings"])
+    asked = run.openai().chat.completions.create(model=task["model"], messages=task["messages"], **task["sampling"])
+    answer = (asked.choices[0].message.content or "").strip()
+    found = extract_answer(answer) if task["tagged"] else answer
+    score = float(generator.score_answer(found, generator[task["index"]]))
+    return Scores({"": score}, {"format": float(found is not None)} if task["tagged"] else {})
+
+
+def _generator(name: str, settings: Json) -> Any:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    require_known(name, DATASETS, "generator")
+    known = {field.name for field in dataclasses.fields(DATASETS[name][1])}
+    if unknown := sorted(settings.keys() - known - {"seed", "size"}):
+        raise Wrong(f"unknown: {', '.join(unknown)}; it takes {', '.join(sorted(known - {'seed', 'size'}))}")
+    return reasoning_gym.create_dataset(name, **settings)
+
+
+def _questions(generator: Any) -> Iterator[tuple[int, Json]]:
+    seen = set()
+    for index in range(len(generator)):
+        entry = generator[index]
+        if entry["question"] not in seen:
+            seen.add(entry["question"])
+            yield index, entry

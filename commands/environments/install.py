@@ -1,0 +1,75 @@
+"""The Python environment of a kind, `.venv-environments/KIND`: what is in it, whether it is there, and its making."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+
+import typer
+
+from ...proxy.errors import ConfigError, LightningError
+from .inside.arguments import Wrong, require_known
+
+KINDS = ("reasoning_gym",)
+ROOT = Path(__file__).parents[2]
+CLIENT = "tenacity>=9,<10"
+PROGRAM = "from lightning_proxy.commands.environments.inside.play import main\n\nmain()\n"
+
+
+class KindsEnvironment:
+    """The environment of one kind. ConfigError if there is no such kind."""
+
+    def __init__(self, kind: str) -> None:
+        try:
+            require_known(kind, KINDS, "kind of environments")
+        except Wrong as error:
+            raise ConfigError(f"{error}; there are {', '.join(KINDS)}") from None
+        module = import_module(f".inside.{kind}", __package__)
+        self.kind, self.packages = kind, tuple(module.PACKAGES)
+        self.requires = (*module.REQUIRES, CLIENT)
+        self.directory = Path(".venv-environments") / kind
+        self.program = [str(self.directory / "bin" / "python"), str(self.directory / "play.py"), kind]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it was made, by a version of ours that needs the same in it."""
+        stamp = self.directory / "installed.txt"
+        return stamp.is_file() and set(self.requires) <= set(stamp.read_text().split("\n"))
+
+    def require(self) -> None:
+        """Raise ConfigError if it is not there."""
+        if not self.is_there:
+            do = f"lightning-proxy environments {self.kind} --install"
+            raise ConfigError(f"{self.kind} is not installed in {self.directory} of this folder: `{do}` does it")
+
+    def make(self, further: Sequence[str]) -> None:
+        """Make it anew, with `further` packages. LightningError has pip's last words."""
+        wanted = [*self.requires, *further]
+        typer.echo(f"into {self.directory}, with pip and what they depend on: {', '.join(wanted)}")
+        _run([sys.executable, "-m", "venv", "--clear", str(self.directory)])
+        _run([self.program[0], "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
+        (packages,) = self.directory.glob("lib/python*/site-packages")
+        (packages / "lightning_proxy").symlink_to(ROOT)
+        Path(self.program[1]).write_text(PROGRAM)
+        (self.directory / "installed.txt").write_text("\n".join(wanted))
+
+    def ask(self, *what: str) -> list[str]:
+        """Return the lines that the kind's program prints. ConfigError has what it says is wrong."""
+        self.require()
+        done = subprocess.run([*self.program, *what], check=False, capture_output=True)
+        said = done.stderr.decode(errors="replace").strip()
+        if done.returncode:
+            raise ConfigError(f"{self.kind}: {said.splitlines()[-1] if said else f'exit code {done.returncode}'}")
+        if said:
+            typer.echo(said, err=True)
+        return done.stdout.decode().splitlines()
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        raise LightningError(f"{' '.join(command[:4])}: {said[-1]}")

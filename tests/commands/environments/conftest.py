@@ -1,0 +1,75 @@
+"""Working directories with kinds of environments in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.played_kinds import played_kind
+
+GENERATORS = '''
+import os
+from dataclasses import dataclass
+
+DATASETS = {}
+SEEN = os.environ.get("SECRET")  # as the package is imported
+
+@dataclass
+class SumConfig:
+    most: int = 1000
+    seed: int = 0
+    size: int = 500
+
+class Sums:
+    """Adds two numbers"""
+
+    def __init__(self, config):
+        self.config = config
+
+    def __len__(self):
+        return self.config.size
+
+    def __getitem__(self, index):
+        a, b = (self.config.seed + index) % self.config.most, 1
+        return {"question": f"{a} + {b}?", "answer": str(a + b), "metadata": {}}
+
+    def score_answer(self, answer, entry):
+        if answer == "explode":
+            raise RuntimeError("no such score")
+        if answer == "sleep":
+            import time
+            time.sleep(60)
+        if answer == "secrets":
+            return float(len([n for n in os.environ if "SECRET" in n])) + (SEEN is not None)
+        if answer == "folder":
+            return float(len(os.listdir(".")) == 0 and os.environ["HOME"] == os.getcwd())
+        return float(answer == entry["answer"])
+
+DATASETS["sums"] = (Sums, SumConfig)
+'''
+REASONING_GYM = {
+    "reasoning_gym/factory.py": GENERATORS,
+    "reasoning_gym/utils.py": (
+        "import re\n"
+        "SYSTEM_PROMPTS = {'default': 'Put it into <answer> tags.'}\n"
+        "def extract_answer(text):\n"
+        "    found = re.findall('<answer>(.*?)</answer>', text)\n"
+        "    return found[-1] if found else None\n"
+    ),
+    "reasoning_gym/__init__.py": (
+        "from .factory import DATASETS\n"
+        "def create_dataset(name, **settings):\n"
+        "    generator, config = DATASETS[name]\n"
+        "    return generator(config(**settings))\n"
+    ),
+}
+
+
+@pytest.fixture
+def generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A working directory with a played reasoning_gym, whose generator `sums` asks for the number after another."""
+    monkeypatch.chdir(tmp_path)
+    played_kind("reasoning_gym", REASONING_GYM)
+    yield
