@@ -1,0 +1,136 @@
+"""The kind `textarena`: games, of which the policy plays one seat, and a program or a model each of the others."""
+
+from __future__ import annotations
+
+import random
+import re
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import HERE, Arguments, Json, Scores, Wrong, require_known
+
+if TYPE_CHECKING:
+    from ....client import Rollout
+
+REQUIRES = ("textarena==0.7.4", "numpy", "openai>=2,<4")
+PACKAGES = ("textarena", "openai", "openai.resources")
+MOST_PLAYERS = 15
+PROMPT = (
+    "You are a competitive game player. Make sure you read the game instructions carefully, and always follow the "
+    "required format."
+)  # textarena's own
+MOVE = re.compile(r"\[[^\[\]\n]+\]")
+
+
+def names() -> Iterator[tuple[str, str]]:
+    """Yield each game with its class and settings."""
+    from textarena.envs.registration import ENV_REGISTRY
+
+    for name, spec in sorted(ENV_REGISTRY.items()):
+        settings = ", ".join(f"{key}={value}" for key, value in spec.kwargs.items())
+        yield name, f"{str(spec.entry_point).rpartition(':')[2]} {settings}"[:100]
+
+
+def tasks(name: str, given: Arguments) -> Iterator[Json]:
+    """Yield games with different seeds.
+
+    `players`: how many, by default the fewest that the game takes. `seat`: the policy's; by default each in turn.
+    `opponent`: "random", a model's name, or FILE.py:FUNCTION.
+    """
+    opponent, system = given.take("opponent", "random"), given.take("system", PROMPT)
+    players, seat = given.take("players", None), given.take("seat", None)
+    players = _taken(name, given.left, range(1, MOST_PLAYERS + 1) if players is None else [players])
+    if seat is not None and seat not in range(players):
+        raise Wrong(f"seat is 0 to {players - 1}, for {name} is played by {players}; got {seat!r}")
+    _program(opponent)
+    seeds = (n for n in range(given.seed * 1_000_000, (given.seed + 1) * 1_000_000) if given.has(f"{name} {n}"))
+    for n in range(given.tasks):
+        own, seed = n % players if seat is None else seat, next(seeds)
+        yield {
+            "task_id": f"{name}-{seed}-{own}", "game": name, "settings": given.left, "players": players, "seed": seed,
+            "seat": own, "opponent": opponent, "system": system,
+        }  # fmt: skip
+
+
+def play(task: Json, run: Rollout) -> Scores:
+    """Play to the end. Each player is an agent of ours, `player-N`."""
+    game = _made(task["game"], task["settings"])
+    game.reset(num_players=task["players"], seed=task["seed"])
+    program, rng = _program(task["opponent"]), random.Random(task["seed"])
+    done = False
+    while not done:
+        player, seen = game.get_observation()
+        if player == task["seat"] or program is None:
+            model = task["model"] if player == task["seat"] else task["opponent"]
+            action = _ask(run.as_agent(f"player-{player}"), model, task, str(seen))
+        else:
+            action = program(str(seen), player, rng)
+        done, _ = game.step(action=action)
+    rewards, info = game.close()
+    seats = {f"player-{player}": float(reward) for player, reward in rewards.items()}
+    own = info[task["seat"]]
+    measured = {name: float(own[name]) for name in ("turn_count", "invalid_move") if name in own}
+    name = f"player-{task['seat']}"
+    return Scores(seats if task["opponent"] == task["model"] else {name: seats[name]}, seats | measured)
+
+
+def _ask(run: Rollout, model: str, task: Json, seen: str) -> str:
+    before = [{"role": "system", "content": task["system"]}] if task["system"] else []
+    messages = [*before, {"role": "user", "content": seen}]
+    answer = run.openai().chat.completions.create(model=model, messages=messages, **task["sampling"])
+    return (answer.choices[0].message.content or "").strip()
+
+
+def _program(opponent: str) -> Callable[[str, int, random.Random], str] | None:
+    """Return the function that plays the other seats; None if a model does."""
+    file, colon, name = opponent.rpartition(":")
+    if opponent == "random":
+        return _random_move
+    if not (colon and file.endswith(".py")):
+        return None
+    if not (HERE / file).is_file() or name not in (found := runpy.run_path(str(HERE / file))):
+        raise Wrong(f"opponent: there is no function {name} in {HERE / file}")
+    return found[name]
+
+
+def _random_move(seen: str, player: int, rng: random.Random) -> str:
+    """One of the moves in brackets that the game listed last."""
+    lines = [moves for line in seen.splitlines() if (moves := MOVE.findall(line))]
+    return rng.choice(lines[-1]) if lines else seen[-1:]
+
+
+def _taken(name: str, settings: Json, numbers: Sequence[int]) -> int:
+    """Return the first number of players that the game takes."""
+    for players in numbers:
+        try:
+            _made(name, settings).reset(num_players=players, seed=0)
+        except (AssertionError, ValueError) as error:
+            last = error
+        else:
+            return players
+    raise Wrong(f"{name} is not played by {numbers[-1]}: {last}")
+
+
+def _made(name: str, settings: Json) -> Any:
+    import nltk
+    import textarena
+    from textarena.envs.registration import ENV_REGISTRY
+
+    require_known(name, ENV_REGISTRY, "game")
+    nltk.download = _fetch_nothing
+    return textarena.make(name, **settings)
+
+
+def _fetch_nothing(wanted: str | list[str], **_: Any) -> bool:
+    """Stand in for nltk.download, which games call when they are imported."""
+    import nltk
+
+    for one in [wanted] if isinstance(wanted, str) else wanted:
+        if not any(next(Path(path).glob(f"*/{one}*"), None) for path in nltk.data.path):
+            where = Path(sys.prefix) / "nltk_data"
+            fetch = f"{sys.executable} -m nltk.downloader -d {where} {one}"
+            raise Wrong(f"this game wants NLTK's {one}, and nothing is fetched here; do it by `{fetch}`")
+    return True

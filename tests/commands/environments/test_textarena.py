@@ -1,0 +1,112 @@
+"""`--environment textarena:NAME` against a real proxy, with a played package and a played vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.command_line import lightning
+from support.played_kinds import played_kind
+from tests.conftest import System
+
+Running = Callable[..., AbstractAsyncContextManager[System]]
+# Two players name numbers in turn, and whose sum is larger wins.
+TEXTARENA = {
+    "textarena/__init__.py": """
+class Game:
+    def __init__(self, rounds=1):
+        self.rounds = rounds
+
+    def reset(self, num_players, seed):
+        assert num_players == 2, f"The number of players has to be 2, received {num_players}"
+        self.named, self.seed = [], seed
+
+    def get_observation(self):
+        return len(self.named) % 2, f"Game {self.seed}. Say [0] or [1].\\n" + " ".join(self.named)
+
+    def step(self, action):
+        print("played", action)
+        self.named.append(action)
+        return len(self.named) == 2 * self.rounds, {}
+
+    def close(self):
+        first, second = (sum(int(one.strip("[]")) for one in self.named[n::2]) for n in (0, 1))
+        sign = (first > second) - (first < second)
+        info = {"turn_count": self.rounds, "invalid_move": False}
+        return {0: sign, 1: -sign}, {0: info, 1: info}
+
+def make(name, **settings):
+    from .envs.registration import ENV_REGISTRY
+    return Game(**{**ENV_REGISTRY[name].kwargs, **settings})
+""",
+    "textarena/envs/__init__.py": "",
+    "textarena/envs/registration.py": """
+class Spec:
+    entry_point, kwargs = "textarena.envs.Larger:LargerEnv", {"rounds": 2}
+
+ENV_REGISTRY = {"Larger-v0": Spec()}
+""",
+    "nltk/__init__.py": "",
+}
+LARGER = ("--environment", "textarena:Larger-v0", "--environment-args")
+
+
+@pytest.fixture(autouse=True)
+def games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    played_kind("textarena", TEXTARENA)
+
+
+def one(_: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "[1]"}
+
+
+async def test_the_policy_plays_each_seat_in_turn_against_a_function(running: Running, tmp_path: Path) -> None:
+    Path("zero.py").write_text("def play(seen, player, rng):\n    assert 'Say' in seen\n    return '[0]'\n")
+    async with running(tmp_path) as system:
+        system.vllm.answer = one
+        given = json.dumps({"tasks": 2, "opponent": "zero.py:play"})
+        code, out, err = await system.lightning("run", *LARGER, given, "--mode", "eval", "--json")
+        assert (code, code or json.loads(out)["mean_reward"]) == (0, 1.0), err
+        _, page = await system.call("GET", "/rollouts")
+        seen = []
+        for listed in page["data"]:
+            _, rollout = await system.call("GET", f"/rollouts/{listed['rollout_id']}")
+            (agent,) = {call["agent"] for call in rollout["calls"]}
+            rewards = {reward["name"]: reward["reward"] for reward in rollout["rewards"]}
+            seen.append((agent, len(rollout["calls"]), rewards[agent], rewards["reward"], rewards["turn_count"]))
+    assert sorted(seen) == [("player-0", 2, 1.0, 1.0, 2.0), ("player-1", 2, 1.0, 1.0, 2.0)]
+
+
+async def test_in_self_play_each_seat_has_its_own_reward(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        numbers = iter(["[1]", "[0]"])
+        system.vllm.answer = lambda _: {"role": "assistant", "content": next(numbers)}
+        given = json.dumps({"tasks": 1, "rounds": 1, "opponent": "policy"})
+        code, _, err = await system.lightning("run", *LARGER, given, "--mode", "eval")
+        assert code == 0, err
+        _, page = await system.call("GET", "/rollouts")
+        _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
+    agents = {call["call_id"]: call["agent"] for call in rollout["calls"]}
+    own = {agents[one["call_id"]]: one["reward"] for one in rollout["rewards"] if one["name"] == "reward"}
+    assert (own, rollout["status"]) == ({"player-0": 1.0, "player-1": -1.0}, "completed")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"players": 3}, "textarena: Larger-v0 is not played by 3: The number of players has to be 2, received 3"),
+        ({"seat": 2}, "textarena: seat is 0 to 1, for Larger-v0 is played by 2; got 2"),
+        ({"opponent": "gone.py:play"}, "textarena: opponent: there is no function play in "),
+        ({"size": 3}, "unexpected keyword argument 'size'"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_used_is_one_line(given: dict[str, Any], said: str) -> None:
+    done = lightning("run", *LARGER, json.dumps(given))
+    assert (done.returncode, said in done.stderr, done.stderr.count("\n")) == (2, True, 1), done.stderr
