@@ -11,14 +11,15 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, create_model
 
-# Each is a folder of the proxy with some of the modules `config`, `fields` and `plugin`. A room is taken out by
-# deleting its folder and its line.
+# Each is a folder of the proxy with some of the modules `config`, `fields`, `calls` and `plugin`. A room is taken out
+# by deleting its folder and its line.
 ON_BOARD = (
     "otel",
     "page",
     "evaluation",
     "promotion",
     "prompts",
+    "contexts",
     "reward_function",
     "upstreams.litellm",
     "algorithms",
@@ -33,7 +34,7 @@ ON_BOARD = (
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def modules(name: Literal["config", "fields", "plugin"]) -> list[ModuleType]:
+def modules(name: Literal["config", "fields", "calls", "plugin"]) -> list[ModuleType]:
     """Return the modules of this name, of the rooms that have one."""
     paths = [f"{__package__}.{room}.{name}" for room in ON_BOARD]
     return [import_module(path) for path in paths if find_spec(path)]
@@ -51,8 +52,8 @@ def extended(core: type[Model], name: Literal["config", "fields"]) -> type[Model
         kind = about.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel) and (made := extended(kind, name)) is not kind:
             inner[field] = made, made()
-        elif get_origin(kind) is list and is_dataclass(one := get_args(kind)[0]) and (more := _extensions(one, name)):
-            inner[field] = list[_record(one, more)], ...  # type: ignore[misc]
+        elif get_origin(kind) is list and (more := _extensions(one := get_args(kind)[0], name)):
+            inner[field] = list[_record(one, more) if is_dataclass(one) else extended(one, name)], ...  # type: ignore
     if not rooms and not inner:
         return core
     about_it = "\n\n".join(cleandoc(kind.__doc__) for kind in (core, *rooms) if kind.__doc__)
@@ -60,6 +61,8 @@ def extended(core: type[Model], name: Literal["config", "fields"]) -> type[Model
 
 
 def _extensions(core: Any, name: Literal["config", "fields"]) -> list[type[Any]]:
+    if not isinstance(core, type):
+        return []
     found = (kind for module in modules(name) for kind in vars(module).values() if isinstance(kind, type))
     return [kind for kind in dict.fromkeys(found) if issubclass(kind, core) and kind is not core]
 

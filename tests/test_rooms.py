@@ -53,7 +53,7 @@ LEVELS = {
 SIDE_ROOMS = {
     "proxy": {
         *("upstreams/litellm", "otel", "reward_function", "page", "gate", "prompts", "promotion"),
-        *("algorithms", "judge", "guides", "sft", "preferences", "backends", "evaluation"),
+        *("algorithms", "judge", "guides", "sft", "preferences", "backends", "evaluation", "contexts"),
     },
     "trainer": {
         *("algorithms", "judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed"),

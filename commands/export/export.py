@@ -15,7 +15,7 @@ from rich.console import Console
 from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
 from ...proxy.control.transitions import transitions
-from ...proxy.control.views import record_view
+from ...proxy.control.views import beside_calls, record_view
 from ...proxy.errors import ConfigError, LightningError, NotFound
 from ...proxy.store.opening import opened
 from ...proxy.store.reports.credit import CreditBySeq
@@ -25,7 +25,7 @@ from ..formats import progress_bar
 from ..show.listing import since_of
 from ..signals import run_until_signal
 from .conversations import conversations
-from .files import RowWriter, file_format, open_writer
+from .files import BESIDE_CALLS, RowWriter, file_format, open_writer
 
 Kind = Literal["transitions", "sft"]
 PAGE = 100
@@ -178,6 +178,7 @@ def _transitions(
     """Yield a row for each transition. The first one holds the rollout's rewards, the newest of each name and call."""
     newest = {(r.call_id, r.name): r for r in rewards}.values()
     by_id = {call.call_id: call for call in calls}
+    beside = dict(zip(by_id, beside_calls(calls), strict=True))
     for transition in transitions(rollout, calls, events):
         call = by_id[transition.call_id] if transition.call_id is not None else None
         sampled = call if transition.kind == "llm" else None
@@ -199,6 +200,7 @@ def _transitions(
             "return": trained.returned if trained else None,
             "advantage": trained.advantage if trained else None,
             "step": trained.step if trained else None,
+            **(beside[sampled.call_id] if sampled else dict.fromkeys(BESIDE_CALLS)),
             "started_at": sampled.started_at if sampled else None,
             "latency_ms": sampled.latency_ms if sampled else None,
             "usage": sampled.usage if sampled else None,

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ...proxy.errors import ConfigError, LightningError
 from ...proxy.json_text import dumps
+from ...proxy.on_board import modules
 from ...proxy.store.sqlite.copies import make_private
 
 ROW_GROUP = 256
@@ -18,9 +19,11 @@ NUMBERS = (
     "rollout_reward", "reward", "call_reward", "temperature", "return", "advantage", "started_at", "latency_ms",
 )  # fmt: skip
 WHOLE_NUMBERS = ("t", "policy_version", "step")
+# What side rooms say of each call.
+BESIDE_CALLS = tuple(name for module in modules("calls") for name in module.NAMES)
 # Their shape differs from row to row, so Parquet holds them as JSON text.
 JSON_COLUMNS = {
-    "transitions": ("state", "action", "next_state", "rewards", "usage", "metadata"),
+    "transitions": ("state", "action", "next_state", "rewards", "usage", "metadata", *BESIDE_CALLS),
     "sft": ("messages", "tools"),
 }
 

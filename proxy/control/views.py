@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from ..on_board import modules
 from ..store.reports.credit import CallWithCredit
 from ..types import Event, ModelCall, PolicyVersion, Reward, Rollout
 from .answers import Call
@@ -24,10 +25,19 @@ def rollout_detail(
     """Return a rollout with its calls and events in order and every reward ever posted for it."""
     return record_view(rollout) | {
         "call_count": rollout.calls,
-        "calls": [call_view(call) for call in calls],
+        "calls": [call_view(call) | more for call, more in zip(calls, beside_calls(calls), strict=True)],
         "events": [record_view(event) for event in events],
         "rewards": [reward_view(reward) for reward in rewards],
     }
+
+
+def beside_calls(calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
+    """Return what side rooms say of each of a rollout's calls, which are all of it, in order."""
+    found: list[dict[str, Any]] = [{} for _ in calls]
+    for module in modules("calls"):
+        for fields_of_call, more in zip(found, module.fields(calls), strict=True):
+            fields_of_call.update(more)
+    return found
 
 
 def call_view(call: ModelCall) -> dict[str, Any]:

@@ -86,14 +86,14 @@ def origins(
     for kind, who, what, _ in answer:
         if kind == "call" and who and not is_counted(who):
             digests.add(identified(caller, who))
-        orders = list(_strings(parsed(what))) if kind == "call" else []
+        orders = list(strings(parsed(what))) if kind == "call" else []
         for order in orders:
             add("order", order, TELLING_ORDER)
         if as_json := same_json(what):
             digests.add(digest(caller, "json", question, as_json))
             add("json", as_json, TELLING)
         for text in [who, *orders] if kind == "call" else [what]:
-            for fragment in _ends(list(_fragments(text))):
+            for fragment in _ends(list(fragments(text))):
                 add("said", fragment, TELLING)
     return digests
 
@@ -126,7 +126,7 @@ def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
         if who == "user":  # it may be the order that a tool call gave to a sub-agent
             yield digest(caller, "order", what)
         is_short = len(what) <= 2 * QUOTING_CHARACTERS
-        for fragment in _fragments(what if is_short else f"{what[:QUOTING_CHARACTERS]}\n{what[-QUOTING_CHARACTERS:]}"):
+        for fragment in fragments(what if is_short else f"{what[:QUOTING_CHARACTERS]}\n{what[-QUOTING_CHARACTERS:]}"):
             if len(raw := _bytes(fragment)) >= TELLING:
                 yield digest(caller, "said", raw)
 
@@ -135,8 +135,10 @@ def _ends(fragments: list[str]) -> list[str]:
     return fragments if len(fragments) <= 2 * FRAGMENTS else [*fragments[:FRAGMENTS], *fragments[-FRAGMENTS:]]
 
 
-def _fragments(text: str) -> Iterator[str]:
-    """Also of texts within JSON (an escaped line break) and within Python's lists (`', '`)."""
+def fragments(text: str) -> Iterator[str]:
+    """Yield the pieces of a text that are found again in whatever wraps it.
+
+    Also those of texts within JSON (an escaped line break) and within Python's lists (`', '`)."""
     lines = text.replace("\\n", "\n").replace("', '", "\n")
     return (piece.strip(_TRIMMED) for piece in _CUTS.split(lines) if len(piece) >= TELLING // 4)
 
@@ -152,13 +154,13 @@ def last_question(atoms: Iterable[Atom]) -> str:
     return questions[-1] if questions else ""
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """All texts in the arguments of a tool call."""
+def strings(value: Any) -> Iterator[str]:
+    """Yield all texts in the arguments of a tool call."""
     if isinstance(value, str):
         yield value.strip()
     elif isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
-            yield from _strings(inner)
+            yield from strings(inner)
 
 
 def _bytes(text: str) -> bytes:

@@ -30,21 +30,26 @@ class ScriptedServer:
 
     def __init__(self) -> None:
         self.answer: Any = None
+        self.planned: dict[str, Any] = {}  # by the header `x-planned`, for calls at the same time
         self.ids = itertools.count()
         self.app = web.Application()
         self.app.router.add_post("/v1/{path:.*}", self.reply)
 
     async def reply(self, request: web.Request) -> web.Response:
         await request.read()
-        if isinstance(self.answer, int):
-            return web.json_response({"error": {"message": "busy"}}, status=self.answer)
+        answer = self.answer
+        if (planned := request.headers.get("x-planned")) is not None:
+            answer = self.planned.pop(planned)
+            await asyncio.sleep(float(request.headers.get("x-wait", "0")))
+        if isinstance(answer, int):
+            return web.json_response({"error": {"message": "busy"}}, status=answer)
         answer_id = f"answer_{next(self.ids)}_of_the_server"
         if request.path == RESPONSES:
-            said: Json = {"object": "response", "status": "completed", "output": self.answer}
+            said: Json = {"object": "response", "status": "completed", "output": answer}
         elif request.path == MESSAGES:
-            said = {"type": "message", "role": "assistant", "content": self.answer, "stop_reason": "end_turn"}
+            said = {"type": "message", "role": "assistant", "content": answer, "stop_reason": "end_turn"}
         else:
-            said = {"choices": [{"index": 0, "message": self.answer, "finish_reason": "stop"}]}
+            said = {"choices": [{"index": 0, "message": answer, "finish_reason": "stop"}]}
         return web.json_response({"id": answer_id, "model": "m"} | said)
 
 
@@ -69,12 +74,20 @@ class Proxy:
             assert reply.status == (answer if isinstance(answer, int) else 200), said
             return reply.headers["x-rollout-id"], said
 
+    async def called(self, request: Json, answer: Any, plan: str, headers: dict[str, str]) -> tuple[str, str]:
+        """Ask by chat, have this answered, and return the rollout and the call. `plan`: a name of this call's own."""
+        self._server.planned[plan] = answer
+        body, named = {"model": "m"} | request, headers | {"x-planned": plan}
+        async with self._session.post(self.url + CHAT, json=body, headers=named) as reply:
+            assert reply.status == (answer if isinstance(answer, int) else 200), await reply.text()
+            return reply.headers["x-rollout-id"], reply.headers["x-call-id"]
+
     async def post(self, path: str, body: Json) -> None:
         async with self._session.post(self.url + path, json=body) as reply:
             assert reply.status == 200, await reply.text()
 
-    async def rollout(self, rollout_id: str) -> Json:
-        async with self._session.get(f"{self.url}/rollouts/{rollout_id}?requests=whole") as reply:
+    async def rollout(self, rollout_id: str, requests: str = "whole") -> Json:
+        async with self._session.get(f"{self.url}/rollouts/{rollout_id}?requests={requests}") as reply:
             found: Json = await reply.json()
             return found
 

@@ -1,0 +1,331 @@
+"""Finds where the context of each call of a rollout comes from: the edges between calls. Pure.
+
+`continues`   its request begins with that call's request and answer
+`edits`       its history has that call's answer, but was changed
+`compacts`    that call's answer stands in its prompt in place of history that it no longer has
+`delegates`   a tool call of that call gave it its order; its context is a new one
+`returns`     a result in it is that call's answer, which another context ended in
+`retries`     that call had the same request, and its answer was not used
+
+A call without edges begins a new context, or it is not sure where that comes from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from ..apis.atoms import Atom, parsed
+from ..apis.marks import is_unique
+from ..conversation.digests import TELLING_ORDER, strings
+from ..types import ModelCall
+from .tree import Key, Node, Tree, key_of, telling
+
+Kind = Literal["continues", "edits", "compacts", "delegates", "returns", "retries"]
+
+SAME: tuple[Kind, ...] = ("continues", "edits", "compacts")  # edges within one context
+QUOTED = 0.5  # the share of an answer's own texts that a quotation has
+BY_NAME = 4  # characters of an order that tell where the agents' names do
+CLOCK_S = 0.05  # by which a call may begin before the answer that it has, as two clocks tell it
+
+
+class Edge(NamedTuple):
+    """An edge to another call, by its place in the rollout."""
+
+    kind: Kind
+    place: int
+
+
+class _Order(NamedTuple):
+    """A tool call that has no result yet, of the call at `place`, with the texts in its arguments."""
+
+    place: int
+    tool_call_id: str
+    texts: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call as later ones are compared with it. Its request ends at `node`.
+
+    `root`: the call that began its context. `told`: texts that its answer alone has. `used`: its answer stands in a
+    later context; `kept`: as an answer.
+    """
+
+    call: ModelCall
+    node: Node
+    root: int
+    edges: list[Edge] = field(default_factory=list)
+    said: list[Atom] = field(default_factory=list)
+    told: frozenset[str] = frozenset()
+    used: bool = False
+    kept: bool = False
+
+    @property
+    def ended(self) -> float:
+        return self.call.started_at + (self.call.latency_ms or 0.0) / 1000
+
+    @property
+    def text(self) -> str:
+        return "".join(atom.what for atom in self.said if atom.kind == "text")
+
+    @property
+    def is_final(self) -> bool:
+        return bool(self.said) and all(atom.kind == "text" for atom in self.said)
+
+
+class Graph:
+    """The calls of a rollout and their edges. Add calls in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+        self._tree = Tree()
+        self._places: dict[str, int] = {}  # by call id
+        self._ids: dict[str, int] = {}  # the call that made each tool call
+        self._answers: defaultdict[Key, list[int]] = defaultdict(list)
+        self._told: defaultdict[str, list[int]] = defaultdict(list)
+        self._known: dict[str, int] = {}  # texts of requests, and the first call that had them
+        self._orders: dict[int, list[_Order]] = {}
+        self._begun: dict[str, int] = {}  # the call that each of these tool calls began
+        self._unsure: set[int] = set()  # of these, those who are asked more than the order
+        self._last: dict[int, int] = {}  # the last call of each context, by its root
+
+    def add(self, call: ModelCall) -> None:
+        """Add a call, with its request and its answer."""
+        place = len(self.calls)
+        node = self._tree.asked(call, place)
+        mine = _Call(call, node, place)
+        self.calls.append(mine)
+        self._places[call.call_id] = place
+        mine.edges = self._edges(mine, place)
+        for kind, there in mine.edges:
+            self.calls[there].used |= kind not in ("delegates", "retries")
+            self.calls[there].kept |= kind in ("continues", "edits")
+        mine.root = next((self.calls[there].root for kind, there in mine.edges if kind in SAME), place)
+        self._last[mine.root] = place
+        mine.said = self._tree.answered(call, place, node)
+        self._remember(mine, place)
+
+    def rejected(self) -> set[int]:
+        """Return the calls whose answer stands in no later context, though that of one with the same request does."""
+        stands, alike = set[tuple[Key, ...]](), defaultdict[int, list[int]](list)
+        found = set[int]()
+        for place, one in enumerate(self.calls):
+            if one.said and len(one.node.asked) > 1:
+                alike[id(one.node)].append(place)
+        for places in alike.values():
+            stands = {self._said(i) for i in places if self.calls[i].used}
+            found |= {i for i in places if stands and self._said(i) not in stands}
+        return found
+
+    def _said(self, place: int) -> tuple[Key, ...]:
+        return tuple(key_of(atom) for atom in self.calls[place].said)
+
+    def _edges(self, mine: _Call, place: int) -> list[Edge]:
+        came = self._came(mine)
+        new = [*mine.node.up_to(mine.node.tip if came and came.kind == "continues" else None)][::-1]
+        summaries = set[int]() if came and came.kind == "continues" else self._summaries(mine, new)
+        if came is not None and came.place in summaries:
+            came = None
+        if came is None and (rewritten := self._rewritten(new, summaries)) is not None:
+            came = Edge("edits", rewritten)
+        if came is not None and came.kind == "edits":
+            summaries |= {i for i in self._quoted(filter(_is_prompt, new)) if i > came.place and self._may_sum_up(i)}
+        edges = [] if came is None else [came, *self._returned(mine, new, came)]
+        edges += [Edge("compacts", there) for there in sorted(summaries)]
+        order = None if edges else self._order_of(mine, place, new)
+        earlier = self._tried(mine, place, order)
+        if order is not None:
+            self._begun.setdefault(order.tool_call_id, place)
+            edges.append(Edge("delegates", order.place))
+        if earlier is not None:
+            edges.append(Edge("retries", earlier))
+        if came is not None:
+            self._orders.pop(came.place, None)
+        for one in new:
+            for text in one.texts if one.atom.who != "system" else ():
+                self._known.setdefault(text, place)
+        return edges
+
+    def _came(self, mine: _Call) -> Edge | None:
+        """What the request continues, or else the newest call whose answer its history has."""
+        tip = mine.node.tip
+        continued = self._answered_at(tip)
+        held = {there for one in mine.node.up_to(tip) for there in self._held(one.atom)} - {continued}
+        newest = max((one for one in held if continued is None or one > continued), default=None)
+        if newest is not None and not _stands_above(newest, tip):
+            return Edge("edits", newest)
+        if continued is None and mine.call.extends is not None:  # by its tokens
+            continued = self._places.get(mine.call.extends)
+        return None if continued is None else Edge("continues", continued)
+
+    def _answered_at(self, tip: Node | None) -> int | None:
+        """The call that was answered there; of several with equal answers one that nothing continues yet."""
+        there = tip.answered if tip is not None else []
+        return min(
+            there, key=lambda i: (self.calls[i].call.superseded_by is not None, self.calls[i].used), default=None
+        )
+
+    def _held(self, atom: Atom) -> Sequence[int]:
+        """The call whose answer an atom of the history is a part of, or is the result for."""
+        if atom.kind != "text" and atom.who in self._ids:
+            return [self._ids[atom.who]]
+        is_answer = atom.kind == "call" or (atom.kind == "text" and atom.who == "assistant")
+        return self._answers.get(key_of(atom), [])[-1:] if is_answer and len(atom.what) >= TELLING_ORDER else []
+
+    def _quoted(self, nodes: Iterable[Node]) -> set[int]:
+        """The calls whose answers are quoted there."""
+        found = Counter(there for text in {t for n in nodes for t in n.texts} for there in self._told.get(text, ()))
+        return {there for there, texts in found.items() if texts >= QUOTED * len(self.calls[there].told)}
+
+    def _summaries(self, mine: _Call, new: Sequence[Node]) -> set[int]:
+        """The answers in words that stand in the prompt while it lacks what they sum up.
+
+        They stand in a text of a user or system, or as the first answer of a history that begins with another text.
+        """
+        has = self._answers_in(mine.node)
+        found = self._quoted(filter(_is_prompt, new))
+        if len(has) == 1 and (first := next(iter(has))) not in found:
+            before = next(one.parent for one in new if self._held(one.atom))
+            old = {key_of(one.atom) for one in self.calls[first].node.up_to(None)}
+            if before is not None and before.atom.who == "user" and key_of(before.atom) not in old:
+                found |= {first}
+        return {i for i in found if self._may_sum_up(i) and self._answers_in(self.calls[i].node) - has}
+
+    def _may_sum_up(self, there: int) -> bool:
+        """Whether an answer may be a summary: in words, to a question of its own or under another system prompt."""
+        one = self.calls[there]
+        asked = _is_prompt(one.node) or any(edge.kind == "edits" for edge in one.edges)
+        return one.is_final and not one.kept and asked
+
+    def _answers_in(self, node: Node) -> set[int]:
+        above = [*node.up_to(None)]
+        held = {there for one in above for there in (*self._held(one.atom), *one.answered)}
+        return held | self._quoted(filter(_is_prompt, above))
+
+    def _rewritten(self, new: Sequence[Node], summaries: Container[int]) -> int | None:
+        """The newest call that is quoted together with something that calls of its context were asked or got.
+
+        One whose answer was the last of its context may be a critic's, or a summary: with a message that it had, too.
+        """
+        texts = {text for one in new if one.atom.who not in ("system", "assistant") for text in one.texts}
+        known = {self._known[text] for text in texts if text in self._known and text not in self._told}
+        around = {self.calls[there].root for there in known}
+        quoted = self._quoted(filter(_is_prompt, new))
+        shown = {key_of(one.atom) for one in new if one.atom.who == "user"}
+
+        def may_be(there: int) -> bool:
+            one = self.calls[there]
+            if one.kept or not one.is_final:
+                return one.root in around
+            return any(key_of(above.atom) in shown for above in one.node.up_to(None))
+
+        return max((i for i in quoted if i not in summaries and may_be(i)), default=None)
+
+    def _returned(self, mine: _Call, new: Sequence[Node], came: Edge) -> Iterator[Edge]:
+        """The answers of other contexts that are results here."""
+        found = set[int]()
+        for one in new:
+            made_by = self._ids.get(one.atom.who, came.place)
+            if one.atom.kind != "result" or made_by != came.place:
+                continue
+            there = self._answer_in(one, mine, came.place, found)
+            self._settle(one.atom.who, there)
+            if there is not None and not (came.kind == "edits" and self.calls[there].used):
+                found.add(there)
+                began = self.calls[self.calls[there].root]
+                if not began.edges:  # the order was not found in its prompt
+                    began.edges = [Edge("delegates", came.place)]
+                yield Edge("returns", there)
+
+    def _settle(self, tool_call_id: str, answer: int | None) -> None:
+        """Drop a context's doubtful edge to a tool call whose result is not its answer."""
+        root = self._begun.get(tool_call_id)
+        if root in self._unsure and (answer is None or self.calls[answer].root != root):
+            self.calls[root].edges = [edge for edge in self.calls[root].edges if edge.kind != "delegates"]
+
+    def _answer_in(self, result: Node, mine: _Call, caller: int, found: Container[int]) -> int | None:
+        """The answer that a result is: of the context that its tool call began, where that is known."""
+        what = result.atom.what
+        if (root := self._begun.get(result.atom.who)) is not None:
+            text = self.calls[last := self._last[root]].text.strip()
+            if text and text in what:
+                return last
+        alike = {*self._quoted([result])}
+        if len(what) >= TELLING_ORDER:
+            alike.update(self._answers.get(key_of(Atom("text", "assistant", what)), []))
+        others = [
+            i
+            for i in alike
+            if i > caller
+            and i not in found
+            and (one := self.calls[i]).is_final
+            and one.root != self.calls[caller].root
+            and one.ended <= mine.call.started_at + CLOCK_S
+        ]
+        return min(others, key=lambda i: (self.calls[i].used, i), default=None)
+
+    def _order_of(self, mine: _Call, place: int, new: Sequence[Node]) -> _Order | None:
+        """The tool call that gave this new context its order; of several with the same order one that began none."""
+        asked = "\n".join(one.atom.what for one in new if one.atom.kind == "text" and one.atom.who == "user")
+        open_orders = [order for orders in self._orders.values() for order in orders]
+        for is_sure in (True, False):
+            found = [order for order in open_orders if self._gave(order, mine, asked, is_sure)]
+            if found:
+                self._unsure |= set() if is_sure else {place}
+                return min(found, key=lambda order: (order.tool_call_id in self._begun, -order.place))
+        return None
+
+    def _gave(self, order: _Order, mine: _Call, asked: str, is_sure: bool) -> bool:
+        """Whether an order stands in a prompt: surely, if it is all that is asked."""
+        caller, begun = self.calls[order.place], self._begun.get(order.tool_call_id)
+        is_taken = not is_sure and begun is not None and self.calls[begun].node is not mine.node
+        if is_taken or caller.ended > mine.call.started_at + CLOCK_S:
+            return False
+        by_name = None not in (mine.call.agent, caller.call.agent) and mine.call.agent != caller.call.agent
+        is_other = by_name or _first(mine.node) is not _first(caller.node)
+        texts = [text for text in order.texts if len(text) >= (BY_NAME if by_name else TELLING_ORDER)]
+        return asked in texts if is_sure else is_other and any(text in asked for text in texts)
+
+    def _tried(self, mine: _Call, place: int, order: _Order | None) -> int | None:
+        """The call that this one repeats: it failed, or its answer is not used, and no other order began it."""
+        for there in reversed(mine.node.asked[:-1]):
+            one = self.calls[there]
+            if one.call.superseded_by is not None or not one.said:
+                return there
+            is_over = one.ended <= mine.call.started_at + CLOCK_S and not one.used
+            if is_over and one.call.agent == mine.call.agent and (order is None or order.tool_call_id in self._begun):
+                return there
+        return None
+
+    def _remember(self, mine: _Call, place: int) -> None:
+        """Keep what a later context may have of the answer."""
+        told = set[str]()
+        for atom in mine.said:
+            told |= {text for text in telling(atom) if text not in self._known}
+            if len(atom.what) >= TELLING_ORDER:
+                self._answers[key_of(atom)].append(place)
+            if atom.kind == "call":
+                if is_unique(atom.who):
+                    self._ids[atom.who] = place
+                order = _Order(place, atom.who, tuple(strings(parsed(atom.what))))
+                self._orders.setdefault(place, []).append(order)
+        mine.told = frozenset(told)
+        for text in told:
+            self._told[text].append(place)
+
+
+def _is_prompt(node: Node) -> bool:
+    return node.atom.kind == "text" and node.atom.who != "assistant"
+
+
+def _stands_above(place: int, node: Node | None) -> bool:
+    return node is not None and any(place in one.answered for one in node.up_to(None))
+
+
+def _first(node: Node) -> Node:
+    """The first node below the root."""
+    *_, first = [node, *node.up_to(None)]
+    return first
