@@ -57,7 +57,7 @@ SIDE_ROOMS = {
     },
     "trainer": {
         *("algorithms", "judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed"),
-        *("backends", "evaluation"),
+        *("backends", "evaluation", "contexts"),
     },
     "commands": {"environments", "experiment", "optimize", "page", "prompts", "reward_function"},
 }

@@ -28,6 +28,7 @@ from .collect.groups import Order
 from .collect.sampled import Sampled
 from .collect.schedule import Schedule
 from .collect.siblings import AskJudge
+from .credit.strategies import Sift
 from .files.checkpoint import prune_checkpoints
 from .publish import NoPublisher, Publisher
 from .rate import warn_of_rate
@@ -69,6 +70,7 @@ class TrainingLoop:
         show: Show = show_nothing,
         judge: AskJudge | None = None,
         guide: Guide | None = None,
+        sift: Sift | None = None,
     ) -> None:
         self._config = config.trainer
         self._store = store
@@ -77,7 +79,9 @@ class TrainingLoop:
         self._guide = guide
         fitting = config.trainer.model_copy(update={"max_sample_tokens": trainer.max_tokens})
         sampled = Sampled(publisher.vllm)
-        self.collector = Collector(fitting, store, order, config.policy, trainer.vocabulary, judge, sampled, guide)
+        self.collector = Collector(
+            fitting, store, order, config.policy, trainer.vocabulary, judge, sampled, guide, sift
+        )
         self._schedule = Schedule(config.trainer.schedule, self.collector, store)
         self._monitor = Monitor(config.trainer, store)
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"

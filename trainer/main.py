@@ -60,7 +60,7 @@ async def _train(core: TrainerCore, swap: Swap, hooks: TrainerHooks, stop: async
     if hooks.tune is not None:
         await hooks.tune(publisher, stop)
         return
-    loop = TrainingLoop(config, store, engine, publisher, show=core.run.show, judge=hooks.judge, guide=hooks.guide)
+    loop = TrainingLoop(config, store, engine, publisher, None, core.run.show, hooks.judge, hooks.guide, hooks.sift)
 
     async def steps() -> None:
         await loop.run(stop, once=core.run.once)

@@ -125,6 +125,7 @@ def show(
     context: typer.Context,
     rollout_id: Annotated[str, typer.Argument(metavar="ID", help="an id, or its beginning")],
     full: Annotated[bool, typer.Option("--full", help="show long texts in full")] = False,
+    graph: Annotated[bool, typer.Option("--graph", help="show where the context of each call comes from")] = False,
     as_json: Json = False,
 ) -> None:
     """Show one rollout: its conversation, calls and rewards."""
@@ -133,11 +134,14 @@ def show(
     from ..api_client import ask
     from ..formats import print_json
     from .find import find
+    from .graph import graph_lines
     from .rollout_view import rollout_detail
 
     rollout = ask(configuration(context), lambda api: find(api, rollout_id))
     if as_json:
         print_json(rollout)
+    elif graph:
+        Console(highlight=False).print(*graph_lines(rollout["calls"]), sep="\n")
     else:
         Console(highlight=False).print(rollout_detail(rollout, full))
 

@@ -106,6 +106,9 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
         table.add_row("next step", status["next_step"])
     for name, found in _not_trained_on(status):
         table.add_row(name, found)
+    if contexts := status.get("contexts"):
+        shown = ", ".join(f"{count(n)} {name}" for name, n in sorted(contexts.items(), key=lambda one: -one[1]))
+        table.add_row("contexts", shown)
     for name, value in step_facts(policy["last_step"], now):
         table.add_row(name, value)
     if len(status["rewards"]) > 1:

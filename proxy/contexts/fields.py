@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from ..control.answers import Call
+from ..control.answers import Call, Status
 
 
 class Context(BaseModel):
@@ -19,3 +19,9 @@ class CallWithContexts(Call):
 
     contexts: list[Context]
     rejected: bool
+
+
+class StatusWithContexts(Status):
+    """`contexts`: edges by kind in the newest 20 rollouts that have ended, `new` contexts and `rejected` attempts."""
+
+    contexts: dict[str, int]

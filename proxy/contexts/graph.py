@@ -120,6 +120,15 @@ class Graph:
             found |= {i for i in places if stands and self._said(i) not in stands}
         return found
 
+    def summaries(self) -> set[int]:
+        """Return the calls whose answer stands in a later prompt in place of history."""
+        return {there for one in self.calls for kind, there in one.edges if kind == "compacts"}
+
+    def counts(self) -> Counter[str]:
+        """Count the edges by kind, the calls without one (`new`), and the rejected ones."""
+        kinds = Counter[str](edge.kind for one in self.calls for edge in one.edges)
+        return kinds + Counter(new=sum(not one.edges for one in self.calls), rejected=len(self.rejected()))
+
     def _said(self, place: int) -> tuple[Key, ...]:
         return tuple(key_of(atom) for atom in self.calls[place].said)
 

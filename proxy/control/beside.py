@@ -30,6 +30,10 @@ class Beside:
         """Return fields for `GET /rollouts/{rollout_id}`."""
         return {}
 
+    async def of_status(self, key_id: str | None) -> Fields:
+        """Return fields for `GET /status`, of the rollouts that were opened with this key; None: of all."""
+        return {}
+
     async def of_policy(self) -> Fields:
         """Return fields for `GET /policy`."""
         return {}

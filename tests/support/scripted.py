@@ -91,6 +91,11 @@ class Proxy:
             found: Json = await reply.json()
             return found
 
+    async def get(self, path: str) -> Json:
+        async with self._session.get(self.url + path) as reply:
+            found: Json = await reply.json()
+            return found
+
     async def results(self, rollout_id: str) -> list[list[Any]]:
         """For each call that made tool calls, the results recorded for them."""
         calls = (await self.rollout(rollout_id))["calls"]

@@ -19,7 +19,7 @@ from ...proxy.store.waiting import EQUAL_REWARDS
 from ...proxy.types import ModelCall, Rollout
 from ..credit.agents import RollCall, TrainedAgents
 from ..credit.baselines import ACROSS_TASKS
-from ..credit.strategies import Credited, group_credit
+from ..credit.strategies import Credited, Sift, group_credit
 from ..report.batch_metrics import Seen
 from ..rows.samples import Placement, RolloutSamples, rollout_samples
 from ..types import Batch, Guide, Sample, Sibling
@@ -56,11 +56,12 @@ class Collector:
         judge: AskJudge | None = None,
         sampled: Sampled | None = None,
         guide: Guide | None = None,
+        sift: Sift | None = None,
     ) -> None:
         """`policy` says which agents have adapters of their own; `vocabulary` is the number of the model's tokens.
 
         `sampled` says how calls were sampled; by default their requests alone do. `guide` may teach something of
-        rollouts whose rewards teach nothing.
+        rollouts whose rewards teach nothing. `sift` may leave calls out, or change their credit.
         """
         policy = policy or PolicyConfig()
         self._config = config
@@ -71,6 +72,7 @@ class Collector:
         self._siblings = Siblings(config, store, judge)
         self._sampled = sampled or Sampled()
         self._guide = guide
+        self._sift = sift
         self._agents = TrainedAgents(config.agents)
         own = [agent for agents in policy.adapters.values() for agent in agents]
         self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
@@ -177,8 +179,11 @@ class Collector:
 
     def _take_rollout(self, take: Take, member: TrainingMember, credit: Sequence[Credited | None]) -> None:
         rollout, calls = member.rollout, member.sibling.calls
+        take.counts["calls_of_others"] += sum(one is None for one in credit)
+        if self._sift is not None:
+            credit, counts = self._sift(calls, credit)
+            take.counts.update(counts)
         taught = [(call, one) for call, one in zip(calls, credit, strict=True) if one is not None]
-        take.counts["calls_of_others"] += len(calls) - len(taught)
         try:
             made = self._rows([call for call, _ in taught], [one.advantage for _, one in taught], rollout)
         except (ValueError, OverflowError) as error:

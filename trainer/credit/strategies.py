@@ -8,6 +8,7 @@ rollout, with one `Credited` per call. An advantage of 0.0 teaches nothing, and 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -35,6 +36,8 @@ class Credited(NamedTuple):
 
 Credit = list[list[Credited]]
 Strategy = Callable[[Sequence[Sibling], TrainerConfig], Credit]
+# Takes a rollout's calls with their credit; returns what they are trained with, None for those left out, and counts.
+Sift = Callable[[Sequence[ModelCall], Sequence[Credited | None]], tuple[list[Credited | None], Counter[str]]]
 
 
 def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[Credited | None]]:

@@ -45,8 +45,9 @@ class OfflineRun:
         self._store = store
         self._epochs = epochs
         self._done = 0  # epochs
-        judge, guide = hooks.judge, hooks.guide
-        self._loop = TrainingLoop(config, store, engine, NoPublisher(), self._order, judge=judge, guide=guide)
+        self._loop = TrainingLoop(
+            config, store, engine, NoPublisher(), self._order, judge=hooks.judge, guide=hooks.guide, sift=hooks.sift
+        )
 
     async def run(self, stop: asyncio.Event) -> Step | None:
         """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""

@@ -20,6 +20,7 @@ from ..types import BesideSteps, Guide, Show, show_nothing
 
 if TYPE_CHECKING:
     from ..collect.siblings import AskJudge
+    from ..credit.strategies import Sift
     from ..publish import NoPublisher, Publisher
     from ..step.engine import TrainingEngine
 
@@ -68,7 +69,7 @@ class TrainerHooks:
 
     `judge` scores the calls of a rollout before its group is compared. `guide` says more of a step's tokens than their
     rewards do. `publisher` decides whether and how new weights go live. `tune` is a method of fine-tuning.
-    `beside` works beside the steps, and keeps versions.
+    `sift` leaves calls of a rollout out, or changes their credit. `beside` works beside the steps, and keeps versions.
     """
 
     judge: AskJudge | None = None
@@ -76,6 +77,7 @@ class TrainerHooks:
     publisher: Publisher | None = None
     tune: Tune | None = None
     beside: BesideSteps | None = None
+    sift: Sift | None = None
 
 
 class TrainerPlugin:

@@ -18,6 +18,7 @@ ON_BOARD = (
     "guides",
     "promotion",
     "evaluation",
+    "contexts",
     "sft",
     "preferences",
     "offline",

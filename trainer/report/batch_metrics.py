@@ -23,7 +23,7 @@ MOST = 0.5
 
 COUNTS = (
     "groups", "groups_equal", "groups_incomplete", "rollouts_dropped", "rollouts_stale", "rollouts_failed",
-    "rollouts_lone", "calls_of_others", *CALL_COUNTS,
+    "rollouts_lone", "calls_of_others", "calls_rejected", "calls_summaries", *CALL_COUNTS,
 )  # fmt: skip
 
 

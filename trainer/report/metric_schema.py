@@ -76,6 +76,8 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("calls_other_tokens", "count", "calls left out: another model sampled tokens that this one does not have"),
         ("calls_ambiguous", "count", "calls left out: several answers (n > 1), so the reward belongs to none"),
         ("calls_of_others", "count", "calls left out: their agents are not trained (`trainer.agents`)"),
+        ("calls_rejected", "count", "calls whose answer was not used, and another attempt's was (`trainer.rejected`)"),
+        ("calls_summaries", "count", "calls whose answer replaced history in a later prompt (`trainer.summaries`)"),
         ("rows_too_long", "count", "rows left out: longer than `trainer.max_sample_tokens` or the model's context"),
         ("rows_out_of_memory", "count", "rows left out: memory ran out, even in a pass of their own"),
     ),

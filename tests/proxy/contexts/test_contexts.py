@@ -27,3 +27,13 @@ async def test_the_edges_of_a_session_are_those_that_its_program_made(proxy: Pro
     found = await replay(proxy, session, session.label.replace(" ", "-").replace(",", ""))
     assert [sorted(edges) for edges in found.edges] == [sorted(call.edges) for call in session.calls]
     assert found.rejected == {i for i, call in enumerate(session.calls) if call.rejected}
+
+
+async def test_the_status_counts_contexts_of_rollouts_that_have_ended(proxy: Proxy) -> None:
+    (session,) = (one for one in SESSIONS if one.label == "the best of three, at once")
+    before = (await proxy.get("/status"))["contexts"]
+    rollout = (await replay(proxy, session, "counted")).rollouts[0]
+    assert (await proxy.get("/status"))["contexts"] == before
+    await proxy.post("/reward", {"rollout_id": rollout, "reward": 1.0})
+    counts = (await proxy.get("/status"))["contexts"]
+    assert counts == {"new": 1, "continues": 4, "rejected": 2}
