@@ -12,7 +12,7 @@ A call without edges begins a new context, or it is not sure where that comes fr
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -26,6 +26,7 @@ from .tree import Key, Node, Tree, key_of, telling
 Kind = Literal["continues", "edits", "compacts", "delegates", "returns", "retries"]
 
 SAME: tuple[Kind, ...] = ("continues", "edits", "compacts")  # edges within one context
+ORDERS = 256  # of the newest tool calls, which may have begun a sub-agent
 QUOTED = 0.5  # the share of an answer's own texts that a quotation has
 BY_NAME = 4  # characters of an order that tell where the agents' names do
 CLOCK_S = 0.05  # by which a call may begin before the answer that it has, as two clocks tell it
@@ -39,7 +40,7 @@ class Edge(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """A tool call that has no result yet, of the call at `place`, with the texts in its arguments."""
+    """A tool call of the call at `place`, with the texts in its arguments."""
 
     place: int
     tool_call_id: str
@@ -87,7 +88,8 @@ class Graph:
         self._answers: defaultdict[Key, list[int]] = defaultdict(list)
         self._told: defaultdict[str, list[int]] = defaultdict(list)
         self._known: dict[str, int] = {}  # texts of requests, and the first call that had them
-        self._orders: dict[int, list[_Order]] = {}
+        self._orders: deque[_Order] = deque(maxlen=ORDERS)
+        self._open: set[int] = set()  # the calls whose tool calls have no results yet
         self._begun: dict[str, int] = {}  # the call that each of these tool calls began
         self._unsure: set[int] = set()  # of these, those who are asked more than the order
         self._last: dict[int, int] = {}  # the last call of each context, by its root
@@ -141,7 +143,8 @@ class Graph:
         if came is None and (rewritten := self._rewritten(new, summaries)) is not None:
             came = Edge("edits", rewritten)
         if came is not None and came.kind == "edits":
-            summaries |= {i for i in self._quoted(filter(_is_prompt, new)) if i > came.place and self._may_sum_up(i)}
+            later = {i for i in self._quoted(filter(_is_prompt, new)) if i > came.place and self._may_sum_up(i)}
+            summaries |= {i for i in later if self.calls[i].root != self.calls[came.place].root}
         edges = [] if came is None else [came, *self._returned(mine, new, came)]
         edges += [Edge("compacts", there) for there in sorted(summaries)]
         order = None if edges else self._order_of(mine, place, new)
@@ -152,7 +155,7 @@ class Graph:
         if earlier is not None:
             edges.append(Edge("retries", earlier))
         if came is not None:
-            self._orders.pop(came.place, None)
+            self._open -= {came.place}
         for one in new:
             for text in one.texts if one.atom.who != "system" else ():
                 self._known.setdefault(text, place)
@@ -206,7 +209,7 @@ class Graph:
     def _may_sum_up(self, there: int) -> bool:
         """Whether an answer may be a summary: in words, to a question of its own or under another system prompt."""
         one = self.calls[there]
-        asked = _is_prompt(one.node) or any(edge.kind == "edits" for edge in one.edges)
+        asked = any(map(_is_prompt, one.node.up_to(one.node.tip))) or any(edge.kind == "edits" for edge in one.edges)
         return one.is_final and not one.kept and asked
 
     def _answers_in(self, node: Node) -> set[int]:
@@ -223,21 +226,25 @@ class Graph:
         known = {self._known[text] for text in texts if text in self._known and text not in self._told}
         around = {self.calls[there].root for there in known}
         quoted = self._quoted(filter(_is_prompt, new))
-        shown = {key_of(one.atom) for one in new if one.atom.who == "user"}
+        shown = {one.atom.what for one in new if one.atom.who == "user"}
 
         def may_be(there: int) -> bool:
             one = self.calls[there]
+            own = [above.atom.what for above in one.node.up_to(None) if above.atom.who == "user"]
             if one.kept or not one.is_final:
-                return one.root in around
-            return any(key_of(above.atom) in shown for above in one.node.up_to(None))
+                return one.root in around or any(len(a) >= TELLING_ORDER and a in b for a in own for b in shown)
+            return not shown.isdisjoint(own)
 
-        return max((i for i in quoted if i not in summaries and may_be(i)), default=None)
+        roots = {self.calls[i].root for i in quoted if i not in summaries and may_be(i)}
+        return max((i for i in quoted if i not in summaries and self.calls[i].root in roots), default=None)
 
     def _returned(self, mine: _Call, new: Sequence[Node], came: Edge) -> Iterator[Edge]:
         """The answers of other contexts that are results here."""
         found = set[int]()
         for one in new:
             made_by = self._ids.get(one.atom.who, came.place)
+            if one.atom.kind == "text" and one.atom.who == "user":
+                yield from (Edge("returns", there) for there in self._reported(one, came.place))
             if one.atom.kind != "result" or made_by != came.place:
                 continue
             there = self._answer_in(one, mine, came.place, found)
@@ -248,6 +255,14 @@ class Graph:
                 if not began.edges:  # the order was not found in its prompt
                     began.edges = [Edge("delegates", came.place)]
                 yield Edge("returns", there)
+
+    def _reported(self, message: Node, caller: int) -> Iterator[int]:
+        """The last answers of sub-agents of this context that a user's message quotes: they worked beside it."""
+        for there in sorted(self._quoted([message])):
+            root = self.calls[there].root
+            began = {self.calls[edge.place].root for edge in self.calls[root].edges if edge.kind == "delegates"}
+            if self.calls[caller].root in began and self._last[root] == there and self.calls[there].is_final:
+                yield there
 
     def _settle(self, tool_call_id: str, answer: int | None) -> None:
         """Drop a context's doubtful edge to a tool call whose result is not its answer."""
@@ -279,9 +294,8 @@ class Graph:
     def _order_of(self, mine: _Call, place: int, new: Sequence[Node]) -> _Order | None:
         """The tool call that gave this new context its order; of several with the same order one that began none."""
         asked = "\n".join(one.atom.what for one in new if one.atom.kind == "text" and one.atom.who == "user")
-        open_orders = [order for orders in self._orders.values() for order in orders]
         for is_sure in (True, False):
-            found = [order for order in open_orders if self._gave(order, mine, asked, is_sure)]
+            found = [order for order in self._orders if self._gave(order, mine, asked, is_sure)]
             if found:
                 self._unsure |= set() if is_sure else {place}
                 return min(found, key=lambda order: (order.tool_call_id in self._begun, -order.place))
@@ -290,8 +304,10 @@ class Graph:
     def _gave(self, order: _Order, mine: _Call, asked: str, is_sure: bool) -> bool:
         """Whether an order stands in a prompt: surely, if it is all that is asked."""
         caller, begun = self.calls[order.place], self._begun.get(order.tool_call_id)
-        is_taken = not is_sure and begun is not None and self.calls[begun].node is not mine.node
-        if is_taken or caller.ended > mine.call.started_at + CLOCK_S:
+        is_taken = begun is not None and self.calls[begun].node is not mine.node
+        if not is_sure and (is_taken or order.place not in self._open):
+            return False
+        if caller.ended > mine.call.started_at + CLOCK_S:
             return False
         by_name = None not in (mine.call.agent, caller.call.agent) and mine.call.agent != caller.call.agent
         is_other = by_name or _first(mine.node) is not _first(caller.node)
@@ -320,7 +336,8 @@ class Graph:
                 if is_unique(atom.who):
                     self._ids[atom.who] = place
                 order = _Order(place, atom.who, tuple(strings(parsed(atom.what))))
-                self._orders.setdefault(place, []).append(order)
+                self._orders.append(order)
+                self._open.add(place)
         mine.told = frozenset(told)
         for text in told:
             self._told[text].append(place)

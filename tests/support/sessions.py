@@ -48,6 +48,8 @@ def recorded(path: Path) -> Iterator[Session]:
             SessionCall([one["messages"][i] for i in c["sees"]], c["answer"] or 503, edges_of(c["edges"]))
             for c in one["calls"]
         ]
+        for call in calls:
+            call.headers["Authorization"] = f"Bearer {one['label']}"
         yield Session(one["label"], calls)
 
 
@@ -130,9 +132,9 @@ class _Line:
         source = f"{len(self.calls)}"
         said = " ".join(self.sentence(f"answer-{source}-{i}") for i in range(3)) if words[0] == "say" else None
         calls = []
-        for word in words[1:]:
+        for position, word in enumerate(words[1:]):
             name, _, order = word.rstrip(")").partition("(")
-            made = random.Random(f"{self.session.label} {source} {word}").randbytes(12).hex()
+            made = random.Random(f"{self.session.label} {source} {position} {word}").randbytes(12).hex()
             function = {"name": name, "arguments": json.dumps({"q": self.sentence(order)})}
             calls.append({"id": f"call_{made}", "type": "function", "function": function})
         return {"role": "assistant", "content": said} | ({"tool_calls": calls} if calls else {})

@@ -164,6 +164,7 @@ def rollout_samples(
     rows: list[_Row] = []
     counts: Counter[str] = Counter()
     placements: list[Placement] = []
+    ending: dict[str, int] = {}  # by call, the row that ended in its answer
     for call, advantage in zip(calls, advantages, strict=True):
         sampling = sampled(call)
         if reason := _unusable(call, sampling, max_tokens, vocabulary):
@@ -171,10 +172,11 @@ def rollout_samples(
             placements.append(Placement(None, _without_first_word(reason)))
             continue
         assert sampling is not None
-        index, outcome = _place(rows, np.array(call.prompt_token_ids, np.int64))
+        index, outcome = _place(rows, np.array(call.prompt_token_ids, np.int64), ending.get(call.extends or ""))
         if index == len(rows):
             rows.append(_Row())
         rows[index].add(call, advantage, sampling)
+        ending[call.call_id] = index
         counts.update(["calls", outcome] if outcome else ["calls"])
         placements.append(Placement(index, _without_first_word(outcome) if outcome else "first"))
     rollout_id = calls[0].rollout_id if calls else ""
@@ -208,10 +210,15 @@ def _unusable(call: ModelCall, sampling: Sampling | None, max_tokens: int, vocab
     return "rows_too_long" if len(call.prompt_token_ids) + len(call.response_token_ids) > max_tokens else None
 
 
-def _place(rows: Sequence[_Row], prompt: Ints) -> tuple[int, str | None]:
-    """The index of the row that a call with this prompt continues, or of a new one; and why (None: the first call)."""
+def _place(rows: Sequence[_Row], prompt: Ints, likely: int | None) -> tuple[int, str | None]:
+    """The index of the row that a call with this prompt continues, or of a new one; and why (None: the first call).
+
+    `likely` is looked at first: so the work of a call does not grow with the number of rows.
+    """
     if not rows:
         return 0, None
+    if likely is not None and shared_prefix(rows[likely].ids, prompt) == len(rows[likely].ids) < len(prompt):
+        return likely, "calls_merged"
     shared = [shared_prefix(row.ids, prompt) for row in rows]
     continued = [i for i, n in enumerate(shared) if n == len(rows[i].ids) < len(prompt)]
     if continued:

@@ -1,0 +1,148 @@
+"""A rollout of 500 calls in 20 contexts with 4 sub-agents, beside one of 50: a call takes as much work and memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.commands.export.export import _transitions
+from lightning_proxy.commands.show.graph import graph_lines
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.contexts.calls import graph_of
+from lightning_proxy.proxy.control.views import rollout_detail
+from lightning_proxy.proxy.json_text import dumps
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.opening import opened
+from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
+from lightning_proxy.trainer.rows.prefix_tree import build_tree
+from lightning_proxy.trainer.rows.samples import rollout_samples
+from support.stores import store_url
+
+Json = dict[str, Any]
+MUCH = 1.35  # how much more a call of the long rollout may take: it has more forks among earlier calls
+OF_CONTEXT = 25  # calls, the last of which sums up
+
+
+class Agent:
+    """Records what an agent does: contexts one after another, and in each fifth of them a sub-agent's in between."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self.recorder, self.name, self.calls = recorder, name, 0
+
+    async def ask(self, messages: list[Json], order: str | None = None) -> Json:
+        """Ask, and return the answer. Tokens are digests of words, so that equal beginnings have equal tokens."""
+        n, self.calls = self.calls, self.calls + 1
+        answer: Json = {"role": "assistant", "content": f"Answer {n} says that part {n} of the page is clear now."}
+        if order is not None:
+            function = {"name": "ask", "arguments": dumps({"order": order})}
+            answer["tool_calls"] = [{"id": f"call_{n:024x}", "type": "function", "function": function}]
+        prompt = tuple(self._id(word) for message in messages for word in self._words(message))
+        sampled = tuple(self._id(word) for word in self._words(answer))
+        call_id, choice = f"{self.name}-{n:05}", Choice(0, sampled, (-1.0,) * len(sampled), "stop")
+        start = CallStart(
+            call_id, RolloutName(self.name), "chat/completions", "policy", 0, {"messages": messages}, float(n)
+        )
+        await self.recorder.start(start)
+        response = {"choices": [{"index": 0, "message": answer}]}
+        await self.recorder.end(CallEnd(call_id, self.name, "ok", response, 200, prompt, (choice,), latency_ms=1.0))
+        return answer
+
+    @staticmethod
+    def _words(message: Json) -> list[str]:
+        return [message["role"], *str(message["content"]).split(), dumps(message.get("tool_calls")), "end"]
+
+    @staticmethod
+    def _id(word: str) -> int:
+        return sum(ord(letter) * 31**i for i, letter in enumerate(word)) % 50_000
+
+    async def work(self, contexts: int) -> None:
+        since = "Read all pages and say what they have in common."
+        for number in range(contexts):
+            messages = [{"role": "system", "content": "You read pages."}, {"role": "user", "content": since}]
+            helper = f"Read appendix {number} of the book, and say what is in it."
+            own = OF_CONTEXT - (6 if number % 5 == 1 else 1)
+            for turn in range(own):
+                answer = await self.ask(messages, helper if number % 5 == 1 and turn == 3 else f"Open page {turn}.")
+                found = f"Page {number}-{turn} of the book has words that no other page of it has."
+                if number % 5 == 1 and turn == 3:
+                    found = await self.helped(helper)
+                called = answer["tool_calls"][0]["id"]
+                messages = [*messages, answer, {"role": "tool", "tool_call_id": called, "content": found}]
+            summary = await self.ask([*messages, {"role": "user", "content": "Sum up what you know so far."}])
+            since = f"Known so far: {summary['content']}"
+
+    async def helped(self, order: str) -> str:
+        messages = [{"role": "system", "content": "You help."}, {"role": "user", "content": order}]
+        for turn in range(4):
+            answer = await self.ask(messages, f"Open appendix {turn}.")
+            called = answer["tool_calls"][0]["id"]
+            result = {"role": "tool", "tool_call_id": called, "content": f"Line {turn} of the appendix of {order}"}
+            messages = [*messages, answer, result]
+        return str((await self.ask(messages))["content"])
+
+
+def calls_made(work: Callable[[], object]) -> int:
+    """How many functions of Python and of C the work calls."""
+    count = 0
+
+    def tell(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(tell)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+async def per_call(directory: Path, contexts: int) -> dict[str, float]:
+    directory.mkdir()
+    async with opened(StoreConfig(url=store_url(directory))) as database:
+        store = Store(database)
+        async with Recorder(store, merged=False) as recorder:
+            agent = Agent(recorder, "r")
+            await agent.work(contexts)
+        stored = await database.one(
+            "SELECT SUM(LENGTH(COALESCE(calls.request, '')) + LENGTH(prompt_ids)) AS bytes FROM calls"
+        )
+        large = await database.one("SELECT COALESCE(SUM(LENGTH(request)), 0) AS bytes FROM large_requests")
+        assert stored is not None and large is not None
+        rollout, short = await store.rollouts.get("r"), await store.calls.of("r", short=True)
+        whole = await store.calls.of("r")
+    graph = graph_of(short)
+    assert graph.counts() == graph_of(whole).counts()
+    helpers = len(range(1, contexts, 5))
+    assert graph.counts() == {
+        "new": 1, "continues": agent.calls - contexts - helpers, "compacts": contexts - 1,
+        "delegates": helpers, "returns": helpers,
+    }  # fmt: skip
+    samples = rollout_samples(whole, [0.5] * len(whole), task_id="t", max_tokens=10**6).samples
+    assert len(samples) == contexts + helpers
+    detail = rollout_detail(rollout, short, [])
+    exported = [dumps(row) for row in _transitions(rollout, whole, [], [], {})]
+    work = {
+        "stored bytes": stored["bytes"] + large["bytes"],
+        "bytes of the answer": len(dumps(detail)),
+        "work of the graph": calls_made(lambda: graph_of(short)),
+        "work of the graph, of whole requests": calls_made(lambda: graph_of(whole)),
+        "work of rows": calls_made(lambda: rollout_samples(whole, [0.5] * len(whole), task_id="t", max_tokens=10**6)),
+        "tokens of the tree": len(build_tree([sample.token_ids for sample in samples])),
+        "bytes exported": sum(map(len, exported)),
+        "lines drawn": calls_made(lambda: [*graph_lines(detail["calls"])]),
+    }
+    return {name: number / len(short) for name, number in work.items()}
+
+
+async def test_a_call_of_a_long_rollout_takes_as_much_as_one_of_a_short_one(tmp_path: Path) -> None:
+    short, long = await per_call(tmp_path / "short", 2), await per_call(tmp_path / "long", 20)
+    assert {name: long[name] / short[name] for name in long} == {
+        name: pytest.approx(1, abs=MUCH - 1) for name in short
+    }, (short, long)
