@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -104,11 +105,8 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
         table.add_row(f"rollouts, {mode}", shown)
     if not collapse:
         table.add_row("next step", status["next_step"])
-    for name, found in _not_trained_on(status):
+    for name, found in (*_not_trained_on(status), *_contexts(status)):
         table.add_row(name, found)
-    if contexts := status.get("contexts"):
-        shown = ", ".join(f"{count(n)} {name}" for name, n in sorted(contexts.items(), key=lambda one: -one[1]))
-        table.add_row("contexts", shown)
     for name, value in step_facts(policy["last_step"], now):
         table.add_row(name, value)
     if len(status["rewards"]) > 1:
@@ -176,6 +174,13 @@ def _not_trained_on(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
         yield "not trained on", plain(f"of the newest {count(NEWEST)} calls: {reasons}{hint}", "yellow")
     if standstill := status["standstill"]:
         yield "standstill", plain(standstill["story"], "yellow")
+
+
+def _contexts(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
+    """The line about where the contexts of calls come from, if there is more to it than conversations."""
+    contexts = Counter(status.get("contexts", {}))
+    if contexts.keys() - {"new", "continues"}:
+        yield "contexts", plain(", ".join(f"{count(n)} {name}" for name, n in contexts.most_common()))
 
 
 def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]:

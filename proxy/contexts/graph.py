@@ -40,10 +40,10 @@ class Edge(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """A tool call of the call at `place`, with the texts in its arguments."""
+    """A tool call of the call at `place`, with the texts in its arguments. `name`: its id, if no other has that."""
 
     place: int
-    tool_call_id: str
+    name: str
     texts: tuple[str, ...]
 
 
@@ -150,7 +150,7 @@ class Graph:
         order = None if edges else self._order_of(mine, place, new)
         earlier = self._tried(mine, place, order)
         if order is not None:
-            self._begun.setdefault(order.tool_call_id, place)
+            self._begun.setdefault(order.name, place)
             edges.append(Edge("delegates", order.place))
         if earlier is not None:
             edges.append(Edge("retries", earlier))
@@ -298,12 +298,12 @@ class Graph:
             found = [order for order in self._orders if self._gave(order, mine, asked, is_sure)]
             if found:
                 self._unsure |= set() if is_sure else {place}
-                return min(found, key=lambda order: (order.tool_call_id in self._begun, -order.place))
+                return min(found, key=lambda order: (order.name in self._begun, -order.place))
         return None
 
     def _gave(self, order: _Order, mine: _Call, asked: str, is_sure: bool) -> bool:
         """Whether an order stands in a prompt: surely, if it is all that is asked."""
-        caller, begun = self.calls[order.place], self._begun.get(order.tool_call_id)
+        caller, begun = self.calls[order.place], self._begun.get(order.name)
         is_taken = begun is not None and self.calls[begun].node is not mine.node
         if not is_sure and (is_taken or order.place not in self._open):
             return False
@@ -318,25 +318,24 @@ class Graph:
         """The call that this one repeats: it failed, or its answer is not used, and no other order began it."""
         for there in reversed(mine.node.asked[:-1]):
             one = self.calls[there]
-            if one.call.superseded_by is not None or not one.said:
-                return there
-            is_over = one.ended <= mine.call.started_at + CLOCK_S and not one.used
-            if is_over and one.call.agent == mine.call.agent and (order is None or order.tool_call_id in self._begun):
+            is_over = one.call.status != "incomplete" and one.ended <= mine.call.started_at + CLOCK_S
+            is_same = one.call.agent == mine.call.agent and (order is None or order.name in self._begun)
+            if one.call.superseded_by is not None or (is_over and (not one.said or (is_same and not one.used))):
                 return there
         return None
 
     def _remember(self, mine: _Call, place: int) -> None:
         """Keep what a later context may have of the answer."""
         told = set[str]()
-        for atom in mine.said:
+        for position, atom in enumerate(mine.said):
             told |= {text for text in telling(atom) if text not in self._known}
             if len(atom.what) >= TELLING_ORDER:
                 self._answers[key_of(atom)].append(place)
             if atom.kind == "call":
                 if is_unique(atom.who):
                     self._ids[atom.who] = place
-                order = _Order(place, atom.who, tuple(strings(parsed(atom.what))))
-                self._orders.append(order)
+                name = atom.who if is_unique(atom.who) else f"{place}/{position}"
+                self._orders.append(_Order(place, name, tuple(strings(parsed(atom.what)))))
                 self._open.add(place)
         mine.told = frozenset(told)
         for text in told:
