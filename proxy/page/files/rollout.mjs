@@ -3,6 +3,7 @@ import { useData } from "./api.mjs";
 import { Call } from "./call.mjs";
 import { useFresh } from "./feed.mjs";
 import { milliseconds, number, signed, text } from "./format.mjs";
+import { Contexts } from "./graph.mjs";
 import { html, useMemo } from "./html.mjs";
 import { Badge, Empty, Facts, Loaded, Panel, Reward, RolloutLink, LongText, Table, Time, link, to } from "./parts.mjs";
 import { RolloutStatus } from "./rollouts.mjs";
@@ -102,7 +103,7 @@ export function Timeline({ rollout, rows }) {
   if (calls.length + events.length === 0) return html`<${Empty}>No call yet.<//>`;
   const eventsBefore = (seq) => events.filter((event) => event.seq === seq);
   const after = events.filter(({ seq }) => !calls.some((call) => call.seq === seq));
-  return html`<div class="timeline">
+  return html`<${Contexts} calls=${calls} credit=${credit} /><div class="timeline">
     ${calls.map((call, i) => html`
       ${eventsBefore(call.seq).map((event) => html`<${Event} key=${`event-${event.event_id}`} event=${event} />`)}
       <${Call} key=${call.call_id} call=${call} before=${before(calls, i)} credit=${credit.get(call.call_id)} />`)}

@@ -29,3 +29,19 @@ async def test_a_rollout_is_seen_from_the_overview_to_its_answer(running: Runnin
             await page.keyboard.press("Enter")
             await expect(page.locator(".call")).to_contain_text("by base with")
         assert wrong.seen == []
+
+
+@needs_browser
+async def test_a_rollouts_contexts_are_lanes_that_lead_to_its_calls(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        _, answer = await system.chat("r1")
+        said = answer["choices"][0]["message"]
+        history = [{"role": "system", "content": "another one"}, {"role": "user", "content": "hi"}, said]
+        body = {"model": "policy", "messages": [*history, {"role": "user", "content": "more"}]}
+        await system.call("POST", "/rollouts/r1/v1/chat/completions", body)
+        async with browsing(f"{system.url}/#/rollouts/r1") as (page, wrong):
+            await expect(page.locator(".lanes li")).to_have_count(2)
+            await expect(page.locator(".lanes li").nth(1)).to_contain_text("edits 0")
+            await page.locator(".lanes button").nth(1).click()
+            await expect(page.locator("#call-1")).to_be_in_viewport()
+        assert wrong.seen == []
