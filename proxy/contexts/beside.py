@@ -37,7 +37,8 @@ class ContextsBeside(Beside):
         known = self._known.get(name := (rollout.rollout_id, rollout.calls))
         if known is None:
             calls = await self.store.calls.of(rollout.rollout_id, short=True)
-            known = self._known[name] = await asyncio.to_thread(lambda: graph_of(calls).counts())
+            graph = await asyncio.to_thread(graph_of, calls)
+            known = self._known[name] = graph.counts() if graph is not None else Counter()
             while len(self._known) > KEPT:
                 self._known.popitem(last=False)
         return known

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from ..types import ModelCall
 from .graph import Graph
 
+log = logging.getLogger(__name__)
+
 NAMES = ("contexts", "rejected")
 
 
-def graph_of(calls: Sequence[ModelCall]) -> Graph:
-    """Return the graph of a rollout's calls, which are in order."""
+def graph_of(calls: Sequence[ModelCall]) -> Graph | None:
+    """Return the graph of a rollout's calls, which are in order; None if they cannot be read."""
     graph = Graph()
-    for call in calls:
-        graph.add(call)
+    try:
+        for call in calls:
+            graph.add(call)
+    except Exception:  # the rollout is shown and trained on whatever its requests look like
+        log.exception("rollout %s: its contexts are not known", calls[0].rollout_id)
+        return None
     return graph
 
 
 def fields(calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
     """Return `contexts` and `rejected` of each call of a rollout."""
-    graph = graph_of(calls)
+    if (graph := graph_of(calls)) is None:
+        return [{"contexts": [], "rejected": False} for _ in calls]
     rejected = graph.rejected()
     return [
         {

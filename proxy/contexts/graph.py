@@ -112,14 +112,11 @@ class Graph:
 
     def rejected(self) -> set[int]:
         """Return the calls whose answer stands in no later context, though that of one with the same request does."""
-        stands, alike = set[tuple[Key, ...]](), defaultdict[int, list[int]](list)
         found = set[int]()
-        for place, one in enumerate(self.calls):
-            if one.said and len(one.node.asked) > 1:
-                alike[id(one.node)].append(place)
-        for places in alike.values():
-            stands = {self._said(i) for i in places if self.calls[i].used}
-            found |= {i for i in places if stands and self._said(i) not in stands}
+        for node in {one.node for one in self.calls if len(one.node.asked) > 1}:
+            answered = [i for i in node.asked if self.calls[i].said]
+            stands = {self._said(i) for i in answered if self.calls[i].used}
+            found |= {i for i in answered if stands and self._said(i) not in stands}
         return found
 
     def summaries(self) -> set[int]:
@@ -135,6 +132,7 @@ class Graph:
         return tuple(key_of(atom) for atom in self.calls[place].said)
 
     def _edges(self, mine: _Call, place: int) -> list[Edge]:
+        """The edges of a call: to its own history, to answers that it was given, and else to who ordered it."""
         came = self._came(mine)
         new = [*mine.node.up_to(mine.node.tip if came and came.kind == "continues" else None)][::-1]
         summaries = set[int]() if came and came.kind == "continues" else self._summaries(mine, new)
@@ -227,12 +225,13 @@ class Graph:
         around = {self.calls[there].root for there in known}
         quoted = self._quoted(filter(_is_prompt, new))
         shown = {one.atom.what for one in new if one.atom.who == "user"}
+        asked = "\n".join(shown)
 
         def may_be(there: int) -> bool:
             one = self.calls[there]
             own = [above.atom.what for above in one.node.up_to(None) if above.atom.who == "user"]
             if one.kept or not one.is_final:
-                return one.root in around or any(len(a) >= TELLING_ORDER and a in b for a in own for b in shown)
+                return one.root in around or any(len(text) >= TELLING_ORDER and text in asked for text in own)
             return not shown.isdisjoint(own)
 
         roots = {self.calls[i].root for i in quoted if i not in summaries and may_be(i)}

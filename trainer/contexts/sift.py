@@ -27,7 +27,8 @@ def sifted(
     config: ContextKeys, calls: Sequence[ModelCall], credit: Sequence[Credited | None]
 ) -> tuple[list[Credited | None], Counter[str]]:
     """Return the credit that the calls are trained with, None for those that are left out, and counts of both kinds."""
-    graph = graph_of(calls)
+    if (graph := graph_of(calls)) is None:
+        return [*credit], Counter()
     rejected, summaries = graph.rejected(), graph.summaries()
     left_out = (rejected if config.rejected == "leave_out" else set()) | (
         summaries if config.summaries == "leave_out" else set()

@@ -117,10 +117,11 @@ async def per_call(directory: Path, contexts: int) -> dict[str, float]:
         assert stored is not None and large is not None
         rollout, short = await store.rollouts.get("r"), await store.calls.of("r", short=True)
         whole = await store.calls.of("r")
-    graph = graph_of(short)
-    assert graph.counts() == graph_of(whole).counts()
-    helpers = len(range(1, contexts, 5))
-    assert graph.counts() == {
+    counts, helpers = (
+        [graph.counts() for calls in (short, whole) if (graph := graph_of(calls))],
+        len(range(1, contexts, 5)),
+    )
+    assert counts[0] == counts[1] == {
         "new": 1, "continues": agent.calls - contexts - helpers, "compacts": contexts - 1,
         "delegates": helpers, "returns": helpers,
     }  # fmt: skip
