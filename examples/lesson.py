@@ -27,6 +27,8 @@ Json = dict[str, Any]
 HERE = Path(__file__).parent
 CONCURRENCY = 32
 TEACHER_CONCURRENCY = 8
+# All agents learn to say what they should; which of them RL improves upon is trainer.agents.
+OF_ALL_AGENTS = {"LIGHTNING_TRAINER__AGENTS": "null", "LIGHTNING_TRAINER__AGENT_CREDIT": "team"}
 
 
 @dataclass(frozen=True)
@@ -154,5 +156,4 @@ class ExampleLesson(Lesson):
         async with Supervisor(self.logs) as own:
             await own.wait_healthy(await own.start(ChildSpec("teacher", serve, self.env, url, 60)))
             await self.done(own, "taught", "run", *record, MODEL="teacher")
-            # All agents learn to say what they should; which of them RL improves upon is trainer.agents.
-            await self.done(own, "imitate", "train", "--method", "sft", LIGHTNING_TRAINER__AGENTS="null")
+            await self.done(own, "imitate", "train", "--method", "sft", **OF_ALL_AGENTS)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.vllm import vllm_program
+from lightning_proxy.proxy.config.file import config_of
 from lightning_proxy.proxy.config.root import Config
 from support.examples import EXAMPLES, NAMES, learned
 from support.sections import TrainerConfig
@@ -43,6 +44,16 @@ def test_the_rate_falls_over_the_steps_of_the_lesson(
     """Imitation is one step more; without a number of steps the configuration would be refused."""
     plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", imitate, 16, 200, 32, 4)
     assert Config.model_validate(lesson.ExampleLesson(plan, 0, tmp_path).settings()).trainer.max_steps == steps
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_imitation_takes_the_calls_of_all_agents(
+    lesson: Any, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for variable, value in lesson.OF_ALL_AGENTS.items():
+        monkeypatch.setenv(variable, value)
+    plan = lesson.Plan(EXAMPLES / name, Path(sys.executable), [], "Qwen/Qwen3-1.7B", 48, 16, 200, 32, 4)
+    assert config_of(lesson.ExampleLesson(plan, 0, tmp_path).settings()).trainer.agents is None
 
 
 def test_what_rl_adds_is_compared_task_by_task() -> None:
