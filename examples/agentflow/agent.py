@@ -65,7 +65,8 @@ def solve(task: tasks.Task) -> str:
         text, call_id = ask("planner", SYSTEM, "\n".join((task["question"], *memory)), max_tokens=24)
         line = text.partition("\n")[0]
         # Counts where trainer.reward_weights names it.
-        client.emit_reward(tasks.progress(task["counts"], memory, line), name="progress", call_id=call_id)
+        worth = tasks.progress(task["counts"], memory, line)
+        client.emit_reward(worth, name="progress", call_id=call_id, final=False)
         return line
 
     def tell(agent: str, given: str, result: object) -> None:

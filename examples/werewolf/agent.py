@@ -47,7 +47,7 @@ def solve(task: tasks.Task) -> str:
         name, call_id = ask(seat, SYSTEM, prompt, max_tokens=6)
         if name in legal:
             return name
-        client.emit_reward(tasks.ILLEGAL, call_id=call_id, comment=f"answered {name[:80]!r}")
+        client.emit_reward(tasks.ILLEGAL, call_id=call_id, final=False, comment=f"answered {name[:80]!r}")
         return source.choice(legal)
 
     return game(task, choose, source)

@@ -168,7 +168,7 @@ async def test_a_name_that_is_not_legal_costs_its_call(
     posted: list[tuple[float, str]] = []
     wolf = agents("werewolf").agent
     monkeypatch.setattr(wolf, "ask", lambda seat, *_, **__: ("Nobody", seat))
-    monkeypatch.setattr(wolf.client, "emit_reward", lambda value, call_id, comment: posted.append((value, call_id)))
+    monkeypatch.setattr(wolf.client, "emit_reward", lambda value, call_id, **_: posted.append((value, call_id)))
     task = modules("werewolf").tasks.split(0, 1, 0)[0][0]
     assert wolf.solve(task) in task["players"]
     assert posted == [(-0.25, seat) for seat in ("seer", "seer", "villager-1", "villager-2")]
