@@ -15,6 +15,7 @@ from pydantic import BaseModel, create_model
 # by deleting its folder and its line.
 ON_BOARD = (
     "otel",
+    "agl",
     "page",
     "evaluation",
     "promotion",

@@ -28,6 +28,7 @@ EXTRAS = {
     "commands/export": {"parquet", "train"},
     "commands/moving": {"postgres"},
     "commands/optimize": {"optimize", "providers"},
+    "commands/run/tasks.py": {"parquet"},
     "commands/run/executors/kubernetes": {"kubernetes"},
     "commands/run/executors/ray": {"ray"},
     "commands/system": {"vllm"},

@@ -52,7 +52,7 @@ LEVELS = {
 # Nothing of the core imports them: `plugins/on_board.py` has their names.
 SIDE_ROOMS = {
     "proxy": {
-        *("upstreams/litellm", "otel", "reward_function", "page", "gate", "prompts", "promotion"),
+        *("upstreams/litellm", "otel", "agl", "reward_function", "page", "gate", "prompts", "promotion"),
         *("algorithms", "judge", "guides", "sft", "preferences", "backends", "evaluation", "contexts"),
     },
     "trainer": {

@@ -209,13 +209,18 @@ class TaskRun:
         return RolloutResult(rollout_id, task_id, code, reason, reward, answers, tokens, len(calls), restarts)
 
     def _environment(self, job: Job) -> dict[str, str]:
+        url, name = job.rollout.base_url, job.rollout.rollout_id
         return {
-            "OPENAI_BASE_URL": job.rollout.base_url,
-            "OPENAI_API_BASE": job.rollout.base_url,  # what llama-index reads
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_BASE": url,  # what llama-index reads
             "OPENAI_API_KEY": job.rollout.api_key,
-            "LIGHTNING_ROLLOUT_ID": job.rollout.rollout_id,
+            "LIGHTNING_ROLLOUT_ID": name,
             "LIGHTNING_TASK": job.task.line,
             "LIGHTNING_URL": self._api.url,
+            # What agents of Agent Lightning 1.0 read.
+            "AGL_OPENAI_BASE_URL": url,
+            "AGL_EVENT_URL": f"{self._api.url}/agl/api/rollouts/{name}/attempt/0/events",
+            "AGL_KEY": job.rollout.api_key,
         }
 
     async def _scored(self, rollout_id: str) -> dict[str, Any]:

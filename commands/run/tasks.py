@@ -1,4 +1,4 @@
-"""Task files in JSON Lines. The `task_id` of a line, or else its hash, names the group."""
+"""Task files in JSON Lines or Parquet. The `task_id` of a line or row, or else its hash, names the group."""
 
 from __future__ import annotations
 
@@ -21,6 +21,25 @@ class Task:
 
 def read_tasks(path: Path) -> list[Task]:
     """Read all tasks of a file, without its empty lines. A ConfigError names file, line and fault."""
+    lines = _rows(path) if path.suffix == ".parquet" else _lines(path)
+    if not lines:
+        raise ConfigError(f"{path} holds no task")
+    return [_task(line, f"{path}:{number}") for number, line in lines]
+
+
+def _rows(path: Path) -> list[tuple[int, str]]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise ConfigError("Parquet needs pyarrow: pip install 'lightning-proxy[parquet]'") from None
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, ArrowException) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from None
+    return [(number, json.dumps(row, ensure_ascii=False, default=str)) for number, row in enumerate(rows, start=1)]
+
+
+def _lines(path: Path) -> list[tuple[int, str]]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -28,10 +47,7 @@ def read_tasks(path: Path) -> list[Task]:
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8: {error.reason} at byte {error.start}") from None
     # Not splitlines(), which would split at U+2028 inside JSON strings.
-    lines = [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    if not lines:
-        raise ConfigError(f"{path} holds no task")
-    return [_task(line, f"{path}:{number}") for number, line in lines]
+    return [(number, line.strip()) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
 
 
 def _task(line: str, where: str) -> Task:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-ADDRESSES = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "LIGHTNING_URL")
+ADDRESSES = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "LIGHTNING_URL", "AGL_OPENAI_BASE_URL", "AGL_EVENT_URL")
 
 
 def reached_at(proxy_url: str | None, env: Mapping[str, str]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 from collections.abc import Iterable
@@ -44,12 +45,13 @@ async def test_the_program_sees_the_environment_of_the_contract(
     proxy: ControlApi, tmp_path: Path, program: Program
 ) -> None:
     names = ["OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "LIGHTNING_ROLLOUT_ID"]
-    names += ["LIGHTNING_TASK", "LIGHTNING_URL"]
+    names += ["LIGHTNING_TASK", "LIGHTNING_URL", "AGL_OPENAI_BASE_URL", "AGL_KEY", "AGL_EVENT_URL"]
     text = f"import os, sys; print(*[os.environ[n] for n in {names!r}], sys.argv[1], __name__, sep='|')"
     logs = tmp_path / "logs"
     await run_all(proxy, program(tmp_path, text, "extra"), [task(1)], RunOptions(logs=logs))
     seen = (logs / "r0.log").read_text().strip().split("|")
-    assert seen == [*[f"{proxy.url}/rollouts/r0/v1"] * 2, "k-r0", "r0", '{"x": 1}', proxy.url, "extra", "__main__"]
+    base, of_agl = f"{proxy.url}/rollouts/r0/v1", f"{proxy.url}/agl/api/rollouts/r0/attempt/0/events"
+    assert seen == [base, base, "k-r0", "r0", '{"x": 1}', proxy.url, base, "k-r0", of_agl, "extra", "__main__"]
 
 
 @pytest.mark.parametrize(
@@ -212,6 +214,19 @@ def test_a_task_without_an_id_is_named_by_what_it_says(tmp_path: Path) -> None:
     first, same, other, named = read_tasks(path)
     assert first.task_id == same.task_id != other.task_id
     assert named.task_id == "7"
+
+
+def test_tasks_in_parquet_are_those_of_the_same_lines(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"question": "é?", "of": {"answer": [1]}}, {"question": "b", "of": {"answer": [2, 3]}}]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "tasks.parquet")
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, same = read_tasks(tmp_path / "tasks.parquet"), read_tasks(tmp_path / "tasks.jsonl")
+    assert [task.task_id for task in found] == [task.task_id for task in same]
+    assert [json.loads(task.line) for task in found] == rows
+    (tmp_path / "broken.parquet").write_text("no")
+    with pytest.raises(ConfigError, match=r"cannot read .*broken\.parquet"):
+        read_tasks(tmp_path / "broken.parquet")
 
 
 def test_the_summary_holds_exact_numbers_by_task() -> None:

@@ -14,7 +14,7 @@ from .....proxy.config.run import KubernetesConfig
 from .....proxy.errors import ConfigError
 
 RUN, JOB, ROLLOUT = "lightning-proxy/run", "lightning-proxy/job", "lightning-proxy/rollout"
-SECRET = ("OPENAI_API_KEY",)  # the rollout's key
+SECRET = ("OPENAI_API_KEY", "AGL_KEY")  # the rollout's key
 KEPT_S = 3600  # a Job that nobody deleted, because `run` itself was killed
 LEFT_S = 5  # for a program to end after SIGTERM
 AWAY_S = 60  # a node that does not answer; Kubernetes itself waits five minutes
@@ -90,7 +90,7 @@ class Manifests:
             "kind": "Secret",
             "metadata": {"name": name, "labels": {RUN: self._run, JOB: name}, "ownerReferences": [owner]},
             "immutable": True,
-            "stringData": {key: env[key] for key in SECRET},
+            "stringData": {key: env[key] for key in SECRET if key in env},
         }
 
 

@@ -1,0 +1,79 @@
+"""An agent class in the form of Agent Lightning 1.0 runs as it is, under `lightning-proxy run`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.client.agl.agent import value_at
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+
+AGENT = """
+import os
+
+import httpx
+from openai import AsyncOpenAI
+
+
+class ChatAgent:
+    async def run(self) -> None:
+        key, events = os.environ["AGL_KEY"], os.environ["AGL_EVENT_URL"]
+        async with AsyncOpenAI(base_url=os.environ["AGL_OPENAI_BASE_URL"], api_key=key) as llm:
+            messages = [{"role": "user", "content": os.environ["QUESTION"]}]
+            said = await llm.chat.completions.create(model="auto", messages=messages)
+        text = said.choices[0].message.content
+        for kind, data in (
+            ("agent_output", {"answer": text}),
+            ("reward", {"value": 0.25, "reason": "first"}),
+            ("reward", {"value": float(os.environ["ANSWER"])}),
+        ):
+            headers = {"Authorization": f"Bearer {key}"}
+            httpx.post(events, json={"event_type": kind, "data": data}, headers=headers).raise_for_status()
+"""
+
+
+async def test_its_call_its_rewards_and_its_events_are_recorded(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"task_id": "t", "question": "1+1", "of": {"answer": [1]}}\n')
+    agent = [sys.executable, "-m", "lightning_proxy.client.agl.agent", "my_agent.ChatAgent"]
+    variables = ["QUESTION=input.question", "ANSWER=input.of.answer.0"]
+    async with running(tmp_path, policy={"alias": "auto"}) as system:
+        code, out, err = await system.lightning("run", "--tasks", tasks, "--group-size", "1", "--", *agent, *variables)
+        assert code == 0, out + err
+        _, page = await system.call("GET", "/rollouts")
+        (rollout,) = page["data"]
+        _, rollout = await system.call("GET", f"/rollouts/{rollout['rollout_id']}")
+    assert (rollout["status"], rollout["task_id"], rollout["reward"]) == ("completed", "t", 1.0)
+    assert [(one["reward"], one["comment"], one["source"]) for one in rollout["rewards"]] == [
+        (0.25, "first", "agl"),
+        (1.0, None, "agl"),
+    ]
+    (call,), (event,) = rollout["calls"], rollout["events"]
+    assert (call["request"]["messages"][0]["content"], call["policy_version"]) == ("1+1", 0)
+    assert (event["kind"], event["name"]) == ("note", "agent_output")
+    assert event["value"]["answer"].startswith("by base")
+
+
+async def test_a_reward_without_a_number_is_refused(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        body = {"event_type": "reward", "data": {"value": "high"}}
+        status, answer = await system.call("POST", "/agl/api/rollouts/r1/attempt/0/events", body)
+    assert (status, answer["error"]["message"]) == (422, "reward: Input should be a valid number, got 'high'")
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("input", '{"q": ["é", 2]}'), ("input.q.0", "é"), ("input.q.1", "2"), ("inputs", "inputs"), ("a.b", "a.b")],
+)
+def test_a_variable_is_a_place_in_the_task_or_a_text(path: str, value: str) -> None:
+    assert value_at({"q": ["é", 2]}, path) == value
