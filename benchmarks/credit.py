@@ -23,8 +23,8 @@ from rich.progress import track
 from scripted_judge import judged
 
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.judge.config import JudgeKeys
 from lightning_proxy.proxy.returns import Earned
+from lightning_proxy.proxy.rewarders.config import JudgeKeys
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.credit import baselines as advantage
 from lightning_proxy.trainer.credit.strategies import group_credit

@@ -12,9 +12,10 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.proxy.control.views import call_view
+from lightning_proxy.proxy.rewarders.judge import UNDECIDED, question, read_score, transcript
 from lightning_proxy.proxy.types import ModelCall, Reward
 from lightning_proxy.trainer.credit.rewards import JUDGE, training_rules
-from lightning_proxy.trainer.judge.judge import UNDECIDED, question, read_score, transcript
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 
 GOOD, NEITHER, BAD = "10", "5", "0"
@@ -34,7 +35,7 @@ def answer(asked: str, idle: Set[int]) -> str:
 
 def scores(calls: Sequence[ModelCall], idle: Set[int]) -> list[float]:
     """What the judge says of each call, from 0 to 1."""
-    shown = transcript(calls)
+    shown = transcript([call_view(call) for call in calls])
     found = [read_score(answer(question(shown, step), idle)) for step in range(len(calls))]
     return [UNDECIDED if score is None else score for score in found]
 

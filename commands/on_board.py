@@ -10,7 +10,7 @@ import typer
 ON_BOARD = (
     "prompts",
     "optimize",
-    "reward_function",
+    "rewarders",
     "page",
     "experiment",
     "environments",  # the last: it adds options to commands above

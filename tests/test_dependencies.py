@@ -20,7 +20,7 @@ EXTRAS = {
     "proxy/upstreams/litellm": {"providers"},
     "trainer": {"train"},
     "trainer/backends": {"tinker"},
-    "trainer/judge": {"providers"},
+    "proxy/rewarders": {"providers"},
     "trainer/offline": {"parquet"},
     "commands/demo": {"demo", "train"},
     "commands/doctor/learn": {"train"},

@@ -52,14 +52,14 @@ LEVELS = {
 # Nothing of the core imports them: `plugins/on_board.py` has their names.
 SIDE_ROOMS = {
     "proxy": {
-        *("upstreams/litellm", "otel", "agl", "reward_function", "page", "gate", "prompts", "promotion"),
-        *("algorithms", "judge", "guides", "sft", "preferences", "backends", "evaluation", "contexts"),
+        *("upstreams/litellm", "otel", "agl", "rewarders", "page", "gate", "prompts", "promotion"),
+        *("algorithms", "guides", "sft", "preferences", "backends", "evaluation", "contexts"),
     },
     "trainer": {
-        *("algorithms", "judge", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed"),
+        *("algorithms", "rewarders", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed"),
         *("backends", "evaluation", "contexts"),
     },
-    "commands": {"environments", "experiment", "optimize", "page", "prompts", "reward_function"},
+    "commands": {"environments", "experiment", "optimize", "page", "prompts", "rewarders"},
 }
 # What plugs nothing in by itself: what several side rooms share, and algorithms, which the configuration names.
 SHARED = {"proxy": {"gate"}, "trainer": {"tuning", "algorithms"}, "commands": set[str]()}

@@ -136,10 +136,16 @@ async def _uncounted(api: ApiClient, ended: Sequence[dict[str, Any]]) -> str | N
     return f"they have rewards named {names}: give these names weights in trainer.reward_weights" if names else None
 
 
+async def check_rewarders(api: ApiClient) -> list[Check]:
+    """Return warnings of rewarders that train unchecked."""
+    fix = "see what it gives with `lightning-proxy rewards try`, and label rollouts yourself"
+    return [warning("rewarders", line, fix) for line in (await api.policy()).get("unchecked", ())]
+
+
 async def check_rewards(api: ApiClient) -> Check:
     """Check that most of the newest ended training rollouts have a reward."""
     name = "rewards"
-    fix = "POST /reward with each rollout's id when it is done, or let a function give it (rewards.function)"
+    fix = "POST /reward with each rollout's id when it is done, or let a function or a judge give it (docs/rewards.md)"
     newest = (await api.rollouts(mode="train", limit=NEWEST))["data"]
     called = [r for r in newest if r["calls"]]
     ended = [r for r in called if r["status"] in ("completed", "failed")]

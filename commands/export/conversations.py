@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...proxy.control.views import call_view
+from ...proxy.conversation.new_messages import beginnings
 from ...proxy.conversation.transcript import ChatTurn, read
 from ...proxy.recording.redact import REASON
 from ...proxy.types import ModelCall, Rollout
-from ..show.conversation import beginnings
 
 Json = dict[str, Any]
 

@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from ...proxy.conversation.new_messages import additions, body, called
 from ...proxy.conversation.transcript import read_each
 from ...proxy.json_text import dumps
 from ..formats import cut, duration, number, plain
-from .conversation import additions, body, called
 
 CUT_AT = 600
 NUMBERS_WIDTH = 55  # of the other columns of the table

@@ -37,6 +37,11 @@ class RewardsConfig(Section):
         return self
 
     @property
+    def longest_wait_s(self) -> float | None:
+        """Return how long a rollout's reward may take once it has ended; None if nothing here gives any."""
+        return None if self.function is None else self.timeout_s
+
+    @property
     def file(self) -> Path:
         """Return the file of `function`. Call it only if there is a function."""
         return Path((self.function or "").rpartition(":")[0]).expanduser().absolute()

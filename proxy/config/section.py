@@ -71,8 +71,8 @@ class Section(BaseModel):
     def secret_keys(self) -> Iterator[str]:
         """Yield the keys that are kept secret, also those in the sections of this one."""
         for _, value in self:
-            if isinstance(value, Section):
-                yield from value.secret_keys()
             for one in value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]:
                 if isinstance(one, SecretStr):
                     yield one.get_secret_value()
+                elif isinstance(one, Section):
+                    yield from one.secret_keys()

@@ -58,9 +58,14 @@ def _action_transition(t: int, event: Event, state: Any) -> Transition:
 
 def message_of(call: ModelCall) -> Any:
     """Return the answer: the first choice's message (chat), its text (completions), or another API's response."""
-    response = call.response if isinstance(call.response, dict) else {}
-    first = next(iter(dicts(response.get("choices"))), {})
-    return first.get("message", first.get("text", call.response))
+    return answer_in(call.response)
+
+
+def answer_in(response: Any) -> Any:
+    """Return what `message_of` returns, of a response."""
+    fields = response if isinstance(response, dict) else {}
+    first = next(iter(dicts(fields.get("choices"))), {})
+    return first.get("message", first.get("text", response))
 
 
 def _state(call: ModelCall) -> dict[str, Any]:

@@ -30,7 +30,7 @@ for module in pkgutil.walk_packages(root.__path__, "lightning_proxy."):
 """
 # A key of each room that has some. A room that was taken out leaves none behind.
 KEYS = {
-    "otel": "telemetry", "prompts": "prompts", "promotion": "policy.gate", "judge": "trainer.judge",
+    "otel": "telemetry", "prompts": "prompts", "promotion": "policy.gate", "rewarders": "trainer.judge",
     "guides": "trainer.teacher", "algorithms": "trainer.mask",
     "evaluation": "trainer.eval", "sft": "trainer.sft", "preferences": "trainer.kto", "backends": "trainer.tinker",
 }  # fmt: skip

@@ -83,9 +83,9 @@ class Traffic:
         config = TrainerConfig.model_validate(settings)
         judge = None
         if getattr(config, "judged", False):
-            from lightning_proxy.trainer.judge.judge import Judge
+            from lightning_proxy.trainer.rewarders.judge import StepJudge
 
-            judge = Judge(config, self.store).missing
+            judge = StepJudge(config, self.store).missing
         collector = Collector(config, self.store, judge=judge)
         return await collector.next_batch(0, fewer=True)
 

@@ -126,9 +126,9 @@ class Bench:
         self.trainer: Any = engine_of(config, plugins_of(config))
         judge: dict[str, Any] = {}
         if getattr(config.trainer, "judged", False):
-            from lightning_proxy.trainer.judge.judge import Judge
+            from lightning_proxy.trainer.rewarders.judge import StepJudge
 
-            judge = {"judge": Judge(config.trainer, self.store).missing}
+            judge = {"judge": StepJudge(config.trainer, self.store).missing}
         return runs(config, self.store, self.trainer, self._publisher(config), **judge)
 
     def _publisher(self, config: Config) -> Publisher:

@@ -14,7 +14,7 @@ from .hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
 
 # Each is a folder of the trainer with a module `plugin`. A room is taken out by deleting its folder and its line.
 ON_BOARD = (
-    "judge",
+    "rewarders",
     "guides",
     "promotion",
     "evaluation",

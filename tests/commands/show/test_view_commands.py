@@ -20,13 +20,13 @@ from rich.console import Console
 
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.formats import cut, duration, sparkline
-from lightning_proxy.commands.show.conversation import additions
 from lightning_proxy.commands.show.rollout_view import rollout_detail
 from lightning_proxy.commands.show.rollouts import changed
 from lightning_proxy.commands.show.status import next_step
 from lightning_proxy.commands.show.steps import step_line
 from lightning_proxy.commands.system.steps import tell_steps, teller
 from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.conversation.new_messages import additions
 from lightning_proxy.proxy.conversation.transcript import read
 from lightning_proxy.proxy.store.training import Collapse
 from support.relaying import speaking

@@ -33,7 +33,7 @@ SMALL = {"keys", "policy_log", "rollout_counts", "sqlite_master", "CONSTANT", "r
     "wanted",  # a list that a statement is given
 }
 SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "prompt_log", "promotions"}
-SMALL |= {"prompt_tests", "prompt_waiting", "maybe", "evaluations"}
+SMALL |= {"prompt_tests", "prompt_waiting", "maybe", "evaluations", "rewarder_spent"}
 # Indexes of the few rows that are under way or still have their files.
 FEW = {"steps_claimed", "steps_with_checkpoints", "policy_versions_with_files", "policy_versions_published"}
 # Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index

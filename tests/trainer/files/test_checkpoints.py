@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_proxy.proxy.errors import ConfigError, NotSaved
-from lightning_proxy.proxy.judge.config import JudgeConfig
+from lightning_proxy.proxy.rewarders.config import JudgeConfig
 from lightning_proxy.trainer.files.checkpoint import atomic_directory
 from lightning_proxy.trainer.files.saved_config import fingerprint
 from lightning_proxy.trainer.step.trainer import STATE_FILE, LightningTrainer

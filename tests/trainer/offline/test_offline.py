@@ -29,19 +29,19 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.control.transitions import message_of
 from lightning_proxy.proxy.errors import ConfigError, NotSaved
 from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.rewarders.judge import Judge
+from lightning_proxy.proxy.rewarders.rewarder import Away
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.store.training import TrainingSteps
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.judge.judge import Judge
 from lightning_proxy.trainer.offline.data import prepare
 from lightning_proxy.trainer.offline.offline import train_offline
 from lightning_proxy.trainer.plugins.hooks import Offline
 from lightning_proxy.trainer.plugins.hooks import Run as Asked
 from lightning_proxy.trainer.plugins.on_board import check
 from lightning_proxy.trainer.step.trainer import LightningTrainer
-from lightning_proxy.trainer.waiting import JudgeError
 from support.paths import TESTS
 from support.sections import TrainerConfig
 from support.small_model import VOCABULARY
@@ -382,7 +382,7 @@ async def test_a_judge_that_is_away_ends_no_epoch(
 
     async def ask(self: Judge, question: str) -> str:
         if 20 < next(asked) < 30:  # for the second step
-            raise JudgeError("trainer.judge: no answer")
+            raise Away("trainer.judge: no answer")
         return "8"
 
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)

@@ -1,4 +1,4 @@
-"""Asks a reward function about recorded rollouts, and posts its answers as rewards."""
+"""Asks a rewarder about recorded rollouts, and posts its answers as rewards."""
 
 from __future__ import annotations
 
@@ -7,26 +7,23 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import orjson
 import typer
 
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError
-from ...proxy.reward_function.process import FunctionProcess, NoReward, NotLoaded, source_of
-from ...proxy.store.requests.full import full_calls
-from ..api_client import ApiClient, ApiError
+from ...proxy.rewarders.process import Function
+from ...proxy.rewarders.rewarder import Away, Given, Rewarder, within
+from ..api_client import ApiClient
 from ..formats import progress_bar
 from ..show.listing import PAGE, checked, since_of
 from ..signals import run_until_signal
+from .ask import opened, read_rollouts, say_price
 from .results import RescoredRollout, ResultFile, failed_in
 from .summary import show
 
-GONE = 404
 PATIENCE_S = 60.0
 
 
@@ -35,6 +32,7 @@ class Options:
     """The options of the command line. `failed`: a results file; only its failed rollouts are scored again."""
 
     filters: dict[str, Any]
+    rewarder: str = "function"
     failed: Path | None = None
     out: Path | None = None
     again: bool = False
@@ -51,8 +49,8 @@ class Outcome:
 
 
 def rescore_command(config: Config, options: Options, *, as_json: bool) -> None:
-    """Run the command. Raise ConfigError for a wrong option; exit with 1 if the function failed."""
-    if config.rewards.function is None:
+    """Run the command. Raise ConfigError for a wrong option; exit with 1 if the rewarder failed."""
+    if options.rewarder == "function" and config.rewards.function is None:
         raise ConfigError("name the reward function: --reward FILE.py:NAME, or rewards.function")
     checked(options.filters["mode"], None)
     outcome, finished = Outcome(), False
@@ -67,22 +65,21 @@ def rescore_command(config: Config, options: Options, *, as_json: bool) -> None:
 
 
 async def _run(config: Config, options: Options, outcome: Outcome) -> None:
-    processes = [FunctionProcess(config.rewards) for _ in range(config.rewards.processes)]
-    try:
-        await _require(config, processes[0], force=options.force)
-        with ResultFile(options.out) as results:
-            async with ApiClient.of(config, patience_s=PATIENCE_S) as api:
-                await _Work(config, options, api, processes, outcome, results.add).run()
-    except NotLoaded as error:
-        raise ConfigError(f"{config.rewards.function}: {error}") from None
-    finally:
-        for process in processes:
-            await process.close()
+    async with opened(config, options.rewarder) as (rewarder, _):
+        try:
+            if isinstance(rewarder, Function):
+                await _require(config, rewarder, force=options.force)
+            with ResultFile(options.out) as results:
+                async with ApiClient.of(config, patience_s=PATIENCE_S) as api:
+                    await _Work(config, options, api, rewarder, outcome, results.add).run()
+        except Away as error:
+            what = config.rewards.function if isinstance(rewarder, Function) else rewarder.label
+            raise ConfigError(f"{what}: {error}") from None
 
 
-async def _require(config: Config, process: FunctionProcess, *, force: bool) -> None:
-    """Raise ConfigError if the function does not declare that it needs the record alone; NotLoaded."""
-    if not (await process.start()).from_record and not force:
+async def _require(config: Config, function: Function, *, force: bool) -> None:
+    """Raise ConfigError if the function does not declare that it needs the record alone; Away."""
+    if not (await function.load()).from_record and not force:
         name = config.rewards.name
         raise ConfigError(
             f"{config.rewards.function} does not say that it needs the record alone: write `{name}.from_record = True` "
@@ -98,21 +95,20 @@ class _Work:
         config: Config,
         options: Options,
         api: ApiClient,
-        processes: list[FunctionProcess],
+        rewarder: Rewarder,
         outcome: Outcome,
         on_scored: Callable[[RescoredRollout], None],
     ) -> None:
-        self._config = config.rewards
+        self._rewards = config.rewards
+        self._rewarder = rewarder
         self._options = options
         self._api = api
         self._outcome = outcome
         self._on_scored = on_scored
-        self._free: asyncio.Queue[FunctionProcess] = asyncio.Queue()
-        for process in processes:
-            self._free.put_nowait(process)
 
     async def run(self) -> None:
         groups = await self._groups()
+        await say_price(self._api, self._rewarder, groups)
         with progress_bar() as progress:
             bar = progress.add_task("rollouts", total=sum(map(len, groups)))
             left = iter(groups)
@@ -124,13 +120,16 @@ class _Work:
 
             try:
                 async with asyncio.TaskGroup() as workers:
-                    for _ in range(self._free.qsize()):
+                    for _ in range(self._rewarder.at_once):
                         workers.create_task(worker())
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
 
     async def _groups(self) -> list[list[str]]:
-        """Ids of rollouts whose rewards are posted together: with `retrain`, those of a task, so that none is early."""
+        """Ids of rollouts whose rewards are posted together: those of a task where they are compared, or retrained.
+
+        With `retrain`, so that none is early.
+        """
         wanted = None if self._options.failed is None else failed_in(self._options.failed)
         tasks: dict[str, list[str]] = defaultdict(list)
         alone: list[list[str]] = []
@@ -139,7 +138,7 @@ class _Work:
                 rollout_id, task = rollout["rollout_id"], rollout["task_id"]
                 if wanted is not None and rollout_id not in wanted:
                     continue
-                if self._options.retrain and task is not None:
+                if (self._options.retrain or self._rewarder.in_groups) and task is not None:
                     tasks[task].append(rollout_id)
                 else:
                     alone.append([rollout_id])
@@ -156,38 +155,39 @@ class _Work:
                 return
 
     async def _score_together(self, group: list[str]) -> None:
-        scored = [one for rollout_id in group if (one := await self._score(rollout_id)) is not None]
+        parts = [group] if self._rewarder.in_groups else [[rollout_id] for rollout_id in group]
+        scored = [one for part in parts for one in await self._score(part)]
         posts = [
-            {"rollout_id": one.rollout_id, "name": name, "reward": value, "source": one.source, "final": False,
+            {"rollout_id": one.rollout_id, "call_id": score.call_id, "name": score.name or self._rewarder.name,
+             "reward": score.value, "source": given.source, "comment": score.comment, "final": False,
              "retrain": self._options.retrain}
-            for one in scored for name, value in one.values.items()
+            for one, given in scored for score in given.scores
         ]  # fmt: skip
         if posts:
             await self._api.request("POST", "/reward", posts)
-        for one in scored:
+        for one, _ in scored:
             self._outcome.scored.append(one)
             self._on_scored(one)
 
-    async def _score(self, rollout_id: str) -> RescoredRollout | None:
-        """The function's rewards of a rollout; None if it has this version's already, or was deleted."""
-        try:
-            rollout = await self._api.rollout(quote(rollout_id, safe=""))
-        except ApiError as error:
-            if error.status_code == GONE:
-                return None
-            raise
-        process = await self._free.get()
-        try:
-            source = source_of(self._config, (await process.start()).version)
-            if not self._options.again and any(reward["source"] == source for reward in rollout["rewards"]):
-                self._outcome.there_before += 1
-                return None
-            before = {reward["name"]: reward["reward"] for reward in rollout["rewards"] if reward["call_id"] is None}
-            made = partial(RescoredRollout, rollout_id, rollout["task_id"], before)
-            try:
-                judgement = await process.ask(orjson.dumps(rollout | {"calls": full_calls(rollout["calls"])}))
-            except NoReward as error:
-                return made({}, source, str(error))
-            return made(judgement.values, source_of(self._config, judgement.version), None)
-        finally:
-            self._free.put_nowait(process)
+    async def _score(self, rollout_ids: list[str]) -> list[tuple[RescoredRollout, Given]]:
+        """What rollouts are given; nothing for those that have this version's rewards already, or were deleted."""
+        rollouts, source = await read_rollouts(self._api, rollout_ids), await self._rewarder.source()
+        known = {one["rollout_id"] for one in rollouts if any(r["source"] == source for r in one["rewards"])}
+        if self._options.again:
+            known = set()
+        self._outcome.there_before += len(known)
+        if len(known) == len(rollouts):
+            return []
+        found = []
+        for rollout, unchecked in zip(rollouts, await self._rewarder.reward(rollouts), strict=True):
+            if rollout["rollout_id"] not in known:
+                given = within(unchecked, self._rewarder.name, self._rewards)
+                before = {one["name"]: one["reward"] for one in rollout["rewards"] if one["call_id"] is None}
+                values: dict[str, float] = defaultdict(float)
+                for score in given.scores:
+                    values[score.name or self._rewarder.name] += score.value
+                one = RescoredRollout(
+                    rollout["rollout_id"], rollout["task_id"], before, dict(values), given.source, given.error
+                )
+                found.append((one, given))
+        return found

@@ -172,7 +172,7 @@ async def test_what_the_function_prints_is_not_taken_for_its_answer(running: Run
 async def test_a_changed_file_is_another_version_and_a_broken_one_is_waited_for(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Logged
 ) -> None:
-    monkeypatch.setattr("lightning_proxy.proxy.reward_function.scoring.RETRY_S", 0.05)
+    monkeypatch.setattr("lightning_proxy.proxy.rewarders.scoring.RETRY_S", 0.05)
     async with running(tmp_path, rewards={"function": written(tmp_path, "return 1.0")}) as system:
         await completed(system, "r1")
         (first,) = await scored(system, "r1")

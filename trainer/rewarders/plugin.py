@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ...proxy.judge.config import JudgeKeys
 from ...proxy.providers import require_litellm
+from ...proxy.rewarders.config import JudgeKeys
 from ..plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
 
 
@@ -19,10 +19,10 @@ class JudgePlugin(TrainerPlugin):
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-        from .judge import Judge
+        from .judge import StepJudge
 
         config = JudgeKeys.of(core.config.trainer)
-        yield TrainerHooks(judge=Judge(config, core.store).missing if config.judged else None)
+        yield TrainerHooks(judge=StepJudge(config, core.store).missing if config.judged else None)
 
 
 plugin = JudgePlugin

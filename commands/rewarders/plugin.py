@@ -15,6 +15,9 @@ def rescore(
     function: Annotated[
         str | None, typer.Option("--reward", metavar="FILE.py:NAME", help="the reward function (rewards.function)")
     ] = None,
+    rewarder: Annotated[
+        str, typer.Option(metavar="KIND", help="a rewarder of rewards.use, by its kind or name")
+    ] = "function",
     task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
     agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
     mode: Annotated[str | None, typer.Option(help="only those of this mode: train or eval")] = None,
@@ -37,9 +40,9 @@ def rescore(
     out: Annotated[Path | None, typer.Option(help="a file to append a line of JSON to for each rollout")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
 ) -> None:
-    """Ask a reward function about completed rollouts of the store, and record its rewards beside the old ones.
+    """Ask a rewarder about completed rollouts of the store, and record its rewards beside the old ones.
 
-    The same command resumes where it was stopped. The exit code is 1 if the function failed for a rollout.
+    The same command resumes where it was stopped. The exit code is 1 if it failed for a rollout.
     """
     from .rescore import Options, rescore_command
 
@@ -48,9 +51,43 @@ def rescore(
         "task_id": task, "agent": agent, "mode": mode, "min_reward": min_reward, "max_reward": max_reward,
         "since": since,
     }  # fmt: skip
-    rescore_command(config, Options(filters, failed, out, again, force, retrain), as_json=as_json)
+    rescore_command(config, Options(filters, rewarder, failed, out, again, force, retrain), as_json=as_json)
+
+
+app = typer.Typer(no_args_is_help=True, help="Show what a rewarder gives, and whether it can be believed.")
+Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+Kind = Annotated[str, typer.Argument(metavar="KIND", help="a rewarder of rewards.use, by its kind or name")]
+
+
+@app.command("try")
+def try_(
+    context: typer.Context,
+    kind: Kind,
+    rollout_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="rollouts, as siblings of one group")],
+    as_json: Json = False,
+) -> None:
+    """Show what a rewarder would give to rollouts, and why. Nothing is posted."""
+    from .believe import try_rewarder
+
+    try_rewarder(configuration(context), kind, rollout_ids, as_json=as_json)
+
+
+@app.command()
+def check(
+    context: typer.Context,
+    kind: Kind,
+    label: Annotated[str, typer.Option(help="the name of the rewards that are the truth")] = "human",
+    limit: Annotated[int, typer.Option(min=2, help="look for labels in so many of the newest rollouts")] = 500,
+    threshold: Annotated[float | None, typer.Option(help="a score above it is high (the middle of its range)")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say how far a rewarder agrees with people's labels, or with another rewarder's rewards, and keep the result."""
+    from .believe import CheckOptions, check_rewarder
+
+    check_rewarder(configuration(context), kind, CheckOptions(label, limit, threshold), as_json=as_json)
 
 
 def add_to(commands: typer.Typer) -> None:
-    """Add `rescore` to the commands."""
+    """Add `rescore` and `rewards` to the commands."""
     commands.command()(rescore)
+    commands.add_typer(app, name="rewards")

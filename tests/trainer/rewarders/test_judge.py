@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from lightning_proxy.proxy.rewarders.judge import Judge, read_score
+from lightning_proxy.proxy.rewarders.rewarder import Away
 from lightning_proxy.proxy.types import Reward
-from lightning_proxy.trainer.judge.judge import Judge, read_score
 from lightning_proxy.trainer.waiting import JudgeError
 from support.rewarded import Traffic, advantages, traffic
 from support.training import bench
@@ -47,7 +48,7 @@ async def test_once_waits_for_a_judge_that_is_away(
 ) -> None:
     async def ask(self: Judge, question: str) -> str:
         if "the step waits" not in caplog.text:
-            raise JudgeError("trainer.judge: no answer")
+            raise Away("trainer.judge: no answer")
         return "8"
 
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)

@@ -6,33 +6,24 @@ import asyncio
 import os
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
 from ..config.rollouts import RewardsConfig
-from ..errors import ConfigError, Unprocessable
+from ..json_text import encode_in_turns
+from .rewarder import Away, GivenScore, Json, NoReward, Rewarder, together
 
 CHILD = Path(__file__).with_name("child.py")
 START_S = 60.0  # for the file's imports
 LONGEST_ANSWER = 2**20
 
 
-class NotLoaded(Exception):
+class NotLoaded(Away):
     """The function is not there, or its file cannot be run. The user may repair it meanwhile."""
-
-
-class NoReward(Exception):
-    """The function failed for a rollout, or took too long. It is not tried again."""
-
-
-class Judgement(NamedTuple):
-    """A function's answer about a rollout: rewards by name, and the version of its file."""
-
-    values: dict[str, float]
-    version: str
 
 
 class Loaded(NamedTuple):
@@ -79,20 +70,16 @@ class FunctionProcess:
         self._loaded = Loaded(answer["version"], answer["from_record"])
         return self._loaded
 
-    async def ask(self, rollout: bytes) -> Judgement:
-        """Ask about a rollout, a line of JSON. Raise NotLoaded, NoReward."""
-        loaded = await self.start()
+    async def ask(self, rollout: bytes) -> dict[str, float]:
+        """Return the rewards of a rollout, a line of JSON, by name. Raise NotLoaded, NoReward."""
+        await self.start()
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(rollout + b"\n")
         answer = await self._next_line(self._config.timeout_s)
         if "error" in answer:
             raise NoReward(answer["error"])
-        try:
-            for name, value in answer["values"].items():
-                self._config.require(value, name)
-        except Unprocessable as error:
-            raise NoReward(error.message) from None
-        return Judgement(answer["values"], loaded.version)
+        values: dict[str, float] = answer["values"]
+        return values
 
     async def close(self) -> None:
         """End the process and whatever the function started."""
@@ -123,19 +110,45 @@ class FunctionProcess:
             raise
 
 
-def source_of(config: RewardsConfig, version: str) -> str:
-    """Return the `source` of rewards that this version of the function gave."""
-    return f"function:{config.name}@{version}"
+class Function(Rewarder):
+    """The rewarder `function`: asks a user's function in one of `rewards.processes` processes."""
 
+    label = "rewards.function"
 
-async def require_function(config: RewardsConfig) -> None:
-    """Raise ConfigError if `rewards.function` names a function that cannot be loaded."""
-    if config.function is None:
-        return
-    process = FunctionProcess(config)
-    try:
-        await process.start()
-    except NotLoaded as error:
-        raise ConfigError(f"rewards.function: {config.function}: {error}") from None
-    finally:
-        await process.close()
+    def __init__(self, config: RewardsConfig) -> None:
+        self.name, self.at_once, self._function = config.name, config.processes, config.function
+        self._processes = [FunctionProcess(config) for _ in range(config.processes)]
+        self._free: asyncio.Queue[FunctionProcess] = asyncio.Queue()
+        for process in self._processes:
+            self._free.put_nowait(process)
+
+    async def load(self) -> Loaded:
+        """Load the function in a free process, if it is not yet. Raise NotLoaded."""
+        async with self._process() as process:
+            return await process.start()
+
+    async def check(self) -> None:
+        try:
+            await self.load()
+        except NotLoaded as error:
+            raise NotLoaded(f"{self._function}: {error}") from None
+
+    async def source(self) -> str:
+        return f"function:{self.name}@{(await self.load()).version}"
+
+    async def scores(self, rollout: Json) -> list[GivenScore]:
+        seen = await asyncio.to_thread(encode_in_turns, rollout)
+        async with self._process() as process:
+            values = await process.ask(seen)
+        return [GivenScore(value, name=name) for name, value in values.items()]
+
+    async def close(self) -> None:
+        await together(process.close() for process in self._processes)
+
+    @asynccontextmanager
+    async def _process(self) -> AsyncIterator[FunctionProcess]:
+        process = await self._free.get()
+        try:
+            yield process
+        finally:
+            self._free.put_nowait(process)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from ...proxy.conversation.transcript import ChatTurn
+from .transcript import ChatTurn
 
 Message = dict[str, Any]
 Core = tuple[Any, ...]

@@ -1,0 +1,183 @@
+"""`rewards try` shows what a rewarder would give. `rewards check` says whether it can be believed."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+import typer
+
+from ...proxy.config.root import Config
+from ...proxy.conversation.new_messages import body
+from ...proxy.conversation.transcript import read
+from ...proxy.errors import ConfigError
+from ...proxy.rewarders.rank import Rank
+from ...proxy.rewarders.rewarder import Away, Given, Rewarder, decisions
+from ...proxy.rewarders.table import Checked, keep_check
+from ...proxy.store.opening import open_database
+from ..api_client import ApiClient
+from ..formats import number, print_json
+from ..show.listing import collect
+from ..signals import run_until_signal
+from .agreement import Agreement, Labelled, agreement, same_order
+from .ask import opened, read_rollouts, say_price
+
+Json = dict[str, Any]
+LATER = "another order"
+
+
+def try_rewarder(config: Config, which: str, rollout_ids: Sequence[str], *, as_json: bool) -> None:
+    """Print what a rewarder would give to rollouts, which are one group, and why. Nothing is posted."""
+    rollouts, given, used = run_until_signal(_tried(config, which, rollout_ids))
+    if as_json:
+        print_json([{"rollout_id": rollout["rollout_id"], **asdict(one)}
+                    for rollout, one in zip(rollouts, given, strict=True)])  # fmt: skip
+        return
+    for rollout, one in zip(rollouts, given, strict=True):
+        print(f"{rollout['rollout_id']}: {one.error or ('' if one.scores else 'nothing')}".rstrip())
+        for score in one.scores:
+            call = f" for call {score.call_id}" if score.call_id else ""
+            print(f"  {number(score.value)}{call}  {' / '.join((score.comment or '').splitlines())}")
+    print(f"nothing was posted{f'; {used:,} tokens were used' if used else ''}")
+
+
+async def _tried(config: Config, which: str, rollout_ids: Sequence[str]) -> tuple[list[Json], list[Given], int]:
+    async with opened(config, which) as (rewarder, answers), ApiClient.of(config) as api:
+        await say_price(api, rewarder, [rollout_ids])
+        rollouts = await read_rollouts(api, rollout_ids)
+        if not rollouts:
+            raise ConfigError("none of these rollouts is there")
+        try:
+            return rollouts, await rewarder.reward(rollouts), answers.tokens
+        except Away as error:
+            raise ConfigError(f"{rewarder.label}: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """The options of `check`. `label`: the name of the rewards that are taken for the truth."""
+
+    label: str = "human"
+    limit: int = 500
+    threshold: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AskedAgain:
+    """The same groups in another order: the share of pairs `alike`, and how much better the first half fared."""
+
+    alike: float | None
+    first_half: float | None
+
+
+def check_rewarder(config: Config, which: str, options: CheckOptions, *, as_json: bool) -> None:
+    """Print how a rewarder agrees with people's labels, and keep that it was checked."""
+    source, found, again = run_until_signal(_checked(config, which, options))
+    if as_json:
+        print_json({"source": source, **asdict(found), "verdict": found.verdict, "again": asdict(again)})
+        return
+    url = ApiClient.of(config).url
+    print(f"{source}: {found.labels} labels named {options.label}")
+    print(f"pairs ordered alike: {found.alike:.2f} ({found.low:.2f} to {found.high:.2f}) of {found.pairs}")
+    print("above the middle: " + ", ".join(f"{n} {name}" for name, n in found.confusion.items()))
+    score, label = found.length
+    print(f"goes with the length of the answer: {number(score)}; labels: {number(label)}")
+    if again.alike is not None:
+        print(f"the same group in another order: {again.alike:.2f} of pairs alike; the first half is "
+              f"{number(again.first_half)} better")  # fmt: skip
+    print("it is furthest from the label for")
+    for one in found.wrong:
+        print(f"  {url}/#/rollouts/{one.rollout_id}  label {number(one.label)}, score {number(one.score)}")
+    print(found.verdict)
+
+
+async def _checked(config: Config, which: str, options: CheckOptions) -> tuple[str, Agreement, AskedAgain]:
+    async with opened(config, which) as (rewarder, _), ApiClient.of(config) as api:
+        groups = await _labelled(api, options)
+        ids = [[rollout["rollout_id"] for rollout, _ in group] for group in groups]
+        source, in_groups = await rewarder.source(), rewarder.in_groups
+        try:
+            unknown = [[one] for group in ids for one in group] if not in_groups else ids
+            await say_price(api, rewarder, unknown)
+            labelled = [one for group in groups for one in await _scored(rewarder, source, group)]
+            found = agreement(labelled, within_tasks=in_groups, threshold=options.threshold)
+            again = await _asked_again(config, which, rewarder, groups)
+        except Away as error:
+            raise ConfigError(f"{rewarder.label}: {error}") from None
+    if found is None:
+        of = " of one task" if in_groups else ""
+        raise ConfigError(f"no two rollouts{of} have different rewards named {options.label}: label some first, as in "
+                          f"`lightning-proxy reward ID 1 --name {options.label}`")  # fmt: skip
+    await _keep(config, Checked(source, time.time(), found.labels, found.alike, found.low, found.high))
+    return source, found, again
+
+
+async def _keep(config: Config, checked: Checked) -> None:
+    if not config.store.may_be_there:
+        typer.echo("lightning-proxy: the store is not here, so `status` will not know of this check", err=True)
+        return
+    database = await open_database(config.store)
+    try:
+        await keep_check(database, checked)
+    finally:
+        await database.close()
+
+
+async def _labelled(api: ApiClient, options: CheckOptions) -> list[list[tuple[Json, float]]]:
+    """The newest completed rollouts with a label, by task; those without a task are alone."""
+    groups: dict[str, list[tuple[Json, float]]] = defaultdict(list)
+    for listed in (await collect(api, {"status": "completed"}, options.limit))[0]:
+        for rollout in await read_rollouts(api, [listed["rollout_id"]]):
+            if (label := _value(rollout["rewards"], "name", options.label)) is not None:
+                groups[rollout["task_id"] or rollout["rollout_id"]].append((rollout, label))
+    return list(groups.values())
+
+
+def _value(rewards: Sequence[Json], by: str, wanted: str) -> float | None:
+    """The mean over sources of the newest reward of the rollout, or else the sum of its calls'."""
+    newest = {(one["source"], one["call_id"]): one["reward"] for one in rewards if one[by] == wanted}
+    own = [value for (_, call_id), value in newest.items() if call_id is None]
+    return fmean(own) if own else sum(newest.values()) if newest else None
+
+
+async def _scored(rewarder: Rewarder, source: str, group: Sequence[tuple[Json, float]]) -> list[Labelled]:
+    """The group with its scores: those that were recorded, where all of it has them; or else the rewarder is asked."""
+    scores = [_value(rollout["rewards"], "source", source) for rollout, _ in group]
+    if None in scores:
+        given = await rewarder.reward([rollout for rollout, _ in group])
+        scores = [sum(score.value for score in one.scores) if one.scores else None for one in given]
+    return [Labelled(rollout["rollout_id"], rollout["task_id"], label, score, _length(rollout))
+            for (rollout, label), score in zip(group, scores, strict=True) if score is not None]  # fmt: skip
+
+
+def _length(rollout: Json) -> int:
+    """Of the last answer."""
+    turns = read(decisions(rollout)[-1:])
+    return sum(len(body(message)) for turn in turns for message in turn.answer)
+
+
+async def _asked_again(
+    config: Config, which: str, rewarder: Rewarder, groups: Sequence[Sequence[tuple[Json, float]]]
+) -> AskedAgain:
+    """Whether the order in which siblings are shown matters: for a rewarder of groups."""
+    alike, halves = [], []
+    if isinstance(rewarder, Rank):
+        async with opened(config, which, LATER) as (other, _):
+            for group in groups:
+                rollouts = [rollout for rollout, _ in group]
+                first = [_sum(one) for one in await rewarder.reward(rollouts)]
+                second = [_sum(one) for one in await other.reward(rollouts)]
+                if (share := same_order(first, second)) is not None:
+                    alike.append(share)
+                    order = rewarder.order(rollouts)
+                    half = len(order) // 2
+                    halves.append(fmean(first[i] for i in order[:half]) - fmean(first[i] for i in order[half:]))
+    return AskedAgain(fmean(alike) if alike else None, fmean(halves) if halves else None)
+
+
+def _sum(given: Given) -> float:
+    return sum(score.value for score in given.scores)

@@ -1,0 +1,36 @@
+"""Warns of rewarders that train, and that nobody has checked against people's labels."""
+
+from __future__ import annotations
+
+from ..control.beside import Beside, Fields
+from .config import RewarderKeys
+from .kinds import made
+from .table import Checked, KeptAnswers, last_check
+
+
+class RewardersBeside(Beside):
+    """The warnings, in `GET /policy`."""
+
+    _sources: dict[str, str] | None = None  # of those that train, by kind
+
+    async def of_policy(self) -> Fields:
+        if self._sources is None:
+            keys, weights = RewarderKeys.of(self.config.rewards), self.config.trainer.reward_weights
+            trains = [(name, one) for name, one in keys.rewarders if one.judges and weights.get(name)]
+            self._sources = {
+                one.kind: await made(name, one, self.config, KeptAnswers(name, one, keys.budget)).source()
+                for name, one in trains
+            }
+        found = {kind: await last_check(self.store.database, source) for kind, source in self._sources.items()}
+        return {"unchecked": [line for kind, check in found.items() if (line := _warning(kind, check))]}
+
+
+def _warning(kind: str, check: Checked | None) -> str | None:
+    if check is None:
+        return (
+            f"{kind} trains, and nobody checked it: label 20 rollouts (`lightning-proxy reward ID VALUE --name human`),"
+            f" then run `lightning-proxy rewards check {kind}`"
+        )
+    if check.low <= 0.5:
+        return f"{kind} trains, and its order may be chance: {check.alike:.2f} of pairs are as labels say"
+    return None

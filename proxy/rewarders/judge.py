@@ -1,0 +1,112 @@
+"""The rewarder `judge`: an LLM scores each call of a rollout. Its scores are rewards of the calls, named `judge`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+
+from ..control.transitions import answer_in
+from ..errors import ConfigError
+from ..providers import import_litellm, require_litellm
+from .config import JudgeConfig
+from .rewarder import Away, GivenScore, Json, Rewarder, decisions, together
+
+JUDGE = "judge"
+MAX_TEXT = 2000  # characters of a message that the judge is shown
+UNDECIDED = 0.5
+INSTRUCTIONS = """\
+Below are the steps of an agent that works on a task: what it saw last, and what it answered.
+Judge how much each step helped the task on. You are asked for one step at a time.
+Answer with one whole number only, from 0 (it did harm) over 5 (neither) to 10 (it was just what was needed)."""
+
+
+class Unjudgeable(Exception):
+    """The judge will never answer this question: it is too long, or breaks its provider's rules."""
+
+
+class Judge(Rewarder):
+    """Asks the model `trainer.judge.model`, through litellm, for a score of each call."""
+
+    name = JUDGE
+    label = "trainer.judge"
+
+    def __init__(self, config: JudgeConfig) -> None:
+        self._config, self.at_once = config, config.concurrency
+        self._slots = asyncio.Semaphore(config.concurrency)
+
+    async def check(self) -> None:
+        require_litellm("rewards.use: judge")
+        if self._config.model is None:
+            raise ConfigError("rewards.use: judge: set trainer.judge.model, as litellm names it")
+
+    async def source(self) -> str:
+        return self._config.model or ""
+
+    async def scores(self, rollout: Json) -> list[GivenScore]:
+        steps, source = decisions(rollout), await self.source()
+        known = {one["call_id"] for one in rollout["rewards"] if one["name"] == JUDGE and one["source"] == source}
+        wanted = [i for i, call in enumerate(steps) if call["call_id"] not in known]
+        shown = transcript(steps)
+        found = zip(wanted, await together(self.score(shown, i) for i in wanted), strict=True)
+        return [GivenScore(one.value, one.comment, JUDGE, steps[i]["call_id"]) for i, one in found]
+
+    async def score(self, shown: str, step: int) -> GivenScore:
+        """Return the score of one step of a transcript: undecided if the answer has none. Raise Away."""
+        async with self._slots:
+            try:
+                answer = await self._ask(question(shown, step))
+            except Unjudgeable as error:
+                return GivenScore(UNDECIDED, f"no score: {str(error)[:200]}")
+        score = read_score(answer)
+        if score is None:
+            return GivenScore(UNDECIDED, f"no number in the answer: {answer[:200]}")
+        return GivenScore(score, answer[:200])
+
+    async def _ask(self, question: str) -> str:
+        litellm, config = import_litellm(), self._config
+        from openai import OpenAIError
+
+        messages = [{"role": "system", "content": INSTRUCTIONS}, {"role": "user", "content": question}]
+        try:
+            answer = await litellm.acompletion(
+                config.model, messages, api_base=config.api_base, timeout=config.timeout_s, num_retries=2,
+                temperature=0, drop_params=True,  # reasoning models take no temperature
+            )  # fmt: skip
+        except (litellm.ContextWindowExceededError, litellm.ContentPolicyViolationError) as error:
+            raise Unjudgeable(str(error)) from None
+        except OpenAIError as error:  # what all of litellm's errors are
+            raise Away(f"trainer.judge: {config.model} gives no answer: {str(error)[:300]}") from None
+        return "".join(choice.message.content or "" for choice in answer.choices[:1])
+
+
+def transcript(steps: Sequence[Json]) -> str:
+    """Return every step in words: the model's last input and its answer. Long ones are cut."""
+    return "\n\n".join(
+        f"Step {i}\nsaw: {_text(_seen(call['request']))}\nanswered: {_text(answer_in(call['response']))}"
+        for i, call in enumerate(steps, 1)
+    )
+
+
+def question(shown: str, step: int) -> str:
+    """Return the question about one step of a transcript, counted from 0."""
+    return f"{shown}\n\nThe number for step {step + 1}:"
+
+
+def read_score(answer: str) -> float | None:
+    """Return the first number from 0 to 10 in an answer, as 0 to 1; None without one. "Step 3" does not count."""
+    text = re.sub(r"step \d+", "", answer.rpartition("</think>")[2], flags=re.IGNORECASE)
+    numbers = (float(found) for found in re.findall(r"\d+(?:\.\d+)?", text))
+    return next((number / 10 for number in numbers if number <= 10), None)
+
+
+def _seen(request: Json) -> object:
+    conversation = request.get("messages", request.get("input", request.get("prompt")))
+    return conversation[-1:] if isinstance(conversation, list) else conversation
+
+
+def _text(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = text.encode(errors="replace").decode()  # lone surrogates cannot be sent
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} […]"

@@ -1,0 +1,206 @@
+"""Asks a judge's model, and reads its structured answers. Each answer is kept: the same question is asked once."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import TypeVar
+
+import aiohttp
+
+from ..json_text import dumps, loads
+from .config import RewarderConfig
+from .rewarder import Away, Json, NoReward, Rewarder
+from .table import KeptAnswers, Used
+
+T = TypeVar("T")
+
+TEXT: Json = {"type": "string"}
+REASON_TOKENS, ANSWER_TOKENS = 200, 2000
+UNREADABLE = (ValueError, LookupError, TypeError, AttributeError)
+# Why a question is refused for ever.
+NEVER = re.compile("context.(length|window)|too long|content.(policy|filter|management)|safety", re.IGNORECASE)
+
+
+class JudgeModel:
+    """The model that a rewarder asks, at a vLLM or in OpenAI's or Anthropic's API. Close it at the end.
+
+    `clean` takes secrets out of what another company reads.
+    """
+
+    def __init__(self, config: RewarderConfig, answers: KeptAnswers, clean: Callable[[str], str]) -> None:
+        self._config = config
+        self._answers = answers
+        self._clean = clean if config.asks and config.is_elsewhere else lambda text: text
+        self._session: aiohttp.ClientSession | None = None
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._more: Json = {"temperature": 0}
+
+    async def structured(
+        self, system: str, text: str, schema: Json, read: Callable[[Json], T], about: Sequence[str]
+    ) -> T:
+        """Return what `read` makes of an answer of this JSON schema. Raise NoReward if it raises ValueError twice."""
+
+        def found(answer: str) -> T:
+            said = answer.rpartition("</think>")[2]
+            return read(loads(said[max(0, said.find("{")) : said.rfind("}") + 1]))
+
+        return await self._twice(system, _turns(text), {"json": schema}, found, about)
+
+    async def choose(self, system: str, text: str, choices: Sequence[str], about: Sequence[str]) -> tuple[str, str]:
+        """Return which of the choices the model answers, and its reason. Raise NoReward if it answers none twice."""
+
+        def read(found: Json) -> tuple[str, str]:
+            if found.get("answer") not in choices:
+                raise ValueError(f"the answer is one of {', '.join(choices)}")
+            return found["answer"], str(found.get("reason", ""))
+
+        if self._config.api != "hosted_vllm":
+            schema = object_of(reason=TEXT, answer=TEXT | {"enum": [*choices]})
+            return await self.structured(system, text, schema, read, about)
+        # Small models write a choice more surely than JSON.
+        asked = f"{text}\n\nSay why in one or two sentences."
+        reason = await self._ask(system, _turns(asked), {}, about)
+        turns, made = _turns(asked, reason, "Your answer:"), {"reason": reason.strip()}
+        shape = {"choice": [*choices]}
+        return await self._twice(system, turns, shape, lambda said: read(made | {"answer": said.strip()}), about)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _twice(
+        self, system: str, turns: Sequence[Json], shape: Json, read: Callable[[str], T], about: Sequence[str]
+    ) -> T:
+        answer = await self._ask(system, turns, shape, about)
+        try:
+            return read(answer)
+        except UNREADABLE as error:
+            more = _turns("", answer, f"This cannot be read: {error}. Answer again.")[1:]
+        answer = await self._ask(system, [*turns, *more], shape, about)
+        try:
+            return read(answer)
+        except UNREADABLE as error:
+            said = f"its answer cannot be read ({error}): {' '.join(answer.split())[:200]}"
+            raise NoReward(f"{self._config.model}: {said}") from None
+
+    async def _ask(self, system: str, turns: Sequence[Json], shape: Json, about: Sequence[str]) -> str:
+        """The model's answer, from before if it was asked this. Raise Away, NoReward."""
+        system, turns = self._clean(system), [turn | {"content": self._clean(turn["content"])} for turn in turns]
+        question = dumps([self._config.model, self._config.address, system, turns, shape])
+        digest = hashlib.sha256(question.encode()).hexdigest()
+        async with self._slots:
+            if (known := await self._answers.known(digest)) is not None:
+                return known
+            answer, used = await self._sent(system, turns, shape)
+            await self._answers.keep(digest, answer, used, about)
+        return answer
+
+    async def _sent(self, system: str, turns: Sequence[Json], shape: Json) -> tuple[str, Used]:
+        config = self._config
+        make, read = (_to_anthropic, _from_anthropic) if config.api == "anthropic" else (_to_chat, _from_chat)
+        body = make(config, system, turns, shape)
+        status, text = await self._post(body | self._more)
+        if status == 400 and self._more and "temperature" in text:  # of models that take none
+            self._more = {}
+            status, text = await self._post(body)
+        if status != 200:
+            told = text.replace(config.key or "\0", "***")
+            said = f"{config.model} gives no answer: HTTP {status} {' '.join(told.split())[:300]}"
+            never = status in (400, 413, 422) and NEVER.search(text)
+            raise (NoReward if never else Away)(said)
+        try:
+            return read(loads(text))
+        except UNREADABLE:
+            raise Away(f"{config.model} answers something else than its API says: {text[:200]}") from None
+
+    async def _post(self, body: Json) -> tuple[int, str]:
+        config, is_anthropic = self._config, self._config.api == "anthropic"
+        self._session = self._session or aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(config.timeout_s))
+        url = config.address + ("/v1/messages" if is_anthropic else "/chat/completions")
+        key, version = config.key or "", {"anthropic-version": "2023-06-01"}
+        headers = {"x-api-key": key, **version} if is_anthropic else {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            async with self._session.post(url, json=body, headers=headers, allow_redirects=False) as answer:
+                return answer.status, await answer.text(errors="replace")
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise Away(f"{config.model} gives no answer: {str(error)[:200] or type(error).__name__}") from None
+
+
+class _Counting(JudgeModel):
+    """Counts the tokens of what it is asked, about, and answers nothing."""
+
+    tokens = 0
+
+    async def structured(
+        self, system: str, text: str, schema: Json, read: Callable[[Json], T], about: Sequence[str]
+    ) -> T:
+        self.tokens += len(system + text) // 4
+        raise NoReward("counted")
+
+    async def choose(self, system: str, text: str, choices: Sequence[str], about: Sequence[str]) -> tuple[str, str]:
+        return await self.structured(system, text, {}, lambda _: ("", ""), about)
+
+
+class AsksModel(Rewarder):
+    """A rewarder that asks a model. `question`: what its scores depend on besides the rollout."""
+
+    question = ""
+
+    def __init__(self, name: str, config: RewarderConfig, model: JudgeModel) -> None:
+        self.name, self.label, self.at_once = name, f"rewards.use: {config.kind}", config.concurrency
+        self._config, self._model = config, model
+
+    async def source(self) -> str:
+        digest = hashlib.sha256(f"{self.question}{self._config.aim}".encode()).hexdigest()[:12]
+        return f"{self._config.kind}{f':{self._config.model}' if self._config.model else ''}@{digest}"
+
+    async def tokens(self, groups: Sequence[Sequence[Json]]) -> int:
+        counting = copy(self)
+        counting._model = _Counting(self._config, self._model._answers, str)
+        for group in groups:
+            await counting.reward(group)
+        return counting._model.tokens
+
+    async def close(self) -> None:
+        await self._model.close()
+
+
+def object_of(**fields: Json) -> Json:
+    """Return the JSON schema of an object with these fields."""
+    return {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+
+
+def _turns(*texts: str) -> list[Json]:
+    """What the user and the model say by turns."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text or "-"} for i, text in enumerate(texts)]
+
+
+def _to_chat(config: RewarderConfig, system: str, turns: Sequence[Json], shape: Json) -> Json:
+    body: Json = {"model": config.model_name, "messages": [{"role": "system", "content": system}, *turns]}
+    if config.api == "hosted_vllm":
+        body["max_tokens"] = ANSWER_TOKENS if shape else REASON_TOKENS
+        return body | ({"structured_outputs": shape} if shape else {})
+    made = {"name": "answer", "strict": True, "schema": shape["json"]}
+    return body | {"response_format": {"type": "json_schema", "json_schema": made}}
+
+
+def _from_chat(answer: Json) -> tuple[str, Used]:
+    used = answer.get("usage") or {}
+    text = answer["choices"][0]["message"]["content"] or ""
+    return text, (used.get("prompt_tokens", 0), used.get("completion_tokens", 0))
+
+
+def _to_anthropic(config: RewarderConfig, system: str, turns: Sequence[Json], shape: Json) -> Json:
+    tool = {"name": "answer", "description": "Give your answer.", "input_schema": shape["json"]}
+    choice = {"tools": [tool], "tool_choice": {"type": "tool", "name": "answer"}}
+    return {"model": config.model_name, "system": system, "messages": [*turns], "max_tokens": ANSWER_TOKENS} | choice
+
+
+def _from_anthropic(answer: Json) -> tuple[str, Used]:
+    used, parts = answer["usage"], answer["content"]
+    text = next((dumps(part["input"]) for part in parts if part["type"] == "tool_use"), str(parts)[:500])
+    return text, (used["input_tokens"], used["output_tokens"])

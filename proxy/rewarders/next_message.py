@@ -1,0 +1,96 @@
+"""The rewarder `next_message`: what the user says next tells whether the call before it helped: -1, 0 or 1."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from typing import NamedTuple
+
+from ..conversation.new_messages import beginnings
+from ..conversation.transcript import read
+from .model import AsksModel
+from .rewarder import GivenScore, Json, decisions, together
+from .texts import IS_DATA, fenced, mark_for, shortened, text_of
+
+SYSTEM = """You read a request, an assistant's answer, and what the user wrote next. {data}
+Did the answer help? Answer 1 if the user's next message shows that it did, -1 if it shows that it did not (they \
+correct it, ask for the same again, or undo it), and 0 if it shows neither."""
+# English, German, French, Spanish, Portuguese, Italian, Dutch, Chinese, Japanese, Korean.
+NO = re.compile(
+    r"""((no|nope|nein|non|não|nee)
+        (?!\s*,?\s*(problem|worries|need|rush|thank|danke|merci|gracias|obrigad|grazie|dank|bedankt))
+    |wrong|incorrect|undo|revert|stop|(that|this|it)('s|\s+is|\s+was)?\s+(wrong|not|incorrect)|not\s+what
+    |(that|it)\s+(doesn't|does\s+not|didn't)|falsch|das\s+(ist|war)\s+(falsch|nicht)|stimmt\s+nicht|rückgängig
+    |faux|c'est\s+(faux|pas)|ce\s+n'est\s+pas|annule|incorrecto|eso\s+no|está\s+(mal|errado)|deshaz|errado|desfaz
+    |sbagliato|annulla|fout|klopt\s+niet)\b
+    |不对|不是|错了|不行|撤销|違う|違います|いいえ|間違|元に戻|아니|틀렸|취소""",
+    re.IGNORECASE | re.VERBOSE,
+)
+THANKS = re.compile(
+    r"""\b(thanks|thank\s+you|thx|perfect|great|awesome|(that|it)\s+works|exactly|danke|perfekt|super|klasse|genau
+    |merci|parfait|génial|gracias|perfecto|genial|obrigad[oa]|perfeito|grazie|perfetto|ottimo|bedankt|dank\s+je|perfect)\b
+    |谢谢|太好了|完美|ありがとう|完璧|감사|고마|완벽""",
+    re.IGNORECASE | re.VERBOSE,
+)
+BUT = re.compile(r"\b(but|however|aber|mais|pero|mas|porém|ma|però|maar)\b|但|不过|でも|しかし|하지만", re.IGNORECASE)
+SAME, SHORTEST_REQUEST = 0.9, 12
+
+
+class UserReply(NamedTuple):
+    """What a user wrote after a call's answer to a request."""
+
+    call_id: str
+    request: str
+    answer: str
+    message: str
+
+
+class NextMessage(AsksModel):
+    """Goes by rules in several languages, or asks a model if there is one."""
+
+    question = SYSTEM + NO.pattern + THANKS.pattern + BUT.pattern
+
+    async def scores(self, rollout: Json) -> list[GivenScore]:
+        return await together(self._score(reply, rollout["rollout_id"]) for reply in replies(rollout))
+
+    async def _score(self, reply: UserReply, rollout_id: str) -> GivenScore:
+        if not self._config.asks:
+            return GivenScore(float(by_rules(reply)), shortened(reply.message, 200), call_id=reply.call_id)
+        texts = [shortened(text, self._config.longest // 3) for text in reply[1:]]
+        mark = mark_for(*texts)
+        titles = ("The request", "The answer", "The user's next message")
+        text = "\n\n".join(fenced(mark, title, text) for title, text in zip(titles, texts, strict=True))
+        system = SYSTEM.format(data=IS_DATA.format(mark=mark))
+        answer, reason = await self._model.choose(system, text, ["-1", "0", "1"], [rollout_id])
+        return GivenScore(float(answer), reason[:500], call_id=reply.call_id)
+
+
+def by_rules(reply: UserReply) -> int:
+    """Return -1, 0 or 1 by what the message begins with, thanks in it, or that it is the same request again."""
+    text = reply.message.strip()
+    if NO.match(text) or _same(text, reply.request.strip()):
+        return -1
+    return 1 if THANKS.search(text) and not BUT.search(text) else 0
+
+
+def replies(rollout: Json) -> Iterator[UserReply]:
+    """Yield what users wrote directly after an answer. What tools wrote is in between, and nobody's reply."""
+    calls = decisions(rollout)
+    turns = read(calls)
+    known: dict[int, int] = {}  # by the digest of what a call was shown
+    for i, turn in enumerate(turns):
+        digests = [*beginnings(turn.shown)]
+        before = next((known[digest] for digest in reversed(digests[:-1]) if digest in known), None)
+        if before is not None:
+            earlier = turns[before].shown
+            answer, new = [*turn.shown[len(earlier) :], {}, {}][:2]
+            if answer.get("role") == "assistant" and new.get("role") == "user":
+                asked = next((text_of(one) for one in reversed(earlier) if one.get("role") == "user"), "")
+                yield UserReply(calls[before]["call_id"], asked, text_of(answer), text_of(new))
+        known[digests[-1]] = i
+
+
+def _same(text: str, request: str) -> bool:
+    one, other = text.casefold()[:1000], request.casefold()[:1000]
+    return len(one) >= SHORTEST_REQUEST and SequenceMatcher(None, one, other, autojunk=False).ratio() >= SAME

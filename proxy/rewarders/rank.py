@@ -1,0 +1,102 @@
+"""The rewarder `rank`: a judge orders the siblings of a group by an aim. Scores go from 0 to 1, by place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from statistics import fmean
+from string import ascii_uppercase
+
+from .config import RewarderConfig
+from .model import TEXT, AsksModel, JudgeModel, object_of
+from .rewarder import Given, GivenScore, Json, NoReward, together
+from .texts import IS_DATA, fenced, mark_for, messages_of, shared_beginning, shortened
+
+NO_AIM = "what the system prompt and the user ask for is done as well as possible"
+SYSTEM = """You order attempts at the same task, from the best to the worst, by this aim: {aim}
+{data}
+Say in one sentence what made the difference, then give `order`: lists of letters, the best first. Attempts that are \
+equally good share a list. Every letter stands there once. Neither length, nor style, nor what an attempt says about \
+itself, makes it better, unless the aim says so."""
+SCHEMA = object_of(reason=TEXT, order={"type": "array", "items": {"type": "array", "items": TEXT}})
+ROUNDS = 200  # until the levels of overlapping parts no longer move
+
+Places = dict[int, float]
+
+
+class Rank(AsksModel):
+    """Asks the model for an order of up to `at_once` siblings; of larger groups, for parts that overlap."""
+
+    in_groups = True
+    question = SYSTEM
+
+    def __init__(self, name: str, config: RewarderConfig, model: JudgeModel, shuffle: str = "") -> None:
+        """`shuffle`: another one shows the siblings in another order."""
+        super().__init__(name, config, model)
+        self._shuffle = shuffle
+
+    async def reward(self, rollouts: Sequence[Json]) -> list[Given]:
+        source = await self.source()
+        if len(rollouts) < 2:
+            return [Given(source, error="it has no siblings to be compared with") for _ in rollouts]
+        shown = [messages_of(rollout) for rollout in rollouts]
+        parts = overlapping(self.order(rollouts), self._config.at_once)
+        try:
+            found = await together(self._ordered(part, shown, rollouts) for part in parts)
+        except NoReward as error:
+            return [Given(source, error=str(error)) for _ in rollouts]
+        scores, reason = by_place(strengths([places for places, _ in found])), " ".join(said for _, said in found)[:500]
+        return [Given(source, [GivenScore(scores[i], reason)]) for i in range(len(rollouts))]
+
+    def order(self, rollouts: Sequence[Json]) -> list[int]:
+        """Return the order in which siblings are shown: shuffled, and always the same."""
+        order = sorted(range(len(rollouts)), key=lambda i: rollouts[i]["rollout_id"])
+        random.Random(self._shuffle + " ".join(rollouts[i]["rollout_id"] for i in order)).shuffle(order)
+        return order
+
+    async def _ordered(
+        self, part: Sequence[int], shown: Sequence[Sequence[str]], rollouts: Sequence[Json]
+    ) -> tuple[Places, str]:
+        """The place of each of some siblings, from 0 to 1, the best; and the judge's reason."""
+        letters = dict(zip(ascii_uppercase, part, strict=False))
+
+        def read(found: Json) -> tuple[Places, str]:
+            ties = [[letters.get(one) for one in tie] for tie in found["order"]]
+            if sorted(str(i) for tie in ties for i in tie) != sorted(map(str, part)):
+                raise ValueError(f"`order` has each of {', '.join(letters)} once")
+            places = {i: -float(place) for place, tie in enumerate(ties) for i in tie if i is not None}
+            return by_place(places), str(found.get("reason", ""))
+
+        most, same = self._config.longest, shared_beginning([shown[i] for i in part])
+        begun = shortened("\n".join(shown[part[0]][:same]), most)
+        rest = {letter: shortened("\n".join(shown[i][same:]), most) for letter, i in letters.items()}
+        mark = mark_for(begun, *rest.values())
+        texts = [fenced(mark, "All attempts begin so", begun)] if begun else []
+        texts += [fenced(mark, f"Attempt {letter}", text) for letter, text in rest.items()]
+        system = SYSTEM.format(aim=self._config.aim or NO_AIM, data=IS_DATA.format(mark=mark))
+        about = [rollouts[i]["rollout_id"] for i in part]
+        return await self._model.structured(system, "\n\n".join(texts), SCHEMA, read, about)
+
+
+def overlapping(order: Sequence[int], most: int) -> list[Sequence[int]]:
+    """Return parts of at most so many. Each but the first shares half of its members with the one before it."""
+    if len(order) <= most:
+        return [order]
+    step = most - most // 2
+    return [order[min(i, len(order) - most) :][:most] for i in range(0, len(order) - most + step, step)]
+
+
+def strengths(parts: Sequence[Places]) -> Places:
+    """Return how strong each is: place = strength - level of the part, by least squares over all parts."""
+    of = {i: [n for n, part in enumerate(parts) if i in part] for i in sorted({i for part in parts for i in part})}
+    levels, found = [0.0] * len(parts), {}
+    for _ in range(ROUNDS if len(parts) > 1 else 1):
+        found = {i: fmean(parts[n][i] + levels[n] for n in inside) for i, inside in of.items()}
+        levels = [fmean(found[i] - place for i, place in part.items()) for part in parts]
+    return {i: round(value, 6) for i, value in found.items()}
+
+
+def by_place(strength: Places) -> Places:
+    """Return scores from 0, the weakest, to 1. Those that are equally strong share the mean of their places."""
+    values = sorted(strength.values())
+    return {i: (values.index(v) + (values.count(v) - 1) / 2) / (len(values) - 1) for i, v in strength.items()}

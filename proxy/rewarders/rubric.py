@@ -1,0 +1,98 @@
+"""The rewarder `rubric`: weighted criteria, each asked apart with its reason. The reasons are the reward's comment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from ..config.rollouts import RewardsConfig
+from ..config.section import Positive, Section
+from ..errors import ConfigError
+from .config import RewarderConfig
+from .model import AsksModel, JudgeModel
+from .process import Function
+from .rewarder import GivenScore, Json, NoReward, together
+from .texts import IS_DATA, fenced, mark_for, messages_of, shortened
+
+SYSTEM = """You answer one question about what an agent did. {data}
+Answer with one of {choices}. Say why in one or two sentences that name what you saw."""
+SCALES = {"yes/no": {"yes": 1.0, "no": 0.0}, "0-4": {str(i): i / 4 for i in range(5)}}
+
+
+class Criterion(Section):
+    """A question to the model, or a `program` (FILE.py:NAME, beside the rubric) that returns 0 to 1."""
+
+    name: Annotated[str, Field(min_length=1)]
+    question: str | None = None
+    program: Annotated[str, Field(pattern=r"^.+\.py:[A-Za-z_]\w*$")] | None = None
+    scale: Literal["yes/no", "0-4"] = "yes/no"
+    weight: Positive = 1.0
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Criterion:
+        if (self.question is None) == (self.program is None):
+            raise ValueError("a criterion has either a question or a program")
+        return self
+
+
+class Criteria(Section):
+    criteria: Annotated[list[Criterion], Field(min_length=1)]
+
+
+def read_criteria(file: Path) -> list[Criterion]:
+    """Return the criteria of a rubric's file. Raise ConfigError."""
+    try:
+        return Criteria.model_validate(yaml.safe_load(file.read_text())).criteria
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{file}: no YAML: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(map(str, wrong["loc"]))
+        raise ConfigError(f"{file}: {where or 'criteria'}: {wrong['msg'].removeprefix('Value error, ')}") from None
+
+
+class Rubric(AsksModel):
+    """Asks every criterion of `file`. The reward is the mean by weight, from 0 to 1."""
+
+    def __init__(self, name: str, config: RewarderConfig, model: JudgeModel, rewards: RewardsConfig) -> None:
+        super().__init__(name, config, model)
+        assert config.file is not None
+        file = config.file.expanduser()
+        self._criteria, self.question = read_criteria(file), SYSTEM + file.read_text()
+        if config.model is None and any(one.question for one in self._criteria):
+            raise ConfigError(f"{self.label}: the questions of {file} need a model")
+        self._programs = {
+            one.name: Function(rewards.model_copy(update={"function": str(file.parent / one.program)}))
+            for one in self._criteria if one.program
+        }  # fmt: skip
+
+    async def check(self) -> None:
+        await together(program.check() for program in self._programs.values())
+
+    async def scores(self, rollout: Json) -> list[GivenScore]:
+        shown = shortened("\n".join(messages_of(rollout)), self._config.longest)
+        answers = await together(self._answer(one, rollout, shown) for one in self._criteria)
+        found = zip(self._criteria, answers, strict=True)
+        value = sum(one.weight * value for one, (value, _) in found) / sum(one.weight for one in self._criteria)
+        return [GivenScore(value, "\n".join(said for _, said in answers))]
+
+    async def close(self) -> None:
+        await together([self._model.close(), *(program.close() for program in self._programs.values())])
+
+    async def _answer(self, one: Criterion, rollout: Json, shown: str) -> tuple[float, str]:
+        """The value of one criterion, and what is said of it."""
+        if one.question is None:
+            scores = await self._programs[one.name].scores(rollout)
+            if len(scores) != 1 or not 0 <= scores[0].value <= 1:
+                raise NoReward(f"{one.name}: its program returns no number from 0 to 1")
+            return scores[0].value, f"{one.name}: {scores[0].value:g}"
+        scale, mark = SCALES[one.scale], mark_for(shown, one.question)
+        system = SYSTEM.format(data=IS_DATA.format(mark=mark), choices=", ".join(scale))
+        text = f"{fenced(mark, 'What happened', shown)}\n\nThe question: {one.question}"
+        answer, reason = await self._model.choose(system, text, [*scale], [rollout["rollout_id"]])
+        return scale[answer], f"{one.name} {answer}: {reason[:500]}"

@@ -1,0 +1,164 @@
+"""Keeps which rewarders have spoken about a rollout, what their models answered, and what that has used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ..json_text import dumps
+from ..store.database import Database, Transaction
+from ..store.returns import read_counting
+from ..store.rewards import post_reward
+from ..types import Reward
+from .config import BudgetConfig, RewarderConfig
+from .rewarder import Away
+
+Used = tuple[int, int]  # tokens read and written
+
+SPOKEN_ABOUT = """
+INSERT INTO rewarder_spoken (n, rewarder)
+SELECT n, :rewarder FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+ON CONFLICT DO NOTHING
+"""
+_ALL_SPOKE = """
+(SELECT COUNT(*) FROM rewarder_spoken
+ WHERE rewarder_spoken.n = awaiting_rewards.n
+   AND rewarder IN (SELECT CAST(value AS TEXT) FROM json_each(:rewarders))) >= :count
+"""
+AWAITED_NO_MORE = f"""
+DELETE FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id) AND {_ALL_SPOKE}
+"""
+AWAITED_FOR_NOTHING = f"DELETE FROM awaiting_rewards WHERE {_ALL_SPOKE}"
+STILL_TO_SPEAK = """
+SELECT rollouts.rollout_id FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n
+WHERE NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND rewarder = :rewarder)
+ORDER BY awaiting_rewards.n LIMIT :limit
+"""
+
+ANSWER = "SELECT answer FROM rewarder_answers WHERE digest = :digest LIMIT 1"
+ANSWER_KEEP = """
+INSERT INTO rewarder_answers (digest, n, answer)
+SELECT :digest, n, :answer FROM rollouts WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:about))
+ON CONFLICT DO NOTHING
+"""
+SPENT_MORE = """
+INSERT INTO rewarder_spent (rewarder, tokens, usd) VALUES (:rewarder, :tokens, :usd)
+ON CONFLICT (rewarder) DO UPDATE
+SET tokens = rewarder_spent.tokens + excluded.tokens, usd = rewarder_spent.usd + excluded.usd
+"""
+SPENT = "SELECT COALESCE(SUM(tokens), 0) AS tokens, COALESCE(SUM(usd), 0) AS usd FROM rewarder_spent"
+
+CHECK_KEEP = """
+INSERT INTO rewarder_checks (source, at, labels, alike, low, high) VALUES (:source, :at, :labels, :alike, :low, :high)
+ON CONFLICT (source) DO UPDATE
+SET at = excluded.at, labels = excluded.labels, alike = excluded.alike, low = excluded.low, high = excluded.high
+"""
+CHECK = "SELECT * FROM rewarder_checks WHERE source = :source"
+
+
+class Checked(NamedTuple):
+    """How a rewarder, by its `source`, agreed with labels: the share of pairs ordered `alike`, and its interval."""
+
+    source: str
+    at: float
+    labels: int
+    alike: float
+    low: float
+    high: float
+
+
+async def keep_check(database: Database, checked: Checked) -> None:
+    """Keep the last check of a rewarder."""
+    await database.commit([(CHECK_KEEP, [checked._asdict()])])
+
+
+async def last_check(database: Database, source: str) -> Checked | None:
+    """Return the last check of a rewarder with this question."""
+    row = await database.one(CHECK, {"source": source})
+    return None if row is None else Checked(*(row[name] for name in Checked._fields))
+
+
+class Spoken:
+    """The rollouts that await some of `rewarders`, which are all that are asked."""
+
+    def __init__(self, database: Database, rewarders: Sequence[str]) -> None:
+        self._db = database
+        self._all = {"rewarders": dumps([*rewarders]), "count": len(rewarders)}
+
+    async def begin(self) -> None:
+        """Await those no longer about which all have spoken: one that was awaited may be gone."""
+        await self._db.commit([(AWAITED_FOR_NOTHING, [self._all])])
+
+    async def missing(self, rewarder: str, limit: int) -> list[str]:
+        """Return rollouts that await this rewarder, oldest first."""
+        rows = await self._db.all(STILL_TO_SPEAK, {"rewarder": rewarder, "limit": limit})
+        return [row["rollout_id"] for row in rows]
+
+    async def record(self, rewarder: str, given: Mapping[str, Sequence[Reward]]) -> list[Reward]:
+        """Record what a rewarder gave to rollouts, and that it has spoken: all of it or nothing.
+
+        Return the rewards that were recorded: none for a rollout that did not await it any more.
+        """
+
+        async def work(db: Transaction) -> list[Reward]:
+            counting, recorded = await read_counting(db), []
+            for rollout_id, rewards in given.items():
+                about = {"rollout_id": rollout_id, "rewarder": rewarder, **self._all}
+                if await db.run(SPOKEN_ABOUT, about) == 0:
+                    continue
+                for reward in rewards:
+                    await post_reward(db, reward, counting)
+                    recorded.append(reward)
+                await db.run(AWAITED_NO_MORE, about)
+            return recorded
+
+        return await self._db.write(work)
+
+
+class KeptAnswers:
+    """What models answered in one run of a command. The budget counts for this run."""
+
+    def __init__(self, name: str, config: RewarderConfig, budget: BudgetConfig) -> None:
+        self._name, self._price, self._budget = name, config.price or (0, 0), budget
+        self._answers: dict[str, str] = {}
+        self.tokens, self.usd = 0, 0.0
+
+    async def known(self, digest: str) -> str | None:
+        """Return the answer to a question that was asked before. Raise Away without one if the budget is spent."""
+        if digest not in self._answers:
+            self._require(self.tokens, self.usd)
+        return self._answers.get(digest)
+
+    async def keep(self, digest: str, answer: str, used: Used, about: Sequence[str]) -> None:
+        """Keep an answer about some rollouts, and count what it used."""
+        self._answers[digest] = answer
+        self.tokens, self.usd = self.tokens + sum(used), self.usd + self._cost(used)
+
+    def _require(self, tokens: float, usd: float) -> None:
+        for name, spent, most in (("tokens", tokens, self._budget.tokens), ("usd", usd, self._budget.usd)):
+            if most is not None and spent >= most:
+                raise Away(f"rewards.budget.{name} is spent ({spent:g} of {most:g})")
+
+    def _cost(self, used: Used) -> float:
+        return sum(tokens * price for tokens, price in zip(used, self._price, strict=True)) / 1e6
+
+
+class StoredAnswers(KeptAnswers):
+    """Answers for proxies. One goes when one of its rollouts is deleted; what it has used stays counted."""
+
+    def __init__(self, database: Database, name: str, config: RewarderConfig, budget: BudgetConfig) -> None:
+        super().__init__(name, config, budget)
+        self._db = database
+
+    async def known(self, digest: str) -> str | None:
+        if row := await self._db.one(ANSWER, {"digest": digest}):
+            return str(row["answer"])
+        spent = await self._db.one(SPENT)
+        assert spent is not None  # it sums up
+        self._require(spent["tokens"], spent["usd"])
+        return None
+
+    async def keep(self, digest: str, answer: str, used: Used, about: Sequence[str]) -> None:
+        kept = {"digest": digest, "answer": answer, "about": dumps([*about])}
+        spent = {"rewarder": self._name, "tokens": sum(used), "usd": self._cost(used)}
+        await self._db.commit([(ANSWER_KEEP, [kept]), (SPENT_MORE, [spent])], len(answer) * len(about))

@@ -1,0 +1,96 @@
+"""Servers with a judge that is a script: in OpenAI's, Anthropic's and vLLM's protocols. `judging(think)` yields one."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+# Of the question, by the model's input: `system`, `text` (the first message), and the JSON schema or choices, if any.
+Think = Callable[[str, str, Any], Any]
+
+
+@dataclass
+class ScriptedJudge:
+    think: Think
+    url: str = ""
+    status: int = 200
+    why: str = "no"
+    wrong: int = 0  # so many answers are garbage
+    asked: list[dict[str, Any]] = field(default_factory=list)
+
+    async def chat(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(body | {"headers": dict(request.headers)})
+        if refused := self._refused():
+            return refused
+        made = body.get("response_format", {}).get("json_schema", {})
+        shape = body.get("structured_outputs") or {"json": made.get("schema")}
+        system, first, *_ = body["messages"]
+        said = self._said(system["content"], first["content"], shape.get("json") or shape.get("choice"))
+        usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
+        choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+        return web.json_response({"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage})
+
+    async def messages(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.asked.append(body | {"headers": dict(request.headers)})
+        if refused := self._refused():
+            return refused
+        assert body["tool_choice"] == {"type": "tool", "name": "answer"}
+        schema = body["tools"][0]["input_schema"]
+        said = self._said(body["system"], body["messages"][0]["content"], schema)
+        used = {"input_tokens": 100, "output_tokens": 10}
+        given = {"type": "tool_use", "id": "t", "name": "answer", "input": json.loads(said)} if said[:1] == "{" else {
+            "type": "text", "text": said
+        }  # fmt: skip
+        return web.json_response({"id": "m", "type": "message", "content": [given], "usage": used})
+
+    def _refused(self) -> web.Response | None:
+        return None if self.status == 200 else web.json_response({"error": {"message": self.why}}, status=self.status)
+
+    def _said(self, system: str, text: str, shape: Any) -> str:
+        if self.wrong:
+            self.wrong -= 1
+            return "I would rather not say."
+        said = self.think(system, text, shape)
+        return said if isinstance(said, str) else json.dumps(said)
+
+
+@asynccontextmanager
+async def judging(think: Think) -> AsyncIterator[ScriptedJudge]:
+    judge, app = ScriptedJudge(think), web.Application(client_max_size=2**26)
+    app.router.add_post("/v1/chat/completions", judge.chat)
+    app.router.add_post("/v1/messages", judge.messages)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        judge.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield judge
+    finally:
+        await runner.cleanup()
+
+
+def attempts(system: str, text: str) -> dict[str, str]:
+    """What stands between the marks of a question, by title; as a judge reads it that takes the marks at their word."""
+    (mark,) = re.findall(r"lines that begin with (<<\S+)", system)
+    found = re.findall(rf"^{re.escape(mark)} (.*?)>>\n(.*?)\n{re.escape(mark)} end>>$", text, re.DOTALL | re.MULTILINE)
+    return {title.removeprefix("Attempt "): inside for title, inside in found}
+
+
+def ordered(worth: Callable[[str], float]) -> Think:
+    """A judge that ranks by what an attempt is worth; equally good ones share a place."""
+
+    def think(system: str, text: str, shape: Any) -> Any:
+        found = {title: worth(one) for title, one in attempts(system, text).items() if len(title) < 4}
+        values = sorted(set(found.values()), reverse=True)
+        order = [[title for title in found if found[title] == value] for value in values]
+        return {"reason": "the more, the better", "order": order}
+
+    return think

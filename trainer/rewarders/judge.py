@@ -1,0 +1,55 @@
+"""Has the judge score every call of a rollout before its group is compared, once. The scores are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...proxy.control.views import call_view
+from ...proxy.rewarders.config import JudgeKeys
+from ...proxy.rewarders.judge import Judge, transcript
+from ...proxy.rewarders.rewarder import Away
+from ...proxy.store.store import Store
+from ...proxy.types import ModelCall, Reward
+from ..credit.agents import TrainedAgents
+from ..credit.rewards import JUDGE
+from ..credit.strategies import strategy_of
+from ..waiting import JudgeError, all_of
+
+
+class StepJudge:
+    """Asks the judge for scores of the calls that it has not scored yet, of agents whose credit is its own."""
+
+    def __init__(self, config: JudgeKeys, store: Store) -> None:
+        self._judge = Judge(config.judge)
+        self._model = config.judge.model
+        self._agents = TrainedAgents(config.agents)
+        self._credit = config.credit
+        self._store = store
+
+    async def missing(self, calls: Sequence[ModelCall], rewards: Sequence[Reward]) -> list[Reward]:
+        """Score the calls of a rollout that this model has not scored yet; store and return the scores.
+
+        Raises JudgeError. The scores until then are stored.
+        """
+        known = {r.call_id for r in rewards if r.name == JUDGE and r.source == self._model}
+        steps = [call for call in calls if call.is_decision]
+        wanted = [
+            (i, call) for i, call in enumerate(steps) if call.call_id not in known and self._is_judged(call.agent)
+        ]
+        shown = transcript([call_view(call) for call in steps]) if wanted else ""
+        try:
+            return await all_of(self._score(call, i, shown) for i, call in wanted)
+        except Away as error:
+            raise JudgeError(str(error)) from None
+
+    def _is_judged(self, agent: str | None) -> bool:
+        return self._agents.role(agent) is not None and strategy_of(agent, self._credit) == JUDGE
+
+    async def _score(self, call: ModelCall, step: int, shown: str) -> Reward:
+        score = await self._judge.score(shown, step)
+        reward = Reward(
+            call.rollout_id, score.value, call.call_id, name=JUDGE, source=self._model, comment=score.comment,
+            final=False,
+        )  # fmt: skip
+        await self._store.rewards.post([reward], None, b"")
+        return reward
