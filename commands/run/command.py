@@ -87,8 +87,9 @@ def run_command(config: Config, request: RunRequest) -> None:
 
 
 def score_timeout_s(config: Config) -> float | None:
-    """Return how long to wait for the proxy's reward function, which also starts in that time; None without one."""
-    return config.rewards.timeout_s + START_S if config.rewards.function is not None else None
+    """Return how long to wait for the proxy's rewarders, which also start in that time; None without any."""
+    longest = config.rewards.longest_wait_s
+    return None if longest is None else longest + START_S
 
 
 def logs_directory(path: Path | None) -> Path | None:

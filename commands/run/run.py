@@ -116,7 +116,7 @@ class TaskRun:
             try:
                 async with contextlib.aclosing(jobs), asyncio.TaskGroup() as workers:
                     for _ in range(self._options.concurrency):
-                        workers.create_task(self._work(jobs, turn, logs))
+                        workers.create_task(self._work(jobs, turn, logs, workers))
             except* LightningError as errors:
                 raise errors.exceptions[0] from None
             finally:
@@ -144,21 +144,30 @@ class TaskRun:
         self._refill.opened(task, rollout_ids)
         return [Job(task, rollout) for rollout in group]
 
-    async def _work(self, jobs: AsyncGenerator[Job, None], turn: asyncio.Lock, logs: Path) -> None:
+    async def _work(
+        self, jobs: AsyncGenerator[Job, None], turn: asyncio.Lock, logs: Path, workers: asyncio.TaskGroup
+    ) -> None:
         while True:
             async with turn:
                 job = await anext(jobs, None)
             if job is None:
                 return
-            result = await self._run_one(job, logs)
-            del self._opened[result.rollout_id]
-            self._journal.ended(result.rollout_id)
-            self._gate.ended(result.rollout_id)
-            self._refill.ended(result.rollout_id, result.reward, failed=result.failed)
-            self._results.append(result)
-            self._on_result(result)
+            ended = self._conclude(*await self._run_one(job, logs))
+            if self._options.score_timeout_s is None:
+                await ended
+            else:  # its reward may wait for siblings that are still to begin
+                workers.create_task(ended)
 
-    async def _run_one(self, job: Job, logs: Path) -> RolloutResult:
+    async def _conclude(self, job: Job, code: int, reason: str | None, restarts: int) -> None:
+        result = await self._ended(job, code, reason, restarts)
+        del self._opened[result.rollout_id]
+        self._journal.ended(result.rollout_id)
+        self._gate.ended(result.rollout_id)
+        self._refill.ended(result.rollout_id, result.reward, failed=result.failed)
+        self._results.append(result)
+        self._on_result(result)
+
+    async def _run_one(self, job: Job, logs: Path) -> tuple[Job, int, str | None, int]:
         """Run the program until it ends. If its machine goes away, begin anew in another rollout."""
         lost: list[str] = []
         while True:
@@ -184,7 +193,7 @@ class TaskRun:
                 await self._end(earlier, "discarded", "its machine went away; the task was begun anew")
                 del self._opened[earlier]
                 self._journal.ended(earlier)
-            return await self._ended(job, code, reason, len(lost))
+            return job, code, reason, len(lost)
 
     async def _replaced(self, job: Job) -> Job:
         """Return the same task with a new rollout: the old one has calls of a run that never ended."""

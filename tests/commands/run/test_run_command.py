@@ -19,6 +19,7 @@ from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.commands.run.tasks import Task
 from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
 from lightning_proxy.proxy.types import Reward, RolloutName
+from support.judging import judging, ordered
 from support.sections import TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -36,16 +37,31 @@ async def test_a_task_has_as_many_siblings_as_the_trainer_compares(
     assert (code, json.loads(out)["rollouts"]) == (0, opened), err
 
 
+CALLS = """
+import json, os, urllib.request
+body = {'model': 'policy', 'messages': [{'role': 'user', 'content': 'hi'}]}
+headers = {'Content-Type': 'application/json', 'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}
+url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+"""
+
+
+async def test_siblings_that_wait_for_each_others_judge_need_not_run_at_once(running: Running, tmp_path: Path) -> None:
+    tasks, agent = tmp_path / "tasks.jsonl", tmp_path / "agent.py"
+    tasks.write_text('{"task_id": "t1"}\n')
+    agent.write_text(CALLS)
+    async with judging(ordered(lambda text: 1.0)) as judge:
+        use = {"kind": "rank", "model": "openai/m", "api_base": f"{judge.url}/v1"}
+        async with running(tmp_path, rewards={"use": [use]}) as system:
+            options = ("--tasks", tasks, "--group-size", "3", "--concurrency", "1", "--json")
+            code, out, err = await system.lightning("run", *options, "--", sys.executable, agent)
+            assert (code, json.loads(out)["mean_reward"], json.loads(out)["without_reward"]) == (0, 0.5, 0), err
+
+
 async def test_runs_are_ended_and_rewarded_by_the_proxys_reward_function(running: Running, tmp_path: Path) -> None:
     tasks, agent, scoring = tmp_path / "tasks.jsonl", tmp_path / "agent.py", tmp_path / "scoring.py"
     tasks.write_text('{"task_id": "t1"}\n')
-    agent.write_text(
-        "import json, os, urllib.request\n"
-        "body = {'model': 'policy', 'messages': [{'role': 'user', 'content': 'hi'}]}\n"
-        "headers = {'Content-Type': 'application/json', 'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
-        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
-        "urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()\n"
-    )
+    agent.write_text(CALLS)
     scoring.write_text("def reward(rollout):\n    return 0.5 if rollout['calls'] else None\n")
     async with running(tmp_path, rewards={"function": f"{scoring}:reward"}) as system:
         options = ("--tasks", tasks, "--group-size", "2", "--json")
