@@ -1,0 +1,49 @@
+"""The judge of the benchmark orders sums by what they are worth, as far as it is told to agree with that."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy.rewarders.config import RewarderConfig
+from lightning_proxy.proxy.rewarders.model import JudgeModel
+from lightning_proxy.proxy.rewarders.rank import Rank
+from support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from ranking_judge import alike, answer, judged
+
+
+class Scripted(JudgeModel):
+    """Asks the benchmark's judge without HTTP."""
+
+    def __init__(self) -> None:
+        self._config = RewarderConfig(kind="rank", model="openai/script")
+
+    async def structured(self, system: str, text: str, schema: Any, read: Any, about: Any) -> Any:
+        return read(answer(system, text, 1.0))
+
+
+def sum_of(n: int, said: str) -> dict[str, Any]:
+    request = {"messages": [{"role": "user", "content": "What is 3+4? Answer with just the number."}]}
+    response = {"choices": [{"message": {"role": "assistant", "content": said}}]}
+    call = {"call_id": "c", "status": "ok", "superseded_by": None, "request": request, "response": response}
+    return {"rollout_id": f"r{n}", "calls": [call], "rewards": []}
+
+
+async def test_a_judge_that_agrees_ranks_by_the_agents_own_reward() -> None:
+    rewarder = Rank("order", RewarderConfig(kind="rank", model="openai/script"), Scripted())
+    given = await rewarder.reward([sum_of(n, said) for n, said in enumerate(["7", "none", "It is 7", "6", "2"])])
+    assert [one.scores[0].value for one in given] == [1.0, 0.0, 0.25, 0.75, 0.5]
+
+
+@pytest.mark.parametrize("wanted", [0.6, 0.8, 0.95])
+def test_its_agreement_is_as_it_was_told(wanted: float) -> None:
+    drawn = random.Random(1)
+    truths = [[drawn.choice([0.0, 0.1, 0.25, 0.4, 0.5, 1.0]) for _ in range(8)] for _ in range(50)]
+    found = [alike(truth, judged(truth, wanted, str(n))) for n, truth in enumerate(truths)]
+    assert abs(sum(found) / len(found) - wanted) < 0.05
