@@ -1,0 +1,54 @@
+"""An example agent of Agent Lightning 1.0 runs as it is published: docs/from-agent-lightning.md."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+
+import pytest
+from pyarrow import Table, parquet
+
+from lightning_proxy.commands.api_client import ApiClient
+from lightning_proxy.commands.run.programs import ProcessRunner
+from lightning_proxy.commands.run.run import RunOptions, run_tasks
+from lightning_proxy.commands.run.tasks import read_tasks
+from support.environments import ENVIRONMENTS
+from support.scripted import CHAT, scripted
+
+RELEASE = "agentlightning-1.0.2"
+AGENT = "examples.gsm8k.gsm8k_agent.ChatAgent"
+
+pytestmark = pytest.mark.timeout(900)  # on a machine that has to bring the package first
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Path:
+    """Its source, which alone has the examples. It wants a newer Python than they do."""
+    archive = ENVIRONMENTS / f"{RELEASE}.tar.gz"
+    if not archive.exists():
+        venv.create(tmp_path / "pip", with_pip=True)
+        options = ["--no-deps", "--ignore-requires-python", "--no-binary", "agentlightning", "--dest", archive.parent]
+        pip = [tmp_path / "pip/bin/python", "-m", "pip", "download", "--quiet", *options]
+        subprocess.run([*pip, RELEASE.replace("-", "==")], check=True)
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    return tmp_path / RELEASE
+
+
+async def test_its_example_runs_and_is_rewarded(release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(release))
+    rows = [{"question": "1 + 1?", "answer": "so\n#### 2"}, {"question": "1 + 2?", "answer": "#### 3"}]
+    parquet.write_table(Table.from_pylist(rows), tmp_path / "train.parquet")
+    agent = [sys.executable, "-m", "lightning_proxy.client.agl.agent", AGENT]
+    runner = ProcessRunner([*agent, "QUESTION=input.question", "ANSWER=input.answer"])
+    async with scripted(tmp_path) as (proxy,):
+        await proxy.ask(CHAT, {"messages": []}, {"role": "assistant", "content": "### ANSWER: 2 ###"})
+        async with ApiClient(proxy.url) as api:
+            results = await run_tasks(api, read_tasks(tmp_path / "train.parquet"), runner, RunOptions(concurrency=2))
+            rollouts = [await api.rollout(result.rollout_id) for result in results]
+    assert [(result.reason, result.calls) for result in results] == [(None, 1)] * 2
+    assert sorted(rollout["reward"] for rollout in rollouts) == [0, 1]
+    assert {rollout["status"] for rollout in rollouts} == {"completed"}
