@@ -55,7 +55,7 @@ You want to combine a loss, a level of importance ratios, a credit and a baselin
 trainer: {credit: discounted, baseline: rloo, loss_type: dapo, importance_level: sequence}
 ```
 
-Every credit goes with every baseline (`rae` uses none), and both with every loss, which sees advantages alone.
+Every credit goes with every baseline, and both with every loss, which sees advantages alone.
 Hints and a teacher need `importance_level: token`, or `loss_type: cispo`.
 
 Tests run every credit with every baseline, and every loss at every level.

@@ -20,6 +20,12 @@ def test_each_algorithm_is_one_file_of_at_most_60_lines_that_the_configuration_n
         assert len(path.read_text().splitlines()) <= 60 and load("trainer", name).__doc__
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_documents_say_what_each_algorithm_is_for(name: str) -> None:
+    for page in ("credit", "settings"):
+        assert f"`{name}`" in (ROOT / "docs" / f"{page}.md").read_text()
+
+
 @pytest.mark.parametrize("kind", sorted(AlgorithmKeys.names))
 def test_an_unknown_name_is_refused_with_those_there_are(kind: str) -> None:
     with pytest.raises(ValidationError) as refused:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from lightning_proxy.proxy.config.trainer import LossType
 from lightning_proxy.proxy.returns import Rules
-from lightning_proxy.proxy.types import Reward
+from lightning_proxy.proxy.types import Choice, Reward
 from lightning_proxy.trainer.step.losses import policy_loss
 from lightning_proxy.trainer.step.own_loss import own_loss
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
@@ -24,7 +24,10 @@ REFUSED = {("vespo", "sequence"), ("luspo", "token"), *((name, "sequence") for n
 
 
 def rollout(when: float, *rewards: float) -> Sibling:
-    calls = [call(str(i), "ab"[i % 2], prompt=(i,), started_at=when + i) for i in range(len(rewards))]
+    answers = [(Choice(0, (i,) * (i + 1)),) for i in range(len(rewards))]
+    calls = [
+        call(str(i), "ab"[i % 2], prompt=(i,), started_at=when + i, choices=answer) for i, answer in enumerate(answers)
+    ]
     posted = [Reward("r", value, str(i)) for i, value in enumerate(rewards)]
     return Sibling(calls, RolloutRewards.counted(posted, Rules({"reward": 1.0})))
 
