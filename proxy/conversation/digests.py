@@ -103,10 +103,11 @@ def identified(caller: str, mark: str) -> bytes:
     return digest(caller, "id", mark)
 
 
-def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
+def quotations(caller: str, atoms: Iterable[Atom], *, by_users: bool) -> Iterator[bytes]:
     """Yield digests that may show which rollout a request quotes. Those of the request's own rollout come first.
 
-    System prompts do not count: findings of one rollout may be in the prompt of all later ones.
+    `by_users`: those in texts of users, else all others. System prompts do not count: findings of one rollout may be in
+    the prompt of all later ones.
     """
     question = ""
     for kind, who, what, _ in atoms:
@@ -114,11 +115,13 @@ def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[bytes]:
             continue
         if kind == "call" or who == "assistant":
             # A short one identifies nothing without its question: "ok": true is the answer to many.
-            if as_json := same_json(what):
+            if not by_users and (as_json := same_json(what)):
                 yield digest(caller, "json", question, as_json)
                 yield digest(caller, "json", as_json)
         else:
             question = what
+        if (who == "user") != by_users:
+            continue
         if kind != "text":
             if who and not is_counted(who):
                 yield identified(caller, who)

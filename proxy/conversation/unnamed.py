@@ -125,12 +125,21 @@ class UnnamedRollouts:
         return None
 
     async def _quoted(self, within: str, atoms: list[Atom], marks: list[str]) -> str | None:
-        """By text and marks of one rollout alone that an edited or summarised history still has, the oldest first."""
+        """By text and marks of one rollout alone that an edited or summarised history still has.
+
+        Answers come first, the oldest before others. Texts of users may quote several rollouts, such as a summary's and
+        the one that it is of: then it is the one with most calls.
+        """
         marked = (identified(within, mark) for mark in marks)
-        for quotation in islice(chain(quotations(within, atoms), marked), QUOTATIONS):
+        said = [*islice(chain(quotations(within, atoms, by_users=False), marked), QUOTATIONS)]
+        for quotation in said:
             if rollout := await self._index.leads_to(quotation):
                 return rollout
-        return None
+        found = dict[str, None]()
+        for quotation in islice(quotations(within, atoms, by_users=True), QUOTATIONS - len(said)):
+            if rollout := await self._index.leads_to(quotation):
+                found[rollout] = None
+        return await self._index.longest([*found])
 
     async def giver(self, caller: str, rollout: RolloutName, response_id: str) -> tuple[str, str | None] | None:
         """Return the rollout and the upstream that gave a response, or None if the response is unknown."""

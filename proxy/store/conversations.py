@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from .database import Database
 
@@ -25,6 +26,7 @@ ON CONFLICT (digest, at, call_id) DO NOTHING
 CONVERSATION_LEADS_TO = """
 SELECT rollouts.rollout_id FROM conversation_points JOIN rollouts USING (rollout_id) WHERE digest = :digest
 """
+CALLS_OF = "SELECT calls FROM rollouts WHERE rollout_id = :rollout_id"
 # A point in a conversation: whether an entry waits there, and which rollouts it leads to.
 CONVERSATION_AT = """
 SELECT EXISTS (SELECT 1 FROM conversation_tips WHERE digest = :loose) AS waits,
@@ -91,6 +93,13 @@ class ConversationIndex:
         """Return the last rollout that was at this point, if one rollout alone was."""
         row = await self._db.quick(CONVERSATION_LEADS_TO, {"digest": digest})
         return None if row is None else row["rollout_id"]
+
+    async def longest(self, rollout_ids: Sequence[str]) -> str | None:
+        """Return the first of the rollouts that have most calls; None if there are none."""
+        if len(rollout_ids) < 2:
+            return rollout_ids[0] if rollout_ids else None
+        rows = [await self._db.quick(CALLS_OF, {"rollout_id": one}) for one in rollout_ids]
+        return max(zip(rollout_ids, rows, strict=True), key=lambda one: 0 if one[1] is None else one[1]["calls"])[0]
 
     async def rollout_at(self, exact: bytes, loose: bytes) -> str | None:
         """Take an entry that waits at a point, and return its rollout; else return the last rollout that was there.
