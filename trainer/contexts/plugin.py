@@ -10,7 +10,7 @@ from ...proxy.contexts.config import ContextKeys
 from ..plugins.hooks import TrainerCore, TrainerHooks, TrainerPlugin
 
 
-class ContextsPlugin(TrainerPlugin):
+class SiftPlugin(TrainerPlugin):
     """Leaves calls out of RL, or pushes them down, for what became of their answers."""
 
     @asynccontextmanager
@@ -20,4 +20,4 @@ class ContextsPlugin(TrainerPlugin):
         yield TrainerHooks(sift=partial(sifted, ContextKeys.of(core.config.trainer)))
 
 
-plugin = ContextsPlugin
+plugin = SiftPlugin
