@@ -76,6 +76,12 @@ class Table:
         )
 
 
+async def test_the_document_describes_contexts(proxy: Proxy) -> None:
+    schemas = (await proxy.get("/openapi.json"))["components"]["schemas"]
+    assert {"contexts", "rejected"} <= set(schemas["Call"]["properties"])
+    assert "contexts" in schemas["Status"]["properties"]
+
+
 async def test_the_status_counts_contexts_of_rollouts_that_have_ended(proxy: Proxy) -> None:
     (session,) = (one for one in SESSIONS if one.label == "the best of three, at once")
     before = (await proxy.get("/status"))["contexts"]

@@ -128,6 +128,7 @@ async def per_call(directory: Path, contexts: int) -> dict[str, float]:
     samples = rollout_samples(whole, [0.5] * len(whole), task_id="t", max_tokens=10**6).samples
     assert len(samples) == contexts + helpers
     detail = rollout_detail(rollout, short, [])
+    assert next(_transitions(rollout, whole, [], [], {}))["contexts"] == []
     exported = [dumps(row) for row in _transitions(rollout, whole, [], [], {})]
     work = {
         "stored bytes": stored["bytes"] + large["bytes"],
