@@ -129,6 +129,8 @@ def _call_line(call: dict[str, Any]) -> Text:
         facts.insert(0, call["agent"])
     if call["reward"] is not None:
         facts.append(f"reward {call['reward']:g}")
+    if call.get("rejected"):
+        facts.append("rejected for another attempt")
     line = Text(f"── call {call['seq']} ", "bold").append_text(plain(" · ".join(facts), "not bold"))
     if call["trainable"]:
         return line.append(" · trainable", "not bold green")
