@@ -32,7 +32,8 @@ for module in pkgutil.walk_packages(root.__path__, "lightning_proxy."):
 KEYS = {
     "otel": "telemetry", "prompts": "prompts", "promotion": "policy.gate", "rewarders": "trainer.judge",
     "guides": "trainer.teacher", "algorithms": "trainer.mask",
-    "evaluation": "trainer.eval", "contexts": "trainer.rejected", "sft": "trainer.sft", "preferences": "trainer.kto", "backends": "trainer.tinker",
+    "evaluation": "trainer.eval", "contexts": "trainer.rejected",
+    "sft": "trainer.sft", "preferences": "trainer.kto", "backends": "trainer.tinker",
 }  # fmt: skip
 UNKNOWN = """
 from lightning_proxy.proxy.config.file import load_config
