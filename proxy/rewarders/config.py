@@ -87,11 +87,16 @@ class RewarderConfig(Section):
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> RewarderConfig:
+        for key, kind in (("aim", "rank"), ("file", "rubric")):
+            if getattr(self, key) is not None and self.kind != kind:
+                raise ValueError(f"{key} is for kind {kind}, not {self.kind}")
+        if self.model is not None and not self.judges:
+            raise ValueError(f"kind {self.kind} takes no model here: a judge's is trainer.judge.model")
         if self.kind == "rank" and self.model is None:
             raise ValueError("kind rank needs a model, as in openai/gpt-5-mini or hosted_vllm/Qwen/Qwen3-8B")
         if self.kind == "rubric" and self.file is None:
             raise ValueError("kind rubric needs file, a YAML file of criteria")
-        if self.model is None or self.kind in ("function", "judge"):
+        if self.model is None:
             return self
         if self.api not in APIS or not self.model_name:
             raise ValueError(

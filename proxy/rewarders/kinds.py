@@ -47,16 +47,14 @@ def named(config: Config, which: str) -> tuple[str, RewarderConfig]:
 
 
 async def check(config: Config) -> None:
-    """Raise ConfigError if a rewarder cannot work, or one of several has a name that does not count."""
+    """Raise ConfigError if a rewarder cannot work, or has a name that does not count."""
     keys = RewarderKeys.of(config.rewards)
     names = [name for name, one in keys.rewarders if one.kind != "judge"]
     for name, one in keys.rewarders:
         if one.asks:
             _require_judge(one, config)
-        if name in names[1:] + names[:-1] and name not in config.trainer.reward_weights:
-            raise ConfigError(
-                f"rewards.use: several give rewards, and {name} has no weight: add it to trainer.reward_weights"
-            )
+        if (one.name or len(names) > 1) and name in names and name not in config.trainer.reward_weights:
+            raise ConfigError(f"rewards.use: rewards named {name} have no weight: add it to trainer.reward_weights")
         rewarder = made(name, one, config, KeptAnswers(name, one, keys.budget))
         try:
             await rewarder.check()

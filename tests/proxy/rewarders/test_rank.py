@@ -264,7 +264,11 @@ JUDGED = {"kind": "rank", "model": "openai/gpt-5-mini"}
         (
             {"function": "scoring.py:reward", "use": [JUDGED | {"api_key": "k", "name": "order"}],
              "budget": {"tokens": 1}},
-            "several give rewards, and order has no weight: add it to trainer.reward_weights",
+            "rewards named order have no weight: add it to trainer.reward_weights",
+        ),
+        (
+            {"use": [{"kind": "next_message", "name": "reply"}]},
+            "rewards named reply have no weight: add it to trainer.reward_weights",
         ),
     ],
 )  # fmt: skip
@@ -286,6 +290,8 @@ async def test_a_rewarder_that_cannot_work_is_refused_in_one_line(
         ({"kind": "rank", "model": "gpt-5"}, "model begins with openai/, anthropic/ or hosted_vllm/"),
         ({"kind": "rank", "model": "hosted_vllm/m"}, "needs api_base"),
         ({"kind": "function"}, "kind function needs rewards.function"),
+        ({"kind": "judge", "model": "openai/m"}, "kind judge takes no model here"),
+        ({"kind": "next_message", "aim": "please"}, "aim is for kind rank, not next_message"),
     ],
 )
 def test_wrong_keys_are_named(use: dict[str, Any], said: str) -> None:
