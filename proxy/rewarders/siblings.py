@@ -29,7 +29,8 @@ SIBLINGS_TOGETHER = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_open
 SIBLINGS_COMPARED = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_by_group {_OF_POOL}
     AND group_id = :group_id ORDER BY rollouts.n"""
 SIBLINGS_IN_ORDER = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_by_task {_OF_POOL} AND task_id = :task_id
-    AND opened_with IS NULL AND group_id IS NULL AND step IS NULL AND dropped IS NULL ORDER BY rollouts.n"""
+    AND opened_with IS NULL AND group_id IS NULL
+    AND ((step IS NULL AND dropped IS NULL) OR rollouts.n IN (SELECT n FROM awaiting_rewards)) ORDER BY rollouts.n"""
 
 
 class AwaitingGroup(NamedTuple):
@@ -57,11 +58,10 @@ async def _groups(database: Database, config: TrainerConfig, pool: Row, rewarder
     statement = SIBLINGS_IN_ORDER if pool["opened_with"] is None else SIBLINGS_TOGETHER
     statement = statement if pool["group_id"] is None else SIBLINGS_COMPARED
     rows = await database.all(statement, {name: pool[name] for name in pool.keys()} | {"rewarder": rewarder})  # noqa: SIM118
-    members = [_member(row) for row in rows]
+    grouping = Grouping(config.group_size, timeout_s=config.group_timeout_s)
+    groups = [group for of in formed(map(_member, rows), grouping).values() for group in of]
     now, found = time.time(), []
-    for group in formed(members, Grouping(config.group_size, timeout_s=config.group_timeout_s)).get(
-        members[0].pool, []
-    ):
+    for group in groups:
         if not group.complete and now - group.oldest < config.group_timeout_s:
             continue
         ended = [row for row in rows if group.after < row["n"] <= group.last and row["status"] == "completed"]
