@@ -7,13 +7,14 @@ from importlib import import_module
 import typer
 
 # Each is a folder of the commands with a module `plugin`. A room is taken out by deleting its folder and its line.
+# In this order: a room may add options to the commands of those before it.
 ON_BOARD = (
     "prompts",
     "optimize",
     "rewarders",
     "page",
     "experiment",
-    "environments",  # the last: it adds options to commands above
+    "environments",
 )
 
 

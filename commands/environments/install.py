@@ -13,7 +13,7 @@ import typer
 from ...proxy.errors import ConfigError, LightningError
 from .inside.arguments import Wrong, require_known
 
-KINDS = ("reasoning_gym", "textarena")
+KINDS = ("reasoning_gym", "textarena", "verifiers")
 ROOT = Path(__file__).parents[2]
 CLIENT = "tenacity>=9,<10"
 PROGRAM = "from lightning_proxy.commands.environments.inside.play import main\n\nmain()\n"

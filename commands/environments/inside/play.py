@@ -18,6 +18,8 @@ from ....client import Rollout, current
 from .alone import alone
 from .arguments import Arguments, Json, Wrong
 
+MOST_WORDS = 1000  # characters of an error
+
 
 def main() -> None:
     """Run the program. What is wrong is one line; what fails in an episode is a traceback, its last line the reason."""
@@ -36,7 +38,7 @@ def main() -> None:
     except Exception as error:
         if not rest:
             raise
-        sys.exit(f"{type(error).__name__}: {error}")
+        sys.exit(" ".join(f"{type(error).__name__}: {error}".split())[:MOST_WORDS])
 
 
 def names(kind: Any) -> Iterator[str]:
@@ -85,7 +87,6 @@ def own_folder() -> Iterator[None]:
         tempfile.tempdir = None
         os.chdir(folder)
         yield
-        os.chdir("/")
 
 
 @contextmanager
@@ -97,5 +98,7 @@ def limited(seconds: float) -> Iterator[None]:
 
     signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)

@@ -39,7 +39,9 @@ class Sums:
         if answer == "explode":
             raise RuntimeError("no such score")
         if answer == "sleep":
-            import time
+            import subprocess, sys, time
+            child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+            print("child", child.pid, flush=True)
             time.sleep(60)
         if answer == "secrets":
             return float(len([n for n in os.environ if "SECRET" in n])) + (SEEN is not None)

@@ -59,13 +59,13 @@ def test_an_experiment_gets_both_splits_which_have_no_question_in_common(tmp_pat
 async def test_an_episode_is_apart_from_the_user_and_fails_in_its_own_words(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It sees no variables of the user's, works in an empty folder, and is ended after its time."""
+    """It sees no variables of the user's, works in an empty folder, and is ended after its time, with its children."""
     answers = iter(["secrets", "folder", "explode", "sleep"])
     monkeypatch.setenv("SECRET", "sk-1")
     async with running(tmp_path) as system:
         system.vllm.answer = lambda _: {"role": "assistant", "content": next(answers)}
         given = '{"tasks": 4, "limit_s": 1, "system": ""}'
-        code, _, err = await system.lightning("eval", *SUMS, given, "--concurrency", "1", "--out", tmp_path / "out")
+        code, _, err = await system.lightning("eval", *SUMS, given, "--concurrency", "1", "--logs", tmp_path / "logs")
         assert code == 0, err
         _, page = await system.call("GET", "/rollouts")
     late, exploded, folder, secrets = page["data"]
@@ -73,6 +73,8 @@ async def test_an_episode_is_apart_from_the_user_and_fails_in_its_own_words(
     assert {late["status"], exploded["status"]} == {"failed"}
     assert "RuntimeError: no such score" in exploded["reason"]
     assert "TimeoutError: the episode took longer than 1 s (limit_s in --environment-args)" in late["reason"]
+    log = (tmp_path / "logs" / f"{late['rollout_id']}.log").read_text()
+    assert not Path("/proc", log.partition("child ")[2].split()[0]).exists()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,178 @@
+"""The real packages, installed as a user does it, against a real proxy and a played vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from support.command_line import lightning
+from tests.conftest import System
+
+TASKSET = """
+import verifiers.v1 as vf
+
+
+class SumData(vf.TaskData):
+    answer: int
+
+
+class Calculator(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = "calculator"
+
+    @vf.tool
+    def add(self, a: int, b: int) -> str:
+        \"\"\"Add two numbers.\"\"\"
+        return str(a + b)
+
+
+class SumTaskConfig(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+
+
+class SumTask(vf.Task[SumData, vf.State, SumTaskConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Calculator(config.tools)]
+
+    @vf.reward(weight=0.5)
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == str(self.data.answer))
+
+    @vf.metric
+    async def turns(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+
+class SumsConfig(vf.TasksetConfig):
+    most: int = 20
+    task: SumTaskConfig = SumTaskConfig()
+
+
+class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
+    def load(self):
+        return [SumTask(SumData(prompt=f"{n} + 1?", answer=n + 1), self.config.task) for n in range(self.config.most)]
+
+
+if __name__ == "__main__":
+    Calculator.run()
+
+__all__ = ["SumsTaskset"]
+"""
+PACKAGE = """
+[project]
+name = "sums"
+version = "1"
+description = "Sums with a calculator"
+dependencies = ["verifiers"]
+
+[build-system]
+requires = ["setuptools"]
+build-backend = "setuptools.build_meta"
+
+[tool.setuptools]
+py-modules = ["sums"]
+"""
+Running = Callable[..., AbstractAsyncContextManager[System]]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Installs a kind into an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def install(kind: str, *more: str) -> None:
+        done = lightning("environments", kind, "--install", *more)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"into .venv-environments/{kind}, with pip and what they depend on: ")
+
+    return install
+
+
+async def test_questions_of_reasoning_gym(running: Running, tmp_path: Path, installed: Callable[..., None]) -> None:
+    installed("reasoning_gym")
+    assert len(lightning("environments", "reasoning_gym").stdout.splitlines()) == 106
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        numbers = body["messages"][-1]["content"].partition(": ")[2].partition(".")[0]
+        return {"role": "assistant", "content": f"<answer>{gcd(*map(int, numbers.split(', ')))}</answer>"}
+
+    async with running(tmp_path) as system:
+        system.vllm.answer = answer
+        options = ("--environment", "reasoning_gym:gcd", "--environment-args", '{"tasks": 4, "max_value": 20}')
+        code, out, err = await system.lightning("eval", *options, "--json")
+    assert (code, code or json.loads(out)["rows"][0]["mean_reward"]) == (0, 1.0), err
+
+
+async def test_a_game_of_textarena(running: Running, tmp_path: Path, installed: Callable[..., None]) -> None:
+    """Who takes the first free cell loses or wins, and never makes an invalid move."""
+    installed("textarena")
+    assert len(lightning("environments", "textarena").stdout.splitlines()) == 712
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        free = body["messages"][-1]["content"].rpartition("Available Moves: ")[2]
+        return {"role": "assistant", "content": free.split(", ")[0].strip("' \n")}
+
+    async with running(tmp_path) as system:
+        system.vllm.answer = answer
+        options = ("--environment", "textarena:TicTacToe-v0", "--environment-args", '{"tasks": 4}')
+        code, out, err = await system.lightning("eval", *options, "--json")
+        assert code == 0, err
+        assert -1 < json.loads(out)["rows"][0]["mean_reward"] < 1
+        _, page = await system.call("GET", "/rollouts")
+        for listed in page["data"]:
+            _, rollout = await system.call("GET", f"/rollouts/{listed['rollout_id']}")
+            rewards = {one["name"]: one["reward"] for one in rollout["rewards"]}
+            assert (rewards["invalid_move"], rewards["turn_count"] >= 3) == (0.0, True)
+            assert rewards["player-0"] == -rewards["player-1"]
+    done = lightning("run", "--environment", "textarena:Hangman-v0")
+    assert "this game wants NLTK's words, and nothing is fetched here; do it by `" in done.stderr
+
+
+async def test_a_taskset_of_verifiers_with_tools(
+    running: Running, tmp_path: Path, installed: Callable[..., None]
+) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "sums.py").write_text(TASKSET)
+    (package / "pyproject.toml").write_text(PACKAGE)
+    installed("verifiers", "--with", str(package))
+    listed = lightning("environments", "verifiers").stdout
+    assert " ".join(listed.splitlines()[-1].split()) == "sums Sums with a calculator"
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        last = body["messages"][-1]
+        if last["role"] == "tool":
+            return {"role": "assistant", "content": last["content"]}
+        given = json.dumps({"a": int(last["content"].partition(" ")[0]), "b": 1})
+        call = {"id": "c1", "type": "function", "function": {"name": "calculator_add", "arguments": given}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    async def streamed(request: web.Request) -> web.Response:
+        message = answer(await request.json())
+        calls = [{"index": 0, **call} for call in message.get("tool_calls", [])]
+        delta = message | ({"tool_calls": calls} if calls else {})
+        ends = [(delta, None), ({}, "tool_calls" if calls else "stop")]
+        chunk = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "base"}
+        chunks = [{**chunk, "choices": [{"index": 0, "delta": d, "finish_reason": end}]} for d, end in ends]
+        lines = [*map(json.dumps, chunks), "[DONE]"]
+        text = "".join(f"data: {line}\n\n" for line in lines)
+        return web.Response(text=text, content_type="text/event-stream")
+
+    async with running(tmp_path) as system:
+        system.vllm.odd = streamed
+        options = ("--environment", "verifiers:sums", "--environment-args", '{"tasks": 2}')
+        code, out, err = await system.lightning("run", *options, "--mode", "eval", "--json")
+        assert (code, code or json.loads(out)["mean_reward"]) == (0, 0.5), err
+        _, page = await system.call("GET", "/rollouts")
+        _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
+    assert [call["agent"] for call in rollout["calls"]] == ["agent", "agent"]
+    rewards = {one["name"]: one["reward"] for one in rollout["rewards"]}
+    assert rewards == {"agent.turns": 2.0, "agent.right": 0.5, "reward": 0.5}
