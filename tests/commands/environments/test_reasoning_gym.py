@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from lightning_proxy.commands.environments.plugin import _checked
 from lightning_proxy.commands.environments.source import experiment_of
 from support.command_line import lightning
 from tests.conftest import System
@@ -101,6 +103,14 @@ def test_what_cannot_be_used_is_one_line(options: list[str], said: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("executor", "absolute", "preloads"), [("local", 0, True), ("ray", 2, False)])
+def test_each_executor_gets_what_it_can_start(executor: str, absolute: int, preloads: bool) -> None:
+    given = {"context": SimpleNamespace(obj=None), "tasks": None, "command": [], "preload": "", "executor": executor}
+    found = _checked("run")("reasoning_gym:sums", '{"tasks": 1}', given)
+    assert sum(Path(word).is_absolute() for word in found["command"]) == absolute
+    assert ("reasoning_gym" in found["preload"].split(",")) == preloads
 
 
 def test_the_environments_of_a_kind_are_listed_a_line_each() -> None:
