@@ -35,7 +35,8 @@ def alone() -> None:
 
 def end_children_too() -> None:
     """Have the kernel end each child with this process. `run` ends its group; others start sessions of their own."""
-    prctl, begin = ctypes.CDLL(None).prctl, subprocess.Popen.__init__
+    popen: Any = subprocess.Popen
+    prctl, begin = ctypes.CDLL(None).prctl, popen.__init__
 
     def init(self: Any, *args: Any, preexec_fn: Callable[[], Any] | None = None, **options: Any) -> None:
         def first() -> None:
@@ -45,7 +46,7 @@ def end_children_too() -> None:
 
         begin(self, *args, preexec_fn=first, **options)
 
-    subprocess.Popen.__init__ = init  # type: ignore[method-assign]
+    popen.__init__ = init
 
 
 if ".venv-environments" in sys.prefix:
