@@ -27,8 +27,8 @@ Kind = Literal["continues", "edits", "compacts", "delegates", "returns", "retrie
 
 SAME: tuple[Kind, ...] = ("continues", "edits", "compacts")  # edges within one context
 ORDERS = 256  # of the newest tool calls, which may have begun a sub-agent
-QUOTED = 0.5  # the share of an answer's own texts that a quotation has
-BY_NAME = 4  # characters of an order that tell where the agents' names do
+QUOTED, ENOUGH = 0.5, 4  # the share, or else the number, of an answer's own texts that a quotation has
+BY_NAME = 4  # characters of an order, or of a result, that tell where something else does, too
 CLOCK_S = 0.05  # by which a call may begin before the answer that it has, as two clocks tell it
 
 
@@ -134,20 +134,25 @@ class Graph:
     def _edges(self, mine: _Call, place: int) -> list[Edge]:
         """The edges of a call: to its own history, to answers that it was given, and else to who ordered it."""
         came = self._came(mine)
-        new = [*mine.node.up_to(mine.node.tip if came and came.kind == "continues" else None)][::-1]
-        summaries = set[int]() if came and came.kind == "continues" else self._summaries(mine, new)
+        is_more = came is not None and came.kind == "continues"
+        new = [*mine.node.up_to(mine.node.tip if is_more else None)][::-1]
+        order, is_sure = (None, True) if came is not None else self._order_of(mine, new)
+        quoted = self._quoted(_texts(filter(_is_prompt, new)) - _pieces(order))
+        summaries = set[int]() if is_more else self._summaries(mine, new, quoted)
         if came is not None and came.place in summaries:
             came = None
-        if came is None and (rewritten := self._rewritten(new, summaries)) is not None:
+        if came is None and (rewritten := self._rewritten(new, quoted - summaries)) is not None:
             came = Edge("edits", rewritten)
-        if came is not None and came.kind == "edits":
-            later = {i for i in self._quoted(filter(_is_prompt, new)) if i > came.place and self._may_sum_up(i)}
-            summaries |= {i for i in later if self.calls[i].root != self.calls[came.place].root}
+        if came is not None and not is_more:
+            root = self.calls[came.place].root
+            later = {i for i in quoted if i > came.place and self._may_sum_up(i)}
+            summaries |= {i for i in later if self.calls[i].root != root}
         edges = [] if came is None else [came, *self._returned(mine, new, came)]
         edges += [Edge("compacts", there) for there in sorted(summaries)]
-        order = None if edges else self._order_of(mine, place, new)
+        order = None if edges else order
         earlier = self._tried(mine, place, order)
         if order is not None:
+            self._unsure |= set() if is_sure else {place}
             self._begun.setdefault(order.name, place)
             edges.append(Edge("delegates", order.place))
         if earlier is not None:
@@ -185,20 +190,19 @@ class Graph:
         is_answer = atom.kind == "call" or (atom.kind == "text" and atom.who == "assistant")
         return self._answers.get(key_of(atom), [])[-1:] if is_answer and len(atom.what) >= TELLING_ORDER else []
 
-    def _quoted(self, nodes: Iterable[Node]) -> set[int]:
-        """The calls whose answers are quoted there."""
-        found = Counter(there for text in {t for n in nodes for t in n.texts} for there in self._told.get(text, ()))
-        return {there for there, texts in found.items() if texts >= QUOTED * len(self.calls[there].told)}
+    def _quoted(self, texts: Iterable[str]) -> set[int]:
+        """The calls whose answers these texts quote."""
+        found = Counter(there for text in texts for there in self._told.get(text, ()))
+        return {i for i, n in found.items() if n >= min(QUOTED * len(self.calls[i].told), ENOUGH)}
 
-    def _summaries(self, mine: _Call, new: Sequence[Node]) -> set[int]:
+    def _summaries(self, mine: _Call, new: Sequence[Node], quoted: set[int]) -> set[int]:
         """The answers in words that stand in the prompt while it lacks what they sum up.
 
         They stand in a text of a user or system, or as the first answer of a history that begins with another text.
         """
-        has = self._answers_in(mine.node)
-        found = self._quoted(filter(_is_prompt, new))
+        has, found = self._answers_in(mine.node), set(quoted)
         if len(has) == 1 and (first := next(iter(has))) not in found:
-            before = next(one.parent for one in new if self._held(one.atom))
+            before = next((one.parent for one in new if self._held(one.atom)), None)
             old = {key_of(one.atom) for one in self.calls[first].node.up_to(None)}
             if before is not None and before.atom.who == "user" and key_of(before.atom) not in old:
                 found |= {first}
@@ -213,17 +217,16 @@ class Graph:
     def _answers_in(self, node: Node) -> set[int]:
         above = [*node.up_to(None)]
         held = {there for one in above for there in (*self._held(one.atom), *one.answered)}
-        return held | self._quoted(filter(_is_prompt, above))
+        return held | self._quoted(_texts(filter(_is_prompt, above)))
 
-    def _rewritten(self, new: Sequence[Node], summaries: Container[int]) -> int | None:
+    def _rewritten(self, new: Sequence[Node], quoted: set[int]) -> int | None:
         """The newest call that is quoted together with something that calls of its context were asked or got.
 
         One whose answer was the last of its context may be a critic's, or a summary: with a message that it had, too.
         """
-        texts = {text for one in new if one.atom.who not in ("system", "assistant") for text in one.texts}
+        texts = _texts(one for one in new if one.atom.who not in ("system", "assistant"))
         known = {self._known[text] for text in texts if text in self._known and text not in self._told}
         around = {self.calls[there].root for there in known}
-        quoted = self._quoted(filter(_is_prompt, new))
         shown = {one.atom.what for one in new if one.atom.who == "user"}
         asked = "\n".join(shown)
 
@@ -234,8 +237,8 @@ class Graph:
                 return one.root in around or any(len(text) >= TELLING_ORDER and text in asked for text in own)
             return not shown.isdisjoint(own)
 
-        roots = {self.calls[i].root for i in quoted if i not in summaries and may_be(i)}
-        return max((i for i in quoted if i not in summaries and self.calls[i].root in roots), default=None)
+        roots = {self.calls[i].root for i in quoted if may_be(i)}
+        return max((i for i in quoted if self.calls[i].root in roots), default=None)
 
     def _returned(self, mine: _Call, new: Sequence[Node], came: Edge) -> Iterator[Edge]:
         """The answers of other contexts that are results here."""
@@ -257,7 +260,7 @@ class Graph:
 
     def _reported(self, message: Node, caller: int) -> Iterator[int]:
         """The last answers of sub-agents of this context that a user's message quotes: they worked beside it."""
-        for there in sorted(self._quoted([message])):
+        for there in sorted(self._quoted(message.texts)):
             root = self.calls[there].root
             began = {self.calls[edge.place].root for edge in self.calls[root].edges if edge.kind == "delegates"}
             if self.calls[caller].root in began and self._last[root] == there and self.calls[there].is_final:
@@ -271,12 +274,12 @@ class Graph:
 
     def _answer_in(self, result: Node, mine: _Call, caller: int, found: Container[int]) -> int | None:
         """The answer that a result is: of the context that its tool call began, where that is known."""
-        what = result.atom.what
+        what = result.atom.what.strip()
         if (root := self._begun.get(result.atom.who)) is not None:
             text = self.calls[last := self._last[root]].text.strip()
-            if text and text in what:
+            if text and (text in what or (len(what) >= BY_NAME and text.endswith(what))):
                 return last
-        alike = {*self._quoted([result])}
+        alike = {*self._quoted(result.texts)}
         if len(what) >= TELLING_ORDER:
             alike.update(self._answers.get(key_of(Atom("text", "assistant", what)), []))
         others = [
@@ -290,15 +293,14 @@ class Graph:
         ]
         return min(others, key=lambda i: (self.calls[i].used, i), default=None)
 
-    def _order_of(self, mine: _Call, place: int, new: Sequence[Node]) -> _Order | None:
-        """The tool call that gave this new context its order; of several with the same order one that began none."""
+    def _order_of(self, mine: _Call, new: Sequence[Node]) -> tuple[_Order | None, bool]:
+        """The tool call that gave this new context its order, of several one that began none; whether that is sure."""
         asked = "\n".join(one.atom.what for one in new if one.atom.kind == "text" and one.atom.who == "user")
         for is_sure in (True, False):
             found = [order for order in self._orders if self._gave(order, mine, asked, is_sure)]
             if found:
-                self._unsure |= set() if is_sure else {place}
-                return min(found, key=lambda order: (order.name in self._begun, -order.place))
-        return None
+                return min(found, key=lambda order: (order.name in self._begun, -order.place)), is_sure
+        return None, True
 
     def _gave(self, order: _Order, mine: _Call, asked: str, is_sure: bool) -> bool:
         """Whether an order stands in a prompt: surely, if it is all that is asked."""
@@ -343,6 +345,15 @@ class Graph:
 
 def _is_prompt(node: Node) -> bool:
     return node.atom.kind == "text" and node.atom.who != "assistant"
+
+
+def _texts(nodes: Iterable[Node]) -> set[str]:
+    return {text for node in nodes for text in node.texts}
+
+
+def _pieces(order: _Order | None) -> frozenset[str]:
+    """The texts of an order, which stand in the prompt that it began."""
+    return telling(Atom("text", "user", "\n".join(order.texts))) if order is not None else frozenset()
 
 
 def _stands_above(place: int, node: Node | None) -> bool:

@@ -135,7 +135,7 @@ class _Line:
         for position, word in enumerate(words[1:]):
             name, _, order = word.rstrip(")").partition("(")
             made = random.Random(f"{self.session.label} {source} {position} {word}").randbytes(12).hex()
-            function = {"name": name, "arguments": json.dumps({"q": self.sentence(order)})}
+            function = {"name": name, "arguments": json.dumps({"q": self.text(order)})}
             calls.append({"id": f"call_{made}", "type": "function", "function": function})
         return {"role": "assistant", "content": said} | ({"tool_calls": calls} if calls else {})
 
