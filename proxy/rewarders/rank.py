@@ -40,12 +40,18 @@ class Rank(AsksModel):
         if len(rollouts) < 2:
             return [Given(source, error="it has no siblings to be compared with") for _ in rollouts]
         shown = [messages_of(rollout) for rollout in rollouts]
-        parts = overlapping(self.order(rollouts), self._config.at_once)
+        alike: dict[tuple[str, ...], int] = {}  # the judge is shown one of those that are the same
+        for i in self.order(rollouts):
+            alike.setdefault(tuple(shown[i]), i)
+        if len(alike) == 1:
+            return [Given(source, [GivenScore(0.5, "all attempts are the same")]) for _ in rollouts]
+        parts = overlapping([*alike.values()], self._config.at_once)
         try:
             found = await together(self._ordered(part, shown, rollouts) for part in parts)
         except NoReward as error:
             return [Given(source, error=str(error)) for _ in rollouts]
-        scores, reason = by_place(strengths([places for places, _ in found])), " ".join(said for _, said in found)[:500]
+        strength, reason = strengths([places for places, _ in found]), " ".join(said for _, said in found)[:500]
+        scores = by_place({i: strength[alike[tuple(messages)]] for i, messages in enumerate(shown)})
         return [Given(source, [GivenScore(scores[i], reason)]) for i in range(len(rollouts))]
 
     def order(self, rollouts: Sequence[Json]) -> list[int]:

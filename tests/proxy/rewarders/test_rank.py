@@ -183,6 +183,14 @@ async def test_what_was_answered_is_asked_once_even_after_a_restart_and_goes_wit
             assert tuple(spent) == ("reward", 110)
 
 
+async def test_attempts_that_are_the_same_share_a_place_unasked(running: Running, tmp_path: Path) -> None:
+    async with judging(by_number) as judge, running(tmp_path, rewards={"use": [rank(judge)]}) as system:
+        assert await values(system, await group(system, *["worth 1"] * 3)) == [0.5, 0.5, 0.5]
+        assert judge.asked == []
+        assert await values(system, await group(system, "worth 1", "worth 2", "worth 1", task="u")) == [0.25, 1.0, 0.25]
+        assert judge.asked[0]["messages"][1]["content"].count("Attempt") == 2
+
+
 async def test_a_large_group_is_ordered_in_parts(running: Running, tmp_path: Path) -> None:
     async with judging(by_number) as judge, running(tmp_path, rewards={"use": [rank(judge, at_once=3)]}) as system:
         ids = await group(system, *(f"worth {i}" for i in range(5)))
