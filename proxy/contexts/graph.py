@@ -12,9 +12,10 @@ A call without edges begins a new context, or it is not sure where that comes fr
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from ..apis.atoms import Atom, parsed
@@ -26,7 +27,6 @@ from .tree import Key, Node, Tree, key_of, telling
 Kind = Literal["continues", "edits", "compacts", "delegates", "returns", "retries"]
 
 SAME: tuple[Kind, ...] = ("continues", "edits", "compacts")  # edges within one context
-ORDERS = 256  # of the newest tool calls, which may have begun a sub-agent
 QUOTED, ENOUGH = 0.5, 4  # the share, or else the number, of an answer's own texts that a quotation has
 BY_NAME = 4  # characters of an order, or of a result, that tell where something else does, too
 CLOCK_S = 0.05  # by which a call may begin before the answer that it has, as two clocks tell it
@@ -88,8 +88,8 @@ class Graph:
         self._answers: defaultdict[Key, list[int]] = defaultdict(list)
         self._told: defaultdict[str, list[int]] = defaultdict(list)
         self._known: dict[str, int] = {}  # texts of requests, and the first call that had them
-        self._orders: deque[_Order] = deque(maxlen=ORDERS)
-        self._open: set[int] = set()  # the calls whose tool calls have no results yet
+        self._orders: defaultdict[str, list[_Order]] = defaultdict(list)  # by their texts
+        self._open: defaultdict[int, list[_Order]] = defaultdict(list)  # of calls whose tools have no results yet
         self._begun: dict[str, int] = {}  # the call that each of these tool calls began
         self._unsure: set[int] = set()  # of these, those who are asked more than the order
         self._last: dict[int, int] = {}  # the last call of each context, by its root
@@ -158,7 +158,7 @@ class Graph:
         if earlier is not None:
             edges.append(Edge("retries", earlier))
         if came is not None:
-            self._open -= {came.place}
+            self._open.pop(came.place, None)
         for one in new:
             for text in one.texts if one.atom.who != "system" else ():
                 self._known.setdefault(text, place)
@@ -297,7 +297,8 @@ class Graph:
         """The tool call that gave this new context its order, of several one that began none; whether that is sure."""
         asked = "\n".join(one.atom.what for one in new if one.atom.kind == "text" and one.atom.who == "user")
         for is_sure in (True, False):
-            found = [order for order in self._orders if self._gave(order, mine, asked, is_sure)]
+            orders = self._orders.get(asked, []) if is_sure else chain.from_iterable(self._open.values())
+            found = [order for order in orders if self._gave(order, mine, asked, is_sure)]
             if found:
                 return min(found, key=lambda order: (order.name in self._begun, -order.place)), is_sure
         return None, True
@@ -306,9 +307,7 @@ class Graph:
         """Whether an order stands in a prompt: surely, if it is all that is asked."""
         caller, begun = self.calls[order.place], self._begun.get(order.name)
         is_taken = begun is not None and self.calls[begun].node is not mine.node
-        if not is_sure and (is_taken or order.place not in self._open):
-            return False
-        if caller.ended > mine.call.started_at + CLOCK_S:
+        if (is_taken and not is_sure) or caller.ended > mine.call.started_at + CLOCK_S:
             return False
         by_name = None not in (mine.call.agent, caller.call.agent) and mine.call.agent != caller.call.agent
         is_other = by_name or _first(mine.node) is not _first(caller.node)
@@ -336,8 +335,10 @@ class Graph:
                 if is_unique(atom.who):
                     self._ids[atom.who] = place
                 name = atom.who if is_unique(atom.who) else f"{place}/{position}"
-                self._orders.append(_Order(place, name, tuple(strings(parsed(atom.what)))))
-                self._open.add(place)
+                order = _Order(place, name, tuple(strings(parsed(atom.what))))
+                self._open[place].append(order)
+                for text in order.texts:
+                    self._orders[text].append(order)
         mine.told = frozenset(told)
         for text in told:
             self._told[text].append(place)
