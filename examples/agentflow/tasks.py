@@ -54,11 +54,11 @@ def known(memory: Sequence[str]) -> dict[str, int]:
 
 
 def legal(counts: Mapping[str, int], memory: Sequence[str]) -> list[list[str]]:
-    """What makes sense next, a list for each tool. Only one of the expressions is right once all legs are known."""
+    """What makes sense next, a list for each tool: expressions once all legs are known, one of them right."""
     legs = known(memory)
-    terms = [[f"{n} {sign} {legs[noun]}" for sign in "*+"] for noun, n in counts.items() if noun in legs]
     facts = [f"facts {noun}" for noun in counts if noun not in legs]
-    calcs = [f"calc {' + '.join(parts)}" for parts in itertools.product(*terms)] if terms else []
+    terms = [[f"{n} {sign} {legs[noun]}" for sign in "*+"] for noun, n in counts.items() if not facts]
+    calcs = [f"calc {' + '.join(parts)}" for parts in itertools.product(*terms) if parts]
     return [lines for lines in (facts, calcs, [f"rhyme {noun}" for noun in counts]) if lines]
 
 
