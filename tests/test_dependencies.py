@@ -75,6 +75,13 @@ def above(path: Path) -> Iterator[str]:
     yield from (str(inside), *(str(parent) for parent in inside.parents))
 
 
+def requires(path: Path) -> list[str]:
+    """What a program for a virtual environment of its own has installed there."""
+    assigned = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Assign))
+    found = [node.value for node in assigned if [ast.unparse(target) for target in node.targets] == ["REQUIRES"]]
+    return [text for value in found for text in ast.literal_eval(value)]
+
+
 def test_whatever_is_imported_is_declared() -> None:
     core, extras = declared(PROJECT["dependencies"]), PROJECT["optional-dependencies"]
     files = [*ROOT.glob("*.py"), *(f for top in ("proxy", "trainer", "commands", "client") for f in top_files(top))]
@@ -84,6 +91,7 @@ def test_whatever_is_imported_is_declared() -> None:
             continue
         its_extras = {extra for place in above(path) for extra in EXTRAS.get(place, ())}
         known = core.union(*(declared(extras[extra]) for extra in its_extras), *(OWN.get(p, ()) for p in above(path)))
+        known |= declared(requires(path))
         missing |= {(str(path.relative_to(ROOT)), m) for m in imported(path) if distribution(m) not in known}
     assert missing == set()
 

@@ -15,7 +15,7 @@ from .arguments import HERE, Arguments, Json, Scores, Wrong, require_known
 if TYPE_CHECKING:
     from ....client import Rollout
 
-REQUIRES = ("textarena==0.7.4", "numpy", "openai>=2,<4")
+REQUIRES = ("textarena==0.7.4", "nltk", "numpy", "openai>=2,<4")
 PACKAGES = ("textarena", "openai", "openai.resources")
 MOST_PLAYERS = 15
 PROMPT = (
