@@ -77,7 +77,9 @@ def check(
     context: typer.Context,
     kind: Kind,
     label: Annotated[str, typer.Option(help="the name of the rewards that are the truth")] = "human",
-    limit: Annotated[int, typer.Option(min=2, help="look for labels in so many of the newest rollouts")] = 500,
+    limit: Annotated[
+        int, typer.Option(metavar="N", min=2, help="look for labels in so many of the newest rollouts")
+    ] = 500,
     threshold: Annotated[float | None, typer.Option(help="a score above it is high (the middle of its range)")] = None,
     as_json: Json = False,
 ) -> None:
