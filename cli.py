@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 
 from .commands import init, keys, look, store
 from .commands.export import command as data
+from .commands.groups import RECORD, START, SYSTEM, WORK, Commands
 from .commands.load import configuration
 from .commands.on_board import add_commands
 from .commands.show import policy, rollouts
 
-
-class _Group(TyperGroup):
-    """Shows our own errors as one line and ends with their exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        from .proxy.errors import LightningError
-
-        try:
-            return super().invoke(ctx)
-        except LightningError as error:
-            typer.echo(f"lightning-proxy: {error.message}", err=True)
-            raise typer.Exit(error.exit_code) from None
-
-
 app = typer.Typer(
-    cls=_Group,
+    cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # boxes leave no room for words at 80 columns, and are noise in a pipe
@@ -38,14 +24,14 @@ app = typer.Typer(
     help="Train the model behind any agent with reinforcement learning by changing OPENAI_BASE_URL.",
 )
 
-app.add_typer(rollouts.app, name="rollouts")
-app.add_typer(policy.app, name="policy")
-app.add_typer(keys.app, name="keys")
-app.add_typer(store.app, name="store")
+app.add_typer(rollouts.app, name="rollouts", rich_help_panel=RECORD)
+app.add_typer(policy.app, name="policy", rich_help_panel=RECORD)
+app.add_typer(keys.app, name="keys", rich_help_panel=SYSTEM)
+app.add_typer(store.app, name="store", rich_help_panel=SYSTEM)
 policy.app.command("export")(data.export_version)
-app.command()(init.init)
+app.command(rich_help_panel=START)(init.init)
 # Without this setting a negative reward would be read as an option.
-app.command(context_settings={"ignore_unknown_options": True})(rollouts.reward)
+app.command(rich_help_panel=WORK, context_settings={"ignore_unknown_options": True})(rollouts.reward)
 
 Model = Annotated[str | None, typer.Option(help="a Hugging Face id or a directory (policy.model)")]
 Port = Annotated[int | None, typer.Option(metavar="N", help="the proxy's port (proxy.port)")]
@@ -96,7 +82,7 @@ def main(
     context.obj = config or (here if here.is_file() else None)
 
 
-@app.command()
+@app.command(rich_help_panel=SYSTEM)
 def up(
     context: typer.Context,
     model: Model = None,
@@ -117,7 +103,7 @@ def up(
     run_until_signal(run(configuration(context, overrides), launch, logs, Console(), log_format))
 
 
-@app.command()
+@app.command(rich_help_panel=SYSTEM)
 def serve(
     context: typer.Context,
     port: Port = None,
@@ -137,7 +123,7 @@ def serve(
     run(configuration(context, overrides), log_format, calls=calls)
 
 
-@app.command()
+@app.command(rich_help_panel=SYSTEM)
 def train(
     context: typer.Context,
     model: Model = None,
@@ -192,7 +178,7 @@ def train(
     )
 
 
-@app.command()
+@app.command(rich_help_panel=SYSTEM)
 def vllm(context: typer.Context, model: Model = None) -> None:
     """Run vLLM alone, as proxy and trainer need it."""
     from .commands.vllm import exec_vllm
@@ -201,7 +187,7 @@ def vllm(context: typer.Context, model: Model = None) -> None:
     exec_vllm(configuration(context, {"policy.model": model}))
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(rich_help_panel=WORK, context_settings={"allow_interspersed_args": False})
 def run(
     context: typer.Context,
     command: Command,
@@ -241,7 +227,7 @@ def run(
     )
 
 
-@app.command(name="eval", context_settings={"allow_interspersed_args": False})
+@app.command(name="eval", rich_help_panel=WORK, context_settings={"allow_interspersed_args": False})
 def evaluate(
     context: typer.Context,
     command: Command,
@@ -306,7 +292,7 @@ def compare_versions(
     show_comparison(configuration(context), a, b, mode, as_json=as_json)
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def demo(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="training steps")] = 90,
     seed: Annotated[int, typer.Option(help="seed of tasks and trainer")] = 0,
@@ -327,12 +313,12 @@ def demo(
     run(DemoOptions(steps, seed, directory, model, repeat, ahead, api))
 
 
-app.command()(look.status)
-app.command()(data.export)
-app.command(name="import")(data.import_)
+app.command(rich_help_panel=SYSTEM)(look.status)
+app.command(rich_help_panel=RECORD)(data.export)
+app.command(name="import", rich_help_panel=RECORD)(data.import_)
 
 
-@app.command()
+@app.command(rich_help_panel=START)
 def plan(
     context: typer.Context,
     model: Model = None,
@@ -347,7 +333,7 @@ def plan(
     plan_command(configuration(context, {"policy.model": model}), gpus, as_json=as_json)
 
 
-app.command(context_settings={"allow_interspersed_args": False})(look.doctor)
+app.command(rich_help_panel=START, context_settings={"allow_interspersed_args": False})(look.doctor)
 add_commands(app)
 
 

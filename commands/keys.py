@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from .groups import Commands
 from .load import configuration
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from ..proxy.store.keys import Keyring, Role, Scope, StoredKey
 
-app = typer.Typer(no_args_is_help=True, help="Make and revoke the keys of agents and admins.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Make and revoke the keys of agents and admins.")
 
 T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]

@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .groups import Commands
 from .load import configuration
 
 if TYPE_CHECKING:
     from ..proxy.config.server import StoreConfig
     from ..proxy.store.retention import Pages
 
-app = typer.Typer(no_args_is_help=True, help="Show how large the store is, make its file smaller, copy it.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Show how large the store is, make its file smaller, copy it."
+)
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 

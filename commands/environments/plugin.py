@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from ..groups import WORK
 from ..load import configuration
 
 Given = dict[str, Any]
@@ -57,7 +58,7 @@ def add_to(commands: typer.Typer) -> None:
             command.callback = _with_options(command.callback, _checked(name))
         elif name == "experiment":
             command.callback = _with_options(command.callback, _experiment)
-    commands.command()(environments)
+    commands.command(rich_help_panel=WORK)(environments)
 
 
 def _with_options(callback: Callable[..., None], stand_in: StandIn) -> Callable[..., None]:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..groups import WORK
+
 
 def experiment(
     context: typer.Context,
@@ -28,4 +30,4 @@ def experiment(
 
 def add_to(commands: typer.Typer) -> None:
     """Add `experiment` to the commands."""
-    commands.command()(experiment)
+    commands.command(rich_help_panel=WORK)(experiment)

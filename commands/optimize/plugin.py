@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from ..groups import WORK
 from ..load import configuration
 
 
@@ -59,4 +60,4 @@ def optimize(
 
 def add_to(commands: typer.Typer) -> None:
     """Add `optimize` to the commands."""
-    commands.command(context_settings={"allow_interspersed_args": False})(optimize)
+    commands.command(rich_help_panel=WORK, context_settings={"allow_interspersed_args": False})(optimize)

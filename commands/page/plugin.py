@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ..groups import RECORD
 from ..load import configuration
 
 
@@ -34,4 +35,4 @@ def dashboard(
 
 def add_to(commands: typer.Typer) -> None:
     """Add `dashboard` to the commands."""
-    commands.command()(dashboard)
+    commands.command(rich_help_panel=RECORD)(dashboard)

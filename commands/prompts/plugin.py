@@ -8,12 +8,15 @@ from urllib.parse import quote
 
 import typer
 
+from ..groups import RECORD, Commands
 from ..load import configuration
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-app = typer.Typer(no_args_is_help=True, help="Show and change the prompts that take the place of an agent's own.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Show and change the prompts that take the place of an agent's own."
+)
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 Name = Annotated[str, typer.Argument(metavar="NAME")]
@@ -187,4 +190,4 @@ def _ask(context: typer.Context, method: str, path: str, body: dict[str, Any] | 
 
 def add_to(commands: typer.Typer) -> None:
     """Add `prompts` to the commands."""
-    commands.add_typer(app, name="prompts")
+    commands.add_typer(app, name="prompts", rich_help_panel=RECORD)

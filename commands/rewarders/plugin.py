@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..groups import WORK, Commands
 from ..load import configuration
 
 
@@ -54,7 +55,9 @@ def rescore(
     rescore_command(config, Options(filters, rewarder, failed, out, again, force, retrain), as_json=as_json)
 
 
-app = typer.Typer(no_args_is_help=True, help="Show what a rewarder gives, and whether it can be believed.")
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Show what a rewarder gives, and whether it can be believed."
+)
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 Kind = Annotated[str, typer.Argument(metavar="KIND", help="a rewarder of rewards.use, by its kind or name")]
 
@@ -91,5 +94,5 @@ def check(
 
 def add_to(commands: typer.Typer) -> None:
     """Add `rescore` and `rewards` to the commands."""
-    commands.command()(rescore)
-    commands.add_typer(app, name="rewards")
+    commands.command(rich_help_panel=WORK)(rescore)
+    commands.add_typer(app, name="rewards", rich_help_panel=WORK)

@@ -10,12 +10,13 @@ from urllib.parse import quote
 
 import typer
 
+from ..groups import Commands
 from ..load import configuration
 
 if TYPE_CHECKING:
     from ..api_client import ApiClient
 
-app = typer.Typer(no_args_is_help=True, help="Show, compare, end and delete rollouts.")
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, compare, end and delete rollouts.")
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 TAIL_POLL_S = 1.0

@@ -16,6 +16,7 @@ import yaml
 
 import lightning_proxy
 from lightning_proxy.cli import app
+from lightning_proxy.commands.groups import GROUPS
 from lightning_proxy.proxy.config.file import load_config
 from support.command_line import lightning
 
@@ -37,6 +38,17 @@ def test_every_help_reads_well_at_80_columns(command: tuple[str, ...]) -> None:
     lines = short.stdout.splitlines()
     assert max(map(len, lines)) <= 80
     assert not any(mark in short.stdout for mark in ("│", "╭", "range>"))  # no boxes
+
+
+def test_the_help_lists_every_command_in_a_group() -> None:
+    shown = lightning("--help").stdout
+    titles = [line for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert titles == ["Options:", *(f"{group}:" for group in GROUPS)]  # no command without a group
+
+
+@pytest.mark.parametrize("group", [(), *sorted({command[:-1] for command in COMMANDS if command[1:]})], ids=" ".join)
+def test_no_line_about_a_command_is_cut(group: tuple[str, ...]) -> None:
+    assert "..." not in lightning(*group, "--help").stdout.partition("Options:")[2]
 
 
 @pytest.mark.parametrize("arguments", [["--version"], ["rollouts", "-h"]])
