@@ -1,4 +1,4 @@
-"""Plugs environments in: `environments`, and `--environment` for every command that takes tasks and a program."""
+"""Plugs environments in: `environments`, and `--environment` for every command that needs tasks and a program."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def add_to(commands: typer.Typer) -> None:
     for command in commands.registered_commands:
         assert command.callback is not None
         name = command.name or command.callback.__name__
-        if {"tasks", "command"} <= inspect.signature(command.callback).parameters.keys():
+        parameters = inspect.signature(command.callback).parameters
+        if "command" in parameters and "tasks" in parameters and parameters["tasks"].default is inspect.Parameter.empty:
             command.callback = _with_options(command.callback, _checked(name))
         elif name == "experiment":
             command.callback = _with_options(command.callback, _experiment)
