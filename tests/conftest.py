@@ -135,6 +135,7 @@ class PolicyServer:
         self.answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # the message, from the request
         self.restart()
         self.guarded = False  # as our own vLLM is, by OperatorGuard
+        self.closed = False  # to us too: it was started with another operator's key
         self.plain = False  # without development mode
         self.odd: bytes | Handler | None = None  # every answer's body, or how models answer
         self.app = web.Application(middlewares=[self.oddly])
@@ -169,6 +170,8 @@ class PolicyServer:
         return web.json_response({"object": "list", "data": [base, *adapters]})
 
     async def weight_info(self, _: web.Request) -> web.Response:
+        if self.closed:
+            return web.Response(status=401)
         if self.plain:
             return web.json_response({"detail": "Not Found"}, status=404)
         return web.json_response({"weight_version": self.label})
@@ -193,7 +196,7 @@ class PolicyServer:
 
     async def load(self, request: web.Request) -> web.Response:
         body = await request.json()
-        if self.guarded and KEY_HEADER not in request.headers:
+        if self.closed or (self.guarded and KEY_HEADER not in request.headers):
             return web.Response(status=401)
         if request.path == self.refuses:
             error = {"message": "LoRA rank 64 is greater than max_lora_rank 16."}

@@ -25,7 +25,7 @@ from ..put_back import put_back_left
 from ..signals import run_until_signal
 from ..vllm import other_port
 from .checks import Check, checks_table, failed, ok
-from .proxy import check_alias, check_proxy, check_publish, check_rewarders, check_rewards, check_store
+from .proxy import OTHER_STORE, check_alias, check_proxy, check_publish, check_rewarders, check_rewards, check_store
 from .training import check_training
 from .vllm import VllmChecks
 
@@ -95,8 +95,10 @@ def check_provider(upstream: UpstreamConfig) -> Check:
 
 
 async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> AsyncIterator[Check]:
-    proxy = await check_proxy(api)
+    proxy = await check_proxy(api, config.store)
     yield proxy
+    if OTHER_STORE in proxy.found:
+        return  # another system's: what this configuration says of vLLM is not about it
     reached = {}
     for upstream in config.upstreams:
         if upstream.kind == "litellm":

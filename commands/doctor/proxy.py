@@ -24,6 +24,8 @@ LOW_DISK_GIB = 1.0
 REFUSED = (401, 403)
 NEWEST = 200
 LOOKED_INTO = 3
+OTHER_STORE = "answers, but its store is not this configuration's"
+ELSEWHERE = "run doctor where it was started, or with `--config` and its file"
 QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
 
 
@@ -66,15 +68,19 @@ def _check_place(path: Path) -> Check:
     return ok("store", f"{path} is not there yet: the first start makes it; {free:.0f} GiB free")
 
 
-async def check_proxy(api: ApiClient) -> Check:
-    """Check that the proxy answers and accepts this configuration's key."""
+async def check_proxy(api: ApiClient, store: StoreConfig) -> Check:
+    """Check that the proxy answers, accepts this configuration's key and can have its store."""
     try:
         policy = await api.policy()
     except ProxyNotThere:
         start = "start it with `lightning-proxy serve`; `up` starts it once vLLM answers"
+        if not store.may_be_there:
+            start = f"{start}; if it runs already, {ELSEWHERE}"
         return failed("proxy", f"nothing answers at {api.url}", start)
     except ApiError as error:
         return failed("proxy", error.message, "use the configuration that the proxy was started with")
+    if not store.may_be_there:
+        return failed("proxy", f"{api.url} {OTHER_STORE}: there is no {store.where}", ELSEWHERE)
     return ok("proxy", f"{api.url}, policy version {policy['live_version']} live")
 
 

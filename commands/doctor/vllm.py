@@ -12,12 +12,13 @@ import aiohttp
 from ...proxy.config.root import Config
 from ...proxy.config.upstreams import UpstreamConfig
 from ...proxy.conversation.renderer import RENDER
-from ...proxy.policy.operator import operator_headers
+from ...proxy.policy.operator import key_file, operator_headers
 from ...proxy.types import PublishMode
 from ...trainer.rows.grammars import is_installed
 from ...trainer.rows.sampling import sampling_of
 from ...trainer.types import Sampling
 from .checks import Check, failed, ok, warning
+from .proxy import REFUSED
 from .shared import NAME, check_shared
 
 RESTART = "start the server with `lightning-proxy vllm`"
@@ -174,19 +175,29 @@ class VllmChecks:
         return ok(name, "exact: a next turn can be sent as the last one's tokens")
 
     async def _publishing(self, name: str) -> Check:
+        """Check the routes by which new weights are loaded, and that they are open to us."""
         if self._publish == "lora":
             # Without a body it is refused where adapters can be loaded, and not found where they cannot.
             status, _ = await self._send("POST", "/v1/load_lora_adapter", {})
+            if status in REFUSED:
+                return self._other_key(name)
             if status in (404, 405):
                 fix = f"{RESTART}, or set VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora"
                 return failed(name, "lora: adapters cannot be loaded", fix)
             return ok(name, "lora: new weights can be loaded while the old ones serve")
         for path in ("/weight_info", "/is_paused"):
             status, _ = await self._send("GET", path)
+            if status in REFUSED:
+                return self._other_key(name)
             if status >= 400:
                 fix = f"{RESTART}, or set VLLM_SERVER_DEV_MODE=1 on a server that only this machine reaches"
                 return failed(name, f"merged: {path} answers HTTP {status}", fix)
         return ok(name, "merged: weights can be replaced while it serves")
+
+    def _other_key(self, name: str) -> Check:
+        key = key_file(self._config.policy.directory).absolute()
+        fix = "run doctor where vLLM was started, or with the configuration that it was started with"
+        return failed(name, f"the policy server does not know the key in {key}", fix)
 
     async def _shared(self, name: str) -> Check:
         """Check that every server that answers sees where new weights are written; the first that does not counts."""

@@ -182,6 +182,42 @@ async def test_what_is_down_is_named_with_its_fix(tmp_path: Path) -> None:
     assert fix.startswith("start it with `lightning-proxy vllm`; if it is starting, wait until it prints")
 
 
+async def test_where_nothing_was_ever_started_it_asks_whether_the_system_runs_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"proxy: {{port: 9}}\nstore: {{url: 'sqlite:///{tmp_path}/s.db'}}\n")
+    proxy = {check.name: check for check in await run_checks(path)}["proxy"]
+    assert "if it runs already, run doctor where it was started" in (proxy.fix or "")
+
+
+async def test_a_system_that_runs_by_another_configuration_is_named_and_no_part_of_it_blamed(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path) as system:
+        port = system.url.rpartition(":")[2]
+        path = tmp_path / "other.yaml"
+        path.write_text(f"proxy: {{port: {port}}}\nstore: {{url: 'sqlite:///{tmp_path}/elsewhere/s.db'}}\n")
+        found = {check.name: check for check in await run_checks(path)}
+    assert {name: check.outcome for name, check in found.items() if check.outcome != "ok"} == {"proxy": "failed"}
+    assert found["proxy"].found == (
+        f"{system.url} answers, but its store is not this configuration's: there is no {tmp_path}/elsewhere/s.db"
+    )
+    assert (found["proxy"].fix or "").startswith("run doctor where it was started")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+async def test_a_vllm_with_another_operators_key_is_no_broken_vllm(
+    running: Running, tmp_path: Path, publish: str
+) -> None:
+    async with running(tmp_path, publish=publish) as system:
+        system.vllm.closed = True
+        code, out, _ = await system.lightning("doctor", "--json")
+        check = next(check for check in json.loads(out) if check["name"] == "publishing")
+        assert (code, check["outcome"]) == (1, "failed")
+        assert f"does not know the key in {system.config.policy.directory.absolute()}/operator.key" in check["found"]
+        assert "where vLLM was started" in check["fix"]
+
+
 async def test_a_wrong_key_is_a_failed_check(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("proxy: {prot: 1}\n")
