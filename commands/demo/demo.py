@@ -27,6 +27,7 @@ from ..run.runner import Runner
 from ..run.summary import Totals, totals
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
+from ..system.steps import tell_why_it_stands
 from ..system.system import Launch, System
 from .config import AGENTS, EXAMPLE, GROUP_SIZE, TASKS_PER_STEP, DemoOptions, dump, empty_directory, write_config
 from .model import cache_directory, require_packages
@@ -54,13 +55,25 @@ def demo(options: DemoOptions) -> None:
         if made.returncode != 0:
             raise LightningError(f"the demo's model could not be made in {model}; see the error above")
     config = write_config(directory, model, options)
-    result = run_until_signal(Demo(options, directory, config, console).run())
+    work = Demo(options, directory, config, console)
+    try:
+        result = run_until_signal(work.run())
+    except LightningError:
+        console.print(work.reached(), markup=False, highlight=False, soft_wrap=True)
+        with contextlib.suppress(LightningError):  # the first error is the one to show
+            _say_where(config, console)
+        raise
     dump(directory / "result.json", asdict(result))
     save_png(result, directory / "reward.png")
     show(result, console)
+    _say_where(config, console)
+    console.print(f"curve: {directory / 'reward.png'}, data: {directory / 'result.json'}", soft_wrap=True)
+
+
+def _say_where(config: Path, console: Console) -> None:
+    """Say where the trained weights are, if there are any."""
     if (place := asyncio.run(where(load_config(config), f"--config {config} "))) is not None:
         console.print(place, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"curve: {directory / 'reward.png'}, data: {directory / 'result.json'}", soft_wrap=True)
 
 
 class Demo:
@@ -72,7 +85,8 @@ class Demo:
         self._held_out = read_tasks(directory / "tasks" / "held_out.jsonl")
         self._view = ProgressView(console)
         self._rewards: list[float] = []  # of the training rollouts, in the order in which they ended
-        self._failed = 0
+        self._failed = self._steps = 0
+        self._before: Totals | None = None
         self._began = time.monotonic()
 
     async def run(self) -> DemoResult:
@@ -87,7 +101,7 @@ class Demo:
                     await runner.close()
 
     async def _loop(self, system: System, api: ApiClient, runner: Runner) -> DemoResult:
-        before = await self._evaluate(api, runner, "base model, held out")
+        self._before = before = await self._evaluate(api, runner, "base model, held out")
         training = time.monotonic()
         await self._work_until_trained(system, api, runner)
         training_s = time.monotonic() - training
@@ -113,7 +127,8 @@ class Demo:
         trained = asyncio.ensure_future(system.trainer.process.wait())
         learnt = asyncio.ensure_future(self._until_nothing_is_left_to_learn(api))
         showing = asyncio.ensure_future(self._show_steps(api))
-        started: set[asyncio.Future[Any]] = {working, trained, learnt, showing}
+        telling = asyncio.ensure_future(tell_why_it_stands(system.trainer.log, self._view.say))
+        started: set[asyncio.Future[Any]] = {working, trained, learnt, showing, telling}
         try:
             await asyncio.wait({working, trained, learnt}, return_when=asyncio.FIRST_COMPLETED)
             if not trained.done() and not learnt.done():
@@ -125,6 +140,20 @@ class Demo:
                 future.cancel()
             await asyncio.gather(*started, return_exceptions=True)
 
+    def reached(self) -> str:
+        """Return a line about how far it came."""
+        if self._before is None:
+            return "nothing was trained: it ended before the base model was evaluated"
+        rewards = {"of held-out tasks before": self._before.mean_reward, "of the newest": self._newest_reward()}
+        known = "; ".join(f"mean reward {what} {mean:.3f}" for what, mean in rewards.items() if mean is not None)
+        steps = f"{self._steps} of {self._options.steps} steps, {len(self._rewards)} training rollouts"
+        return f"reached: {steps}; {known}" if known else f"reached: {steps}"
+
+    def _newest_reward(self) -> float | None:
+        """Return the mean reward of a step's worth of the newest training rollouts."""
+        newest = self._rewards[-STEP_ROLLOUTS:]
+        return sum(newest) / len(newest) if newest else None
+
     def _take(self, result: RolloutResult) -> None:
         self._failed += result.failed
         if result.reward is not None:
@@ -135,10 +164,9 @@ class Demo:
         bar = self._view.bar("training steps", self._options.steps)
         try:
             while True:
-                newest = self._rewards[-STEP_ROLLOUTS:]
                 with contextlib.suppress(ApiError):  # a busy machine; the next look will do
-                    step = (await api.policy())["steps"]
-                    bar.show(step, sum(newest) / len(newest) if newest else None, self._failed)
+                    self._steps = (await api.policy())["steps"]
+                    bar.show(self._steps, self._newest_reward(), self._failed)
                 await asyncio.sleep(POLL_S)
         finally:
             bar.tell()

@@ -23,6 +23,7 @@ from ..api_client import ApiClient
 from ..run.tasks import read_tasks
 from ..system.processes import Child, ChildDied, ChildSpec, Supervisor, free_port
 from ..system.reason import reason
+from ..system.steps import tell_why_it_stands
 from ..system.system import Launch
 from .plan import Experiment, Json, LessonPlan, with_own
 
@@ -98,9 +99,13 @@ class Lesson:
         async with Supervisor(self.logs) as both:
             trainer = await both.start(self.spec("trainer", "train"))
             agents = await both.start(self.spec("agents", "run", *work, *self.agent()))
+            telling = asyncio.ensure_future(tell_why_it_stands(trainer.log, self.say))
             ends = [asyncio.ensure_future(child.process.wait()) for child in (trainer, agents)]
             timeout = minutes * 60 if minutes else None
-            await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.wait(ends, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                telling.cancel()
             stopped = (await api.policy())["collapse"] is not None
             if agents.process.returncode and not stopped:
                 raise agents.death()

@@ -10,6 +10,7 @@ NEWEST_BYTES = 4096
 # An exception's last line, behind the prefix of vLLM's processes too; what our own commands end with; a killed worker.
 _TELLING = re.compile(r"(?:^|\] )((?:[\w.]*(?:Error|Exception)\b|Worker \S+ \S+ died .*: -|lightning-proxy: ).*)", re.M)
 _PREFIX = re.compile(r"^\(\S+ pid=\d+\) (?:[A-Z]+ \S+ \S+ \[\S+\])?")  # vLLM's: process, level, time, place in its code
+_TRAINER = re.compile(r"\S+ [\d:,]+ (INFO|WARNING|ERROR) \S+: (.*)")  # date, time, level, module, message
 _ELSEWHERE = ("root cause", "Executor failed")  # vLLM's exceptions that only follow from an earlier one
 
 
@@ -33,3 +34,10 @@ def last_line(log: Path) -> str:
         return ""
     lines = (_PREFIX.sub("", line).strip() for line in reversed(text.splitlines()))
     return next(filter(None, lines), "")[:LONGEST]
+
+
+def newest_of_trainer(log: Path) -> tuple[str, bool]:
+    """Return the newest message in a trainer's log without its time, and whether it is a warning or an error."""
+    line = last_line(log)
+    found = _TRAINER.fullmatch(line)
+    return (found[2], found[1] != "INFO") if found else (line, False)

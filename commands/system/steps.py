@@ -1,11 +1,13 @@
-"""Prints a running trainer's steps as they are done."""
+"""Prints a running trainer's steps as they are done, and why it stands still."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,11 +16,14 @@ from ...proxy.config.server import StoreConfig
 from ...proxy.errors import StoreUnavailable
 from ...proxy.store.opening import opened
 from ...proxy.store.store import Store
+from ..formats import duration
 from ..show.steps import step_line
+from .reason import newest_of_trainer
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
+WARNED_S, SILENT_S = 20.0, 300.0  # until a trainer that stands still is told: after a warning, after another line
 # Fewer steps than these are done between two polls.
 NEWEST = 20
 
@@ -61,3 +66,17 @@ async def tell_steps(
                     say(f"stopped: {collapse.story}" if collapse else "not stopped any more")
                 stopped = collapse
             await asyncio.sleep(POLL_S)
+
+
+async def tell_why_it_stands(trainer: Path, say: Callable[[str], None]) -> None:
+    """Say the newest line of the trainer's log once nothing else comes: a warning soon. Runs until cancelled."""
+    newest, since, is_told = ("", False), time.monotonic(), False
+    while True:
+        if (now := newest_of_trainer(trainer)) != newest:
+            newest, since, is_told = now, time.monotonic(), False
+        what, is_warning = newest
+        limit = WARNED_S if is_warning else SILENT_S
+        if not is_told and time.monotonic() - since >= limit:
+            say(f"the trainer says nothing new for {duration(limit)}: {what or 'its log is empty'}; see {trainer}")
+            is_told = True
+        await asyncio.sleep(POLL_S)

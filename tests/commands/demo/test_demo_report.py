@@ -11,11 +11,14 @@ import pytest
 from rich.console import Console
 
 from lightning_proxy.commands.demo.config import DemoOptions, dump, empty_directory, write_config
-from lightning_proxy.commands.demo.demo import demo
+from lightning_proxy.commands.demo.demo import Demo, demo
 from lightning_proxy.commands.demo.report import DemoResult, curve, save_png, show
 from lightning_proxy.commands.run.summary import Totals
+from lightning_proxy.commands.signals import Interrupted
 from lightning_proxy.proxy.config.file import load_config
 from lightning_proxy.proxy.errors import ConfigError, LightningError
+from lightning_proxy.proxy.store.opening import opened
+from lightning_proxy.proxy.store.store import Store
 
 RESULT = DemoResult(
     seed=0,
@@ -82,3 +85,31 @@ def test_the_demo_writes_an_ordinary_configuration(tmp_path: Path) -> None:
     config = load_config(write_config(tmp_path, tmp_path / "model", DemoOptions(steps=3, seed=5)))
     assert (config.trainer.max_steps, config.trainer.seed, config.policy.publish) == (3, 5, "merged")
     assert f":{config.vllm.port}/v1" in config.upstreams[0].base_url
+
+
+def test_a_demo_that_is_stopped_says_what_was_reached_and_where_the_model_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def stopped(work: Demo) -> DemoResult:
+        work._before, work._steps, work._rewards = RESULT.before, 2, [0.0] * 100 + [0.5] * 128
+        await publish(work._directory)
+        raise Interrupted("stopped")
+
+    async def publish(directory: Path) -> None:
+        config = load_config(directory / "config.yaml")
+        async with opened(config.store) as database:
+            versions = Store(database).versions
+            (directory / "weights").mkdir()
+            await versions.saved(await versions.new("merged", 2, {}), str(directory / "weights"), "policy")
+            await versions.set_live(1)
+
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.setattr(Demo, "run", stopped)
+    with pytest.raises(Interrupted):
+        demo(DemoOptions(directory=tmp_path / "demo", model=tmp_path / "model"))
+    said = capsys.readouterr().out
+    assert "reached: 2 of 90 steps, 228 training rollouts; mean reward of held-out tasks before 0.030" in said
+    assert "of the newest 0.500" in said
+    assert f"policy version 1 (live): {tmp_path / 'demo' / 'weights'}" in said
+    assert "policy export 1 DIR" in said
