@@ -11,9 +11,10 @@ import typer
 from .commands import init, keys, look, store
 from .commands.export import command as data
 from .commands.groups import RECORD, START, SYSTEM, WORK, Commands
-from .commands.load import configuration
+from .commands.load import config_file, configuration
 from .commands.on_board import add_commands
 from .commands.show import policy, rollouts
+from .commands.show.complete import versions
 
 app = typer.Typer(
     cls=Commands,
@@ -78,8 +79,7 @@ def main(
     from .commands.telemetry import telemetry_off
 
     os.environ.update(telemetry_off())
-    here = Path("config.yaml")
-    context.obj = config or (here if here.is_file() else None)
+    context.obj = config_file(config)
 
 
 @app.command(rich_help_panel=SYSTEM)
@@ -281,8 +281,8 @@ def evaluate(
 @policy.app.command("compare")
 def compare_versions(
     context: typer.Context,
-    a: Annotated[int, typer.Argument(metavar="A", help="a version")],
-    b: Annotated[int, typer.Argument(metavar="B", help="another")],
+    a: Annotated[int, typer.Argument(metavar="A", help="a version", autocompletion=versions)],
+    b: Annotated[int, typer.Argument(metavar="B", help="another", autocompletion=versions)],
     mode: Annotated[str | None, typer.Option(help="`eval` or `train`; by default eval if both have it")] = None,
     as_json: Json = False,
 ) -> None:

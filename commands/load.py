@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,3 +16,9 @@ def configuration(context: typer.Context, overrides: dict[str, Any] | None = Non
     from ..proxy.config.file import load_config
 
     return load_config(context.obj, overrides)
+
+
+def config_file(given: Path | None) -> Path | None:
+    """Return the configuration's file: what `--config` names, else ./config.yaml if it is there."""
+    here = Path("config.yaml")
+    return given or (here if here.is_file() else None)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from ..load import configuration
+from ..show.complete import task_ids, versions
 
 
 def export(
@@ -26,7 +27,7 @@ def export(
             show_default="all; sft: completed and failed",
         ),
     ] = None,
-    task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
+    task: Annotated[str | None, typer.Option(help="only rollouts of this task id", autocompletion=task_ids)] = None,
     min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,
     since: Annotated[
         str | None, typer.Option(help="only rollouts opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
@@ -57,7 +58,7 @@ def import_(
 
 def export_version(
     context: typer.Context,
-    version: Annotated[int, typer.Argument(metavar="N")],
+    version: Annotated[int, typer.Argument(metavar="N", autocompletion=versions)],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
     form: Annotated[
         str | None,

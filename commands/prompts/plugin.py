@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
@@ -10,17 +11,41 @@ import typer
 
 from ..groups import RECORD, Commands
 from ..load import configuration
+from ..show.complete import known
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from ..api_client import ApiClient
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Show and change the prompts that take the place of an agent's own."
 )
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
-Name = Annotated[str, typer.Argument(metavar="NAME")]
-Version = Annotated[int, typer.Argument(metavar="N")]
+
+
+def names(context: typer.Context, incomplete: str) -> list[str]:
+    """Return names of prompts that begin so, for a shell that completes them."""
+    return known(context, incomplete, lambda api: _of_prompts(api, lambda prompt: [prompt["name"]]))
+
+
+def numbers(context: typer.Context, incomplete: str) -> list[str]:
+    """Return versions of the prompt that is named before."""
+
+    def of(prompt: dict[str, Any]) -> list[str]:
+        mine = prompt["name"] == context.params.get("name")
+        return [str(one["version"]) for one in prompt["versions"] if mine]
+
+    return known(context, incomplete, lambda api: _of_prompts(api, of))
+
+
+async def _of_prompts(api: ApiClient, of: Callable[[dict[str, Any]], list[str]]) -> list[str]:
+    return [one for prompt in (await api.request("GET", "/prompts"))["data"] for one in of(prompt)]
+
+
+Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=names)]
+Version = Annotated[int, typer.Argument(metavar="N", autocompletion=numbers)]
 
 
 @app.command("list")

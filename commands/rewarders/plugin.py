@@ -9,6 +9,7 @@ import typer
 
 from ..groups import WORK, Commands
 from ..load import configuration
+from ..show.complete import rollout_ids, task_ids
 
 
 def rescore(
@@ -19,7 +20,7 @@ def rescore(
     rewarder: Annotated[
         str, typer.Option(metavar="KIND", help="a rewarder of rewards.use, by its kind or name")
     ] = "function",
-    task: Annotated[str | None, typer.Option(help="only rollouts of this task id")] = None,
+    task: Annotated[str | None, typer.Option(help="only rollouts of this task id", autocompletion=task_ids)] = None,
     agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
     mode: Annotated[str | None, typer.Option(help="only those of this mode: train or eval")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only those with at least this reward")] = None,
@@ -66,7 +67,10 @@ Kind = Annotated[str, typer.Argument(metavar="KIND", help="a rewarder of rewards
 def try_(
     context: typer.Context,
     kind: Kind,
-    rollout_ids: Annotated[list[str], typer.Argument(metavar="ID...", help="rollouts, as siblings of one group")],
+    rollout_ids: Annotated[
+        list[str],
+        typer.Argument(metavar="ID...", help="rollouts, as siblings of one group", autocompletion=rollout_ids),
+    ],
     as_json: Json = False,
 ) -> None:
     """Show what a rewarder would give to rollouts, and why. Nothing is posted."""

@@ -10,6 +10,7 @@ import typer
 
 from ..groups import Commands
 from ..load import configuration
+from .complete import versions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -57,7 +58,7 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
 @app.command()
 def promote(
     context: typer.Context,
-    version: Annotated[str, typer.Argument(metavar="N", help="a version's number, or `best`")],
+    version: Annotated[str, typer.Argument(metavar="N", help="a version's number, or `best`", autocompletion=versions)],
     as_json: Json = False,
 ) -> None:
     """Make a version live. The trainer continues from it."""

@@ -12,6 +12,7 @@ import typer
 
 from ..groups import Commands
 from ..load import configuration
+from .complete import rollout_ids, task_ids
 
 if TYPE_CHECKING:
     from ..api_client import ApiClient
@@ -30,7 +31,7 @@ WIDE = 10_000
 def list_rollouts(
     context: typer.Context,
     status: Annotated[str | None, typer.Option(help="only running, completed, failed or discarded ones")] = None,
-    task: Annotated[str | None, typer.Option(help="only those of this task id")] = None,
+    task: Annotated[str | None, typer.Option(help="only those of this task id", autocompletion=task_ids)] = None,
     agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
     mode: Annotated[str | None, typer.Option(help="only those of this mode: train or eval")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only those with at least this reward")] = None,
@@ -69,7 +70,8 @@ def list_rollouts(
     return None
 
 
-Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="ids, or their beginnings")]
+Ids = Annotated[list[str], typer.Argument(metavar="ID...", help="ids, or their beginnings", autocompletion=rollout_ids)]
+Id = Annotated[str, typer.Argument(metavar="ID", help="an id, or its beginning", autocompletion=rollout_ids)]
 
 
 @app.command()
@@ -124,7 +126,7 @@ def _each(
 @app.command()
 def show(
     context: typer.Context,
-    rollout_id: Annotated[str, typer.Argument(metavar="ID", help="an id, or its beginning")],
+    rollout_id: Id,
     full: Annotated[bool, typer.Option("--full", help="show long texts in full")] = False,
     graph: Annotated[bool, typer.Option("--graph", help="show where the context of each call comes from")] = False,
     as_json: Json = False,
@@ -150,8 +152,8 @@ def show(
 @app.command()
 def diff(
     context: typer.Context,
-    a: Annotated[str, typer.Argument(metavar="A", help="an id, or its beginning")],
-    b: Annotated[str, typer.Argument(metavar="B", help="another one")],
+    a: Annotated[str, typer.Argument(metavar="A", help="an id, or its beginning", autocompletion=rollout_ids)],
+    b: Annotated[str, typer.Argument(metavar="B", help="another one", autocompletion=rollout_ids)],
 ) -> None:
     """Compare two rollouts: their numbers, and the lines of their conversations that differ."""
     from rich.console import Console
@@ -205,7 +207,7 @@ def changed(page: list[dict[str, Any]], known: dict[str, dict[str, Any]] | None)
 
 def reward(
     context: typer.Context,
-    rollout_id: Annotated[str, typer.Argument(metavar="ID", help="the rollout's id, or its beginning")],
+    rollout_id: Id,
     value: Annotated[float, typer.Argument(metavar="VALUE", help="any finite number")],
     call: Annotated[str | None, typer.Option(help="reward this call (an id or its beginning), not the rollout")] = None,
     name: Annotated[str, typer.Option(help="the reward's name; the newest value of a name counts")] = "reward",
