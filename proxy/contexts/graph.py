@@ -111,12 +111,17 @@ class Graph:
         self._remember(mine, place)
 
     def rejected(self) -> set[int]:
-        """Return the calls whose answer stands in no later context, though that of one with the same request does."""
+        """Return the calls whose answer stands in no later context, though another attempt's does.
+
+        That is one at the same request, which began later or was not over. Of an earlier one this is a fresh start.
+        """
         found = set[int]()
         for node in {one.node for one in self.calls if len(one.node.asked) > 1}:
             answered = [i for i in node.asked if self.calls[i].said]
-            stands = {self._said(i) for i in answered if self.calls[i].used}
-            found |= {i for i in answered if stands and self._said(i) not in stands}
+            if used := [i for i in answered if self.calls[i].used]:
+                stands, last, until = {*map(self._said, used)}, max(used), max(self.calls[i].ended for i in used)
+                tried = [i for i in answered if i < last or self.calls[i].call.started_at < until]
+                found |= {i for i in tried if self._said(i) not in stands}
         return found
 
     def summaries(self) -> set[int]:
