@@ -21,7 +21,7 @@ SOURCES = [
 ]
 PRINTED = re.compile(r"(?:<code>|`)lightning-proxy ([a-z][^<`]*)(?:</code>|`)")
 # What stands for a value: of JavaScript, of Python's two kinds of formats, and dots for what may follow.
-VALUE = re.compile(r"\$?\{[^}]*\}|%[sd]|\bN\b")
+VALUE = re.compile(r"\$?\{[^}]*\}|%[sd]|\b(?:N|VALUE)\b")
 
 
 def printed(path: Path) -> Iterator[str]:
