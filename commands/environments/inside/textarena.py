@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import HERE, Arguments, Json, Scores, Wrong, require_known
+from .arguments import HERE, Arguments, Json, Scores, Wrong, digest, require_known
 
 if TYPE_CHECKING:
     from ....client import Rollout
@@ -47,16 +47,17 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
         raise Wrong(f"seat is 0 to {players - 1}, for {name} is played by {players}; got {seat!r}")
     _program(opponent)
     seeds = (n for n in range(given.seed * 1_000_000, (given.seed + 1) * 1_000_000) if given.has(f"{name} {n}"))
+    kind = digest(repr((sorted(given.left.items()), players, opponent, system)))
     for n in range(given.tasks):
         own, seed = n % players if seat is None else seat, next(seeds)
         yield {
-            "task_id": f"{name}-{seed}-{own}", "game": name, "settings": given.left, "players": players, "seed": seed,
-            "seat": own, "opponent": opponent, "system": system,
+            "task_id": f"{name}-{seed}-{own}-{kind[:8]}", "game": name, "settings": given.left, "players": players,
+            "seed": seed, "seat": own, "opponent": opponent, "system": system,
         }  # fmt: skip
 
 
 def play(task: Json, run: Rollout) -> Scores:
-    """Play to the end. Each player is an agent of ours, `player-N`."""
+    """Play to the end. A player is our agent `player-N`, or `opponent-N` if another model than the policy plays."""
     game = _made(task["game"], task["settings"])
     game.reset(num_players=task["players"], seed=task["seed"])
     program, rng = _program(task["opponent"]), random.Random(task["seed"])
@@ -65,13 +66,16 @@ def play(task: Json, run: Rollout) -> Scores:
         player, seen = game.get_observation()
         if player == task["seat"] or program is None:
             model = task["model"] if player == task["seat"] else task["opponent"]
-            action = _ask(run.as_agent(f"player-{player}"), model, task, str(seen))
+            agent = f"{'player' if model == task['model'] else 'opponent'}-{player}"
+            action = _ask(run.as_agent(agent), model, task, str(seen))
         else:
             action = program(str(seen), player, rng)
         done, _ = game.step(action=action)
     rewards, info = game.close()
     seats = {f"player-{player}": float(reward) for player, reward in rewards.items()}
     own = info[task["seat"]]
+    if program is not None and any(info[player].get("invalid_move") for player in info if player != task["seat"]):
+        raise RuntimeError("the opponent made an illegal move; give `opponent` a function that knows the game")
     measured = {name: float(own[name]) for name in ("turn_count", "invalid_move") if name in own}
     name = f"player-{task['seat']}"
     return Scores(seats if task["opponent"] == task["model"] else {name: seats[name]}, seats | measured)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.commands.environments.source import source_of
 from support.command_line import lightning
 from support.played_kinds import played_kind
 from tests.conftest import System
@@ -37,8 +38,9 @@ class Game:
     def close(self):
         first, second = (sum(int(one.strip("[]")) for one in self.named[n::2]) for n in (0, 1))
         sign = (first > second) - (first < second)
-        info = {"turn_count": self.rounds, "invalid_move": False}
-        return {0: sign, 1: -sign}, {0: info, 1: info}
+        bad = [any(one not in ("[0]", "[1]") for one in self.named[n::2]) for n in (0, 1)]
+        info = {n: {"turn_count": self.rounds, "invalid_move": bad[n]} for n in (0, 1)}
+        return {0: sign, 1: -sign}, info
 
 def make(name, **settings):
     from .envs.registration import ENV_REGISTRY
@@ -81,6 +83,36 @@ async def test_the_policy_plays_each_seat_in_turn_against_a_function(running: Ru
             rewards = {reward["name"]: reward["reward"] for reward in rollout["rewards"]}
             seen.append((agent, len(rollout["calls"]), rewards[agent], rewards["reward"], rewards["turn_count"]))
     assert sorted(seen) == [("player-0", 2, 1.0, 1.0, 2.0), ("player-1", 2, 1.0, 1.0, 2.0)]
+
+
+async def test_a_model_that_is_not_the_policy_is_an_agent_of_another_name(running: Running, tmp_path: Path) -> None:
+    """Else its calls would be trained on with the policy's reward."""
+    async with running(tmp_path) as system:
+        system.vllm.answer = one
+        code, _, err = await system.lightning("run", *LARGER, '{"tasks": 2, "rounds": 1, "opponent": "base"}')
+        assert code == 0, err
+        agents = set()
+        _, page = await system.call("GET", "/rollouts")
+        for listed in page["data"]:
+            _, rollout = await system.call("GET", f"/rollouts/{listed['rollout_id']}")
+            agents |= {(call["agent"], call["request"]["model"]) for call in rollout["calls"]}
+    own, others = {("player-0", "policy"), ("player-1", "policy")}, {("opponent-0", "base"), ("opponent-1", "base")}
+    assert agents == own | others
+
+
+async def test_a_program_that_makes_an_illegal_move_is_no_opponent(running: Running, tmp_path: Path) -> None:
+    """Else the policy is paid for what it did not do."""
+    Path("bad.py").write_text("def play(seen, player, rng):\n    return '[-9]'\n")
+    async with running(tmp_path) as system:
+        system.vllm.answer = one
+        code, _, err = await system.lightning("run", *LARGER, '{"tasks": 1, "opponent": "bad.py:play"}')
+    assert (code, "the opponent made an illegal move" in err) == (1, True), err
+
+
+def test_tasks_against_another_opponent_are_other_tasks() -> None:
+    given = ({"opponent": "policy"}, {"opponent": "base"}, {"rounds": 3})
+    files = [source_of("textarena:Larger-v0", json.dumps(one | {"tasks": 1}), {}).tasks for one in given]
+    assert len({json.loads(file.read_text())["task_id"] for file in files}) == 3
 
 
 async def test_in_self_play_each_seat_has_its_own_reward(running: Running, tmp_path: Path) -> None:
