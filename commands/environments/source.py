@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
+import typer
 import yaml
 
 from ...proxy.config.file import read_yaml
 from ...proxy.errors import ConfigError
 from .install import KindsEnvironment
-
-ALONE = "lightning_proxy.commands.environments.inside.alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,14 @@ def source_of(environment: str, arguments: str | None, defaults: dict[str, Any])
         raise ConfigError(f"--environment is KIND:NAME, as in reasoning_gym:gcd; got {environment!r}")
     of = KindsEnvironment(kind)
     asked = json.dumps(defaults | _given(arguments), sort_keys=True)
+    if sys.stderr.isatty():
+        typer.echo(f"making the tasks of {environment}", err=True)
     lines = of.ask("tasks", name, asked)
     if not lines:
         raise ConfigError(f"{environment} has no tasks with {asked}")
     file = of.directory / "tasks" / f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.jsonl"
     _write(file, "".join(f"{line}\n" for line in lines))
-    return EnvironmentTasks(file, of.program, [ALONE, *of.packages])
+    return EnvironmentTasks(file, of.program, [*of.packages])
 
 
 def experiment_of(file: Path, environment: str, arguments: str | None, alias: str) -> Path:
@@ -69,7 +72,8 @@ def _given(arguments: str | None) -> dict[str, Any]:
 
 
 def _write(file: Path, text: str) -> None:
-    """Write it unless it is there: another command may read it now."""
-    if not file.exists() or file.read_text() != text:
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
+    """Write it at once: another command may read it now, or write the same."""
+    file.parent.mkdir(exist_ok=True)
+    with NamedTemporaryFile("w", dir=file.parent, delete=False) as beside:
+        beside.write(text)
+    Path(beside.name).replace(file)
