@@ -11,11 +11,20 @@ from pathlib import Path
 import typer
 
 from ...proxy.errors import ConfigError, LightningError
+from .inside.alone import KEPT, SET
 from .inside.arguments import Wrong, require_known
 
 KINDS = ("reasoning_gym", "textarena", "verifiers")
 ROOT = Path(__file__).parents[2]
 CLIENT = "tenacity>=9,<10"
+# It stands for the kind's Python. Packages may look at the variables that their process began with.
+PYTHON = f"""#!/bin/sh
+for name in $(env | sed -n 's/^\\([A-Za-z_][A-Za-z0-9_]*\\)=.*/\\1/p'); do
+    case $name in LC_*|{"|".join(sorted(KEPT))}) ;; *) unset "$name" ;; esac
+done
+export {" ".join(f"{name}={value}" for name, value in SET.items())}
+exec "${{0%/*}}/bin/python" "$@"
+"""
 PROGRAM = "from lightning_proxy.commands.environments.inside.play import main\n\nmain()\n"
 
 
@@ -31,30 +40,38 @@ class KindsEnvironment:
         self.kind, self.packages = kind, tuple(module.PACKAGES)
         self.requires = (*module.REQUIRES, CLIENT)
         self.directory = Path(".venv-environments") / kind
-        self.program = [str(self.directory / "bin" / "python"), str(self.directory / "play.py"), kind]
+        self.program = [str(self.directory / "python"), str(self.directory / "play.py"), kind]
 
     @property
     def is_there(self) -> bool:
-        """Whether it was made, by a version of ours that needs the same in it."""
+        """Whether it was made by this installation of ours, and for what it needs now."""
         stamp = self.directory / "installed.txt"
-        return stamp.is_file() and set(self.requires) <= set(stamp.read_text().split("\n"))
+        return stamp.is_file() and {*self.requires, str(ROOT)} <= set(stamp.read_text().split("\n"))
 
     def require(self) -> None:
         """Raise ConfigError if it is not there."""
         if not self.is_there:
             do = f"lightning-proxy environments {self.kind} --install"
-            raise ConfigError(f"{self.kind} is not installed in {self.directory} of this folder: `{do}` does it")
+            raise ConfigError(f"{self.kind} is not installed in {self.directory} of this folder; run `{do}`")
 
     def make(self, further: Sequence[str]) -> None:
         """Make it anew, with `further` packages. LightningError has pip's last words."""
         wanted = [*self.requires, *further]
-        typer.echo(f"into {self.directory}, with pip and what they depend on: {', '.join(wanted)}")
+        typer.echo(f"installing into {self.directory}, with their dependencies: {', '.join(wanted)}")
         _run([sys.executable, "-m", "venv", "--clear", str(self.directory)])
-        _run([self.program[0], "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
+        python = str(self.directory / "bin" / "python")
+        _run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
+        self.finish(wanted)
+
+    def finish(self, wanted: Sequence[str]) -> None:
+        """Write what is ours, once the packages are there."""
         (packages,) = self.directory.glob("lib/python*/site-packages")
         (packages / "lightning_proxy").symlink_to(ROOT)
-        Path(self.program[1]).write_text(PROGRAM)
-        (self.directory / "installed.txt").write_text("\n".join(wanted))
+        python, program = map(Path, self.program[:2])
+        python.write_text(PYTHON)
+        python.chmod(0o755)
+        program.write_text(PROGRAM)
+        (self.directory / "installed.txt").write_text("\n".join([*wanted, str(ROOT)]))
 
     def ask(self, *what: str) -> list[str]:
         """Return the lines that the kind's program prints. ConfigError has what it says is wrong."""

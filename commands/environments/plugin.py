@@ -22,7 +22,10 @@ OPTIONS = {
         typer.Option("--environment", metavar="KIND:NAME", help="others' tasks, in place of files and a program"),
     ],
     "environment_args": Annotated[
-        str | None, typer.Option("--environment-args", metavar="JSON", help="tasks, split, seed, and the environment's")
+        str | None,
+        typer.Option(
+            "--environment-args", metavar="JSON", help="tasks, split, seed and more, see docs/environments.md"
+        ),
     ],
 }
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sysconfig
 import venv
 from collections.abc import Mapping
-from pathlib import Path
 
-from lightning_proxy.commands.environments.install import PROGRAM, ROOT, KindsEnvironment
+from lightning_proxy.commands.environments.install import KindsEnvironment
 
 
 def played_kind(kind: str, modules: Mapping[str, str]) -> None:
@@ -19,7 +18,5 @@ def played_kind(kind: str, modules: Mapping[str, str]) -> None:
         path = packages / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (packages / "lightning_proxy").symlink_to(ROOT)
     (packages / "ours.pth").write_text(sysconfig.get_path("purelib"))  # openai and tenacity
-    Path(made.program[1]).write_text(PROGRAM)
-    (made.directory / "installed.txt").write_text("\n".join(made.requires))
+    made.finish(made.requires)

@@ -36,9 +36,12 @@ class Arguments:
         if self.split not in SPLITS or self.tasks < 1:
             raise Wrong(f"split is {' or '.join(SPLITS)}, and tasks is 1 or more")
         sampling = {"temperature": 1.0, "max_tokens": 1024} | self.take("sampling", {})
+        limit_s = self.take("limit_s", 600.0)
+        if limit_s <= 0:
+            raise Wrong(f"limit_s is more than 0, got {limit_s:g}")
         # In each task's line, for the program that plays it.
         self.shared: Json = {
-            "model": self.take("model", "policy"), "sampling": sampling, "limit_s": self.take("limit_s", 600.0),
+            "model": self.take("model", "policy"), "sampling": sampling, "limit_s": limit_s,
         }  # fmt: skip
 
     def take(self, key: str, default: Any) -> Any:
@@ -64,5 +67,5 @@ def require_known(name: str, names: Collection[str], what: str) -> None:
     """Raise Wrong with the names that are nearest."""
     if name not in names:
         near = difflib.get_close_matches(name, names, 3) or [one for one in names if name.lower() in one.lower()][:3]
-        hint = f"; is it {', '.join(near)}?" if near else ""
+        hint = f"; nearest: {', '.join(near)}" if near else ""
         raise Wrong(f"there is no {what} {name!r}{hint}")

@@ -6,31 +6,34 @@ import importlib
 import io
 import json
 import os
-import signal
 import sys
-import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
-from types import FrameType
+from contextlib import redirect_stdout
 from typing import Any
 
 from ....client import Rollout, current
-from .alone import alone
+from .alone import alone, watched
 from .arguments import Arguments, Json, Wrong
 
 MOST_WORDS = 1000  # characters of an error
+LISTING_S = 3600.0  # some generators take 10 s for a question
 
 
 def main() -> None:
     """Run the program. What is wrong is one line; what fails in an episode is a traceback, its last line the reason."""
     alone()
     name, *rest = sys.argv[1:]
+    if rest:
+        watched(LISTING_S, f"listing {' '.join(rest[:2])}", listing=True)
+    else:
+        limit_s = json.loads(os.environ["LIGHTNING_TASK"])["limit_s"]
+        watched(limit_s, "the episode (limit_s in --environment-args)", listing=False)
     kind = importlib.import_module(f".{name}", __package__)
     try:
         if not rest:
             episode(kind)
             return
-        with own_folder(), redirect_stdout(io.StringIO()):  # games print
+        with redirect_stdout(io.StringIO()):  # games print
             lines = list(names(kind) if rest[0] == "names" else tasks(kind, *rest[1:]))
         sys.stdout.writelines(f"{line}\n" for line in lines)
     except Wrong as error:
@@ -61,8 +64,7 @@ def tasks(kind: Any, name: str, given: str) -> Iterator[str]:
 def episode(kind: Any) -> None:
     """Play the task of this rollout, post its rewards, and end it."""
     task, run = json.loads(os.environ["LIGHTNING_TASK"]), current()
-    with own_folder(), limited(task["limit_s"]):
-        found = kind.play(task, run)
+    found = kind.play(task, run)
     measured = [{"name": name, "reward": value} for name, value in found.measured.items()]
     posts = [*measured, *_rewards(found.rewards, run)]
     run.control.post("/reward", [{"rollout_id": run.rollout_id, "final": False, **one} for one in posts], {})
@@ -76,29 +78,3 @@ def _rewards(seats: dict[str, float], run: Rollout) -> list[Json]:
     calls = run.control.get(f"/rollouts/{run.rollout_id}", {})["calls"]
     last = {call["agent"]: call["call_id"] for call in calls if call["status"] == "ok"}
     return [{"reward": reward, "call_id": last[seat]} for seat, reward in seats.items() if seat in last]
-
-
-@contextmanager
-def own_folder() -> Iterator[None]:
-    """Work in an empty folder, which is also HOME and where temporary files go. It is removed at the end."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
-    with tempfile.TemporaryDirectory(prefix="lightning-environment-", ignore_cleanup_errors=True) as folder:
-        os.environ.update(HOME=folder, TMPDIR=folder)
-        tempfile.tempdir = None
-        os.chdir(folder)
-        yield
-
-
-@contextmanager
-def limited(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError after this time, and again each second: others' code may catch it."""
-
-    def late(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError(f"the episode took longer than {seconds:g} s (limit_s in --environment-args)")
-
-    signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)

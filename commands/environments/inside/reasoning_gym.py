@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import random
 from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     system, shots = given.take("system", "default"), given.take("shots", 0)
+    if shots < 0:
+        raise Wrong(f"shots is 0 or more, got {shots}")
     if system:
         require_known(system, SYSTEM_PROMPTS, "system prompt")
     settings = {**given.left, "seed": given.seed, "size": DRAWS * (given.tasks + shots) * 5}
@@ -57,11 +60,17 @@ def play(task: Json, run: Rollout) -> Scores:
     from reasoning_gym.utils import extract_answer
 
     generator = _generator(task["generator"], task["settings"])
+    entry = _entry(generator, task["index"])
+    if entry["question"] != task["messages"][-1]["content"]:
+        raise RuntimeError(f"{task['generator']} makes another question than that of the task")
     asked = run.openai().chat.completions.create(model=task["model"], messages=task["messages"], **task["sampling"])
     answer = (asked.choices[0].message.content or "").strip()
     found = extract_answer(answer) if task["tagged"] else answer
-    score = float(generator.score_answer(found, generator[task["index"]]))
-    return Scores({"": score}, {"format": float(found is not None)} if task["tagged"] else {})
+    measured = {"format": float(found is not None)} if task["tagged"] else {}
+    try:
+        return Scores({"": float(generator.score_answer(found, entry))}, measured)
+    except Exception:  # several raise on what is not as they expect it
+        return Scores({"": 0.0}, measured | {"unscored": 1.0})
 
 
 def _generator(name: str, settings: Json) -> Any:
@@ -69,16 +78,21 @@ def _generator(name: str, settings: Json) -> Any:
     from reasoning_gym.factory import DATASETS
 
     require_known(name, DATASETS, "generator")
-    known = {field.name for field in dataclasses.fields(DATASETS[name][1])}
-    if unknown := sorted(settings.keys() - known - {"seed", "size"}):
-        raise Wrong(f"unknown: {', '.join(unknown)}; it takes {', '.join(sorted(known - {'seed', 'size'}))}")
+    known = sorted({field.name for field in dataclasses.fields(DATASETS[name][1])} - {"seed", "size"})
+    if unknown := sorted(settings.keys() - {*known, "seed", "size"}):
+        raise Wrong(f"unknown in --environment-args: {', '.join(unknown)}; {name} takes {', '.join(known)}")
     return reasoning_gym.create_dataset(name, **settings)
+
+
+def _entry(generator: Any, index: int) -> Json:
+    random.seed(index)  # which some draw from
+    return generator[index]
 
 
 def _questions(generator: Any) -> Iterator[tuple[int, Json]]:
     seen = set()
     for index in range(len(generator)):
-        entry = generator[index]
+        entry = _entry(generator, index)
         if entry["question"] not in seen:
             seen.add(entry["question"])
             yield index, entry

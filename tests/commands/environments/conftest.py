@@ -10,11 +10,11 @@ import pytest
 from support.played_kinds import played_kind
 
 GENERATORS = '''
-import os
+import os, random, subprocess, threading, time
 from dataclasses import dataclass
 
 DATASETS = {}
-SEEN = os.environ.get("SECRET")  # as the package is imported
+SEEN = b"SECRET" in open("/proc/self/environ", "rb").read()  # as the package is imported
 
 @dataclass
 class SumConfig:
@@ -23,7 +23,7 @@ class SumConfig:
     size: int = 500
 
 class Sums:
-    """Adds two numbers"""
+    __doc__ = "Sees secrets" if SEEN else "Adds two numbers"
 
     def __init__(self, config):
         self.config = config
@@ -39,17 +39,39 @@ class Sums:
         if answer == "explode":
             raise RuntimeError("no such score")
         if answer == "sleep":
-            import subprocess, sys, time
             child = subprocess.Popen(["sleep", "60"], start_new_session=True)
-            print("child", child.pid, flush=True)
+            print(f"child {child.pid} in {os.getcwd()} ", flush=True)
             time.sleep(60)
+        if answer == "thread":
+            started = []
+            thread = threading.Thread(target=lambda: started.append(subprocess.Popen(["sleep", "60"])))
+            thread.start()
+            thread.join()
+            time.sleep(0.3)
+            return float(started[0].poll() is None)
         if answer == "secrets":
-            return float(len([n for n in os.environ if "SECRET" in n])) + (SEEN is not None)
+            return float(len([n for n in os.environ if "SECRET" in n])) + SEEN
         if answer == "folder":
             return float(len(os.listdir(".")) == 0 and os.environ["HOME"] == os.getcwd())
         return float(answer == entry["answer"])
 
+class Drawn(Sums):
+    """Draws words"""
+
+    def __getitem__(self, index):
+        word = "".join({*"abcdefghijklmnop"}) + str(random.random())
+        return {"question": word, "answer": word, "metadata": {}}
+
+class Slow(Sums):
+    """Never ends"""
+
+    def __getitem__(self, index):
+        open(__file__ + ".pid", "w").write(str(os.getpid()))
+        time.sleep(60)
+
 DATASETS["sums"] = (Sums, SumConfig)
+DATASETS["drawn"] = (Drawn, SumConfig)
+DATASETS["slow"] = (Slow, SumConfig)
 '''
 REASONING_GYM = {
     "reasoning_gym/factory.py": GENERATORS,
@@ -71,7 +93,7 @@ REASONING_GYM = {
 
 @pytest.fixture
 def generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A working directory with a played reasoning_gym, whose generator `sums` asks for the number after another."""
+    """A working directory with a played reasoning_gym: `sums` asks for a sum, `drawn` for a word."""
     monkeypatch.chdir(tmp_path)
     played_kind("reasoning_gym", REASONING_GYM)
     yield

@@ -91,7 +91,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     def install(kind: str, *more: str) -> None:
         done = lightning("environments", kind, "--install", *more)
         assert done.returncode == 0, done.stderr
-        assert done.stdout.startswith(f"into .venv-environments/{kind}, with pip and what they depend on: ")
+        assert done.stdout.startswith(f"installing into .venv-environments/{kind}, with their dependencies: ")
 
     return install
 

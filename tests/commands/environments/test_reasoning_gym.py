@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
+import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -11,7 +14,9 @@ from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
 
+from lightning_proxy.commands.environments.install import ROOT, KindsEnvironment
 from lightning_proxy.commands.environments.plugin import _checked
 from lightning_proxy.commands.environments.source import experiment_of
 from support.command_line import lightning
@@ -46,6 +51,21 @@ async def test_an_episode_is_a_rollout_with_rewards_by_name(running: Running, tm
         assert {one["name"]: one["reward"] for one in rollout["rewards"]} == {"format": 1.0, "reward": 1.0}
 
 
+async def test_a_question_that_is_drawn_is_the_same_when_it_is_scored(running: Running, tmp_path: Path) -> None:
+    """Sets have other orders in other processes, and a generator may take its numbers from `random`."""
+    options = ("--environment", "reasoning_gym:drawn", "--environment-args", '{"tasks": 3, "system": ""}')
+    async with running(tmp_path) as system:
+        system.vllm.answer = lambda body: {"role": "assistant", "content": body["messages"][-1]["content"]}
+        code, out, err = await system.lightning("eval", *options, "--json")
+        assert (code, code or json.loads(out)["rows"][0]["mean_reward"]) == (0, 1.0), err
+        file = next(Path(".venv-environments/reasoning_gym/tasks").iterdir())
+        other = tasks(str(file))[0] | {"index": 99}
+        program = KindsEnvironment("reasoning_gym").program
+        Path("other.jsonl").write_text(json.dumps(other))
+        code, _, err = await system.lightning("run", "--tasks", "other.jsonl", "--", *program)
+    assert (code, "makes another question than that of the task" in err) == (1, True), err
+
+
 def test_an_experiment_gets_both_splits_which_have_no_question_in_common(tmp_path: Path) -> None:
     Path("compare.yaml").write_text("rollouts: 8\nvariants: {one: {}}\n")
     given = json.dumps({"tasks": 20, "most": 60, "system": "", "shots": 3})
@@ -62,34 +82,92 @@ async def test_an_episode_is_apart_from_the_user_and_fails_in_its_own_words(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sees no variables of the user's, works in an empty folder, and is ended after its time, with its children."""
-    answers = iter(["secrets", "folder", "explode", "sleep"])
+    answers = iter(["secrets", "folder", "explode", "thread", "sleep"])
     monkeypatch.setenv("SECRET", "sk-1")
     async with running(tmp_path) as system:
         system.vllm.answer = lambda _: {"role": "assistant", "content": next(answers)}
-        given = '{"tasks": 4, "limit_s": 1, "system": ""}'
+        given = '{"tasks": 5, "limit_s": 1, "system": ""}'
         code, _, err = await system.lightning("eval", *SUMS, given, "--concurrency", "1", "--logs", tmp_path / "logs")
         assert code == 0, err
         _, page = await system.call("GET", "/rollouts")
-    late, exploded, folder, secrets = page["data"]
-    assert (secrets["reward"], folder["reward"]) == (0.0, 1.0)
-    assert {late["status"], exploded["status"]} == {"failed"}
-    assert "RuntimeError: no such score" in exploded["reason"]
-    assert "TimeoutError: the episode took longer than 1 s (limit_s in --environment-args)" in late["reason"]
+        late, thread, exploded, folder, secrets = page["data"]
+        _, full = await system.call("GET", f"/rollouts/{exploded['rollout_id']}")
+    assert [one["reward"] for one in (secrets, folder, exploded, thread, late)] == [0.0, 1.0, 0.0, 1.0, None]
+    rewards = {one["name"]: one["reward"] for one in full["rewards"]}
+    assert rewards == {"unscored": 1.0, "reward": 0.0}
+    assert "the episode (limit_s in --environment-args) took longer than 1 s" in late["reason"]
     log = (tmp_path / "logs" / f"{late['rollout_id']}.log").read_text()
-    child = Path("/proc", log.partition("child ")[2].split()[0], "cmdline")
-    assert not child.exists() or child.read_bytes() == b""  # nobody has waited for it yet
+    assert left_of(log) == []
+
+
+async def test_a_late_answer_is_said_in_the_words_of_the_limit(running: Running, tmp_path: Path) -> None:
+    """The client of OpenAI has limits of its own, and tries again."""
+
+    async def late(_: web.Request) -> web.Response:
+        await asyncio.sleep(3)
+        return web.Response()
+
+    async with running(tmp_path) as system:
+        system.vllm.odd = late
+        code, _, err = await system.lightning("run", *SUMS, '{"tasks": 1, "limit_s": 1}')
+    assert (code, "the episode (limit_s in --environment-args) took longer than 1 s" in err) == (1, True), err
+
+
+async def test_an_episode_ends_with_its_command(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as system:
+        monkeypatch.setenv("LIGHTNING_PROXY__PORT", system.url.rpartition(":")[2])
+        system.vllm.answer = lambda _: {"role": "assistant", "content": "sleep"}
+        given = '{"tasks": 1, "system": ""}'
+        command = await started(*SUMS, given, "--group-size", "1", "--logs", "logs")
+        await until(lambda: any(" in " in one.read_text() for one in Path("logs").glob("*.log")))
+        (log,) = Path("logs").glob("*.log")
+        assert len(left_of(log.read_text())) == 2
+        command.kill()
+        await command.wait()
+        await until(lambda: left_of(log.read_text()) == [])
+
+
+async def test_the_making_of_tasks_ends_with_its_command() -> None:
+    command = await started("--environment", "reasoning_gym:slow")
+    (package,) = Path(".venv-environments").glob("*/lib/*/site-packages/reasoning_gym")
+    await until((file := package / "factory.py.pid").exists)
+    command.terminate()
+    await command.wait()
+    await until(lambda: not Path("/proc", file.read_text()).exists())
+    assert command.returncode == -signal.SIGTERM
+
+
+async def started(*options: str) -> asyncio.subprocess.Process:
+    """`run` as a process of its own."""
+    return await asyncio.create_subprocess_exec(sys.executable, "-m", "lightning_proxy", "run", *options)
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_so():
+            await asyncio.sleep(0.05)
+
+
+def left_of(log: str) -> list[Path]:
+    """What there is of the child and the folder that an episode named."""
+    pid, _, folder = log.partition("child ")[2].split()[:3]
+    return [path for path in (Path("/proc", pid), Path(folder)) if path.exists()]
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         (["--environment", "sums"], "--environment is KIND:NAME, as in reasoning_gym:gcd; got 'sums'"),
-        (["--environment", "gym:sums"], "there is no kind of environments 'gym'; is it reasoning_gym?"),
-        (["--environment", "reasoning_gym:sum"], "reasoning_gym: there is no generator 'sum'; is it sums?"),
+        (["--environment", "gym:sums"], "there is no kind of environments 'gym'; nearest: reasoning_gym; there are"),
+        (["--environment", "reasoning_gym:sum"], "reasoning_gym: there is no generator 'sum'; nearest: sums"),
         ([*SUMS, "{"], "--environment-args is not JSON: "),
         ([*SUMS, "[]"], "--environment-args is a JSON object, got []"),
-        ([*SUMS, '{"many": 1}'], "reasoning_gym: unknown: many; it takes most"),
+        ([*SUMS, '{"many": 1}'], "reasoning_gym: unknown in --environment-args: many; sums takes most"),
         ([*SUMS, '{"tasks": "1"}'], "reasoning_gym: tasks is int, as in 100; got '1'"),
+        ([*SUMS, '{"limit_s": -1}'], "reasoning_gym: limit_s is more than 0, got -1"),
+        ([*SUMS, '{"shots": -1}'], "reasoning_gym: shots is 0 or more, got -1"),
         ([*SUMS, '{"split": "test"}'], "reasoning_gym: split is train or held_out"),
         ([*SUMS, '{"most": 0}'], "reasoning_gym: ZeroDivisionError: "),
         ([*SUMS, "{}", "--", "true"], "--environment stands in place of --tasks and of the program after `--`"),
@@ -114,17 +192,20 @@ def test_each_executor_gets_what_it_can_start(executor: str, absolute: int, prel
     assert ("reasoning_gym" in found["preload"].split(",")) == preloads
 
 
-def test_the_environments_of_a_kind_are_listed_a_line_each() -> None:
+def test_the_environments_of_a_kind_are_listed_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "sk-1")
     done = lightning("environments", "reasoning_gym")
-    assert done.stdout.split() == ["sums", "Adds", "two", "numbers"]
+    assert done.stdout.split() == ["drawn", "Draws", "words", "slow", "Never", "ends", "sums", "Adds", "two", "numbers"]
     assert "reasoning_gym    installed: reasoning-gym==" in lightning("environments").stdout
 
 
-def test_a_kind_that_is_not_installed_says_how_it_is(tmp_path: Path) -> None:
-    Path(".venv-environments/reasoning_gym/installed.txt").write_text("reasoning-gym==0.1.0")
+@pytest.mark.parametrize("gone", [("reasoning-gym==", "reasoning-gym==0."), (str(ROOT), "/moved")])
+def test_a_kind_that_is_not_installed_says_how_it_is(gone: tuple[str, str]) -> None:
+    stamp = Path(".venv-environments/reasoning_gym/installed.txt")
+    stamp.write_text(stamp.read_text().replace(*gone))
     done = lightning("eval", *SUMS, "{}")
     assert (done.returncode, done.stdout) == (2, "")
-    assert "`lightning-proxy environments reasoning_gym --install` does it" in done.stderr
+    assert "run `lightning-proxy environments reasoning_gym --install`" in done.stderr
     assert "not installed: reasoning-gym==" in lightning("environments").stdout
 
 
