@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from ..apis.tools import dicts
 from .transcript import ChatTurn
 
 Message = dict[str, Any]
@@ -14,32 +15,43 @@ Core = tuple[Any, ...]
 
 def additions(turns: Iterable[ChatTurn]) -> Iterator[tuple[ChatTurn, list[Message]]]:
     """Yield each turn with its new messages: all after the longest beginning that it shares with an earlier one."""
-    earlier: set[int] = set()
+    earlier, known = set[int](), Known()
     for turn in turns:
-        digests = [*beginnings(turn.messages)]
+        digests = [*beginnings(turn.messages, known)]
         shared = next((i for i in range(len(turn.shown), 0, -1) if digests[i] in earlier), 0)
         yield turn, turn.shown[shared:]
         earlier.update(digests)
 
 
-def beginnings(messages: Sequence[Message]) -> Iterator[int]:
+class Known(dict[int, tuple[Message, int]]):
+    """The digests of the messages of one conversation, so that the next one, which mostly goes on, makes new ones only.
+
+    It has the messages, too: while it does, no other message has their `id`.
+    """
+
+
+def beginnings(messages: Sequence[Message], known: Known) -> Iterator[int]:
     """Yield a digest of every beginning of a conversation, from the empty one to all of it."""
+    now = {id(one): known.get(id(one)) or (one, hash(core(one))) for one in messages}
+    known.clear()
+    known.update(now)
     digest = hash(())
     yield digest
     for message in messages:
-        digest = hash((digest, core(message)))
+        digest = hash((digest, now[id(message)][1]))
         yield digest
 
 
 def core(message: Message) -> Core:
     """Return the identity of a message. Clients add and drop empty fields, and give calls other ids."""
-    tools = tuple((tool.get("name"), json.dumps(tool.get("arguments"), sort_keys=True)) for tool in called(message))
-    return message.get("role"), body(message).strip(), tools
+    tools = tuple((str(one.get("name")), json.dumps(one.get("arguments"), sort_keys=True)) for one in called(message))
+    return str(message.get("role")), body(message).strip(), tools
 
 
 def called(message: Message) -> list[Message]:
     """Return the functions that a message calls."""
-    return [tool.get("function") or tool for tool in message.get("tool_calls") or ()]
+    tools = dicts(message.get("tool_calls"))
+    return [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
 
 
 def body(message: Message) -> str:

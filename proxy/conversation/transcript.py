@@ -60,6 +60,9 @@ class _Reader:
     def __init__(self, known: Mapping[str, Exchange]) -> None:
         """`known`: the rollout's exchanges, by response."""
         self._known = known
+        self._tidied: dict[
+            int, tuple[Json, Json]
+        ] = {}  # of the call before, which mostly goes on: message and tidy one
         self._texts: list[tuple[str, list[Json]]] = []  # of completions: all text so far, and the messages of it
 
     def read(self, call: Json) -> ChatTurn:
@@ -67,7 +70,9 @@ class _Reader:
         request, response = call["request"], call["response"] if isinstance(call["response"], dict) else {}
         try:
             turn = make.get(_endpoint(call), _chat)(request, {} if response.get("error") else response)
-            return ChatTurn([*map(_tidy, turn.shown)], [*map(_tidy, turn.answer)], [*map(_tidy_tool, turn.tools)])
+            self._tidied = {id(one): self._tidied.get(id(one)) or (one, _tidy(one)) for one in turn.shown}
+            shown = [self._tidied[id(one)][1] for one in turn.shown]
+            return ChatTurn(shown, [*map(_tidy, turn.answer)], [*map(_tidy_tool, turn.tools)])
         except Untranslatable as untranslatable:
             reason = untranslatable.reason
         except NotFound as error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-from ..conversation.new_messages import beginnings
+from ..conversation.new_messages import Known, beginnings
 from ..conversation.transcript import read
 from .model import AsksModel
 from .rewarder import GivenScore, Json, decisions, together
@@ -52,7 +53,10 @@ class NextMessage(AsksModel):
     question = SYSTEM + NO.pattern + THANKS.pattern + BUT.pattern
 
     async def scores(self, rollout: Json) -> list[GivenScore]:
-        return await together(self._score(reply, rollout["rollout_id"]) for reply in replies(rollout))
+        def found() -> list[UserReply]:
+            return [*replies(rollout)]
+
+        return await together(self._score(reply, rollout["rollout_id"]) for reply in await asyncio.to_thread(found))
 
     async def _score(self, reply: UserReply, rollout_id: str) -> GivenScore:
         if not self._config.asks:
@@ -78,9 +82,10 @@ def replies(rollout: Json) -> Iterator[UserReply]:
     """Yield what users wrote directly after an answer. What tools wrote is in between, and nobody's reply."""
     calls = decisions(rollout)
     turns = read(calls)
+    digested = Known()
     known: dict[int, int] = {}  # by the digest of what a call was shown
     for i, turn in enumerate(turns):
-        digests = [*beginnings(turn.shown)]
+        digests = [*beginnings(turn.shown, digested)]
         before = next((known[digest] for digest in reversed(digests[:-1]) if digest in known), None)
         if before is not None:
             earlier = turns[before].shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from statistics import fmean
@@ -39,7 +40,7 @@ class Rank(AsksModel):
         source = await self.source()
         if len(rollouts) < 2:
             return [Given(source, error="it has no siblings to be compared with") for _ in rollouts]
-        shown = [messages_of(rollout) for rollout in rollouts]
+        shown = await asyncio.to_thread(lambda: [*map(messages_of, rollouts)])
         alike: dict[tuple[str, ...], int] = {}  # the judge is shown one of those that are the same
         for i in self.order(rollouts):
             alike.setdefault(tuple(shown[i]), i)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -75,7 +76,7 @@ class Rubric(AsksModel):
         await together(program.check() for program in self._programs.values())
 
     async def scores(self, rollout: Json) -> list[GivenScore]:
-        shown = shortened("\n".join(messages_of(rollout)), self._config.longest)
+        shown = shortened("\n".join(await asyncio.to_thread(messages_of, rollout)), self._config.longest)
         answers = await together(self._answer(one, rollout, shown) for one in self._criteria)
         found = zip(self._criteria, answers, strict=True)
         value = sum(one.weight * value for one, (value, _) in found) / sum(one.weight for one in self._criteria)

@@ -101,10 +101,15 @@ class Scorer:
     async def _score(self, rewarder: Rewarder, group: AwaitingGroup, slots: asyncio.Semaphore) -> None:
         async with slots:
             try:
-                seen = [await self._seen(rollout_id) for rollout_id in group.siblings]
+                answers = await rewarder.reward([await self._seen(rollout_id) for rollout_id in group.siblings])
             except NotFound:  # deleted meanwhile, and awaited no more
                 return
-            given = zip(group.siblings, await rewarder.reward(seen), strict=True)
+            except (Away, LightningError, OSError):
+                raise
+            except Exception as error:  # what an agent sent holds up nobody else
+                log.error("%s: internal error", rewarder.label, exc_info=error)
+                answers = [Given("", error=f"internal error: {error!r}") for _ in group.siblings]
+            given = zip(group.siblings, answers, strict=True)
         rewards = {name: self._rewards(rewarder, name, one) for name, one in given if name in group.awaiting}
         recorded = await self._spoken.record(rewarder.name, rewards)
         if recorded:

@@ -11,6 +11,7 @@ import pytest
 
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.rewarders.rubric import read_criteria
+from lightning_proxy.proxy.rewarders.texts import messages_of
 from support.judging import ScriptedJudge, attempts, judging
 from support.rewarded_by import completed, rewards
 
@@ -46,6 +47,25 @@ def thinks(system: str, text: str, shape: Any) -> Any:
     choices = shape["properties"]["answer"]["enum"]
     seen = attempts(system, text)["What happened"]
     return {"reason": "It says so.", "answer": ("yes" if "4" in seen else "no") if "yes" in choices else "3"}
+
+
+async def test_a_rewarder_that_breaks_is_an_error_of_that_rollout_alone(
+    running: Running, tmp_path: Path, caplog: Logged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(rollout: Any) -> list[str]:
+        if rollout["rollout_id"] == "bad":
+            raise KeyError("unheard of")
+        return messages_of(rollout)
+
+    monkeypatch.setattr("lightning_proxy.proxy.rewarders.rubric.messages_of", read)
+    async with judging(thinks) as judge:
+        use = rubric(tmp_path, judge, "openai/m")
+        async with running(tmp_path, rewards={"use": [use]}) as system:
+            await completed(system, "bad", "It is 4.")
+            await completed(system, "good", "It is 4.")
+            bad, good = await rewards(system, ["bad", "good"])
+    assert bad["reward"] is None and good["reward"] is not None
+    assert "no reward for rollout bad: internal error: KeyError('unheard of')" in caplog.text
 
 
 @pytest.mark.parametrize("model", ["openai/m", "anthropic/m", "hosted_vllm/m"])
