@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...proxy.control.views import call_view
-from ...proxy.conversation.new_messages import Known, beginnings
+from ...proxy.conversation.new_messages import Digested, beginnings
 from ...proxy.conversation.transcript import ChatTurn, read
 from ...proxy.recording.redact import REASON
 from ...proxy.types import ModelCall, Rollout
@@ -38,7 +38,7 @@ def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counte
 
 def ends(turns: Sequence[ChatTurn]) -> list[int]:
     """Return the places of the answered turns that no later turn continues or repeats."""
-    digested, latest = Known(), dict[int, int]()
+    digested, latest = Digested(), dict[int, int]()
     lasts: list[int] = []
     for i, turn in enumerate(turns):
         digests = [*beginnings(turn.messages, digested)]

@@ -15,7 +15,7 @@ Core = tuple[Any, ...]
 
 def additions(turns: Iterable[ChatTurn]) -> Iterator[tuple[ChatTurn, list[Message]]]:
     """Yield each turn with its new messages: all after the longest beginning that it shares with an earlier one."""
-    earlier, known = set[int](), Known()
+    earlier, known = set[int](), Digested()
     for turn in turns:
         digests = [*beginnings(turn.messages, known)]
         shared = next((i for i in range(len(turn.shown), 0, -1) if digests[i] in earlier), 0)
@@ -23,14 +23,14 @@ def additions(turns: Iterable[ChatTurn]) -> Iterator[tuple[ChatTurn, list[Messag
         earlier.update(digests)
 
 
-class Known(dict[int, tuple[Message, int]]):
+class Digested(dict[int, tuple[Message, int]]):
     """The digests of the messages of one conversation, so that the next one, which mostly goes on, makes new ones only.
 
     It has the messages, too: while it does, no other message has their `id`.
     """
 
 
-def beginnings(messages: Sequence[Message], known: Known) -> Iterator[int]:
+def beginnings(messages: Sequence[Message], known: Digested) -> Iterator[int]:
     """Yield a digest of every beginning of a conversation, from the empty one to all of it."""
     now = {id(one): known.get(id(one)) or (one, hash(core(one))) for one in messages}
     known.clear()
