@@ -21,9 +21,12 @@ from .runner import RunLost, Runner, RunTimedOut
 from .tasks import Task
 
 CONFLICT = 409
-SCORE_POLL_S = 0.2
+SCORE_POLL_S = 0.2  # at first; later, and the more rollouts wait, the less often
+SCORE_POLL_MOST_S = 5.0
+SCORE_POLLS = 8  # rollouts that are looked at in this time
 RESTARTS = 3  # of a run whose machine goes away
 LOST = -9  # its exit code, as if it had been killed
+MOST_UNSCORED = 64  # rollouts that await their rewards while others begin, or four groups
 LATE = 124  # that of a program that ran for too long, as of timeout(1)
 
 
@@ -104,6 +107,7 @@ class TaskRun:
         self._on_result, self._gate = on_result, gate or BacklogGate()
         self._refill = refill or Refill((), 0)
         self._opened: dict[str, OpenRollout] = {}
+        self._unscored, self._scored_one = 0, asyncio.Event()
         self._results: list[RolloutResult] = []
 
     async def run(self, tasks: Iterable[Task]) -> list[RolloutResult]:
@@ -135,7 +139,11 @@ class TaskRun:
 
     async def _open(self, task: Task) -> list[Job]:
         await self._gate.wait()
-        options = self._options
+        options = self._options  # a single one's siblings may be still to begin
+        most = max(MOST_UNSCORED, options.concurrency, 4 * options.group_size)
+        while options.group_size > 1 and self._unscored >= most:
+            self._scored_one.clear()
+            await self._scored_one.wait()
         group = await self._api.open_rollouts(task.task_id, options.mode, options.group_size, **options.choice)
         rollout_ids = [rollout.rollout_id for rollout in group]
         self._opened.update(zip(rollout_ids, group, strict=True))
@@ -238,9 +246,15 @@ class TaskRun:
         if limit_s is not None:
             await self._end(rollout_id, "completed", "the program ended")
         rollout, until = await self._api.rollout(rollout_id), time.monotonic() + (limit_s or 0)
-        while rollout.get("awaits_reward") and time.monotonic() < until:
-            await asyncio.sleep(SCORE_POLL_S)
-            rollout = await self._api.rollout(rollout_id)
+        pause_s, self._unscored = SCORE_POLL_S, self._unscored + 1
+        try:
+            while rollout.get("awaits_reward") and time.monotonic() < until:
+                await asyncio.sleep(pause_s * max(1.0, self._unscored / SCORE_POLLS))
+                pause_s = min(1.5 * pause_s, SCORE_POLL_MOST_S)
+                rollout = await self._api.rollout(rollout_id)
+        finally:
+            self._unscored -= 1
+            self._scored_one.set()
         return rollout
 
     async def _end(self, rollout_id: str, status: str, reason: str) -> None:

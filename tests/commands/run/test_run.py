@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,6 +158,19 @@ async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, t
         await run_tasks(api, [task(1), task(2), task(3)], runner, RunOptions(group_size=2), gate=Watched())
     assert open_at_gate == [0, 0, 0]
     assert sorted(told) == sorted(f"{name} {what}" for name in proxy.rollouts for what in ("opened", "ended"))
+
+
+async def test_rollouts_whose_rewards_do_not_come_are_looked_at_seldom(proxy: ControlApi, tmp_path: Path) -> None:
+    runner, seen = Program("process")(tmp_path, "pass"), list[str]()
+
+    class Waiting(ApiClient):
+        async def rollout(self, rollout_id: str) -> dict[str, Any]:
+            seen.append(rollout_id)
+            return await super().rollout(rollout_id) | {"awaits_reward": True}
+
+    async with Waiting(proxy.url) as api:
+        await run_tasks(api, [task(1)], runner, RunOptions(score_timeout_s=3.0))
+    assert 3 < len(seen) < 8, "not five times a second"
 
 
 async def test_a_proxy_that_is_not_there_is_one_error(tmp_path: Path) -> None:
