@@ -21,23 +21,31 @@ T = TypeVar("T")
 TEXT: Json = {"type": "string"}
 REASON_TOKENS, ANSWER_TOKENS = 200, 2000
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError)
+REFUSED = (400, 403, 413, 422, 451)
+REFUSALS = 4  # of one question, between which others were answered
 # Why a question is refused for ever.
 NEVER = re.compile("context.(length|window)|too long|content.(policy|filter|management)|safety", re.IGNORECASE)
+
+
+class _Refused(Away):
+    """Perhaps it is this question alone that is not answered."""
 
 
 class JudgeModel:
     """The model that a rewarder asks, at a vLLM or in OpenAI's or Anthropic's API. Close it at the end.
 
-    `clean` takes secrets out of what another company reads.
+    `clean` takes secrets out of what another company reads. Clean a text before it is shortened: half a secret is
+    not known for one.
     """
 
     def __init__(self, config: RewarderConfig, answers: KeptAnswers, clean: Callable[[str], str]) -> None:
         self._config = config
         self._answers = answers
-        self._clean = clean if config.asks and config.is_elsewhere else lambda text: text
+        self.clean = clean if config.asks and config.is_elsewhere else lambda text: text
         self._session: aiohttp.ClientSession | None = None
         self._slots = asyncio.Semaphore(config.concurrency)
         self._more: Json = {"temperature": 0}
+        self._answered, self._refused = 0, dict[str, set[int]]()  # for each question: at how many answers
 
     async def structured(
         self, system: str, text: str, schema: Json, read: Callable[[Json], T], about: Sequence[str]
@@ -68,6 +76,10 @@ class JudgeModel:
         shape = {"choice": [*choices]}
         return await self._twice(system, turns, shape, lambda said: read(made | {"answer": said.strip()}), about)
 
+    async def require(self) -> None:
+        """Raise Away if the budget is spent."""
+        await self._answers.require()
+
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
@@ -89,35 +101,56 @@ class JudgeModel:
 
     async def _ask(self, system: str, turns: Sequence[Json], shape: Json, about: Sequence[str]) -> str:
         """The model's answer, from before if it was asked this. Raise Away, NoReward."""
-        system, turns = self._clean(system), [turn | {"content": self._clean(turn["content"])} for turn in turns]
+        system, turns = self.clean(system), [turn | {"content": self.clean(turn["content"])} for turn in turns]
         question = dumps([self._config.model, self._config.address, system, turns, shape])
         digest = hashlib.sha256(question.encode()).hexdigest()
         async with self._slots:
             if (known := await self._answers.known(digest)) is not None:
                 return known
-            answer, used = await self._sent(system, turns, shape)
-            await self._answers.keep(digest, answer, used, about)
+            await self._answers.require()
+            guess = (len(question) // 4, 0)
+            self._answers.under_way.append(guess)
+            try:
+                answer = await self._sent(system, turns, shape, guess)
+            except _Refused as error:
+                self._refused.setdefault(digest, set()).add(self._answered)
+                if len(self._refused[digest]) < REFUSALS:
+                    raise
+                del self._refused[digest]
+                raise NoReward(f"{error}; others are answered") from None
+            finally:
+                self._answers.under_way.remove(guess)
+            self._answered += 1
+            self._refused.pop(digest, None)
+            await self._answers.keep(digest, answer, about)
         return answer
 
-    async def _sent(self, system: str, turns: Sequence[Json], shape: Json) -> tuple[str, Used]:
+    async def _sent(self, system: str, turns: Sequence[Json], shape: Json, guess: Used) -> str:
+        """The answer. What it used is counted: the guess if that is not said, and perhaps was paid for."""
         config = self._config
         make, read = (_to_anthropic, _from_anthropic) if config.api == "anthropic" else (_to_chat, _from_chat)
         body = make(config, system, turns, shape)
-        status, text = await self._post(body | self._more)
+        status, text = await self._post(body | self._more, guess)
         if status == 400 and self._more and "temperature" in text:  # of models that take none
             self._more = {}
-            status, text = await self._post(body)
+            status, text = await self._post(body, guess)
         if status != 200:
             told = text.replace(config.key or "\0", "***")
             said = f"{config.model} gives no answer: HTTP {status} {' '.join(told.split())[:300]}"
-            never = status in (400, 413, 422) and NEVER.search(text)
-            raise (NoReward if never else Away)(said)
+            if status >= 500 and status != 503:
+                await self._answers.spend(guess)
+            if status in REFUSED:
+                raise (NoReward if NEVER.search(text) else _Refused)(said)
+            raise Away(said)
         try:
-            return read(loads(text))
+            answer, used = read(loads(text))
+            await self._answers.spend(used if sum(used) else guess)
+            return answer
         except UNREADABLE:
+            await self._answers.spend(guess)
             raise Away(f"{config.model} answers something else than its API says: {text[:200]}") from None
 
-    async def _post(self, body: Json) -> tuple[int, str]:
+    async def _post(self, body: Json, guess: Used) -> tuple[int, str]:
         config, is_anthropic = self._config, self._config.api == "anthropic"
         self._session = self._session or aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(config.timeout_s))
         url = config.address + ("/v1/messages" if is_anthropic else "/chat/completions")
@@ -126,7 +159,10 @@ class JudgeModel:
         try:
             async with self._session.post(url, json=body, headers=headers, allow_redirects=False) as answer:
                 return answer.status, await answer.text(errors="replace")
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except TimeoutError:
+            await self._answers.spend(guess)
+            raise Away(f"{config.model} gives no answer in {config.timeout_s:g} s") from None
+        except (aiohttp.ClientError, OSError) as error:
             raise Away(f"{config.model} gives no answer: {str(error)[:200] or type(error).__name__}") from None
 
 
@@ -157,6 +193,10 @@ class AsksModel(Rewarder):
     async def source(self) -> str:
         digest = hashlib.sha256(f"{self.question}{self._config.aim}".encode()).hexdigest()[:12]
         return f"{self._config.kind}{f':{self._config.model}' if self._config.model else ''}@{digest}"
+
+    async def require(self) -> None:
+        if self._config.asks:
+            await self._model.require()
 
     async def tokens(self, groups: Sequence[Sequence[Json]]) -> int:
         counting = copy(self)
@@ -191,7 +231,7 @@ def _to_chat(config: RewarderConfig, system: str, turns: Sequence[Json], shape: 
 def _from_chat(answer: Json) -> tuple[str, Used]:
     used = answer.get("usage") or {}
     text = answer["choices"][0]["message"]["content"] or ""
-    return text, (used.get("prompt_tokens", 0), used.get("completion_tokens", 0))
+    return text, (used.get("prompt_tokens") or 0, used.get("completion_tokens") or 0)
 
 
 def _to_anthropic(config: RewarderConfig, system: str, turns: Sequence[Json], shape: Json) -> Json:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-from ..conversation.new_messages import Known, beginnings
+from ..conversation.new_messages import Digested, beginnings
 from ..conversation.transcript import read
 from .model import AsksModel
 from .rewarder import GivenScore, Json, decisions, together
@@ -61,7 +61,7 @@ class NextMessage(AsksModel):
     async def _score(self, reply: UserReply, rollout_id: str) -> GivenScore:
         if not self._config.asks:
             return GivenScore(float(by_rules(reply)), shortened(reply.message, 200), call_id=reply.call_id)
-        texts = [shortened(text, self._config.longest // 3) for text in reply[1:]]
+        texts = [shortened(self._model.clean(text), self._config.longest // 3) for text in reply[1:]]
         mark = mark_for(*texts)
         titles = ("The request", "The answer", "The user's next message")
         text = "\n\n".join(fenced(mark, title, text) for title, text in zip(titles, texts, strict=True))
@@ -82,7 +82,7 @@ def replies(rollout: Json) -> Iterator[UserReply]:
     """Yield what users wrote directly after an answer. What tools wrote is in between, and nobody's reply."""
     calls = decisions(rollout)
     turns = read(calls)
-    digested = Known()
+    digested = Digested()
     known: dict[int, int] = {}  # by the digest of what a call was shown
     for i, turn in enumerate(turns):
         digests = [*beginnings(turn.shown, digested)]

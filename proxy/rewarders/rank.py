@@ -11,7 +11,7 @@ from string import ascii_uppercase
 from .config import RewarderConfig
 from .model import TEXT, AsksModel, JudgeModel, object_of
 from .rewarder import Given, GivenScore, Json, NoReward, together
-from .texts import IS_DATA, fenced, mark_for, messages_of, shared_beginning, shortened
+from .texts import IS_DATA, Said, fenced, mark_for, messages_of, shared_beginning, written
 
 NO_AIM = "what the system prompt and the user ask for is done as well as possible"
 SYSTEM = """You order attempts at the same task, from the best to the worst, by this aim: {aim}
@@ -40,8 +40,8 @@ class Rank(AsksModel):
         source = await self.source()
         if len(rollouts) < 2:
             return [Given(source, error="it has no siblings to be compared with") for _ in rollouts]
-        shown = await asyncio.to_thread(lambda: [*map(messages_of, rollouts)])
-        alike: dict[tuple[str, ...], int] = {}  # the judge is shown one of those that are the same
+        shown = await asyncio.to_thread(lambda: [messages_of(one, self._model.clean) for one in rollouts])
+        alike: dict[tuple[Said, ...], int] = {}  # the judge is shown one of those that are the same
         for i in self.order(rollouts):
             alike.setdefault(tuple(shown[i]), i)
         if len(alike) == 1:
@@ -62,7 +62,7 @@ class Rank(AsksModel):
         return order
 
     async def _ordered(
-        self, part: Sequence[int], shown: Sequence[Sequence[str]], rollouts: Sequence[Json]
+        self, part: Sequence[int], shown: Sequence[Sequence[Said]], rollouts: Sequence[Json]
     ) -> tuple[Places, str]:
         """The place of each of some siblings, from 0 to 1, the best; and the judge's reason."""
         letters = dict(zip(ascii_uppercase, part, strict=False))
@@ -75,9 +75,9 @@ class Rank(AsksModel):
             return by_place(places), str(found.get("reason", ""))
 
         most, same = self._config.longest, shared_beginning([shown[i] for i in part])
-        begun = shortened("\n".join(shown[part[0]][:same]), most)
-        rest = {letter: shortened("\n".join(shown[i][same:]), most) for letter, i in letters.items()}
-        mark = mark_for(begun, *rest.values())
+        mark = mark_for(*(shown[i] for i in part))
+        begun = written(mark, shown[part[0]][:same], most)
+        rest = {letter: written(mark, shown[i][same:], most) for letter, i in letters.items()}
         texts = [fenced(mark, "All attempts begin so", begun)] if begun else []
         texts += [fenced(mark, f"Attempt {letter}", text) for letter, text in rest.items()]
         system = SYSTEM.format(aim=self._config.aim or NO_AIM, data=IS_DATA.format(mark=mark))

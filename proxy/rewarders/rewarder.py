@@ -56,6 +56,9 @@ class Rewarder:
     async def check(self) -> None:
         """Raise Away, or ConfigError, if it cannot begin."""
 
+    async def require(self) -> None:
+        """Raise Away if nothing can be asked for now, before rollouts are read."""
+
     async def source(self) -> str:
         """Return the `source` of its scores: the rewarder, and the version of its question. Raise Away."""
         raise NotImplementedError

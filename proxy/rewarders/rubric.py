@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +17,7 @@ from .config import RewarderConfig
 from .model import AsksModel, JudgeModel
 from .process import Function
 from .rewarder import GivenScore, Json, NoReward, together
-from .texts import IS_DATA, fenced, mark_for, messages_of, shortened
+from .texts import IS_DATA, Said, fenced, mark_for, messages_of, written
 
 SYSTEM = """You answer one question about what an agent did. {data}
 Answer with one of {choices}. Say why in one or two sentences that name what you saw."""
@@ -76,7 +77,7 @@ class Rubric(AsksModel):
         await together(program.check() for program in self._programs.values())
 
     async def scores(self, rollout: Json) -> list[GivenScore]:
-        shown = shortened("\n".join(await asyncio.to_thread(messages_of, rollout)), self._config.longest)
+        shown = await asyncio.to_thread(messages_of, rollout, self._model.clean)
         answers = await together(self._answer(one, rollout, shown) for one in self._criteria)
         found = zip(self._criteria, answers, strict=True)
         value = sum(one.weight * value for one, (value, _) in found) / sum(one.weight for one in self._criteria)
@@ -85,7 +86,7 @@ class Rubric(AsksModel):
     async def close(self) -> None:
         await together([self._model.close(), *(program.close() for program in self._programs.values())])
 
-    async def _answer(self, one: Criterion, rollout: Json, shown: str) -> tuple[float, str]:
+    async def _answer(self, one: Criterion, rollout: Json, shown: Sequence[Said]) -> tuple[float, str]:
         """The value of one criterion, and what is said of it."""
         if one.question is None:
             scores = await self._programs[one.name].scores(rollout)
@@ -94,6 +95,7 @@ class Rubric(AsksModel):
             return scores[0].value, f"{one.name}: {scores[0].value:g}"
         scale, mark = SCALES[one.scale], mark_for(shown, one.question)
         system = SYSTEM.format(data=IS_DATA.format(mark=mark), choices=", ".join(scale))
-        text = f"{fenced(mark, 'What happened', shown)}\n\nThe question: {one.question}"
+        happened = fenced(mark, "What happened", written(mark, shown, self._config.longest))
+        text = f"{happened}\n\nThe question: {one.question}"
         answer, reason = await self._model.choose(system, text, [*scale], [rollout["rollout_id"]])
         return scale[answer], f"{one.name} {answer}: {reason[:500]}"

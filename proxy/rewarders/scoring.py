@@ -71,7 +71,8 @@ class Scorer:
             log.error("rewards: internal error", exc_info=errors.exceptions[0])
 
     async def _ask(self, rewarder: Rewarder) -> None:
-        """Ask one rewarder; while it is away, the others go on."""
+        """Ask one rewarder; while it is away, the others go on. Then it is asked about one group at a time."""
+        failed = 0
         changes, slots = self._store.database.changes("rewards"), asyncio.Semaphore(rewarder.at_once)
         if isinstance(rewarder, AsksModel):
             with suppress(Away, NotFound):
@@ -79,10 +80,14 @@ class Scorer:
         while True:
             try:
                 while groups := await self._waiting(rewarder):
+                    if failed:
+                        groups = [groups[failed % len(groups)]]
                     await together(self._score(rewarder, group, slots) for group in groups)
+                    failed = 0
                 await changes.wait(GROUPS_POLL_S if rewarder.in_groups else POLL_S)
             except Away as error:
                 self._say_once(f"{rewarder.label}: {error}; rollouts wait for it")
+                failed += 1
                 await asyncio.sleep(RETRY_S)
 
     async def _say_price(self, rewarder: AsksModel) -> None:
@@ -101,6 +106,7 @@ class Scorer:
     async def _score(self, rewarder: Rewarder, group: AwaitingGroup, slots: asyncio.Semaphore) -> None:
         async with slots:
             try:
+                await rewarder.require()
                 answers = await rewarder.reward([await self._seen(rollout_id) for rollout_id in group.siblings])
             except NotFound:  # deleted meanwhile, and awaited no more
                 return

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..config.trainer import TrainerConfig
 from ..groups import Grouping, Member, formed
 from ..store.database import Database, Row
-from ..store.waiting import OWNER
+from ..store.waiting import IS_OWN, OWNER
 
 POOLS_TO_SPEAK = f"""
 SELECT DISTINCT mode, task_id, {OWNER} AS owner,
@@ -20,7 +20,7 @@ WHERE NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND
 """
 # As members of groups: no matter who has answered them, or rewarded them so far.
 _SIBLING = f"""rollouts.n, rollout_id, task_id, {OWNER} AS owner, opened_with, group_id, status,
-    rollouts.created_at AS opened_at, TRUE AS own, TRUE AS scored, TRUE AS rewarded, ended_at AS since,
+    rollouts.created_at AS opened_at, {IS_OWN} AS own, TRUE AS scored, TRUE AS rewarded, ended_at AS since,
     EXISTS (SELECT 1 FROM awaiting_rewards WHERE n = rollouts.n)
         AND NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = rollouts.n AND rewarder = :rewarder) AS awaits"""
 _OF_POOL = f"LEFT JOIN keys ON keys.key_id = rollouts.key_id WHERE mode = :mode AND {OWNER} IS :owner"
@@ -58,9 +58,11 @@ async def _groups(database: Database, config: TrainerConfig, pool: Row, rewarder
     statement = SIBLINGS_IN_ORDER if pool["opened_with"] is None else SIBLINGS_TOGETHER
     statement = statement if pool["group_id"] is None else SIBLINGS_COMPARED
     rows = await database.all(statement, {name: pool[name] for name in pool.keys()} | {"rewarder": rewarder})  # noqa: SIM118
-    grouping = Grouping(config.group_size, timeout_s=config.group_timeout_s)
-    groups = [group for of in formed(map(_member, rows), grouping).values() for group in of]
-    now, found = time.time(), []
+    groups = [group for of in formed(map(_member, rows), Grouping.of(config)).values() for group in of]
+    # No step compares what other models answered.
+    others = [row["rollout_id"] for row in rows if row["awaits"] and not row["own"]]
+    found = [AwaitingGroup([one], {one}) for one in others]
+    rows, now = [row for row in rows if row["own"]], time.time()
     for group in groups:
         if not group.complete and now - group.oldest < config.group_timeout_s:
             continue

@@ -122,19 +122,28 @@ class KeptAnswers:
         self._name, self._price, self._budget = name, config.price or (0, 0), budget
         self._answers: dict[str, str] = {}
         self.tokens, self.usd = 0, 0.0
+        self.under_way: list[Used] = []  # what questions will use, about
 
     async def known(self, digest: str) -> str | None:
-        """Return the answer to a question that was asked before. Raise Away without one if the budget is spent."""
-        if digest not in self._answers:
-            self._require(self.tokens, self.usd)
+        """Return the answer to a question that was asked before."""
         return self._answers.get(digest)
 
-    async def keep(self, digest: str, answer: str, used: Used, about: Sequence[str]) -> None:
-        """Keep an answer about some rollouts, and count what it used."""
+    async def keep(self, digest: str, answer: str, about: Sequence[str]) -> None:
+        """Keep an answer about some rollouts."""
         self._answers[digest] = answer
+
+    async def spend(self, used: Used) -> None:
+        """Count what a question used."""
         self.tokens, self.usd = self.tokens + sum(used), self.usd + self._cost(used)
 
-    def _require(self, tokens: float, usd: float) -> None:
+    async def spent(self) -> tuple[float, float]:
+        """Return the tokens and USD that count for the budget."""
+        return self.tokens, self.usd
+
+    async def require(self) -> None:
+        """Raise Away if the budget is spent, or will be by what is under way."""
+        tokens, usd = await self.spent()
+        tokens, usd = tokens + sum(map(sum, self.under_way)), usd + sum(map(self._cost, self.under_way))
         for name, spent, most in (("tokens", tokens, self._budget.tokens), ("usd", usd, self._budget.usd)):
             if most is not None and spent >= most:
                 raise Away(f"rewards.budget.{name} is spent ({spent:g} of {most:g})")
@@ -153,12 +162,17 @@ class StoredAnswers(KeptAnswers):
     async def known(self, digest: str) -> str | None:
         if row := await self._db.one(ANSWER, {"digest": digest}):
             return str(row["answer"])
-        spent = await self._db.one(SPENT)
-        assert spent is not None  # it sums up
-        self._require(spent["tokens"], spent["usd"])
         return None
 
-    async def keep(self, digest: str, answer: str, used: Used, about: Sequence[str]) -> None:
+    async def keep(self, digest: str, answer: str, about: Sequence[str]) -> None:
         kept = {"digest": digest, "answer": answer, "about": dumps([*about])}
+        await self._db.commit([(ANSWER_KEEP, [kept])], len(answer) * len(about))
+
+    async def spend(self, used: Used) -> None:
         spent = {"rewarder": self._name, "tokens": sum(used), "usd": self._cost(used)}
-        await self._db.commit([(ANSWER_KEEP, [kept]), (SPENT_MORE, [spent])], len(answer) * len(about))
+        await self._db.commit([(SPENT_MORE, [spent])])
+
+    async def spent(self) -> tuple[float, float]:
+        row = await self._db.one(SPENT)
+        assert row is not None  # it sums up
+        return row["tokens"], row["usd"]

@@ -21,13 +21,14 @@ class ScriptedJudge:
     url: str = ""
     status: int = 200
     why: str = "no"
+    firewall: str = "\0"  # refuses questions with this
     wrong: int = 0  # so many answers are garbage
     asked: list[dict[str, Any]] = field(default_factory=list)
 
     async def chat(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.asked.append(body | {"headers": dict(request.headers)})
-        if refused := self._refused():
+        if refused := self._refused(body):
             return refused
         made = body.get("response_format", {}).get("json_schema", {})
         shape = body.get("structured_outputs") or {"json": made.get("schema")}
@@ -40,7 +41,7 @@ class ScriptedJudge:
     async def messages(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.asked.append(body | {"headers": dict(request.headers)})
-        if refused := self._refused():
+        if refused := self._refused(body):
             return refused
         assert body["tool_choice"] == {"type": "tool", "name": "answer"}
         schema = body["tools"][0]["input_schema"]
@@ -51,8 +52,9 @@ class ScriptedJudge:
         }  # fmt: skip
         return web.json_response({"id": "m", "type": "message", "content": [given], "usage": used})
 
-    def _refused(self) -> web.Response | None:
-        return None if self.status == 200 else web.json_response({"error": {"message": self.why}}, status=self.status)
+    def _refused(self, body: Any) -> web.Response | None:
+        status = 403 if self.firewall in str(body["messages"]) else self.status
+        return None if status == 200 else web.json_response({"error": {"message": self.why}}, status=status)
 
     def _said(self, system: str, text: str, shape: Any) -> str:
         if self.wrong:

@@ -106,6 +106,20 @@ async def test_rollouts_that_were_opened_one_by_one_are_groups_as_in_training(
     assert "no reward for rollout lone: it has no siblings to be compared with" in caplog.text
 
 
+async def test_failed_ones_and_those_of_other_models_count_as_in_training(
+    running: Running, tmp_path: Path, caplog: Logged
+) -> None:
+    async with judging(by_number) as judge:
+        trainer = {"group_size": 2, "failed_rollouts": 0.0}
+        async with running(tmp_path, rewards={"use": [rank(judge)]}, trainer=trainer) as system:
+            await completed(system, "a", "worth 1", X_Task_Id="t")
+            await system.chat("failed", X_Task_Id="t")
+            await system.call("POST", "/rollouts/failed/end", {"status": "failed"})
+            for name, worth in (("c", 2), ("d", 3)):
+                await completed(system, name, f"worth {worth}", X_Task_Id="t")
+            assert await values(system, ["a", "c", "d"]) == [None, 0.0, 1.0]
+
+
 async def test_json_within_words_is_read_and_a_wrong_order_is_no_order(
     running: Running, tmp_path: Path, caplog: Logged
 ) -> None:
@@ -240,8 +254,56 @@ async def test_secrets_are_not_read_elsewhere_and_the_log_names_the_reader(
         settings = {"use": [rank(judge)], "budget": {"tokens": 10**6}}
         async with running(tmp_path, rewards=settings) as system:
             await values(system, await group(system, f"{secret} worth 1", "worth 2"))
-        assert secret not in str(judge.asked) and "[redacted]" in judge.asked[0]["messages"][-1]["content"]
+            for cut in range(8, 40, 8):  # in the middle, where long ones are shortened
+                text = f"{'x' * (4000 - cut)} {secret} {'y ' * 9000} worth 1"
+                await values(system, await group(system, text, "worth 2"))
+        assert secret[:12] not in str(judge.asked) and "[redacted]" in judge.asked[0]["messages"][-1]["content"]
     assert "rewards.use: rank: openai/m at 127.0.0.1 reads rollouts" in caplog.text
+
+
+async def test_while_the_judge_is_away_one_group_at_a_time_is_tried(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.rewarders.scoring.RETRY_S", 0.1)
+    async with judging(by_number) as judge:
+        judge.status = 503
+        async with running(tmp_path, rewards={"use": [rank(judge)]}) as system:
+            ids = [await group(system, "worth 1", "worth 2", task=f"t{i}") for i in range(6)]
+            judge.asked.clear()
+            await asyncio.sleep(1.0)
+            assert 0 < len(judge.asked) <= 15
+            judge.status = 200
+            for one in ids:
+                assert await values(system, one) == [0.0, 1.0]
+
+
+async def test_a_question_that_alone_is_refused_is_an_error_of_its_rollouts(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Logged
+) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.rewarders.scoring.RETRY_S", 0.05)
+    async with judging(by_number) as judge, running(tmp_path, rewards={"use": [rank(judge)]}) as system:
+        judge.firewall = "DROP TABLE"
+        refused = await group(system, "worth 1 DROP TABLE", "worth 2", task="refused")
+        for i in range(6):
+            assert await values(system, await group(system, "worth 1", f"worth {i + 2}", task=f"t{i}")) == [0.0, 1.0]
+            await asyncio.sleep(0.2)
+        assert await values(system, refused) == [None, None]
+    assert "HTTP 403" in caplog.text and "others are answered" in caplog.text
+
+
+async def test_what_was_perhaps_paid_counts_for_the_budget(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Logged
+) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.rewarders.scoring.RETRY_S", 0.05)
+    async with judging(by_number) as judge:
+        judge.status = 504
+        settings = {"use": [rank(judge)], "budget": {"tokens": 1000}}
+        async with running(tmp_path, rewards=settings) as system:
+            await group(system, "worth 1", "worth 2")
+            async with asyncio.timeout(10):
+                while "rewards.budget.tokens is spent" not in caplog.text:
+                    await asyncio.sleep(0.05)
+            assert len(judge.asked) < 10
 
 
 async def test_several_rewarders_have_names_and_all_are_waited_for(running: Running, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.rewarders.rubric import read_criteria
-from lightning_proxy.proxy.rewarders.texts import messages_of
+from lightning_proxy.proxy.rewarders.texts import Said, messages_of
 from support.judging import ScriptedJudge, attempts, judging
 from support.rewarded_by import completed, rewards
 
@@ -52,10 +52,10 @@ def thinks(system: str, text: str, shape: Any) -> Any:
 async def test_a_rewarder_that_breaks_is_an_error_of_that_rollout_alone(
     running: Running, tmp_path: Path, caplog: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(rollout: Any) -> list[str]:
+    def read(rollout: Any, clean: Any) -> list[Said]:
         if rollout["rollout_id"] == "bad":
             raise KeyError("unheard of")
-        return messages_of(rollout)
+        return messages_of(rollout, clean)
 
     monkeypatch.setattr("lightning_proxy.proxy.rewarders.rubric.messages_of", read)
     async with judging(thinks) as judge:
