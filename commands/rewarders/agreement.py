@@ -9,8 +9,7 @@ from itertools import combinations
 from statistics import StatisticsError, correlation, fmean
 
 from ...proxy.bootstrap import bootstrap_mean
-
-ENOUGH = 20  # labels
+from ...proxy.rewarders.table import ENOUGH
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,17 @@ PRICED = 5  # groups whose questions are counted
 
 
 @asynccontextmanager
-async def opened(config: Config, which: str, shuffle: str = "") -> AsyncIterator[tuple[Rewarder, KeptAnswers]]:
-    """Yield a rewarder of the configuration, and what its model has used in this run. Raise ConfigError."""
+async def opened(
+    config: Config, which: str, shuffle: str = "", answers: KeptAnswers | None = None
+) -> AsyncIterator[tuple[Rewarder, KeptAnswers]]:
+    """Yield a rewarder of the configuration, and what its model has used in this run. Raise ConfigError.
+
+    With `answers` of another one, both have one budget.
+    """
     if which != "function":
         await check(config)
     name, one = named(config, which)
-    answers = KeptAnswers(name, one, RewarderKeys.of(config.rewards).budget)
+    answers = answers or KeptAnswers(name, one, RewarderKeys.of(config.rewards).budget)
     rewarder = made(name, one, config, answers, shuffle)
     try:
         yield rewarder, answers
@@ -49,10 +54,10 @@ async def read_rollouts(api: ApiClient, rollout_ids: Sequence[str]) -> list[dict
     return found
 
 
-async def say_price(api: ApiClient, rewarder: Rewarder, groups: Sequence[Sequence[str]]) -> None:
-    """Say on standard error about how many tokens a model will read, by the first few groups."""
+async def say_price(api: ApiClient, rewarder: Rewarder, groups: Sequence[Sequence[str]], times: int = 1) -> None:
+    """Say on standard error about how many tokens a model will read, so many times, by the first few groups."""
     first = groups[:PRICED]
     tokens = await rewarder.tokens([await read_rollouts(api, group) for group in first])
     if tokens:
         rollouts = sum(map(len, groups))
-        typer.echo(price_line(rollouts, tokens * rollouts // sum(map(len, first))), err=True)
+        typer.echo(price_line(rollouts, times * tokens * rollouts // sum(map(len, first))), err=True)

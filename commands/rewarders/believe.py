@@ -17,7 +17,7 @@ from ...proxy.conversation.transcript import read
 from ...proxy.errors import ConfigError
 from ...proxy.rewarders.rank import Rank
 from ...proxy.rewarders.rewarder import Away, Given, Rewarder, decisions
-from ...proxy.rewarders.table import Checked, keep_check
+from ...proxy.rewarders.table import Checked, KeptAnswers, keep_check
 from ...proxy.store.opening import open_database
 from ..api_client import ApiClient
 from ..formats import number, print_json
@@ -96,16 +96,16 @@ def check_rewarder(config: Config, which: str, options: CheckOptions, *, as_json
 
 
 async def _checked(config: Config, which: str, options: CheckOptions) -> tuple[str, Agreement, AskedAgain]:
-    async with opened(config, which) as (rewarder, _), ApiClient.of(config) as api:
+    async with opened(config, which) as (rewarder, answers), ApiClient.of(config) as api:
         groups = await _labelled(api, options)
         ids = [[rollout["rollout_id"] for rollout, _ in group] for group in groups]
         source, in_groups = await rewarder.source(), rewarder.in_groups
         try:
             unknown = [[one] for group in ids for one in group] if not in_groups else ids
-            await say_price(api, rewarder, unknown)
+            await say_price(api, rewarder, unknown, 2 if in_groups else 1)
             labelled = [one for group in groups for one in await _scored(rewarder, source, group)]
             found = agreement(labelled, within_tasks=in_groups, threshold=options.threshold)
-            again = await _asked_again(config, which, rewarder, groups)
+            again = await _asked_again(config, which, rewarder, groups, answers)
         except Away as error:
             raise ConfigError(f"{rewarder.label}: {error}") from None
     if found is None:
@@ -161,16 +161,22 @@ def _length(rollout: Json) -> int:
 
 
 async def _asked_again(
-    config: Config, which: str, rewarder: Rewarder, groups: Sequence[Sequence[tuple[Json, float]]]
+    config: Config,
+    which: str,
+    rewarder: Rewarder,
+    groups: Sequence[Sequence[tuple[Json, float]]],
+    answers: KeptAnswers,
 ) -> AskedAgain:
     """Whether the order in which siblings are shown matters: for a rewarder of groups."""
     alike, halves = [], []
     if isinstance(rewarder, Rank):
-        async with opened(config, which, LATER) as (other, _):
+        async with opened(config, which, LATER, answers) as (other, _):
             for group in groups:
                 rollouts = [rollout for rollout, _ in group]
-                first = [_sum(one) for one in await rewarder.reward(rollouts)]
-                second = [_sum(one) for one in await other.reward(rollouts)]
+                given, again = await rewarder.reward(rollouts), await other.reward(rollouts)
+                if any(one.error for one in (*given, *again)):
+                    continue
+                first, second = [*map(_sum, given)], [*map(_sum, again)]
                 if (share := same_order(first, second)) is not None:
                     alike.append(share)
                     order = rewarder.order(rollouts)

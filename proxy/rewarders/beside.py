@@ -5,20 +5,23 @@ from __future__ import annotations
 from ..control.beside import Beside, Fields
 from .config import RewarderKeys
 from .kinds import made
-from .table import Checked, KeptAnswers, last_check
+from .table import ENOUGH, Checked, KeptAnswers, last_check
 
 
 class RewardersBeside(Beside):
     """The warnings, in `GET /policy`."""
 
-    _sources: dict[str, str] | None = None  # of those that train, by kind
+    _sources: dict[str, str] | None = None  # of those that train, by what `rewards check` calls them
 
     async def of_policy(self) -> Fields:
         if self._sources is None:
             keys, weights = RewarderKeys.of(self.config.rewards), self.config.trainer.reward_weights
             trains = [(name, one) for name, one in keys.rewarders if one.judges and weights.get(name)]
+            kinds = [one.kind for _, one in keys.rewarders]
             self._sources = {
-                one.kind: await made(name, one, self.config, KeptAnswers(name, one, keys.budget)).source()
+                one.kind if kinds.count(one.kind) == 1 else name: await made(
+                    name, one, self.config, KeptAnswers(name, one, keys.budget)
+                ).source()
                 for name, one in trains
             }
         found = {kind: await last_check(self.store.database, source) for kind, source in self._sources.items()}
@@ -26,9 +29,10 @@ class RewardersBeside(Beside):
 
 
 def _warning(kind: str, check: Checked | None) -> str | None:
-    if check is None:
+    if check is None or check.labels < ENOUGH:
+        why = "nobody checked it" if check is None else f"was checked with {check.labels} labels"
         return (
-            f"{kind} trains, and nobody checked it: label 20 rollouts (`lightning-proxy reward ID VALUE --name human`),"
+            f"{kind} trains, and {why}: label {ENOUGH} rollouts (`lightning-proxy reward ID VALUE --name human`),"
             f" then run `lightning-proxy rewards check {kind}`"
         )
     if check.low <= 0.5:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..control.transitions import answer_in
 from ..errors import ConfigError
@@ -32,7 +32,9 @@ class Judge(Rewarder):
     name = JUDGE
     label = "trainer.judge"
 
-    def __init__(self, config: JudgeConfig) -> None:
+    def __init__(self, config: JudgeConfig, clean: Callable[[str], str] = str) -> None:
+        """`clean` takes secrets out of what it reads."""
+        self._clean = clean
         self._config, self.at_once = config, config.concurrency
         self._slots = asyncio.Semaphore(config.concurrency)
 
@@ -48,7 +50,7 @@ class Judge(Rewarder):
         steps, source = decisions(rollout), await self.source()
         known = {one["call_id"] for one in rollout["rewards"] if one["name"] == JUDGE and one["source"] == source}
         wanted = [i for i, call in enumerate(steps) if call["call_id"] not in known]
-        shown = transcript(steps)
+        shown = await asyncio.to_thread(transcript, steps, self._clean)
         found = zip(wanted, await together(self.score(shown, i) for i in wanted), strict=True)
         return [GivenScore(one.value, one.comment, JUDGE, steps[i]["call_id"]) for i, one in found]
 
@@ -81,10 +83,10 @@ class Judge(Rewarder):
         return "".join(choice.message.content or "" for choice in answer.choices[:1])
 
 
-def transcript(steps: Sequence[Json]) -> str:
-    """Return every step in words: the model's last input and its answer. Long ones are cut."""
+def transcript(steps: Sequence[Json], clean: Callable[[str], str] = str) -> str:
+    """Return every step in clean words: the model's last input and its answer. Long ones are cut."""
     return "\n\n".join(
-        f"Step {i}\nsaw: {_text(_seen(call['request']))}\nanswered: {_text(answer_in(call['response']))}"
+        f"Step {i}\nsaw: {_text(_seen(call['request']), clean)}\nanswered: {_text(answer_in(call['response']), clean)}"
         for i, call in enumerate(steps, 1)
     )
 
@@ -106,7 +108,7 @@ def _seen(request: Json) -> object:
     return conversation[-1:] if isinstance(conversation, list) else conversation
 
 
-def _text(value: object) -> str:
+def _text(value: object, clean: Callable[[str], str]) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    text = text.encode(errors="replace").decode()  # lone surrogates cannot be sent
+    text = clean(text.encode(errors="replace").decode())  # lone surrogates cannot be sent
     return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} […]"

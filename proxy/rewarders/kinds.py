@@ -22,12 +22,13 @@ from .table import KeptAnswers
 def made(name: str, one: RewarderConfig, config: Config, answers: KeptAnswers, shuffle: str = "") -> Rewarder:
     """Return one rewarder of a configuration, which gives rewards of this name."""
     redact = config.recording.redact.model_copy(update={"secrets": True})
-    model = JudgeModel(one, answers, Redactor(redact, config.keys()).text)
+    clean = Redactor(redact, config.keys()).text
+    model = JudgeModel(one, answers, clean)
     match one.kind:
         case "function":
             return Function(config.rewards)
         case "judge":
-            return Judge(JudgeKeys.of(config.trainer).judge)
+            return Judge(JudgeKeys.of(config.trainer).judge, clean)
         case "rank":
             return Rank(name, one, model, shuffle)
         case "rubric":
@@ -71,13 +72,16 @@ def _require_judge(one: RewarderConfig, config: Config) -> None:
         raise ConfigError(f"{what} needs a key: set {APIS[one.api][1]}, or its api_key")
     if one.is_elsewhere and budget.tokens is None and budget.usd is None:
         raise ConfigError(f"{what} costs money: set rewards.budget.tokens or rewards.budget.usd")
+    if _place(one.address) == _place(f"http://127.0.0.1:{config.proxy.port}"):
+        raise ConfigError(f"{what} is asked through this proxy, which would record and judge that, too: name the "
+                          "model server's address")  # fmt: skip
     if _is_policy(one, config) and not one.is_policy:
         raise ConfigError(f"{what} is the policy, and would judge itself: name another, or set is_policy: true")
 
 
 def _is_policy(one: RewarderConfig, config: Config) -> bool:
     policy = config.policy_upstream
-    ours = [f"http://127.0.0.1:{config.proxy.port}", *(() if policy is None else (*policy.urls, *policy.published_to))]
+    ours = () if policy is None else (*policy.urls, *policy.published_to)
     return _place(one.address) in map(_place, ours)
 
 
@@ -87,7 +91,9 @@ def _place(url: str) -> tuple[str, int | None]:
     return host, parts.port
 
 
-def readers(rewarders: Sequence[tuple[str, RewarderConfig]]) -> list[str]:
-    """Return for the log which models read rollouts, and where."""
-    return [f"rewards.use: {one.kind}: {one.model} at {urlsplit(one.address).hostname} reads rollouts"
-            for _, one in rewarders if one.asks]  # fmt: skip
+def readers(rewarders: Sequence[tuple[str, RewarderConfig]], judge: str | None) -> list[str]:
+    """Return for the log which models read rollouts, and where. `judge`: the judge of calls."""
+    found = [f"rewards.use: {one.kind}: {one.model} at {urlsplit(one.address).hostname} reads rollouts"
+             for _, one in rewarders if one.asks]  # fmt: skip
+    of_calls = any(one.kind == "judge" for _, one in rewarders)
+    return [*found, *([f"rewards.use: judge: {judge} reads rollouts"] if of_calls else [])]

@@ -19,9 +19,9 @@ Did the answer help? Answer 1 if the user's next message shows that it did, -1 i
 correct it, ask for the same again, or undo it), and 0 if it shows neither."""
 # English, German, French, Spanish, Portuguese, Italian, Dutch, Chinese, Japanese, Korean.
 NO = re.compile(
-    r"""((no|nope|nein|non|não|nee)
+    r"""((no|nope|nein|non|não|nee|stop)(?=\s*([,.!;:，。！]|$))
         (?!\s*,?\s*(problem|worries|need|rush|thank|danke|merci|gracias|obrigad|grazie|dank|bedankt))
-    |wrong|incorrect|undo|revert|stop|(that|this|it)('s|\s+is|\s+was)?\s+(wrong|not|incorrect)|not\s+what
+    |wrong|incorrect|undo|revert|(that|this|it)('s|\s+is|\s+was)?\s+(wrong|not\s+(right|correct|what|it|true|working)|incorrect)|not\s+what
     |(that|it)\s+(doesn't|does\s+not|didn't)|falsch|das\s+(ist|war)\s+(falsch|nicht)|stimmt\s+nicht|rückgängig
     |faux|c'est\s+(faux|pas)|ce\s+n'est\s+pas|annule|incorrecto|eso\s+no|está\s+(mal|errado)|deshaz|errado|desfaz
     |sbagliato|annulla|fout|klopt\s+niet)\b
@@ -35,6 +35,7 @@ THANKS = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 BUT = re.compile(r"\b(but|however|aber|mais|pero|mas|porém|ma|però|maar)\b|但|不过|でも|しかし|하지만", re.IGNORECASE)
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
 SAME, SHORTEST_REQUEST = 0.9, 12
 
 
@@ -75,7 +76,9 @@ def by_rules(reply: UserReply) -> int:
     text = reply.message.strip()
     if NO.match(text) or _same(text, reply.request.strip()):
         return -1
-    return 1 if THANKS.search(text) and not BUT.search(text) else 0
+    sentences = SENTENCE_END.split(text)
+    thanks = any(THANKS.search(one) and not one.endswith(("?", "？")) for one in (sentences[0], sentences[-1]))
+    return 1 if thanks and not BUT.search(text) else 0
 
 
 def replies(rollout: Json) -> Iterator[UserReply]:

@@ -9,7 +9,7 @@ from functools import partial
 
 from ..plugins.hooks import Core, Hooks, ProxyPlugin
 from .beside import RewardersBeside
-from .config import RewarderKeys
+from .config import JudgeKeys, RewarderKeys
 from .kinds import check, made, readers
 from .scoring import Scorer
 from .table import StoredAnswers
@@ -30,7 +30,7 @@ class RewardersPlugin(ProxyPlugin):
         keys = RewarderKeys.of(self.config.rewards)
         answers = partial(StoredAnswers, core.store.database, budget=keys.budget)
         rewarders = [made(name, one, self.config, answers(name, one)) for name, one in keys.rewarders]
-        for line in readers(keys.rewarders):
+        for line in readers(keys.rewarders, JudgeKeys.of(self.config.trainer).judge.model):
             log.info("%s", line)
         names = [rewarder.label for rewarder in rewarders]
         await core.store.endings.use_function(self.config.rewards.function or next(iter(names), None))

@@ -74,12 +74,14 @@ class Scorer:
         """Ask one rewarder; while it is away, the others go on. Then it is asked about one group at a time."""
         failed = 0
         changes, slots = self._store.database.changes("rewards"), asyncio.Semaphore(rewarder.at_once)
-        if isinstance(rewarder, AsksModel):
-            with suppress(Away, NotFound):
-                await self._say_price(rewarder)
+        is_said = not isinstance(rewarder, AsksModel)
         while True:
             try:
                 while groups := await self._waiting(rewarder):
+                    if isinstance(rewarder, AsksModel) and not is_said:
+                        is_said = True
+                        with suppress(Away, NotFound):
+                            await self._say_price(rewarder, groups[:PRICED])
                     if failed:
                         groups = [groups[failed % len(groups)]]
                     await together(self._score(rewarder, group, slots) for group in groups)
@@ -90,8 +92,7 @@ class Scorer:
                 failed += 1
                 await asyncio.sleep(RETRY_S)
 
-    async def _say_price(self, rewarder: AsksModel) -> None:
-        first = (await self._waiting(rewarder))[:PRICED]
+    async def _say_price(self, rewarder: AsksModel, first: Sequence[AwaitingGroup]) -> None:
         tokens = await rewarder.tokens([[await self._seen(one) for one in group.siblings] for group in first])
         if tokens:
             waiting = len(await self._spoken.missing(rewarder.name, ALL))

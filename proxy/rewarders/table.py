@@ -56,6 +56,9 @@ SET at = excluded.at, labels = excluded.labels, alike = excluded.alike, low = ex
 CHECK = "SELECT * FROM rewarder_checks WHERE source = :source"
 
 
+ENOUGH = 20  # labels, to begin with
+
+
 class Checked(NamedTuple):
     """How a rewarder, by its `source`, agreed with labels: the share of pairs ordered `alike`, and its interval."""
 

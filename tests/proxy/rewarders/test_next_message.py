@@ -50,6 +50,13 @@ REQUEST = "Please write a short poem about the sea"
         ("Note that the deadline is Friday", 0),
         ("nothing else", 0),
         ("ok", 0),
+        ("What exactly did you change?", 0),
+        ("Is that the great wall?", 0),
+        ("Why is it perfect? Explain it", 0),
+        ("Non-profit organisations: list ten", 0),
+        ("No changes needed there, now write the tests", 0),
+        ("Stop words: remove them", 0),
+        ("This is not urgent: sort the list", 0),
     ],
 )
 def test_rules_read_several_languages(message: str, worth: int) -> None:

@@ -332,6 +332,11 @@ JUDGED = {"kind": "rank", "model": "openai/gpt-5-mini"}
             "hosted_vllm/policy is the policy, and would judge itself",
         ),
         (
+            {"use": [{"kind": "rank", "model": "hosted_vllm/m", "api_base": "http://localhost:8080/v1",
+                      "is_policy": True}]},
+            "is asked through this proxy",
+        ),
+        (
             {"function": "scoring.py:reward", "use": [JUDGED | {"api_key": "k", "name": "order"}],
              "budget": {"tokens": 1}},
             "rewards named order have no weight: add it to trainer.reward_weights",
