@@ -29,6 +29,7 @@ Kind = Literal["continues", "edits", "compacts", "delegates", "returns", "retrie
 SAME: tuple[Kind, ...] = ("continues", "edits", "compacts")  # edges within one context
 QUOTED, ENOUGH = 0.5, 4  # the share, or else the number, of an answer's own texts that a quotation has
 BY_NAME = 4  # characters of an order, or of a result, that tell where something else does, too
+NEWEST = 20  # contexts that are asked whether a prompt is their history, written anew
 CLOCK_S = 0.05  # by which a call may begin before the answer that it has, as two clocks tell it
 
 
@@ -52,7 +53,7 @@ class _Call:
     """A call as later ones are compared with it. Its request ends at `node`.
 
     `root`: the call that began its context. `told`: texts that its answer alone has. `used`: its answer stands in a
-    later context; `kept`: as an answer.
+    later context; `kept`: as an answer. `has`: the calls whose answers its request has, once that was asked.
     """
 
     call: ModelCall
@@ -63,6 +64,7 @@ class _Call:
     told: frozenset[str] = frozenset()
     used: bool = False
     kept: bool = False
+    has: set[int] | None = None
 
     @property
     def ended(self) -> float:
@@ -173,7 +175,7 @@ class Graph:
         """What the request continues, or else the newest call whose answer its history has."""
         tip = mine.node.tip
         continued = self._answered_at(tip)
-        held = {there for one in mine.node.up_to(tip) for there in self._held(one.atom)} - {continued}
+        held = {there for one in mine.node.up_to(tip) for there in self._held(one)} - {continued}
         newest = max((one for one in held if continued is None or one > continued), default=None)
         if newest is not None and not _stands_above(newest, tip):
             return Edge("edits", newest)
@@ -188,12 +190,13 @@ class Graph:
             there, key=lambda i: (self.calls[i].call.superseded_by is not None, self.calls[i].used), default=None
         )
 
-    def _held(self, atom: Atom) -> Sequence[int]:
+    def _held(self, node: Node) -> Sequence[int]:
         """The call whose answer an atom of the history is a part of, or is the result for."""
+        atom = node.atom
         if atom.kind != "text" and atom.who in self._ids:
             return [self._ids[atom.who]]
         is_answer = atom.kind == "call" or (atom.kind == "text" and atom.who == "assistant")
-        return self._answers.get(key_of(atom), [])[-1:] if is_answer and len(atom.what) >= TELLING_ORDER else []
+        return self._answers.get(node.key, [])[-1:] if is_answer and len(atom.what) >= TELLING_ORDER else []
 
     def _quoted(self, texts: Iterable[str]) -> set[int]:
         """The calls whose answers these texts quote."""
@@ -205,13 +208,14 @@ class Graph:
 
         They stand in a text of a user or system, or as the first answer of a history that begins with another text.
         """
-        has, found = self._answers_in(mine.node), set(quoted)
+        has, found = self._answers_in(mine), set(quoted)
         if len(has) == 1 and (first := next(iter(has))) not in found:
-            before = next((one.parent for one in new if self._held(one.atom)), None)
-            old = {key_of(one.atom) for one in self.calls[first].node.up_to(None)}
-            if before is not None and before.atom.who == "user" and key_of(before.atom) not in old:
+            before = next((one.parent for one in new if self._held(one)), None)
+            old = {one.key for one in self.calls[first].node.up_to(None)}
+            if before is not None and before.atom.who == "user" and before.key not in old:
                 found |= {first}
-        return {i for i in found if self._may_sum_up(i) and self._answers_in(self.calls[i].node) - has}
+        lacks = set(range(len(self.calls) if found else 0)) - has
+        return {i for i in found if self._may_sum_up(i) and not lacks.isdisjoint(self._answers_in(self.calls[i]))}
 
     def _may_sum_up(self, there: int) -> bool:
         """Whether an answer may be a summary: in words, to a question of its own or under another system prompt."""
@@ -219,10 +223,12 @@ class Graph:
         asked = any(map(_is_prompt, one.node.up_to(one.node.tip))) or any(edge.kind == "edits" for edge in one.edges)
         return one.is_final and not one.kept and asked
 
-    def _answers_in(self, node: Node) -> set[int]:
-        above = [*node.up_to(None)]
-        held = {there for one in above for there in (*self._held(one.atom), *one.answered)}
-        return held | self._quoted(_texts(filter(_is_prompt, above)))
+    def _answers_in(self, one: _Call) -> set[int]:
+        if one.has is None:
+            above = [*one.node.up_to(None)]
+            one.has = {there for node in above for there in (*self._held(node), *node.answered)}
+            one.has |= self._quoted(_texts(filter(_is_prompt, above)))
+        return one.has
 
     def _rewritten(self, new: Sequence[Node], quoted: set[int]) -> int | None:
         """The newest call that is quoted together with something that calls of its context were asked or got.
@@ -242,8 +248,10 @@ class Graph:
                 return one.root in around or any(len(text) >= TELLING_ORDER and text in asked for text in own)
             return not shown.isdisjoint(own)
 
-        roots = {self.calls[i].root for i in quoted if may_be(i)}
-        return max((i for i in quoted if self.calls[i].root in roots), default=None)
+        by_context = defaultdict[int, list[int]](list)
+        for there in sorted(quoted, reverse=True):
+            by_context[self.calls[there].root].append(there)
+        return next((quoted[0] for quoted in [*by_context.values()][:NEWEST] if any(map(may_be, quoted))), None)
 
     def _returned(self, mine: _Call, new: Sequence[Node], came: Edge) -> Iterator[Edge]:
         """The answers of other contexts that are results here."""

@@ -31,10 +31,10 @@ class Node:
     `tip`: the nearest node from here up to the root that ends in an answer. `texts`: as `telling` finds them.
     """
 
-    __slots__ = ("answered", "asked", "atom", "kids", "parent", "texts", "tip")
+    __slots__ = ("answered", "asked", "atom", "key", "kids", "parent", "texts", "tip")
 
-    def __init__(self, parent: Node | None, atom: Atom) -> None:
-        self.parent, self.atom = parent, atom
+    def __init__(self, parent: Node | None, key: Key, atom: Atom) -> None:
+        self.parent, self.key, self.atom = parent, key, atom
         self.texts = telling(atom)
         self.tip: Node | None = None if parent is None else parent.tip
         self.kids: dict[Key, Node] = {}
@@ -46,7 +46,7 @@ class Node:
         node = self
         for key, atom in atoms:
             if (kid := node.kids.get(key)) is None:
-                kid = node.kids[key] = Node(node, atom)
+                kid = node.kids[key] = Node(node, key, atom)
             node = kid
         return node
 
@@ -105,7 +105,7 @@ class Tree:
     """The tree of a rollout's calls. Add them in order, each with its request, then its answer."""
 
     def __init__(self) -> None:
-        self._root = Node(None, Atom("", "", ""))
+        self._root = Node(None, ("", "", ""), Atom("", "", ""))
         self._placed: dict[str, _Placed] = {}
         self._responses: dict[str, Node] = {}  # by the ids that requests of Responses continue
         self._read: dict[int, tuple[Any, list[KeyedAtom]]] = {}  # messages that calls share, read once

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ from lightning_proxy.proxy.json_text import dumps
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, RolloutName
 from lightning_proxy.trainer.rows.prefix_tree import build_tree
 from lightning_proxy.trainer.rows.samples import rollout_samples
+from support.calls import call
 from support.stores import store_url
 
 Json = dict[str, Any]
@@ -101,6 +104,46 @@ def calls_made(work: Callable[[], object]) -> int:
     finally:
         sys.setprofile(before)
     return count
+
+
+def answer_of(place: int, *, is_final: bool) -> Json:
+    answer = {"role": "assistant", "content": f"Note {place} says that part {place * 7} of the page is clear."}
+    function = {"name": "open", "arguments": dumps({"path": f"the/page/with/number/{place}"})}
+    called = {"id": f"call_{place:024x}", "type": "function", "function": function}
+    return answer if is_final else {**answer, "tool_calls": [called]}
+
+
+def with_notes(place: int, *, is_final: bool) -> list[Json]:
+    """A prompt that begins anew with all earlier answers in its text."""
+    notes = [answer_of(there, is_final=is_final)["content"] for there in range(place)]
+    return [{"role": "user", "content": "\n".join(["Notes:", *notes, f"Now do step {place} of the whole work."])}]
+
+
+def cleared(place: int, *, is_final: bool) -> list[Json]:
+    """A history in which all results but the last are cleared."""
+    messages: list[Json] = [{"role": "user", "content": "Read all pages of the book."}]
+    for there in range(place):
+        answer = answer_of(there, is_final=is_final)
+        found = "cleared" if there < place - 1 else f"Page {there} has words that no other page has."
+        asked = {"role": "user"} if is_final else {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"]}
+        messages += [answer, {**asked, "content": found}]
+    return messages
+
+
+@pytest.mark.parametrize("is_final", [True, False])
+@pytest.mark.parametrize("asked", [with_notes, cleared])
+def test_the_work_of_the_graph_grows_as_the_requests_do(asked: Callable[..., list[Json]], is_final: bool) -> None:
+    work = {}
+    for length in (20, 200):
+        calls, lines = list[ModelCall](), 0
+        for place in range(length):
+            messages = asked(place, is_final=is_final)
+            lines += sum(len(message["content"].splitlines()) for message in messages)
+            response = {"choices": [{"message": answer_of(place, is_final=is_final)}]}
+            made = call(f"c{place}", request={"messages": messages}, response=response)
+            calls.append(replace(made, started_at=float(place), latency_ms=1.0))
+        work[length] = calls_made(partial(graph_of, calls)) / lines
+    assert work[200] < MUCH * work[20]
 
 
 async def per_call(directory: Path, contexts: int) -> dict[str, float]:
