@@ -57,7 +57,7 @@ async def read_rollouts(api: ApiClient, rollout_ids: Sequence[str]) -> list[dict
 async def say_price(api: ApiClient, rewarder: Rewarder, groups: Sequence[Sequence[str]], times: int = 1) -> None:
     """Say on standard error about how many tokens a model will read, so many times, by the first few groups."""
     first = groups[:PRICED]
-    tokens = await rewarder.tokens([await read_rollouts(api, group) for group in first])
+    tokens = sum([rewarder.tokens(await read_rollouts(api, group)) for group in first])
     if tokens:
         rollouts = sum(map(len, groups))
         typer.echo(price_line(rollouts, times * tokens * rollouts // sum(map(len, first))), err=True)

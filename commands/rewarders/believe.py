@@ -27,6 +27,10 @@ from .agreement import Agreement, Labelled, agreement, same_order
 from .ask import opened, read_rollouts, say_price
 
 Json = dict[str, Any]
+HIGH_OR_LOW = {
+    "right high": "judge high, people high", "right low": "judge low, people low",
+    "wrong high": "judge high, people low", "wrong low": "judge low, people high",
+}  # fmt: skip
 LATER = "another order"
 
 
@@ -83,12 +87,12 @@ def check_rewarder(config: Config, which: str, options: CheckOptions, *, as_json
     url = ApiClient.of(config).url
     print(f"{source}: {found.labels} labels named {options.label}")
     print(f"pairs ordered alike: {found.alike:.2f} ({found.low:.2f} to {found.high:.2f}) of {found.pairs}")
-    print("above the middle: " + ", ".join(f"{n} {name}" for name, n in found.confusion.items()))
+    print(", ".join(f"{HIGH_OR_LOW[name]}: {n}" for name, n in found.confusion.items()))
     score, label = found.length
-    print(f"goes with the length of the answer: {number(score)}; labels: {number(label)}")
+    print(f"rank correlation with the length of the answer: {number(score)} of scores, {number(label)} of labels")
     if again.alike is not None:
-        print(f"the same group in another order: {again.alike:.2f} of pairs alike; the first half is "
-              f"{number(again.first_half)} better")  # fmt: skip
+        print(f"the same group in another order: {again.alike:.2f} of pairs alike; attempts shown first "
+              f"score {number(again.first_half)} higher")  # fmt: skip
     print("it is furthest from the label for")
     for one in found.wrong:
         print(f"  {url}/#/rollouts/{one.rollout_id}  label {number(one.label)}, score {number(one.score)}")

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import re
 from collections.abc import Callable, Sequence
-from copy import copy
 from typing import TypeVar
 
 import aiohttp
@@ -15,6 +14,7 @@ from ..json_text import dumps, loads
 from .config import RewarderConfig
 from .rewarder import Away, Json, NoReward, Rewarder
 from .table import KeptAnswers, Used
+from .texts import messages_of
 
 T = TypeVar("T")
 
@@ -166,25 +166,10 @@ class JudgeModel:
             raise Away(f"{config.model} gives no answer: {str(error)[:200] or type(error).__name__}") from None
 
 
-class _Counting(JudgeModel):
-    """Counts the tokens of what it is asked, about, and answers nothing."""
-
-    tokens = 0
-
-    async def structured(
-        self, system: str, text: str, schema: Json, read: Callable[[Json], T], about: Sequence[str]
-    ) -> T:
-        self.tokens += len(system + text) // 4
-        raise NoReward("counted")
-
-    async def choose(self, system: str, text: str, choices: Sequence[str], about: Sequence[str]) -> tuple[str, str]:
-        return await self.structured(system, text, {}, lambda _: ("", ""), about)
-
-
 class AsksModel(Rewarder):
-    """A rewarder that asks a model. `question`: what its scores depend on besides the rollout."""
+    """A rewarder that asks a model so many `questions`. `question`: what its scores depend on besides the rollout."""
 
-    question = ""
+    question, questions = "", 1
 
     def __init__(self, name: str, config: RewarderConfig, model: JudgeModel) -> None:
         self.name, self.label, self.at_once = name, f"rewards.use: {config.kind}", config.concurrency
@@ -198,12 +183,12 @@ class AsksModel(Rewarder):
         if self._config.asks:
             await self._model.require()
 
-    async def tokens(self, groups: Sequence[Sequence[Json]]) -> int:
-        counting = copy(self)
-        counting._model = _Counting(self._config, self._model._answers, str)
-        for group in groups:
-            await counting.reward(group)
-        return counting._model.tokens
+    def tokens(self, rollouts: Sequence[Json]) -> int:
+        if not self._config.asks:
+            return 0
+        read = sum(min(self._config.longest, sum(len(one.text) for one in messages_of(rollout, str)))
+                   for rollout in rollouts)  # fmt: skip
+        return self.questions * (read + len(self.question)) // 4
 
     async def close(self) -> None:
         await self._model.close()

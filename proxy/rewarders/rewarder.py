@@ -71,8 +71,8 @@ class Rewarder:
         """Return what one rollout is given. Raise NoReward, Away."""
         raise NotImplementedError
 
-    async def tokens(self, groups: Sequence[Sequence[Json]]) -> int:
-        """Return about how many tokens a model would read to reward these groups of rollouts."""
+    def tokens(self, rollouts: Sequence[Json]) -> int:
+        """Return about how many tokens a model would read to reward this group."""
         return 0
 
     async def close(self) -> None:

@@ -66,7 +66,8 @@ class Rubric(AsksModel):
         assert config.file is not None
         file = config.file.expanduser()
         self._criteria, self.question = read_criteria(file), SYSTEM + file.read_text()
-        if config.model is None and any(one.question for one in self._criteria):
+        self.questions = sum(one.question is not None for one in self._criteria)
+        if config.model is None and self.questions:
             raise ConfigError(f"{self.label}: the questions of {file} need a model")
         self._programs = {
             one.name: Function(rewards.model_copy(update={"function": str(file.parent / one.program)}))

@@ -93,7 +93,8 @@ class Scorer:
                 await asyncio.sleep(RETRY_S)
 
     async def _say_price(self, rewarder: AsksModel, first: Sequence[AwaitingGroup]) -> None:
-        tokens = await rewarder.tokens([[await self._seen(one) for one in group.siblings] for group in first])
+        seen = [[await self._seen(one) for one in group.siblings] for group in first]
+        tokens = sum([await asyncio.to_thread(rewarder.tokens, one) for one in seen])
         if tokens:
             waiting = len(await self._spoken.missing(rewarder.name, ALL))
             about = tokens * waiting // sum(len(group.awaiting) for group in first)
@@ -101,7 +102,7 @@ class Scorer:
 
     async def _waiting(self, rewarder: Rewarder) -> list[AwaitingGroup]:
         if rewarder.in_groups:
-            return (await ready(self._store.database, self._trainer, rewarder.name))[:LOOK]
+            return (await ready(self._store.database, self._trainer, rewarder.name, LOOK))[:LOOK]
         return [AwaitingGroup([one], {one}) for one in await self._spoken.missing(rewarder.name, LOOK)]
 
     async def _score(self, rewarder: Rewarder, group: AwaitingGroup, slots: asyncio.Semaphore) -> None:

@@ -40,13 +40,15 @@ class AwaitingGroup(NamedTuple):
     awaiting: set[str]
 
 
-async def ready(database: Database, config: TrainerConfig, rewarder: str) -> list[AwaitingGroup]:
-    """Return the groups of rollouts that await this rewarder, which all ended or waited for `group_timeout_s`.
+async def ready(database: Database, config: TrainerConfig, rewarder: str, most: int) -> list[AwaitingGroup]:
+    """Return about `most` groups of rollouts that await this rewarder, which all ended or waited for `group_timeout_s`.
 
     A rollout without a task has no siblings.
     """
     found = []
     for row in await database.all(POOLS_TO_SPEAK, {"rewarder": rewarder}):
+        if len(found) >= most:
+            break
         if row["lone"] is not None:
             found.append(AwaitingGroup([row["lone"]], {row["lone"]}))
         else:

@@ -83,7 +83,7 @@ async def test_check_compares_with_labels_and_status_warns_until_then(running: R
         found = json.loads(done.stdout)
         assert (found["labels"], found["pairs"], found["alike"], found["low"]) == (24, 36, 1.0, 1.0)
         assert found["confusion"] == {"right high": 12, "right low": 12, "wrong high": 0, "wrong low": 0}
-        assert found["again"] == {"alike": 1.0, "first_half": pytest.approx(found["again"]["first_half"])}
+        assert found["again"]["alike"] == 1.0 and abs(found["again"]["first_half"]) < 0.5
         assert found["verdict"] == "it agrees more than chance does"
         assert (await system.call("GET", "/policy"))[1]["unchecked"] == []
         shown = (await system.lightning("rewards", "check", "rank")).stdout
