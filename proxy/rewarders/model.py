@@ -27,6 +27,10 @@ REFUSALS = 4  # of one question, between which others were answered
 NEVER = re.compile("context.(length|window)|too long|content.(policy|filter|management)|safety", re.IGNORECASE)
 
 
+class NeverAnswered(NoReward):
+    """The model refuses this question for what stands in it."""
+
+
 class _Refused(Away):
     """Perhaps it is this question alone that is not answered."""
 
@@ -117,7 +121,7 @@ class JudgeModel:
                 if len(self._refused[digest]) < REFUSALS:
                     raise
                 del self._refused[digest]
-                raise NoReward(f"{error}; others are answered") from None
+                raise NeverAnswered(f"{error}; others are answered") from None
             finally:
                 self._answers.under_way.remove(guess)
             self._answered += 1
@@ -140,7 +144,7 @@ class JudgeModel:
             if status >= 500 and status != 503:
                 await self._answers.spend(guess)
             if status in REFUSED:
-                raise (NoReward if NEVER.search(text) else _Refused)(said)
+                raise (NeverAnswered if NEVER.search(text) else _Refused)(said)
             raise Away(said)
         try:
             answer, used = read(loads(text))

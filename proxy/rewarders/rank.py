@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 from statistics import fmean
 from string import ascii_uppercase
 
 from .config import RewarderConfig
-from .model import TEXT, AsksModel, JudgeModel, object_of
+from .model import TEXT, AsksModel, JudgeModel, NeverAnswered, object_of
 from .rewarder import Given, GivenScore, Json, NoReward, together
 from .texts import IS_DATA, Said, fenced, mark_for, messages_of, shared_beginning, written
 
@@ -48,18 +49,33 @@ class Rank(AsksModel):
             return [Given(source, [GivenScore(0.5, "all attempts are the same")]) for _ in rollouts]
         parts = overlapping([*alike.values()], self._config.at_once)
         try:
-            found = await together(self._ordered(part, shown, rollouts) for part in parts)
+            found = await together(self._without_refused(part, shown, rollouts) for part in parts)
         except NoReward as error:
             return [Given(source, error=str(error)) for _ in rollouts]
         strength, reason = strengths([places for places, _ in found]), " ".join(said for _, said in found)[:500]
-        scores = by_place({i: strength[alike[tuple(messages)]] for i, messages in enumerate(shown)})
-        return [Given(source, [GivenScore(scores[i], reason)]) for i in range(len(rollouts))]
+        known = {i: alike[tuple(messages)] for i, messages in enumerate(shown)}
+        scores = by_place({i: strength[like] for i, like in known.items() if like in strength})
+        refused = Given(source, error="the judge refuses what it wrote, and that alone")
+        return [Given(source, [GivenScore(scores[i], reason)]) if i in scores else refused for i in known]
 
     def order(self, rollouts: Sequence[Json]) -> list[int]:
         """Return the order in which siblings are shown: shuffled, and always the same."""
         order = sorted(range(len(rollouts)), key=lambda i: rollouts[i]["rollout_id"])
         random.Random(self._shuffle + " ".join(rollouts[i]["rollout_id"] for i in order)).shuffle(order)
         return order
+
+    async def _without_refused(
+        self, part: Sequence[int], shown: Sequence[Sequence[Said]], rollouts: Sequence[Json]
+    ) -> tuple[Places, str]:
+        """The order of some siblings; if it is refused, that of all but one: an attempt must not spoil others'."""
+        try:
+            return await self._ordered(part, shown, rollouts)
+        except NeverAnswered as error:
+            if len(part) > 2:
+                for out in part:
+                    with suppress(NeverAnswered):
+                        return await self._ordered([i for i in part if i != out], shown, rollouts)
+            raise error
 
     async def _ordered(
         self, part: Sequence[int], shown: Sequence[Sequence[Said]], rollouts: Sequence[Json]

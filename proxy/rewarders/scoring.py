@@ -74,11 +74,11 @@ class Scorer:
         """Ask one rewarder; while it is away, the others go on. Then it is asked about one group at a time."""
         failed = 0
         changes, slots = self._store.database.changes("rewards"), asyncio.Semaphore(rewarder.at_once)
-        is_said = not isinstance(rewarder, AsksModel)
+        is_said = False
         while True:
             try:
                 while groups := await self._waiting(rewarder):
-                    if isinstance(rewarder, AsksModel) and not is_said:
+                    if not is_said and isinstance(rewarder, AsksModel):
                         is_said = True
                         with suppress(Away, NotFound):
                             await self._say_price(rewarder, groups[:PRICED])

@@ -45,7 +45,7 @@ async def ready(database: Database, config: TrainerConfig, rewarder: str, most: 
 
     A rollout without a task has no siblings.
     """
-    found = []
+    found: list[AwaitingGroup] = []
     for row in await database.all(POOLS_TO_SPEAK, {"rewarder": rewarder}):
         if len(found) >= most:
             break

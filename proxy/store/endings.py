@@ -14,11 +14,8 @@ from typing import Any
 
 from ..config.rollouts import RolloutsConfig
 from ..errors import LightningError
-from ..types import Reward
 from .database import Database, Transaction, in_passing
 from .retention import ABANDONED_S, LOOK
-from .returns import read_counting
-from .rewards import post_reward
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +48,6 @@ ORDER BY awaiting_rewards.n LIMIT :limit
 """
 ROLLOUT_AWAITS = """
 SELECT 1 FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
-"""
-AWAITING_FORGET = """
-DELETE FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
 """
 
 
@@ -98,22 +92,6 @@ class Endings:
     async def awaits(self, rollout_id: str) -> bool:
         """Return whether this rollout still awaits the reward function."""
         return await self._db.one(ROLLOUT_AWAITS, {"rollout_id": rollout_id}) is not None
-
-    async def rewarded(self, rollout_id: str, rewards: Sequence[Reward]) -> bool:
-        """Record the function's rewards, if any, and await them no longer: both or neither.
-
-        Return False, with nothing recorded, if they are no longer awaited.
-        """
-
-        async def work(db: Transaction) -> bool:
-            if await db.run(AWAITING_FORGET, {"rollout_id": rollout_id}) == 0:
-                return False
-            counting = await read_counting(db)
-            for reward in rewards:
-                await post_reward(db, reward, counting)
-            return True
-
-        return await self._db.write(work)
 
 
 async def _end_some(idle: Sequence[dict[str, Any]], db: Transaction, until: float) -> tuple[int, int]:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
@@ -269,9 +270,15 @@ async def test_while_the_judge_is_away_one_group_at_a_time_is_tried(
         judge.status = 503
         async with running(tmp_path, rewards={"use": [rank(judge)]}) as system:
             ids = [await group(system, "worth 1", "worth 2", task=f"t{i}") for i in range(6)]
-            judge.asked.clear()
-            await asyncio.sleep(1.0)
-            assert 0 < len(judge.asked) <= 15
+            async with asyncio.timeout(20):
+                while not judge.asked:
+                    await asyncio.sleep(0.02)
+                await asyncio.sleep(0.5)  # the first look is at all
+                judge.asked.clear()
+                begun = time.monotonic()
+                while len(judge.asked) < 5:
+                    await asyncio.sleep(0.02)
+            assert time.monotonic() - begun > 0.35, "five at once without it"
             judge.status = 200
             for one in ids:
                 assert await values(system, one) == [0.0, 1.0]
@@ -289,6 +296,13 @@ async def test_a_question_that_alone_is_refused_is_an_error_of_its_rollouts(
             await asyncio.sleep(0.2)
         assert await values(system, refused) == [None, None]
     assert "HTTP 403" in caplog.text and "others are answered" in caplog.text
+
+
+async def test_a_sibling_that_a_filter_refuses_costs_the_others_nothing(running: Running, tmp_path: Path) -> None:
+    async with judging(by_number) as judge, running(tmp_path, rewards={"use": [rank(judge)]}) as system:
+        judge.firewall, judge.why = "forbidden", "refused by the content filter"
+        ids = await group(system, "worth 1", "worth 9 forbidden", "worth 2")
+        assert await values(system, ids) == [0.0, None, 1.0]
 
 
 async def test_what_was_perhaps_paid_counts_for_the_budget(

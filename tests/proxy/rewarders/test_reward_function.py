@@ -17,6 +17,7 @@ import aiohttp
 import pytest
 import yaml
 
+from lightning_proxy.proxy.rewarders.table import Spoken
 from lightning_proxy.proxy.store.events import Events
 from lightning_proxy.proxy.types import Event, Reward
 from lightning_proxy.trainer.collect.collector import Collector
@@ -83,7 +84,7 @@ async def test_a_reader_sees_the_reward_of_a_rollout_that_awaits_none(
 
     async def of(events: Events, rollout_id: str) -> list[Event]:
         async with system.store() as store:
-            await store.endings.rewarded(rollout_id, [Reward(rollout_id, 0.5)])
+            await Spoken(store.database, ["reward"]).record("reward", {rollout_id: [Reward(rollout_id, 0.5)]})
         return await reads(events, rollout_id)
 
     async def asked() -> bool:

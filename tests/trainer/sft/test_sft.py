@@ -28,6 +28,7 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import LightningError, StoreUnavailable
 from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.rewarders.table import Spoken
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
@@ -157,7 +158,7 @@ async def test_a_rollout_that_awaits_its_reward_function_is_not_learned_from_yet
         await r.store.endings.use_function("scoring.py:reward")
         await r.rollout("awaits", 1.0, (11,), task="t1")
         assert set(learned((await r.traces()).train)) == {"scored"}
-        await r.store.endings.rewarded("awaits", [])
+        await Spoken(r.store.database, ["reward"]).record("reward", {"awaits": []})
         assert set(learned((await r.traces()).train)) == {"scored", "awaits"}
 
 
