@@ -23,6 +23,7 @@ class Scripted(JudgeModel):
 
     def __init__(self) -> None:
         self._config = RewarderConfig(kind="rank", model="openai/script")
+        self.clean = str
 
     async def structured(self, system: str, text: str, schema: Any, read: Any, about: Any) -> Any:
         return read(answer(system, text, 1.0))

@@ -26,6 +26,8 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
         found = modules(name)
         monkeypatch.setitem(sys.modules, "tasks", found.tasks)
         monkeypatch.syspath_prepend(str(EXAMPLES / name))
+        for other in ("agent", "ask"):  # another example's
+            monkeypatch.delitem(sys.modules, other, raising=False)
         return SimpleNamespace(**vars(found), agent=importlib.import_module("agent"))
 
     before = {*sys.modules}

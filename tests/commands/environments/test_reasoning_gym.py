@@ -145,7 +145,7 @@ async def started(*options: str) -> asyncio.subprocess.Process:
 
 
 async def until(is_so: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(90):
         while not is_so():
             await asyncio.sleep(0.05)
 

@@ -40,6 +40,7 @@ class Asked(NamedTuple):
 
 REWARD = {"rollout_id": "{}", "reward": 0.1234, "final": False}
 NOTE = {"kind": "note", "value": "SECRET"}
+EVENT = {"event_type": "note", "data": {"text": "SECRET"}}
 VERSION = {"version": 99}
 # A rollout's key that may only call the model gets 403 where this says 200 to a rollout's key, and the same elsewhere.
 ROUTES: dict[tuple[str, str], Asked | str] = {
@@ -54,6 +55,7 @@ ROUTES: dict[tuple[str, str], Asked | str] = {
     ("get", "/rollouts/{rollout_id}/transitions"): Asked(404, 200, 200, 403, True),
     ("get", "/rollouts/{rollout_id}/rows"): Asked(404, 200, 200, 403, True),
     ("post", "/rollouts/{rollout_id}/events"): Asked(404, 200, 200, 403, body=NOTE),
+    ("post", "/agl/api/rollouts/{rollout_id}/attempt/0/events"): Asked(404, 200, 200, 403, body=EVENT),
     ("post", "/rollouts/{rollout_id}/end"): Asked(404, 409, 409, 403, body={"status": "discarded"}),
     ("get", "/tasks"): Asked(200, 200, 200, 403, True),
     ("get", "/policy"): Asked(200, 200, 200, 403, True),

@@ -142,14 +142,14 @@ async def test_a_step_that_is_being_trained_or_published_keeps_its_rollouts(reco
 
 @pytest.mark.sqlite
 async def test_by_size_the_oldest_go_and_those_that_wait_for_the_trainer_last(recorded: Recorded) -> None:
+    empty, size = (await read_pages(recorded.database)).bytes, 2**18
     for i in range(4):
-        await recorded.rollout(f"waits-{i}", ended=0.1, size=2**18, reward=1.0)
-        await recorded.rollout(f"ended-{i}", ended=0.1, size=2**18)
-    assert await recorded.tidy(max_gib=1.75 / 1024) == {"ended-3", *(f"waits-{i}" for i in range(4))}
-    assert await recorded.tidy(max_gib=1 / 1024) == {f"waits-{i}" for i in (2, 3)}
+        await recorded.rollout(f"waits-{i}", ended=0.1, size=size, reward=1.0)
+        await recorded.rollout(f"ended-{i}", ended=0.1, size=size)
+    assert await recorded.tidy(max_gib=(empty + 5.5 * size) / 2**30) == {"ended-3", *(f"waits-{i}" for i in range(4))}
+    assert await recorded.tidy(max_gib=(empty + 2.5 * size) / 2**30) == {f"waits-{i}" for i in (2, 3)}
     assert {why for _, why in recorded.deleted} == {"size"}
-    pages = await read_pages(recorded.database)
-    assert pages.bytes < 2**20
+    assert (await read_pages(recorded.database)).bytes < empty + 2.5 * size
 
 
 @pytest.mark.parametrize(("failed", "waits"), [("drop", False), ("zero", True), (-1.0, True)])
