@@ -86,7 +86,7 @@ async def test_an_episode_is_apart_from_the_user_and_fails_in_its_own_words(
     monkeypatch.setenv("SECRET", "sk-1")
     async with running(tmp_path) as system:
         system.vllm.answer = lambda _: {"role": "assistant", "content": next(answers)}
-        given = '{"tasks": 5, "limit_s": 1, "system": ""}'
+        given = '{"tasks": 5, "limit_s": 10, "system": ""}'
         code, _, err = await system.lightning("eval", *SUMS, given, "--concurrency", "1", "--logs", tmp_path / "logs")
         assert code == 0, err
         _, page = await system.call("GET", "/rollouts")
@@ -95,7 +95,7 @@ async def test_an_episode_is_apart_from_the_user_and_fails_in_its_own_words(
     assert [one["reward"] for one in (secrets, folder, exploded, thread, late)] == [0.0, 1.0, 0.0, 1.0, None]
     rewards = {one["name"]: one["reward"] for one in full["rewards"]}
     assert rewards == {"unscored": 1.0, "reward": 0.0}
-    assert "the episode (limit_s in --environment-args) took longer than 1 s" in late["reason"]
+    assert "the episode (limit_s in --environment-args) took longer than 10 s" in late["reason"]
     log = (tmp_path / "logs" / f"{late['rollout_id']}.log").read_text()
     assert left_of(log) == []
 
