@@ -42,7 +42,10 @@ T = TypeVar("T")
 SamplesOf = Callable[[Sequence[Rollout]], Awaitable[list[Sample]]]
 
 FAULTS = 10  # so many errors of vLLM's own end the publishing
-QUIET_S = 5.0  # after which an idle trainer asks vLLM itself, if agents' answers have not shown which weights it serves
+# When agents' answers have not shown which weights vLLM serves, an idle trainer asks it itself: after so long without
+# another answer, and in any case so long after the version went live.
+QUIET_S = 5.0
+LONGEST_S = 60.0
 SEEN_ROLLOUTS = 64  # of a version, at most, by whose answers it is verified
 
 
@@ -76,8 +79,8 @@ class NoPublisher:
     ) -> Mapping[str, Any]:
         """Have version `base` verified, if it is live and was not. Return the step's metrics about it.
 
-        `idle`: only if agents' answers suffice, or have not sufficed for `QUIET_S`. Raises what `Publisher.publish`
-        does, but not Superseded.
+        `idle`: only if agents' answers suffice, or no more of them come. Raises what `Publisher.publish` does, but not
+        Superseded.
         """
         return {}
 
@@ -99,7 +102,8 @@ class Unverified:
     """A version that agents get and that is not verified yet.
 
     `samples`: what vLLM is asked with. `evidence`: of the rollouts that were `seen`. `wanted`: so many more are to be
-    there before an idle trainer scores their answers. `since`: of the monotonic clock.
+    there before an idle trainer scores their answers. `heard`: of so many rollouts, last at `heard_at` of the monotonic
+    clock; `since`: when that began.
     """
 
     version: int
@@ -107,7 +111,19 @@ class Unverified:
     wanted: int
     evidence: WeightEvidence = field(default_factory=WeightEvidence)
     seen: set[str] = field(default_factory=set)
+    heard: int = 0
+    heard_at: float = field(default_factory=monotonic)
     since: float = field(default_factory=monotonic)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Return whether waiting for agents' answers has taken long enough."""
+        return monotonic() >= min(self.heard_at + QUIET_S, self.since + LONGEST_S)
+
+    def hear(self, rollouts: int) -> None:
+        """Take note that there are so many rewarded rollouts of the version."""
+        if rollouts > self.heard:
+            self.heard, self.heard_at = rollouts, monotonic()
 
 
 class Publisher(NoPublisher):
@@ -212,14 +228,15 @@ class Publisher(NoPublisher):
             return {}
         if self._unverified is None or self._unverified.version != base:  # made live by hand, or before a restart
             self._unverified = self._new(live, await samples_of(await self._store.steps.rollouts_of(step.step)))
-        unverified, waits = self._unverified, idle and monotonic() < self._unverified.since + QUIET_S
-        if waits and not unverified.evidence.may_become_clear:
-            return {}
-        rollouts = [found for found in await self._answered_by(live) if found.rollout_id not in unverified.seen]
-        if waits and len(rollouts) < unverified.wanted:
+        unverified, answered = self._unverified, await self._answered_by(live)
+        unverified.hear(len(answered))
+        waits = idle and not unverified.is_quiet
+        rollouts = [found for found in answered if found.rollout_id not in unverified.seen]
+        if waits and (len(rollouts) < unverified.wanted or not unverified.evidence.may_become_clear):
             return {}
         unverified.wanted = MORE_ANSWERS
-        rows = self._rows(rollouts, unverified.seen, samples_of)
+        some = rollouts[:MORE_ANSWERS] if waits else rollouts  # a batch that is complete meanwhile waits for no more
+        rows = self._rows(some, unverified.seen, samples_of)
         if not await self._verifier.sees_new_weights_in(rows, unverified.evidence):
             if waits:
                 return {}

@@ -122,12 +122,11 @@ class Verifier:
         They are added to the `evidence`; no more are scored than it takes. Where they look like the old weights', a
         name is no proof in `verify_merged`, which comes next.
         """
-        count = MORE_ANSWERS if evidence.rounds else self._config.verify_samples
-        while evidence.may_become_clear and (some := [row async for row in _first(rows, count)]):
+        tokens = MORE_ANSWERS * MORE_TOKENS
+        while evidence.may_become_clear and (some := [row async for row in _first(rows, tokens)]):
             new = await in_thread(self._trainer.scores_of, some)
             old = await in_thread(self._trainer.scores_of, some, served=True)
             evidence.add(*_of_answers(some, new, old))
-            count = MORE_ANSWERS
         give_back()
         self._doubt = evidence if evidence.is_old else None
         if not (evidence.is_new and evidence.difference <= self._tolerance):
@@ -344,11 +343,12 @@ class WeightEvidence:
         )
 
 
-async def _first(rows: AsyncIterator[Sample], count: int) -> AsyncIterator[Sample]:
-    for _ in range(count):
-        try:
-            yield await anext(rows)
-        except StopAsyncIteration:
+async def _first(rows: AsyncIterator[Sample], tokens: int) -> AsyncIterator[Sample]:
+    """The first rows that have so many sampled tokens. Short ones are scored together: they share their prompts."""
+    async for row in rows:
+        yield row
+        tokens -= sum(row.mask)
+        if tokens <= 0:
             return
 
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -128,6 +129,24 @@ async def test_a_version_that_answers_nobody_is_verified_by_asking_after_a_while
     async with running(base, tmp_path) as b:
         await until_verified(b)
         await require_seen_clearly(b.store, 1)
+
+
+async def test_vllm_is_not_asked_while_agents_still_answer(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asking takes the server's time and the trainer's: their batch would wait for both."""
+    never_asked(monkeypatch)
+    now = [monotonic()]
+    monkeypatch.setattr("lightning_proxy.trainer.publish.monotonic", lambda: now[0])
+    async with first_version(base, tmp_path) as (b, loop):
+        monkeypatch.setattr(LightningTrainer, "scores_of", lambda _, rows, **__: [row.logprobs for row in rows])
+        for _ in range(3):
+            await b.sampled("t3", version=1)
+            now[0] += 4.0
+            assert not await loop.settle(idle=True)
+        now[0] += 6.0
+        with pytest.raises(AssertionError, match="vLLM was asked"):
+            await loop.settle(idle=True)
 
 
 async def test_a_version_made_live_by_hand_while_the_old_one_is_verified_stays_live(
