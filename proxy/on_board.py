@@ -17,6 +17,7 @@ ON_BOARD = (
     "otel",
     "agl",
     "page",
+    "texts",
     "evaluation",
     "promotion",
     "prompts",

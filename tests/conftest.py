@@ -146,6 +146,7 @@ class PolicyServer:
         self.app.router.add_post("/v1/chat/completions/render", self.render)
         self.app.router.add_post("/v1/chat/completions/derender", self.derender)
         self.app.router.add_post("/tokenize", self.tokenize)
+        self.app.router.add_post("/detokenize", self.detokenize)
         for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
             self.app.router.add_post(f"/{path}", self.operate)
         self.app.router.add_post("/v1/load_lora_adapter", self.load)
@@ -265,6 +266,10 @@ class PolicyServer:
             return web.json_response({"tokens": list(body["prompt"].encode())})
         text = "".join(f"<{m['role']}>{m['content']}|" for m in body["messages"]) + "<assistant>"
         return web.json_response({"tokens": list((text if self.stable_template else str(len(text)) + text).encode())})
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        tokens = (await request.json())["tokens"]
+        return web.json_response({"prompt": bytes(tokens).decode(errors="replace")})
 
 
 class System:

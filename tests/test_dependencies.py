@@ -17,6 +17,7 @@ EXTRAS = {
     "proxy/otel": {"otel"},
     "proxy/store/postgres": {"postgres"},
     "proxy/providers.py": {"providers"},
+    "proxy/texts": {"train"},
     "proxy/upstreams/litellm": {"providers"},
     "trainer": {"train"},
     "trainer/backends": {"tinker"},

@@ -53,7 +53,7 @@ LEVELS = {
 SIDE_ROOMS = {
     "proxy": {
         *("upstreams/litellm", "otel", "agl", "rewarders", "page", "gate", "prompts", "promotion"),
-        *("algorithms", "guides", "sft", "preferences", "backends", "evaluation", "contexts"),
+        *("algorithms", "guides", "sft", "preferences", "backends", "evaluation", "contexts", "texts"),
     },
     "trainer": {
         *("algorithms", "rewarders", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed"),

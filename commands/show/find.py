@@ -40,6 +40,11 @@ async def find(api: ApiClient, given: str) -> dict[str, Any]:
     return await with_id(api, given, lambda rollout_id: api.rollout(quote(rollout_id, safe="")))
 
 
+async def tokens_of(api: ApiClient, given: str) -> dict[str, Any]:
+    """Return the tokens of the answers of the rollout that `find` finds."""
+    return await with_id(api, given, lambda one: api.request("GET", f"/rollouts/{quote(one, safe='')}/tokens"))
+
+
 def only_one(given: str, ids: Iterable[str], kind: str) -> str:
     """Return the one of these ids that begins so; raise NotFound if it is none or several."""
     found = list(ids)

@@ -129,6 +129,9 @@ def show(
     rollout_id: Id,
     full: Annotated[bool, typer.Option("--full", help="show long texts in full")] = False,
     graph: Annotated[bool, typer.Option("--graph", help="show where the context of each call comes from")] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="show each sampled token, its log-probability and its advantage")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show one rollout: its conversation, calls and rewards."""
@@ -136,13 +139,16 @@ def show(
 
     from ..api_client import ask
     from ..formats import print_json
-    from .find import find
+    from .find import find, tokens_of
     from .graph import graph_lines
     from .rollout_view import rollout_detail
+    from .tokens import token_lines
 
-    rollout = ask(configuration(context), lambda api: find(api, rollout_id))
+    rollout = ask(configuration(context), lambda api: (tokens_of if tokens else find)(api, rollout_id))
     if as_json:
         print_json(rollout)
+    elif tokens:
+        Console(highlight=False).print(*token_lines(rollout["data"]), sep="\n")
     elif graph:
         Console(highlight=False).print(*graph_lines(rollout["calls"]), sep="\n")
     else:

@@ -11,7 +11,6 @@ from ..app import Dispatch, add_routes, control_api, open_parts
 from ..config.root import Config
 from ..control import policy, rollouts, status, tasks
 from ..plugins.on_board import plugins_of
-from . import feed, page
 
 router = APIRouter()
 
@@ -29,8 +28,9 @@ def create_dashboard(config: Config) -> ASGIApp:
 
 def dashboard_api(config: Config) -> FastAPI:
     """Return the page and the routes that read."""
-    control = control_api(partial(open_parts, config, plugins_of(config), writes=False))
+    plugins = plugins_of(config)
+    control = control_api(partial(open_parts, config, plugins, writes=False))
     core = (module.router for module in (rollouts, tasks, policy, status))
-    add_routes(control, *core, router, feed.router, page.router)
+    add_routes(control, *core, router, *(one for plugin in plugins for one in plugin.routers))
     control.router.routes[:] = [route for route in control.routes if getattr(route, "methods", {"GET"}) & {"GET"}]
     return control

@@ -155,6 +155,17 @@ class VllmServer:
         body = {"model": model, "prompt": text, "max_tokens": 1, "add_special_tokens": False, "return_token_ids": True}
         return await self._request("POST", "/v1/completions", body, _prompt_tokens)
 
+    async def encoded(self, text: str) -> list[int]:
+        """Return the tokens of a text, without any that its tokenizer adds. It is not computed with."""
+        body = {"prompt": text, "add_special_tokens": False}
+        return await self._request("POST", "/tokenize", body, lambda answer: [*map(int, answer["tokens"])])
+
+    async def decoded(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return await self._request(
+            "POST", "/detokenize", {"tokens": [*token_ids]}, lambda answer: str(answer["prompt"])
+        )
+
     async def scored(self, model: str, token_ids: Sequence[int]) -> list[float]:
         """Return each token's log-probability after those before it, at temperature 1; 0.0 for the first.
 

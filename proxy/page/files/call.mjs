@@ -3,7 +3,7 @@ import { milliseconds, mean, number, plural, pretty, signed, text } from "./form
 import { html, useMemo, useState } from "./html.mjs";
 import { answerMessages, requestMessages, shared } from "./messages.mjs";
 import { Badge, Reward, LongText } from "./parts.mjs";
-import { Tokens } from "./tokens.mjs";
+import { TokensOf } from "./tokens.mjs";
 
 // Where a call's tokens went, in words. docs/metrics.md says more.
 export const PLACED = {
@@ -22,7 +22,7 @@ export const PLACED = {
   too_long: "left out: the row is longer than the trainer takes",
 };
 
-export function Call({ call, before, credit }) {
+export function Call({ id, call, before, credit }) {
   const [tokens, setTokens] = useState(false);
   const [json, setJson] = useState(false);
   const request = useMemo(() => requestMessages(call.request), [call.request]);
@@ -33,7 +33,7 @@ export function Call({ call, before, credit }) {
     <div class=${tokens ? "answer with-tokens" : "answer"}>
       <div>${answerMessages(call.response).map((message) => html`<${Message} ...${message} answer />`)}
         ${call.error && html`<p class="failure">${text(call.error)}</p>`}</div>
-      ${tokens && html`<${Tokens} ids=${call.response_token_ids} logprobs=${call.logprobs} />`}
+      ${tokens && html`<${TokensOf} id=${id} of=${{ call_id: call.call_id }} known=${[{ ...call, token_ids: call.response_token_ids }]} />`}
     </div>
     ${call.tool_calls.filter(({ result }) => result !== null).map((tool) => html`<${ToolResult} tool=${tool} />`)}
     <footer>

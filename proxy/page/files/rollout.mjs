@@ -106,7 +106,7 @@ export function Timeline({ rollout, rows }) {
   return html`<${Contexts} calls=${calls} credit=${credit} /><div class="timeline">
     ${calls.map((call, i) => html`
       ${eventsBefore(call.seq).map((event) => html`<${Event} key=${`event-${event.event_id}`} event=${event} />`)}
-      <${Call} key=${call.call_id} call=${call} before=${before(calls, i)} credit=${credit.get(call.call_id)} />`)}
+      <${Call} key=${call.call_id} id=${rollout.rollout_id} call=${call} before=${before(calls, i)} credit=${credit.get(call.call_id)} />`)}
     ${after.map((event) => html`<${Event} key=${`event-${event.event_id}`} event=${event} />`)}
   </div>`;
 }

@@ -5,6 +5,7 @@ import { number, plural, share, signed } from "./format.mjs";
 import { html, useMemo, useState } from "./html.mjs";
 import { Empty, Loaded, Panel, RolloutLink, Table, to } from "./parts.mjs";
 import { RolloutHead } from "./rollout.mjs";
+import { TokensOf } from "./tokens.mjs";
 
 const LANE = 22; // pixels of a row's height
 
@@ -18,6 +19,7 @@ export function Rows({ id }) {
       <div class="grid">
         <${Panel} title="Rows of this rollout"><${RowTable} rows=${data.rows} calls=${data.calls} /><//>
         <${Panel} title="Calls and their credit" wide><${CreditTable} calls=${data.calls} id=${id} /><//>
+        ${data.rows.length > 0 && html`<${RowTokens} id=${id} rows=${data.rows} />`}
       </div>`}<//>`}<//>`;
 }
 
@@ -82,6 +84,15 @@ function RowTable({ rows, calls }) {
     { name: "trained", label: "trained tokens", num: true, cell: (row) => number(row.trained_tokens) },
   ];
   return html`<${Table} label="Training rows" columns=${columns} rows=${rows} rowKey=${({ row }) => row} />`;
+}
+
+// The tokens of a row: grey is context; what was sampled has its log-probability and advantage.
+function RowTokens({ id, rows }) {
+  const [row, setRow] = useState(rows[0].row);
+  const options = rows.map((one) => html`<option value=${one.row} selected=${one.row === row}>row ${one.row}: ${plural(one.tokens, "token")}</option>`);
+  return html`<${Panel} title="Tokens" note="Underlined tokens were trained: green more likely, red less likely." wide>
+    ${rows.length > 1 && html`<label>row <select onChange=${(event) => setRow(Number(event.currentTarget.value))}>${options}</select></label>`}
+    <${TokensOf} key=${row} id=${id} of=${{ row }} /><//>`;
 }
 
 function CreditTable({ calls, id }) {

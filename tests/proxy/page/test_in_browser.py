@@ -10,6 +10,7 @@ from typing import Any
 from playwright.async_api import expect
 
 from support.browser import browsing, needs_browser
+from support.byte_tokens import record, train
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -45,3 +46,25 @@ async def test_a_rollouts_contexts_are_lanes_that_lead_to_its_calls(running: Run
             await page.locator(".lanes button").nth(1).click()
             await expect(page.locator("#call-1")).to_be_in_viewport()
         assert wrong.seen == []
+
+
+@needs_browser
+async def test_tokens_are_shown_as_texts_whatever_they_say(running: Running, tmp_path: Path) -> None:
+    hostile = "<img src=x onerror=alert(1)>\u202e€\x00"
+    async with running(tmp_path) as system, system.store() as store:
+        await record(store, "good", [hostile, "b"], 1.0)
+        await record(store, "bad", ["c"], 0.0)
+        step = await train(store)
+        async with browsing(f"{system.url}/#/rollouts/good") as (page, wrong):
+            call = page.locator(".call").first
+            await call.get_by_role("button", name="tokens").click()
+            await expect(call.locator(".tokens")).to_contain_text("€⋮⋮\\u0000")
+            await call.locator(".token", has_text="€").hover()
+            trained = (
+                f"“€”, id 226, log-probability -0.5, probability 0.607; trained in step {step} with advantage +0.5"
+            )
+            await expect(call.locator(".tokens-of [role=status]")).to_contain_text(trained)
+            await page.get_by_role("link", name="training row").click()
+            await expect(page.locator(".tokens")).to_contain_text("hi <img src=x onerror=alert(1)>")
+            assert await page.locator(".tokens img").count() == 0
+        assert (wrong.seen, wrong.refused) == ([], [])

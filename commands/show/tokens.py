@@ -1,0 +1,42 @@
+"""Writes the tokens of a rollout's answers in a terminal: each with its log-probability, and how it was trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import exp
+from typing import Any
+
+from rich.text import Text
+
+from ..formats import number, plain
+
+LIKELY, UNLIKELY = 0.9, 0.1
+
+
+def token_lines(runs: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
+    """Yield lines of `GET /rollouts/{id}/tokens`: for each call a heading and its tokens."""
+    for run in runs:
+        trained = f"trained in step {run['step']} with advantage {number(run['advantage'])}"
+        fate = trained if run["step"] is not None else "not trained"
+        yield Text(f"── call {run['seq']} ", "bold").append(f"{len(run['token_ids'])} tokens · {fate}", "not bold")
+        yield from _tokens(run)
+
+
+def _tokens(run: Mapping[str, Any]) -> Iterator[Text]:
+    """The tokens in lines that end where the text's do."""
+    texts = run["texts"] or [f" {token} " for token in run["token_ids"]]
+    logprobs = run["logprobs"] or [None] * len(texts)
+    line = Text()
+    for text, logprob in zip(texts, logprobs, strict=True):
+        shown = "⋮" if text is None else text.replace("\n", "↵") or "∅"
+        line.append_text(plain(shown, _style(logprob))).append(number(logprob, 2), "dim")
+        line.append(" ")
+        if text is not None and text.endswith("\n"):
+            yield line
+            line = Text()
+    yield line
+
+
+def _style(logprob: float | None) -> str:
+    likely = 1.0 if logprob is None else exp(logprob)
+    return "red" if likely < UNLIKELY else "yellow" if likely < LIKELY else "green"
