@@ -58,7 +58,7 @@ async def browsing(url: str, **options: Any) -> AsyncIterator[tuple[Page, Wrong]
         try:
             page, wrong = await browser.new_page(**{"viewport": {"width": 1280, "height": 800}} | options), Wrong()
             page.set_default_timeout(10_000)
-            wrong.watch(page, url)
+            wrong.watch(page, url.partition("#")[0])
             await page.goto(url)
             yield page, wrong
         finally:
