@@ -41,7 +41,7 @@ async def test_the_texts_of_tokens_are_the_text(text: str) -> None:
 
 async def test_tokens_that_look_like_the_mark_have_no_texts() -> None:
     async def as_mark(ids: Sequence[int]) -> str:
-        return await decode([token for one in ids for token in (MARK.encode() if one == 1 else [one])])
+        return await decode([token for one in ids for token in (await encode(MARK) if one == 1 else [one])])
 
     with pytest.raises(Undecodable):
         await token_texts([1, 2], as_mark, encode)
