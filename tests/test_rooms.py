@@ -59,7 +59,7 @@ SIDE_ROOMS = {
         *("algorithms", "rewarders", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed"),
         *("backends", "evaluation", "contexts"),
     },
-    "commands": {"environments", "experiment", "optimize", "page", "prompts", "rewarders"},
+    "commands": {"agl", "environments", "experiment", "optimize", "page", "prompts", "rewarders"},
 }
 # What plugs nothing in by itself: what several side rooms share, and algorithms, which the configuration names.
 SHARED = {"proxy": {"gate"}, "trainer": {"tuning", "algorithms"}, "commands": set[str]()}

@@ -14,6 +14,7 @@ from typing import Any
 from ...proxy.errors import LightningError
 from ...proxy.types import Mode
 from ..api_client import ApiClient, ApiError, OpenRollout
+from ..on_board import variables
 from .backlog import BacklogGate
 from .journal import Journal
 from .refill import Refill
@@ -226,18 +227,15 @@ class TaskRun:
         return RolloutResult(rollout_id, task_id, code, reason, reward, answers, tokens, len(calls), restarts)
 
     def _environment(self, job: Job) -> dict[str, str]:
-        url, name = job.rollout.base_url, job.rollout.rollout_id
+        url = job.rollout.base_url
         return {
             "OPENAI_BASE_URL": url,
             "OPENAI_API_BASE": url,  # what llama-index reads
             "OPENAI_API_KEY": job.rollout.api_key,
-            "LIGHTNING_ROLLOUT_ID": name,
+            "LIGHTNING_ROLLOUT_ID": job.rollout.rollout_id,
             "LIGHTNING_TASK": job.task.line,
             "LIGHTNING_URL": self._api.url,
-            # What agents of Agent Lightning 1.0 read.
-            "AGL_OPENAI_BASE_URL": url,
-            "AGL_EVENT_URL": f"{self._api.url}/agl/api/rollouts/{name}/attempt/0/events",
-            "AGL_KEY": job.rollout.api_key,
+            **variables(self._api.url, job.rollout),
         }
 
     async def _scored(self, rollout_id: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-ADDRESSES = ("OPENAI_BASE_URL", "OPENAI_API_BASE", "LIGHTNING_URL", "AGL_OPENAI_BASE_URL", "AGL_EVENT_URL")
+SCHEMES = ("http://", "https://")
 
 
 def reached_at(proxy_url: str | None, env: Mapping[str, str]) -> dict[str, str]:
@@ -13,4 +13,4 @@ def reached_at(proxy_url: str | None, env: Mapping[str, str]) -> dict[str, str]:
     if proxy_url is None:
         return dict(env)
     root = proxy_url.rstrip("/")
-    return {name: root + urlsplit(value).path if name in ADDRESSES else value for name, value in env.items()}
+    return {name: root + urlsplit(value).path if value.startswith(SCHEMES) else value for name, value in env.items()}

@@ -46,13 +46,13 @@ async def test_the_program_sees_the_environment_of_the_contract(
     proxy: ControlApi, tmp_path: Path, program: Program
 ) -> None:
     names = ["OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "LIGHTNING_ROLLOUT_ID"]
-    names += ["LIGHTNING_TASK", "LIGHTNING_URL", "AGL_OPENAI_BASE_URL", "AGL_KEY", "AGL_EVENT_URL"]
+    names += ["LIGHTNING_TASK", "LIGHTNING_URL"]
     text = f"import os, sys; print(*[os.environ[n] for n in {names!r}], sys.argv[1], __name__, sep='|')"
     logs = tmp_path / "logs"
     await run_all(proxy, program(tmp_path, text, "extra"), [task(1)], RunOptions(logs=logs))
     seen = (logs / "r0.log").read_text().strip().split("|")
-    base, of_agl = f"{proxy.url}/rollouts/r0/v1", f"{proxy.url}/agl/api/rollouts/r0/attempt/0/events"
-    assert seen == [base, base, "k-r0", "r0", '{"x": 1}', proxy.url, base, "k-r0", of_agl, "extra", "__main__"]
+    base = f"{proxy.url}/rollouts/r0/v1"
+    assert seen == [base, base, "k-r0", "r0", '{"x": 1}', proxy.url, "extra", "__main__"]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from .....proxy.config.run import KubernetesConfig
 from .....proxy.errors import ConfigError
 
 RUN, JOB, ROLLOUT = "lightning-proxy/run", "lightning-proxy/job", "lightning-proxy/rollout"
-SECRET = ("OPENAI_API_KEY", "AGL_KEY")  # the rollout's key
 KEPT_S = 3600  # a Job that nobody deleted, because `run` itself was killed
 LEFT_S = 5  # for a program to end after SIGTERM
 AWAY_S = 60  # a node that does not answer; Kubernetes itself waits five minutes
@@ -79,7 +78,7 @@ class Manifests:
         container.pop("args", None)
         env = _directly(env, container.get("env", ()))
         given = [one for one in container.get("env", ()) if one["name"] not in env]
-        container["env"] = given + [_variable(key, value, name) for key, value in env.items()]
+        container["env"] = given + [_variable(key, value, env["OPENAI_API_KEY"], name) for key, value in env.items()]
         return job
 
     def secret(self, name: str, env: Mapping[str, str], job_uid: str) -> dict[str, Any]:
@@ -90,7 +89,7 @@ class Manifests:
             "kind": "Secret",
             "metadata": {"name": name, "labels": {RUN: self._run, JOB: name}, "ownerReferences": [owner]},
             "immutable": True,
-            "stringData": {key: env[key] for key in SECRET if key in env},
+            "stringData": {key: value for key, value in env.items() if value == env["OPENAI_API_KEY"]},
         }
 
 
@@ -108,8 +107,8 @@ def _directly(env: Mapping[str, str], template: Sequence[Mapping[str, Any]]) -> 
     return {name: value for name, value in reached_directly(env, there).items() if name not in elsewhere}
 
 
-def _variable(key: str, value: str, secret: str) -> dict[str, Any]:
-    if key in SECRET:
+def _variable(key: str, value: str, key_of_rollout: str, secret: str) -> dict[str, Any]:
+    if value == key_of_rollout:
         return {"name": key, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
     return {"name": key, "value": _literal(value)}
 

@@ -65,13 +65,13 @@ def test_addresses_of_the_proxy_get_another_root(url: str) -> None:
     env = {
         "OPENAI_BASE_URL": "http://127.0.0.1:8080/rollouts/r1/v1",
         "LIGHTNING_URL": "http://127.0.0.1:8080",
-        "AGL_EVENT_URL": "http://127.0.0.1:8080/agl/api/rollouts/r1/attempt/0/events",
+        "EVENTS_OF_A_ROOM": "http://127.0.0.1:8080/room/rollouts/r1/events",
         "LIGHTNING_TASK": '"http://127.0.0.1:8080"',
     }
     assert reached_at(url, env) == {
         "OPENAI_BASE_URL": "https://proxy.example/of/agents/rollouts/r1/v1",
         "LIGHTNING_URL": "https://proxy.example/of/agents",
-        "AGL_EVENT_URL": "https://proxy.example/of/agents/agl/api/rollouts/r1/attempt/0/events",
+        "EVENTS_OF_A_ROOM": "https://proxy.example/of/agents/room/rollouts/r1/events",
         "LIGHTNING_TASK": '"http://127.0.0.1:8080"',
     }
     assert reached_at(None, env) == env
