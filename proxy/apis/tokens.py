@@ -19,6 +19,7 @@ _COMPLETE = frozenset({"stop", "length", "tool_calls", "function_call"})
 
 NO_TOKEN_IDS = "no token ids from the upstream"
 NOT_THE_POLICY = "the model is not the policy"
+ONLY_RECORDED = "the agent sent X-Recording: only"
 # vLLM takes any lower temperature for 0. A top_p below it leaves one token, as do top_k 1 and min_p 1.
 _GREEDY_BELOW = 1e-5
 # The types of content parts that are no text, in all of the recorded APIs and in vLLM's own.

@@ -15,7 +15,7 @@ from ..access.auth import credentials
 from ..access.limits import Limiter
 from ..apis.dialects import Dialect
 from ..apis.stream import BufferedTranscript, Transcript
-from ..apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, Tokens
+from ..apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, ONLY_RECORDED, Tokens
 from ..apis.tools import tool_calls
 from ..aside import aside
 from ..config.root import Config
@@ -65,6 +65,11 @@ class Question(NamedTuple):
     def is_retry(self) -> bool:
         """Return whether the agent's client resends the request automatically; OpenAI's clients count these retries."""
         return self.headers.get("x-stainless-retry-count", "0") != "0"
+
+    @property
+    def only_recorded(self) -> bool:
+        """Return whether the agent wants the call recorded, and not trained on."""
+        return self.headers.get("x-recording", "").lower() == "only"
 
 
 # Returns the question that the model is shown, and the record has, in place of the agent's own, in this rollout.
@@ -333,6 +338,8 @@ class CallUnderWay:
             reason = self._decision.reason
         if status == "ok" and target.route.version is None:
             reason = NOT_THE_POLICY
+        if self._question.only_recorded:
+            reason = ONLY_RECORDED
         return CallEnd(
             call_id=self._start.call_id,
             rollout_id=self._start.rollout.rollout_id,

@@ -94,11 +94,11 @@ def _first_id(*candidates: tuple[str | None, str]) -> str | None:
 
 
 def wants_recording(headers: Mapping[str, str]) -> bool:
-    """Return False if X-Recording is `off`; raise InvalidRequest if it is neither on nor off."""
+    """Return False if X-Recording is `off`; raise InvalidRequest if it is none of on, off and only."""
     value = headers.get("x-recording", "on").lower()
-    if value not in ("on", "off"):
-        raise InvalidRequest(f"X-Recording must be on or off, got {value[:60]!r}", param="X-Recording")
-    return value == "on"
+    if value not in ("on", "off", "only"):
+        raise InvalidRequest(f"X-Recording must be on, off or only, got {value[:60]!r}", param="X-Recording")
+    return value != "off"
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 Json = dict[str, Any]
 SPLITS = ("train", "held_out")
 HELD_OUT = 5  # one question in so many
+ONLY_RECORDED = {"X-Recording": "only"}  # of a call that nothing may learn from
 HERE = Path.cwd()  # before an episode goes to its own folder
 
 

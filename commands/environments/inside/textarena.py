@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import HERE, Arguments, Json, Scores, Wrong, digest, require_known
+from .arguments import HERE, ONLY_RECORDED, Arguments, Json, Scores, Wrong, digest, require_known
 
 if TYPE_CHECKING:
     from ....client import Rollout
@@ -65,9 +65,7 @@ def play(task: Json, run: Rollout) -> Scores:
     while not done:
         player, seen = game.get_observation()
         if player == task["seat"] or program is None:
-            model = task["model"] if player == task["seat"] else task["opponent"]
-            agent = f"{'player' if model == task['model'] else 'opponent'}-{player}"
-            action = _ask(run.as_agent(agent), model, task, str(seen))
+            action = _ask(run, player, task, str(seen))
         else:
             action = program(str(seen), player, rng)
         done, _ = game.step(action=action)
@@ -81,10 +79,14 @@ def play(task: Json, run: Rollout) -> Scores:
     return Scores(seats if task["opponent"] == task["model"] else {name: seats[name]}, seats | measured)
 
 
-def _ask(run: Rollout, model: str, task: Json, seen: str) -> str:
+def _ask(run: Rollout, player: int, task: Json, seen: str) -> str:
+    """Return a model's move. That of another than the policy is recorded alone, so that nothing learns from it."""
+    model = task["model"] if player == task["seat"] else task["opponent"]
+    agent, headers = (f"player-{player}", {}) if model == task["model"] else (f"opponent-{player}", ONLY_RECORDED)
     before = [{"role": "system", "content": task["system"]}] if task["system"] else []
     messages = [*before, {"role": "user", "content": seen}]
-    answer = run.openai().chat.completions.create(model=model, messages=messages, **task["sampling"])
+    llm = run.as_agent(agent).openai(default_headers=headers)
+    answer = llm.chat.completions.create(model=model, messages=messages, **task["sampling"])
     return (answer.choices[0].message.content or "").strip()
 
 

@@ -10,12 +10,13 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Arguments, Json, Scores
+from .arguments import ONLY_RECORDED, Arguments, Json, Scores
 
 if TYPE_CHECKING:
     from ....client import Rollout
@@ -78,6 +79,16 @@ async def _episode(task: Json, run: Rollout) -> Any:
 
     _run_scripts_here()
     env = load_environment(_config(task["env"], run))
+    set_up = env.setup
+
+    async def set_up_and_mark(agents: Any) -> None:
+        await set_up(agents)
+        for agent in vars(agents)["_agents"].values():
+            if not agent.trainable:
+                headers = agent.ctx.client.headers | ONLY_RECORDED
+                agent.ctx = replace(agent.ctx, client=agent.ctx.client.model_copy(update={"headers": headers}))
+
+    env.setup = set_up_and_mark
     (one,) = env.taskset.include(idx=[task["idx"]])
     model = ModelContext(task["model"], EvalClientConfig(**_client(run)), SamplingConfig(**task["sampling"]))
     async with env.serving():

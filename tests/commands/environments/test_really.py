@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from math import gcd
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from lightning_proxy.proxy.apis.tokens import ONLY_RECORDED
 from support.command_line import lightning
 from tests.conftest import System
 
@@ -148,7 +150,10 @@ async def test_a_taskset_of_verifiers_with_tools(
     assert " ".join(listed.splitlines()[-1].split()) == "sums Sums with a calculator"
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
-        last = body["messages"][-1]
+        first, last = body["messages"][0], body["messages"][-1]
+        if first["role"] == "system":  # the played user
+            (question,) = re.findall(r"\d+ \+ 1\?", first["content"])
+            return {"role": "assistant", "content": "###DONE###" if last["content"].isdigit() else question}
         if last["role"] == "tool":
             return {"role": "assistant", "content": last["content"]}
         given = json.dumps({"a": int(last["content"].partition(" ")[0]), "b": 1})
@@ -173,6 +178,15 @@ async def test_a_taskset_of_verifiers_with_tools(
         assert (code, code or json.loads(out)["mean_reward"]) == (0, 0.5), err
         _, page = await system.call("GET", "/rollouts")
         _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
+        code, _, err = await system.lightning("run", *options[:3], '{"tasks": 1, "env": {"id": "user-sim"}}')
+        assert code == 0, err
+        _, page = await system.call("GET", "/rollouts")
+        _, played = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
     assert [call["agent"] for call in rollout["calls"]] == ["agent", "agent"]
     rewards = {one["name"]: one["reward"] for one in rollout["rewards"]}
     assert rewards == {"agent.turns": 2.0, "agent.right": 0.5, "reward": 0.5}
+    assert {(call["agent"], call["untrainable_reason"] == ONLY_RECORDED) for call in played["calls"]} == {
+        ("assistant", False),
+        ("user", True),
+    }
+    assert played["reward"] == 0.5

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_proxy.commands.environments.source import source_of
+from lightning_proxy.trainer.collect.collector import Collector
 from support.command_line import lightning
 from support.played_kinds import played_kind
+from support.sections import TrainerConfig
 from tests.conftest import System
 
 Running = Callable[..., AbstractAsyncContextManager[System]]
@@ -85,19 +88,25 @@ async def test_the_policy_plays_each_seat_in_turn_against_a_function(running: Ru
     assert sorted(seen) == [("player-0", 2, 1.0, 1.0, 2.0), ("player-1", 2, 1.0, 1.0, 2.0)]
 
 
-async def test_a_model_that_is_not_the_policy_is_an_agent_of_another_name(running: Running, tmp_path: Path) -> None:
+async def test_no_step_has_a_row_of_a_model_that_is_not_the_policy(running: Running, tmp_path: Path) -> None:
     """Else its calls would be trained on with the policy's reward."""
     async with running(tmp_path) as system:
-        system.vllm.answer = one
-        code, _, err = await system.lightning("run", *LARGER, '{"tasks": 2, "rounds": 1, "opponent": "base"}')
+        numbers = cycle(["[1]", "[0]", "[0]", "[1]"])  # each seat wins and loses
+        system.vllm.answer = lambda _: {"role": "assistant", "content": next(numbers)}
+        given = ('{"tasks": 2, "rounds": 1, "opponent": "base"}', "--group-size", "2", "--concurrency", "1")
+        code, _, err = await system.lightning("run", *LARGER, *given)
         assert code == 0, err
-        agents = set()
+        calls: dict[str, tuple[str, str]] = {}
         _, page = await system.call("GET", "/rollouts")
         for listed in page["data"]:
             _, rollout = await system.call("GET", f"/rollouts/{listed['rollout_id']}")
-            agents |= {(call["agent"], call["request"]["model"]) for call in rollout["calls"]}
+            calls |= {call["call_id"]: (call["agent"], call["request"]["model"]) for call in rollout["calls"]}
+        async with system.store() as store:
+            batch = await Collector(TrainerConfig(group_size=2, tasks_per_step=2), store).next_batch(0)
     own, others = {("player-0", "policy"), ("player-1", "policy")}, {("opponent-0", "base"), ("opponent-1", "base")}
-    assert agents == own | others
+    assert {*calls.values()} == own | others
+    assert batch is not None
+    assert {calls[name] for sample in batch.samples for name in sample.call_ids} == own
 
 
 async def test_a_program_that_makes_an_illegal_move_is_no_opponent(running: Running, tmp_path: Path) -> None:
