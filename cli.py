@@ -214,6 +214,9 @@ def run(
     executor: Executor = None,
     proxy_url: ProxyUrl = None,
     timeout: Timeout = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="keep results there, and ask for none again that is there")
+    ] = None,
     logs: Outputs = None,
     as_json: Json = False,
 ) -> None:
@@ -221,10 +224,9 @@ def run(
     from .commands.run.command import RunRequest, run_command
 
     modules = preload.split(",") if preload else []
-    run_command(
-        configuration(context, {"run.executor": executor, "run.proxy_url": proxy_url, "run.timeout_s": timeout}),
-        RunRequest(tasks, command, modules, group_size, concurrency, mode, repeat, ahead, refill, logs, as_json),
-    )
+    given = (tasks, command, modules, group_size, concurrency, mode, repeat, ahead, refill, resume, logs, as_json)
+    overrides = {"run.executor": executor, "run.proxy_url": proxy_url, "run.timeout_s": timeout}
+    run_command(configuration(context, overrides), RunRequest(*given))
 
 
 @app.command(name="eval", rich_help_panel=WORK, context_settings={"allow_interspersed_args": False})

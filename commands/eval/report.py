@@ -19,7 +19,7 @@ from rich.table import Table
 from ...proxy.bootstrap import bootstrap_mean
 from ...proxy.errors import ConfigError, LightningError
 from ..run.run import RolloutResult
-from ..run.summary import by_task
+from ..run.summary import by_name, by_task, names_table
 from .eval import LIVE, EvalRow
 from .evidence import comparison_line, same_version, weigh
 from .stats import compare, ks, pass_at_k
@@ -78,6 +78,8 @@ def print_tables(found: Json) -> None:
     if not console.is_terminal:
         console = Console(width=240, no_color=True)
     console.print(results_table(found))
+    if (names := names_table({_label(row): row["by_name"] for row in found["rows"]})) is not None:
+        console.print("", names, sep="\n")
     if len(found["rows"]) > 1:
         console.print()
         console.print(comparison_table(found))
@@ -125,6 +127,7 @@ def _summary(row: EvalRow, tasks: dict[str, list[RolloutResult]], scoring: Scori
         "mean_reward": sum(means) / len(means),
         "interval": asdict(bootstrap_mean(means, scoring.seed)),
         "pass_at_k": _pass_at_k(tasks, scoring),
+        "by_name": by_name(row.results),
         "by_task": {name: _task(results, scoring) for name, results in tasks.items()},
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +22,12 @@ from .backlog import Backlog, BacklogGate
 from .executors.choose import runner_for
 from .group_size import too_few, too_small
 from .journal import fail_left
-from .progress import ProgressView
+from .progress import Bar, ProgressView
 from .refill import Refill
+from .resume import KeptResults
 from .run import RolloutResult, RunOptions, require_success, run_tasks
 from .runner import Runner
-from .summary import begun_anew, no_calls, sentence, summarize
+from .summary import begun_anew, by_name, names_table, no_calls, sentence, summarize
 from .tasks import Task, read_tasks
 
 START_S = 5.0
@@ -36,7 +38,7 @@ class RunRequest:
     """The options of the command line. `group_size` None means the trainer's, or 1 in mode eval.
 
     `ahead`: how many of the trainer's steps the rollouts may be ahead of the live version; None: any number.
-    `refill`: the most further groups for each group of the tasks.
+    `refill`: the most further groups for each group of the tasks. `resume`: the file that keeps results.
     """
 
     tasks: Path
@@ -48,6 +50,7 @@ class RunRequest:
     repeat: int
     ahead: float | None
     refill: int
+    resume: Path | None
     logs: Path | None
     as_json: bool
 
@@ -75,12 +78,15 @@ def run_command(config: Config, request: RunRequest) -> None:
     if request.ahead is not None:
         limit = int((1 + request.ahead) * trainer.group_size * trainer.tasks_per_step)
         gate = Backlog(api, limit, group_size, view.say)
-    run = _Run(api, tasks, runner, options, view, gate, request.refill)
+    kept = KeptResults(request.resume) if request.resume is not None else None
+    run = _Run(api, tasks, runner, options, view, gate, request.refill, kept)
     results = run_until_signal(run.work())
     if request.as_json:
         print_json(summarize(results))
     else:
         console.print(sentence(results), markup=False)
+        if (table := names_table({config.policy.alias: by_name(results)})) is not None:
+            console.print(table)
         for line in filter(None, (begun_anew(results), no_calls(results), *run.warnings)):
             console.print(line, markup=False, style="yellow")
     require_success(results)
@@ -108,22 +114,35 @@ class _Run:
     view: ProgressView
     gate: BacklogGate | None
     refill: int
+    kept: KeptResults | None
     warnings: list[str] = field(default_factory=list)
 
     async def work(self) -> list[RolloutResult]:
         size = self.options.group_size
+        left = self.tasks if self.kept is None else self.kept.left(self.tasks, size)
+        earlier = [] if self.kept is None else self.kept.results
         with self.view:
-            bar = self.view.bar("rollouts", len(self.tasks) * size)
+            bar = self.view.bar("rollouts", sum(size - len(task.siblings) for task in left))
             refill = Refill(self.tasks, self.refill * len(self.tasks), lambda: bar.grow(size))
             async with self.api as api:
-                if left := await fail_left(api, self.runner):
-                    self.view.say(f"{left} rollouts of a run that was killed have failed")
+                if failed := await fail_left(api, self.runner):
+                    self.view.say(f"{failed} rollouts of a run that was killed have failed")
                 try:
-                    return await run_tasks(api, self.tasks, self.runner, self.options, bar.add, self.gate, refill)
+                    return earlier + await run_tasks(
+                        api, left, self.runner, self.options, self._take(bar), self.gate, refill
+                    )
                 finally:
                     await asyncio.shield(self.runner.close())
                     if self.options.mode == "train":
                         await self._tell(refill)
+
+    def _take(self, bar: Bar) -> Callable[[RolloutResult], None]:
+        def take(result: RolloutResult) -> None:
+            bar.add(result)
+            if self.kept is not None:
+                self.kept.add(result)
+
+        return take
 
     async def _tell(self, refill: Refill) -> None:
         """Say which groups were not replaced, and whether the trainer learns nothing any more."""

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 
 from .tasks import Task
@@ -46,7 +46,7 @@ class Refill:
 
     def opened(self, task: Task, rollout_ids: Sequence[str]) -> None:
         """Note that a group was opened."""
-        self._groups.update(dict.fromkeys(rollout_ids, _Group(task, len(rollout_ids))))
+        self._groups.update(dict.fromkeys(rollout_ids, _Group(replace(task, siblings=()), len(rollout_ids))))
 
     def replaced(self, old: str, new: str) -> None:
         """Note that a rollout of a group has another in its place."""

@@ -37,7 +37,8 @@ class RolloutResult:
 
     `answers` maps each model that was asked for to the policy versions that answered, in order. A version is None for
     a model outside the policy. `tokens`: how many were sampled. `calls`: how many were recorded, of whatever status.
-    `restarts`: how often its machine went away and the task was begun anew, in another rollout.
+    `restarts`: how often its machine went away and the task was begun anew, in another rollout. `named`: its rewards of
+    other names, such as those of a game's seats.
     """
 
     rollout_id: str
@@ -49,6 +50,7 @@ class RolloutResult:
     tokens: int = 0
     calls: int = 0
     restarts: int = 0
+    named: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def policy_versions(self) -> tuple[int | None, ...]:
@@ -145,7 +147,9 @@ class TaskRun:
         while options.group_size > 1 and self._unscored >= most:
             self._scored_one.clear()
             await self._scored_one.wait()
-        group = await self._api.open_rollouts(task.task_id, options.mode, options.group_size, **options.choice)
+        join = {"sibling_of": task.siblings[0]} if task.siblings else {}
+        missing = options.group_size - len(task.siblings)
+        group = await self._api.open_rollouts(task.task_id, options.mode, missing, **join, **options.choice)
         rollout_ids = [rollout.rollout_id for rollout in group]
         self._opened.update(zip(rollout_ids, group, strict=True))
         self._journal.opened(rollout_ids)
@@ -223,8 +227,10 @@ class TaskRun:
         rollout = await (self._scored(rollout_id) if code == 0 else self._api.rollout(rollout_id))
         calls, tokens = rollout.get("calls", []), rollout.get("tokens", 0)
         reward, answers = rollout["reward"], _answers(calls)
+        named = {one["name"]: one["reward"] for one in rollout.get("rewards", ()) if one["call_id"] is None}
+        named.pop("reward", None)
         task_id = job.task.task_id
-        return RolloutResult(rollout_id, task_id, code, reason, reward, answers, tokens, len(calls), restarts)
+        return RolloutResult(rollout_id, task_id, code, reason, reward, answers, tokens, len(calls), restarts, named)
 
     def _environment(self, job: Job) -> dict[str, str]:
         url = job.rollout.base_url

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
+
+from rich.table import Table
 
 from .run import RolloutResult
 from .runner import CANNOT_START
@@ -50,7 +53,27 @@ def summarize(results: Sequence[RolloutResult]) -> dict[str, object]:
         }
         for name, group in by_task(results).items()
     }
-    return {**asdict(totals(results)), "tasks": tasks}
+    return {**asdict(totals(results)), "by_name": by_name(results), "tasks": tasks}
+
+
+def by_name(results: Sequence[RolloutResult]) -> dict[str, dict[str, float]]:
+    """Return the mean and the number of the rewards of each further name, such as that of a game's seat."""
+    found: dict[str, list[float]] = {}
+    for result in results:
+        for name, reward in result.named.items():
+            found.setdefault(name, []).append(reward)
+    return {name: {"mean": fmean(rewards), "rollouts": len(rewards)} for name, rewards in sorted(found.items())}
+
+
+def names_table(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table | None:
+    """Return a table of what `by_name` found for each model; None without any further name."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for head in ("model", "reward by name", "mean", "rollouts"):
+        table.add_column(head, justify="right" if head in ("mean", "rollouts") else "left", no_wrap=True)
+    for model, names in found.items():
+        for name, one in names.items():
+            table.add_row(model, name, f"{one['mean']:.3f}", f"{one['rollouts']:.0f}")
+    return table if table.row_count else None
 
 
 def by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:

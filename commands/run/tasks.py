@@ -13,10 +13,14 @@ from ...proxy.types import check_id
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One line of a task file. The agent program sees it in LIGHTNING_TASK."""
+    """One line of a task file. The agent program sees it in LIGHTNING_TASK.
+
+    `siblings`: rollouts of its group that an earlier run has ended.
+    """
 
     task_id: str
     line: str
+    siblings: tuple[str, ...] = ()
 
 
 def read_tasks(path: Path) -> list[Task]:

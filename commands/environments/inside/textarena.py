@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 REQUIRES = ("textarena==0.7.4", "nltk", "numpy", "openai>=2,<4")
 PACKAGES = ("textarena", "openai", "openai.resources")
 MOST_PLAYERS = 15
+PLAYER = "player-"
 PROMPT = (
     "You are a competitive game player. Make sure you read the game instructions carefully, and always follow the "
     "required format."
@@ -70,22 +71,29 @@ def play(task: Json, run: Rollout) -> Scores:
             action = program(str(seen), player, rng)
         done, _ = game.step(action=action)
     rewards, info = game.close()
-    seats = {f"player-{player}": float(reward) for player, reward in rewards.items()}
+    seats = {_agent(player, task): float(reward) for player, reward in rewards.items()}
     own = info[task["seat"]]
     if program is not None and any(info[player].get("invalid_move") for player in info if player != task["seat"]):
         raise RuntimeError("the opponent made an illegal move; give `opponent` a function that knows the game")
     measured = {name: float(own[name]) for name in ("turn_count", "invalid_move") if name in own}
-    name = f"player-{task['seat']}"
-    return Scores(seats if task["opponent"] == task["model"] else {name: seats[name]}, seats | measured)
+    return Scores({name: reward for name, reward in seats.items() if name.startswith(PLAYER)}, seats | measured)
+
+
+def _model(player: int, task: Json) -> str:
+    """Return the model that plays a seat, if no program does."""
+    return str(task["model"] if player == task["seat"] else task["opponent"])
+
+
+def _agent(player: int, task: Json) -> str:
+    return f"{PLAYER if _model(player, task) == task['model'] else 'opponent-'}{player}"
 
 
 def _ask(run: Rollout, player: int, task: Json, seen: str) -> str:
     """Return a model's move. That of another than the policy is recorded alone, so that nothing learns from it."""
-    model = task["model"] if player == task["seat"] else task["opponent"]
-    agent, headers = (f"player-{player}", {}) if model == task["model"] else (f"opponent-{player}", ONLY_RECORDED)
+    agent, model = _agent(player, task), _model(player, task)
     before = [{"role": "system", "content": task["system"]}] if task["system"] else []
     messages = [*before, {"role": "user", "content": seen}]
-    llm = run.as_agent(agent).openai(default_headers=headers)
+    llm = run.as_agent(agent).openai(default_headers={} if agent.startswith(PLAYER) else ONLY_RECORDED)
     answer = llm.chat.completions.create(model=model, messages=messages, **task["sampling"])
     return (answer.choices[0].message.content or "").strip()
 

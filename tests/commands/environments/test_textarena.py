@@ -76,8 +76,11 @@ async def test_the_policy_plays_each_seat_in_turn_against_a_function(running: Ru
     async with running(tmp_path) as system:
         system.vllm.answer = one
         given = json.dumps({"tasks": 2, "opponent": "zero.py:play"})
-        code, out, err = await system.lightning("run", *LARGER, given, "--mode", "eval", "--json")
-        assert (code, code or json.loads(out)["mean_reward"]) == (0, 1.0), err
+        code, _, err = await system.lightning("eval", *LARGER, given, "--out", "found.json")
+        assert code == 0, err
+        (row,) = json.loads(Path("found.json").read_text())["rows"]
+        assert (row["mean_reward"], row["by_name"]["player-0"]) == (1.0, {"mean": 1.0, "rollouts": 1})
+        assert row["by_name"]["opponent-0"] == {"mean": -1.0, "rollouts": 1}
         _, page = await system.call("GET", "/rollouts")
         seen = []
         for listed in page["data"]:

@@ -15,8 +15,10 @@ from rich.console import Console
 
 from lightning_proxy.commands.run.group_size import too_few, too_small
 from lightning_proxy.commands.run.progress import ProgressView
+from lightning_proxy.commands.run.resume import KeptResults
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.commands.run.tasks import Task
+from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
 from lightning_proxy.proxy.types import Reward, RolloutName
 from support.judging import judging, ordered
@@ -187,3 +189,48 @@ def test_on_a_terminal_progress_is_a_bar_of_at_most_80_columns() -> None:
     last = shown(console).rsplit("\r", 1)[-1]
     assert "5000/10000" in last and "reward 0.123" in last and "failed 12" in last
     assert max(map(len, last.splitlines())) <= 90  # with the characters that move the cursor
+
+
+FAILS_AT_FIRST = """
+import json, os, pathlib, urllib.request
+task, seen = json.loads(os.environ['LIGHTNING_TASK'])['task_id'], pathlib.Path('seen.txt')
+ran = seen.read_text().split() if seen.exists() else []
+seen.write_text(' '.join([*ran, task]))
+assert (task, ran.count(task)) not in (('a', 1), ('b', 0), ('b', 1))  # the second of a, both of b
+root, rollout = os.environ['LIGHTNING_URL'], os.environ['LIGHTNING_ROLLOUT_ID']
+body = [{'rollout_id': rollout, 'reward': value, 'name': name, 'final': name == 'reward'}
+        for name, value in (('style', 0.5), ('reward', 1.0))]
+headers = {'Content-Type': 'application/json', 'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}
+urllib.request.urlopen(urllib.request.Request(root + '/reward', json.dumps(body).encode(), headers)).read()
+"""
+
+
+async def test_a_run_that_is_resumed_asks_for_no_rollout_again_that_has_its_reward(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("agent.py").write_text(FAILS_AT_FIRST)
+    Path("tasks.jsonl").write_text("".join(f'{{"task_id": "{name}"}}\n' for name in "abc"))
+    options = ("--tasks", "tasks.jsonl", "--group-size", "2", "--concurrency", "1", "--resume", "kept.jsonl", "--json")
+    async with running(tmp_path) as system:
+        for failed, ran in ((3, "a a b b c c"), (0, "a a b b c c a b b"), (0, "a a b b c c a b b")):
+            code, out, err = await system.lightning("run", *options, "--", sys.executable, "agent.py")
+            assert code == 0, err
+            found = json.loads(out)
+            assert (found["rollouts"], found["failed"], found["mean_reward"]) == (6, failed, 1.0)
+            assert Path("seen.txt").read_text() == ran
+            kept = Path("kept.jsonl")
+            kept.write_text(kept.read_text() + '{"rollout_id": "cut o')
+        assert found["by_name"] == {"style": {"mean": 0.5, "rollouts": 6}}
+        async with system.store() as store:
+            groups = await store.waiting.groups()
+    assert [(group.task_id, group.completed) for group in groups] == [("c", 2), ("a", 2), ("b", 2)]
+
+
+@pytest.mark.parametrize("text", ['{"task_id": "a"}\n', '{"task_id": "a"}', "x\n"])
+def test_a_file_that_has_no_results_is_left_as_it_is(tmp_path: Path, text: str) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(text)
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl is no file of results"):
+        KeptResults(tasks)
+    assert tasks.read_text() == text

@@ -1,0 +1,55 @@
+"""`--resume FILE`: keeps results, so that the same command asks for no rollout again that has its reward."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ...proxy.errors import ConfigError
+from .run import RolloutResult
+from .tasks import Task
+
+BEGINS = '{"rollout_id": '  # each line, the last too, if its run was killed
+
+
+class KeptResults:
+    """The results with a reward of the runs that had this file. ConfigError if it cannot be used."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = path.open("a+", encoding="utf-8", newline="")
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file.seek(0)
+            *lines, cut_off = self._file.read().split("\n")
+        except BlockingIOError:
+            raise ConfigError(f"--resume: another run has {path}") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--resume: cannot use {path}: {error}") from None
+        try:
+            if not BEGINS.startswith(cut_off[: len(BEGINS)]):
+                raise ValueError
+            self.results = [RolloutResult(**json.loads(line)) for line in lines]
+        except (ValueError, TypeError):
+            raise ConfigError(f"--resume: {path} is no file of results") from None
+        self._file.truncate(sum(len(line.encode()) + 1 for line in lines))
+
+    def add(self, result: RolloutResult) -> None:
+        """Keep a result. One without a reward is asked for again."""
+        if result.reward is not None:
+            self._file.write(json.dumps({**asdict(result), "answers": {}}) + "\n")
+            self._file.flush()
+
+    def left(self, tasks: Sequence[Task], group_size: int) -> list[Task]:
+        """Return the tasks that have fewer siblings with a reward; each names those that it has."""
+        kept = defaultdict[str, list[str]](list)
+        for result in self.results:
+            kept[result.task_id].append(result.rollout_id)
+        left = []
+        for task in tasks:
+            own, kept[task.task_id] = kept[task.task_id][:group_size], kept[task.task_id][group_size:]
+            left += [replace(task, siblings=tuple(own))] if len(own) < group_size else []
+        return left
