@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from .inside.arguments import Wrong, require_known
 KINDS = ("reasoning_gym", "textarena", "verifiers")
 ROOT = Path(__file__).parents[2]
 CLIENT = "tenacity>=9,<10"
+OF_PACKAGES = ("bin", "include", "lib")  # all else in the folder stays
 # It stands for the kind's Python. Packages may look at the variables that their process began with.
 PYTHON = f"""#!/bin/sh
 for name in $(env | sed -n 's/^\\([A-Za-z_][A-Za-z0-9_]*\\)=.*/\\1/p'); do
@@ -55,15 +57,25 @@ class KindsEnvironment:
             raise ConfigError(f"{self.kind} is not installed in {self.directory} of this folder; run `{do}`")
 
     def make(self, further: Sequence[str]) -> None:
-        """Make it anew, with `further` packages. LightningError has pip's last words."""
+        """Make it anew, with `further` packages or those of before. LightningError has pip's last words.
+
+        Tasks, and data that a user fetched, are kept.
+        """
+        stamp = self.directory / "installed.txt"
+        if stamp.is_file():
+            _, _, before = stamp.read_text().partition("\n\n")
+            further = further or before.splitlines()
         wanted = [*self.requires, *further]
         typer.echo(f"installing into {self.directory}, with their dependencies: {', '.join(wanted)}")
-        _run([sys.executable, "-m", "venv", "--clear", str(self.directory)])
+        for name in OF_PACKAGES:
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+        stamp.unlink(missing_ok=True)
+        _run([sys.executable, "-m", "venv", str(self.directory)])
         python = str(self.directory / "bin" / "python")
         _run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
-        self.finish(wanted)
+        self.finish(further)
 
-    def finish(self, wanted: Sequence[str]) -> None:
+    def finish(self, further: Sequence[str] = ()) -> None:
         """Write what is ours, once the packages are there."""
         (packages,) = self.directory.glob("lib/python*/site-packages")
         (packages / "lightning_proxy").symlink_to(ROOT)
@@ -71,7 +83,7 @@ class KindsEnvironment:
         python.write_text(PYTHON)
         python.chmod(0o755)
         program.write_text(PROGRAM)
-        (self.directory / "installed.txt").write_text("\n".join([*wanted, str(ROOT)]))
+        (self.directory / "installed.txt").write_text("\n".join([str(ROOT), *self.requires, "", *further]))
 
     def ask(self, *what: str) -> list[str]:
         """Return the lines that the kind's program prints. ConfigError has what it says is wrong."""

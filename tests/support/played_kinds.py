@@ -19,4 +19,4 @@ def played_kind(kind: str, modules: Mapping[str, str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (packages / "ours.pth").write_text(sysconfig.get_path("purelib"))  # openai and tenacity
-    made.finish(made.requires)
+    made.finish()

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Arguments, Json, Scores, Wrong, digest, require_known
+from .arguments import HELD_OUT, Arguments, Json, Scores, Wrong, digest, require_known
 
 if TYPE_CHECKING:
     from ....client import Rollout
 
 REQUIRES = ("reasoning-gym==0.1.25", "openai>=2,<4")
 PACKAGES = ("reasoning_gym", "openai", "openai.resources")
-DRAWS = 20  # at most so many for each task: there may be fewer questions than tasks
+DRAWS = (2, 20)  # so many for each task, or so many more: some questions come often, and a few sets take long to make
 
 
 def names() -> Iterator[tuple[str, str]]:
@@ -41,18 +41,27 @@ def tasks(name: str, given: Arguments) -> Iterator[Json]:
         raise Wrong(f"shots is 0 or more, got {shots}")
     if system:
         require_known(system, SYSTEM_PROMPTS, "system prompt")
-    settings = {**given.left, "seed": given.seed, "size": DRAWS * (given.tasks + shots) * 5}
-    questions = _questions(_generator(name, settings))
     before = [{"role": "system", "content": SYSTEM_PROMPTS[system]}] if system else []
-    for _, entry in islice(questions, shots):
-        solved = f"<answer>{entry['answer']}</answer>" if system else entry["answer"]
-        before += [{"role": "user", "content": entry["question"]}, {"role": "assistant", "content": solved}]
-    for index, entry in islice((one for one in questions if given.has(one[1]["question"])), given.tasks):
+    for draws in DRAWS:
+        settings = {**given.left, "seed": given.seed, "size": draws * (given.tasks + shots) * HELD_OUT}
+        questions = _questions(_generator(name, settings))
+        shown = [*before, *(message for _, entry in islice(questions, shots) for message in _solved(entry, system))]
+        own = list(islice((one for one in questions if given.has(one[1]["question"])), given.tasks))
+        if len(own) == given.tasks:
+            break
+    for index, entry in own:
         yield {
             "task_id": f"{name}-{digest(entry['question'])}",
-            "messages": [*before, {"role": "user", "content": entry["question"]}],
+            "messages": [*shown, {"role": "user", "content": entry["question"]}],
             "index": index, "generator": name, "settings": settings, "tagged": bool(system),
         }  # fmt: skip
+
+
+def _solved(entry: Json, system: str) -> list[Json]:
+    if entry["answer"] is None:
+        raise Wrong("shots: this generator stores no answers, for many are right")
+    solved = f"<answer>{entry['answer']}</answer>" if system else entry["answer"]
+    return [{"role": "user", "content": entry["question"]}, {"role": "assistant", "content": solved}]
 
 
 def play(task: Json, run: Rollout) -> Scores:
