@@ -11,8 +11,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, create_model
 
-# Each is a folder of the proxy with some of the modules `config`, `fields`, `calls` and `plugin`. A room is taken out
-# by deleting its folder and its line.
+# Each is a folder of the proxy with some of the modules that `modules` names. A room is taken out by deleting its
+# folder and its line.
 ON_BOARD = (
     "otel",
     "agl",
@@ -35,7 +35,7 @@ ON_BOARD = (
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def modules(name: Literal["config", "fields", "calls", "plugin"]) -> list[ModuleType]:
+def modules(name: Literal["config", "fields", "calls", "step_metrics", "plugin"]) -> list[ModuleType]:
     """Return the modules of this name, of the rooms that have one."""
     paths = [f"{__package__}.{room}.{name}" for room in ON_BOARD]
     return [import_module(path) for path in paths if find_spec(path)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from statistics import fmean, pstdev
 
+from ...proxy.on_board import modules
 from ..rows.samples import CALL_COUNTS, merge_rate
 from ..types import Sample
 
@@ -23,7 +24,8 @@ MOST = 0.5
 
 COUNTS = (
     "groups", "groups_equal", "groups_incomplete", "rollouts_dropped", "rollouts_stale", "rollouts_failed",
-    "rollouts_lone", "calls_of_others", "calls_rejected", "calls_summaries", *CALL_COUNTS,
+    "rollouts_lone", "calls_of_others", *CALL_COUNTS,
+    *(name for room in modules("step_metrics") for name in getattr(room, "COUNTS", ())),
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """The metrics of a training step: name, unit and meaning of each. Plain data, no torch.
 
-A new metric is one line here. `python docs/generate.py` then writes docs/step-metrics.md.
+A new one is a line here, or in `proxy/ROOM/step_metrics.py`. `python docs/generate.py` writes docs/step-metrics.md.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
+
+from ...proxy.on_board import modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +78,6 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("calls_other_tokens", "count", "calls left out: another model sampled tokens that this one does not have"),
         ("calls_ambiguous", "count", "calls left out: several answers (n > 1), so the reward belongs to none"),
         ("calls_of_others", "count", "calls left out: their agents are not trained (`trainer.agents`)"),
-        ("calls_rejected", "count", "calls whose answer was not used, and another attempt's was (`trainer.rejected`)"),
-        ("calls_summaries", "count", "calls whose answer replaced history in a later prompt (`trainer.summaries`)"),
         ("rows_too_long", "count", "rows left out: longer than `trainer.max_sample_tokens` or the model's context"),
         ("rows_out_of_memory", "count", "rows left out: memory ran out, even in a pass of their own"),
     ),
@@ -130,75 +130,20 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("publish_s", "s", "saving the weights, loading them into vLLM, verifying them, making them live"),
     ),
 })  # fmt: skip
-
-# The further metrics of a run of `train --method sft`, `dpo` or `kto`.
-TUNING_METRICS: Mapping[str, Metric] = MappingProxyType({
-    **_group(
-        "tuning",
-        ("epochs", "count", "passes over the rows"),
-        ("optimizer_steps", "count", "updates of the weights in all epochs"),
-        ("groups_held_out", "count", "tasks that are only measured on"),
-    ),
-    **_group(
-        "sft",
-        ("held_out_loss_before", "nats", "mean cross-entropy of the answers' tokens of held-out tasks, before the run"),
-        ("held_out_loss", "nats", "the same after the run; both need held-out tasks (`trainer.sft.held_out`)"),
-        ("token_accuracy", "share", "trained tokens that were the likeliest; mean over the last epoch"),
-        ("calls_untokenised", "count", "calls of other models left out: the policy's chat template does not show them"),
-    ),
-    **_group(
-        "dpo",
-        ("pairs", "count", "pairs that are trained on"),
-        ("pairs_held_out", "count", "pairs of held-out tasks"),
-        ("pairs_other_prompt", "count", "pairs left out: their answers begin after different prompts"),
-        ("preference_margin", "1", "beta times the growth of log-odds, chosen to rejected; mean over the last epoch"),
-        ("preference_accuracy", "share", "pairs whose log-odds grew; mean over the last epoch"),
-    ),
-    **_group(
-        "kto",
-        ("thumbs_up", "count", "training rows of rollouts with thumbs up"),
-        ("thumbs_down", "count", "training rows of rollouts with thumbs down"),
-    ),
-    **_group(
-        "preferences",
-        ("held_out_accuracy_before", "share", "held-out comparisons whose better answer is likelier, before the run"),
-        ("held_out_accuracy", "share", "the same after the run; these need held-out tasks"),
-        ("held_out_margin_before", "nats", "mean log-probability of better minus worse held-out answers, before"),
-        ("held_out_margin", "nats", "the same after the run"),
-    ),
-})  # fmt: skip
-# The further metrics of a step with hints or a teacher.
-GUIDE_METRICS: Mapping[str, Metric] = MappingProxyType(
-    _group(
-        "guides",
-        ("guided_share", "share", "trained tokens that a guide spoke of"),
-        ("guide_advantage", "1", "size of what guides add to a token's advantage; mean over guided tokens"),
-        ("guide_kl", "nats", "KL divergence of the policy from its guides: mean over guided tokens (estimator k1)"),
-        ("calls_hinted", "count", "calls that the policy scored again after a hint"),
-        ("calls_without_hint", "count", "calls without one: nobody commented on them, or no sibling did better"),
-        ("hints_not_shown", "count", "hints left out: the chat template does not give the recorded prompt again"),
-        ("hints_too_long", "count", "hints left out: with them a row is over `trainer.max_sample_tokens`"),
-        ("calls_taught", "count", "calls that the teacher scored"),
-        (
-            "calls_not_plain",
-            "count",
-            "calls that the teacher cannot score: not sampled at temperature 1 and nothing else",
-        ),
-        ("calls_beyond_teacher", "count", "calls that begin beyond the teacher's longest row"),
-        ("guide_s", "s", "asking the guides, before `step_s`"),
-    )
+# What the methods of `train --method` but `rl` share.
+TUNING = _group(
+    "tuning",
+    ("epochs", "count", "passes over the rows"),
+    ("optimizer_steps", "count", "updates of the weights in all epochs"),
+    ("groups_held_out", "count", "tasks that are only measured on"),
 )
-# An evaluation's (`trainer.eval`), in trackers alone; the store has it with its version.
-EVAL_METRICS: Mapping[str, Metric] = MappingProxyType(
-    _group(
-        "eval",
-        ("eval_reward", "reward", "mean reward of held-out tasks"),
-        ("eval_low", "reward", "lower end of its 95 % interval"),
-        ("eval_high", "reward", "upper end of its 95 % interval"),
-        ("eval_step", "number", "the step that made the evaluated version"),
-    )
-)
-ALL_METRICS: Mapping[str, Metric] = MappingProxyType({**METRICS, **TUNING_METRICS, **GUIDE_METRICS, **EVAL_METRICS})
+OF_ROOMS = {
+    name: metric
+    for room in modules("step_metrics")
+    for group, rows in room.GROUPS.items()
+    for name, metric in _group(group, *rows).items()
+}
+ALL_METRICS: Mapping[str, Metric] = MappingProxyType({**METRICS, **TUNING, **OF_ROOMS})
 
 
 def by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTraine
 
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.guides.step_metrics import GROUPS
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.returns import Rules
 from lightning_proxy.proxy.store.opening import opened
@@ -28,12 +29,12 @@ from lightning_proxy.trainer.guides.sources import Recorded, comments, siblings,
 from lightning_proxy.trainer.guides.teacher import COUNTS as OF_TEACHERS
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.publish import NoPublisher
-from lightning_proxy.trainer.report.metric_schema import GUIDE_METRICS
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch
 from support.calls import call
 from support.sections import PolicyConfig, TrainerConfig
 
+OF_GUIDES = {name for name, _, _ in GROUPS["guides"]}
 COLOURS = ["red", "green", "blue", "black"]
 QUESTIONS = [f"q{i}" for i in range(4)]
 WORDS = ["<bos>", "<end>", "<unk>", "<user>", "<assistant>", *QUESTIONS, *COLOURS]
@@ -200,7 +201,7 @@ async def test_a_call_whose_hint_cannot_be_shown_is_counted_and_learns_from_its_
         metrics = await one.step()
         assert metrics is not None
         assert (metrics[why], metrics["calls_hinted"], metrics["guided_share"], metrics["skipped"]) == (2, 0, 0, 0)
-        assert {name for name in metrics if name in GUIDE_METRICS} == {*GUIDE_METRICS} - {*OF_TEACHERS}
+        assert {name for name in metrics if name in OF_GUIDES} == OF_GUIDES - {*OF_TEACHERS}
 
 
 async def test_a_rollout_without_siblings_learns_from_its_comment(base: Path, tmp_path: Path) -> None:
