@@ -300,7 +300,7 @@ class System:
         config["proxy"]["port"] = int(self.url.rsplit(":", 1)[1])
         path = self.vllm.root / "system.yaml"
         path.write_text(yaml.safe_dump(config))
-        if arguments[0] not in ("run", "eval", "optimize"):
+        if arguments[0] not in ("optimize",):
             return await asyncio.to_thread(lightning, "--config", path, *arguments)
         command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(path), *map(str, arguments)]
         process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env=os.environ | WIDE)

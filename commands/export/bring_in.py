@@ -25,6 +25,7 @@ from ...proxy.store.store import Store
 from ...proxy.types import CallEnd, CallStart, Mode, Reward, RolloutName, check_id
 from ..formats import progress_bar
 from ..signals import run_until_signal
+from .atif import conversation_of, is_trajectory
 
 Json = dict[str, Any]
 
@@ -87,8 +88,9 @@ async def bring_in(config: Config, file: Path, model: str, reward: float, lines:
 def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedConversation]:
     """Yield the file's conversations; ConfigError with the line's number for one that is none."""
     try:
-        with file.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
+        with file.open(encoding="utf-8") as opened_file:
+            one = file.suffix == ".json"  # a trajectory, over several lines
+            for number, line in enumerate([opened_file.read().replace("\n", " ")] if one else opened_file, 1):
                 if text := line.strip("\ufeff \t\r\n"):  # a byte-order mark begins files that were saved on Windows
                     try:
                         yield _read(text, model, reward)
@@ -103,6 +105,8 @@ def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedCon
 def _read(line: str, model: str, reward: float) -> ImportedConversation:
     """Read a line; ValueError or InvalidRequest if it is no conversation."""
     row = json.loads(line)
+    if is_trajectory(row):
+        row = conversation_of(row)
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise ValueError("it is no object with `messages`")
     messages = _with_tools([_message(message, i) for i, message in enumerate(row["messages"], 1)])

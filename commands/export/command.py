@@ -15,7 +15,9 @@ from ..show.complete import task_ids, versions
 def export(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="the file to write; `-` is standard output")],
-    kind: Annotated[str, typer.Option(help="`transitions`, or `sft`: conversations")] = "transitions",
+    kind: Annotated[
+        str, typer.Option(help="`transitions`, `sft`: conversations, or `atif`: Harbor's trajectories")
+    ] = "transitions",
     format: Annotated[str | None, typer.Option(help="jsonl or parquet", show_default="by the file's suffix")] = None,
     mode: Annotated[
         str | None, typer.Option(help="only rollouts of this mode: train, eval or all", show_default="all; sft: train")
@@ -42,7 +44,9 @@ def export(
 
 def import_(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="a JSON Lines file, one chat conversation per line")],
+    file: Annotated[
+        Path, typer.Argument(help="JSON Lines, a chat conversation or a trajectory per line; or a trajectory.json")
+    ],
     model: Annotated[str, typer.Option(help="the model of lines without `model`")] = "imported",
     reward: Annotated[float, typer.Option(help="the reward of lines without `reward`")] = 1.0,
 ) -> None:

@@ -17,12 +17,7 @@ Json = dict[str, Any]
 
 def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
     """Yield a row for each conversation of a rollout; count in `left_out` those that cannot be one, by reason."""
-    answered = [(call, turn) for call, turn in zip(calls, read([*map(call_view, calls)]), strict=True) if _ended(call)]
-    for i in ends([turn for _, turn in answered]):
-        call, turn = answered[i]
-        if reason := REASON if call.untrainable_reason == REASON else turn.unreadable:
-            left_out[reason] += 1
-            continue
+    for call, turn in whole(answered(calls), left_out):
         yield {
             "messages": turn.messages,
             "tools": turn.tools or None,
@@ -36,6 +31,24 @@ def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counte
         }
 
 
+def answered(calls: Sequence[ModelCall]) -> list[tuple[ModelCall, ChatTurn]]:
+    """Return the calls that were answered, each as chat."""
+    turns = read([*map(call_view, calls)])
+    return [
+        (call, turn) for call, turn in zip(calls, turns, strict=True) if call.is_decision and call.response is not None
+    ]
+
+
+def whole(turns: Sequence[tuple[ModelCall, ChatTurn]], left_out: Counter[str]) -> Iterator[tuple[ModelCall, ChatTurn]]:
+    """Yield the last turn of each conversation; count in `left_out` those that cannot be shown, by reason."""
+    for i in ends([turn for _, turn in turns]):
+        call, turn = turns[i]
+        if reason := REASON if call.untrainable_reason == REASON else turn.unreadable:
+            left_out[reason] += 1
+        else:
+            yield call, turn
+
+
 def ends(turns: Sequence[ChatTurn]) -> list[int]:
     """Return the places of the answered turns that no later turn continues or repeats."""
     digested, latest = Digested(), dict[int, int]()
@@ -45,7 +58,3 @@ def ends(turns: Sequence[ChatTurn]) -> list[int]:
         latest.update(dict.fromkeys(digests, i))
         lasts.append(digests[-1])
     return [i for i, (turn, last) in enumerate(zip(turns, lasts, strict=True)) if turn.answer and latest[last] == i]
-
-
-def _ended(call: ModelCall) -> bool:
-    return call.is_decision and call.response is not None

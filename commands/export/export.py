@@ -1,4 +1,4 @@
-"""`export`: writes transitions or SFT conversations of the store to a file. The proxy need not run."""
+"""`export`: writes transitions, SFT conversations or trajectories of the store to a file. The proxy need not run."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from ...proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatu
 from ..formats import progress_bar
 from ..show.listing import since_of
 from ..signals import run_until_signal
+from .atif import trajectories
 from .conversations import conversations
 from .files import BESIDE_CALLS, RowWriter, file_format, open_writer
 
-Kind = Literal["transitions", "sft"]
+Kind = Literal["transitions", "sft", "atif"]
 PAGE = 100
 ALL = "all"
 # Of the rollouts to imitate, unless others are asked for: none that is held out, still running, or discarded.
@@ -75,11 +76,13 @@ class Written:
 def export_command(config: Config, target: Path, format: str | None, kind: str, filters: dict[str, Any]) -> None:
     """Run `export`. Raises ConfigError for a wrong option, LightningError if it fails."""
     if kind not in get_args(Kind):
-        raise ConfigError(f"--kind is transitions or sft, got {kind!r}")
+        raise ConfigError(f"--kind is {', '.join(get_args(Kind))}; got {kind!r}")
     for name, values in (("mode", get_args(Mode)), ("status", get_args(RolloutStatus))):
         if filters[name] not in (None, ALL, *values):
             raise ConfigError(f"--{name} is {', '.join(values)} or {ALL}, got {filters[name]!r}")
-    work = export(config.store, target, file_format(target, format), cast(Kind, kind), _selection(kind, filters))
+    if (found := file_format(target, format)) != "jsonl" and kind == "atif":
+        raise ConfigError("--kind atif is written as JSON Lines only")
+    work = export(config.store, target, found, cast(Kind, kind), _selection(kind, filters))
     written = run_until_signal(work)
     lines = [f"{written.rows} {kind} rows to {target}"]
     lines += [f"conversations left out: {n}, {reason}" for reason, n in written.left_out.most_common()]
@@ -167,6 +170,8 @@ async def _rows(
     calls = await store.calls.of(rollout.rollout_id, short=kind == "sft")
     if kind == "sft":
         return conversations(rollout, calls, left_out)
+    if kind == "atif":
+        return trajectories(rollout, calls, left_out)
     events = await store.events.of(rollout.rollout_id)
     rewards = await store.rewards.of(rollout.rollout_id)
     return _transitions(rollout, calls, events, rewards, credit)

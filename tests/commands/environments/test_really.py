@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 import re
+import runpy
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from math import gcd
@@ -81,6 +83,14 @@ build-backend = "setuptools.build_meta"
 [tool.setuptools]
 py-modules = ["sums"]
 """
+# Votes for, kills, protects and looks at somebody of those whom the game names.
+VOTES = """
+import random, re
+
+def play(seen, player, rng):
+    asked = [line for line in seen.splitlines() if "Valid" in line or "choose one player" in line]
+    return f"[{rng.choice(re.findall(r'[[]([0-9]+)[]]', asked[-1]))}]" if asked else "I am a villager."
+"""
 Running = Callable[..., AbstractAsyncContextManager[System]]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
@@ -134,6 +144,19 @@ async def test_a_game_of_textarena(running: Running, tmp_path: Path, installed: 
             rewards = {one["name"]: one["reward"] for one in rollout["rewards"]}
             assert (rewards["invalid_move"], rewards["turn_count"] >= 3) == (0.0, True)
             assert sum(reward for name, reward in rewards.items() if name[:-1] in ("player-", "opponent-")) == 0
+        (tmp_path / "votes.py").write_text(VOTES)
+        votes = runpy.run_path(str(tmp_path / "votes.py"))["play"]
+        system.vllm.answer = lambda body: {
+            "role": "assistant",
+            "content": votes(body["messages"][-1]["content"], 0, random.Random(0)),
+        }
+        given = json.dumps({"tasks": 6, "opponent": "votes.py:play"})
+        options = ("--environment", "textarena:SecretMafia-v0", "--environment-args", given)
+        code, out, err = await system.lightning("eval", *options, "--json")
+        assert code == 0, err
+        (row,) = json.loads(out)["rows"]
+        assert (row["failed"], row["without_reward"]) == (0, 0)
+        assert {name for name in row["by_name"] if name.startswith("player-")} == {f"player-{n}" for n in range(6)}
     done = lightning("run", "--environment", "textarena:Hangman-v0")
     assert "this game wants NLTK's words, and nothing is fetched here; do it by `" in done.stderr
 

@@ -1,0 +1,123 @@
+"""Trajectories in Harbor's format (ATIF): out of the calls of a rollout, and as the conversations that `import` reads.
+
+Its specification: https://harborframework.com/docs/trajectory-format
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from ...proxy.conversation.new_messages import Digested, beginnings
+from ...proxy.types import ModelCall, Rollout
+from .conversations import answered, whole
+
+Json = dict[str, Any]
+VERSION = "ATIF-v1.6"
+SOURCES = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
+ROLES = {"system": "system", "user": "user", "agent": "assistant"}
+OURS = ("task_id", "mode", "status", "reward")  # of the rollout, in `extra`
+MEDIA = "images and files are not written as ATIF"
+
+
+def trajectories(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
+    """Yield a document for each conversation of a rollout; count in `left_out` those that cannot be one, by reason."""
+    turns, digested = answered(calls), Digested()
+    by_end = {[*beginnings(turn.messages, digested)][-1]: call for call, turn in turns}
+    for last, turn in whole(turns, left_out):
+        if not all(_is_text(message.get("content")) for message in turn.messages):
+            left_out[MEDIA] += 1
+            continue
+        steps = _steps(turn.messages, [by_end.get(end) for end in beginnings(turn.messages, digested)][1:])
+        agent: Json = {"name": last.agent or "agent", "version": "unknown", "model_name": last.model or "unknown"}
+        yield {
+            "schema_version": VERSION,
+            "session_id": rollout.rollout_id,
+            "agent": agent | ({"tool_definitions": turn.tools} if turn.tools else {}),
+            "steps": steps,
+            "final_metrics": {"total_steps": len(steps)},
+            "extra": {name: value for name in OURS if (value := getattr(rollout, name)) is not None},
+        }
+
+
+def _steps(messages: Sequence[Json], made: Sequence[ModelCall | None]) -> list[Json]:
+    """The messages as steps: results of tools belong to the step that called them. `made`: the call of each answer."""
+    steps: list[Json] = []
+    for message, call in zip(messages, made, strict=True):
+        content = message.get("content") or ""
+        if message["role"] == "tool" and steps:
+            result = {"source_call_id": message.get("tool_call_id"), "content": content}
+            steps[-1].setdefault("observation", {"results": []})["results"].append(result)
+            continue
+        steps.append({"step_id": len(steps) + 1, "source": SOURCES.get(message["role"], "user"), "message": content})
+        if message["role"] == "assistant":
+            steps[-1] |= _of_agent(message) | (_of_call(call) if call is not None else {})
+    return steps
+
+
+def _of_agent(message: Json) -> Json:
+    tools = []
+    for one in message.get("tool_calls") or ():
+        given = one["function"].get("arguments")
+        arguments = given if isinstance(given, dict) else {"arguments": given}
+        named = {"tool_call_id": one.get("id"), "function_name": one["function"]["name"]}
+        tools.append({**named, "arguments": arguments})
+    thoughts = message.get("reasoning_content")
+    return ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": tools} if tools else {})
+
+
+def _of_call(call: ModelCall) -> Json:
+    """What is known of a call: `metrics` has its tokens as they were sampled."""
+    prompt, sampled = call.prompt_token_ids, call.response_token_ids
+    metrics = {
+        "prompt_tokens": len(prompt), "completion_tokens": len(sampled),
+        "prompt_token_ids": prompt, "completion_token_ids": sampled, "logprobs": call.logprobs,
+    }  # fmt: skip
+    ours = {"call_id": call.call_id, "policy_version": call.policy_version, "reward": call.reward}
+    about = {"timestamp": datetime.fromtimestamp(call.started_at, UTC).isoformat(), "model_name": call.model}
+    return about | ({"metrics": metrics} if sampled else {}) | {"extra": ours}
+
+
+def is_trajectory(row: Any) -> bool:
+    return isinstance(row, dict) and str(row.get("schema_version")).startswith("ATIF-v1.")
+
+
+def conversation_of(row: Mapping[str, Any]) -> Json:
+    """Return a trajectory as a line of `import`; ValueError if it is none. Copied context is not learned from."""
+    try:
+        messages = [one for step in row["steps"] for one in _messages(step)]
+        found = {"messages": messages, "tools": row["agent"].get("tool_definitions")}
+        extra, model = row.get("extra") or {}, row["agent"].get("model_name")
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is no trajectory: {type(error).__name__} {error}") from None
+    return found | {"model": model} | {name: extra[name] for name in OURS if name in extra}
+
+
+def _messages(step: Json) -> Iterator[Json]:
+    if not _is_text(step.get("message")):
+        raise ValueError(f"step {step['step_id']} has more than text")
+    message: Json = {"role": ROLES[step["source"]], "content": step.get("message") or ""}
+    if step.get("reasoning_content"):
+        message["reasoning_content"] = step["reasoning_content"]
+    if called := step.get("tool_calls"):
+        message["tool_calls"] = [
+            {"id": one["tool_call_id"], "function": {"name": one["function_name"], "arguments": one["arguments"]}}
+            for one in called
+        ]
+    yield message | ({"weight": 0} if step.get("is_copied_context") else {})
+    for result in (step.get("observation") or {}).get("results", ()):
+        if (content := result.get("content")) is not None:
+            name = result.get("source_call_id")  # None: of what the agent did without a tool
+            yield (
+                {"role": "tool", "tool_call_id": name, "content": content}
+                if name
+                else {"role": "user", "content": content}
+            )
+
+
+def _is_text(content: Any) -> bool:
+    """Whether a message has nothing but text; ATIF and chat have the same parts for that."""
+    parts = content if isinstance(content, list) else []
+    return isinstance(content, str | list | None) and all(part.get("type") == "text" for part in parts)
