@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -43,7 +44,7 @@ async def test_what_goes_out_comes_in_as_the_same_conversation(running: Running,
             _, answer = await system.call("POST", url, {"model": "policy", "messages": asked, "tools": [TOOL]})
             asked.append(answer["choices"][0]["message"])
         await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 0.5})
-        _, rollout = await system.call("GET", "/rollouts/r1")
+        _, rollout = await system.call("GET", "/rollouts/r1?requests=whole")
         _, sft, _ = await system.lightning("export", "-", "--kind", "sft")
         code, _, err = await system.lightning("export", tmp_path / "out.jsonl", "--kind", "atif")
         refused = await system.lightning("export", tmp_path / "out.parquet", "--kind", "atif")
@@ -64,9 +65,10 @@ async def test_what_goes_out_comes_in_as_the_same_conversation(running: Running,
         assert (found["completion_token_ids"], len(found["logprobs"])) == (sampled, len(sampled))
         assert (found["prompt_token_ids"], found["completion_tokens"]) == (call["prompt_token_ids"], len(sampled))
         assert step["extra"]["call_id"] == call["call_id"]
-    done = run(tmp_path, "import", tmp_path / "out.jsonl")
+    done = await asyncio.to_thread(run, tmp_path, "import", tmp_path / "out.jsonl")
     assert done.returncode == 0, done.stderr
-    assert rows_of(run(tmp_path, "export", "-", "--kind", "sft").stdout) == rows_of(sft)
+    again = await asyncio.to_thread(run, tmp_path, "export", "-", "--kind", "sft")
+    assert rows_of(again.stdout) == rows_of(sft)
 
 
 HARBORS = {
