@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -24,7 +24,7 @@ from .group_size import too_few, too_small
 from .journal import fail_left
 from .progress import Bar, ProgressView
 from .refill import Refill
-from .resume import KeptResults
+from .resume import KeptResults, kept_results
 from .run import RolloutResult, RunOptions, require_success, run_tasks
 from .runner import Runner
 from .summary import begun_anew, by_name, names_table, no_calls, sentence, summarize
@@ -78,9 +78,9 @@ def run_command(config: Config, request: RunRequest) -> None:
     if request.ahead is not None:
         limit = int((1 + request.ahead) * trainer.group_size * trainer.tasks_per_step)
         gate = Backlog(api, limit, group_size, view.say)
-    kept = KeptResults(request.resume) if request.resume is not None else None
-    run = _Run(api, tasks, runner, options, view, gate, request.refill, kept)
-    results = run_until_signal(run.work())
+    with nullcontext() if request.resume is None else kept_results(request.resume) as kept:
+        run = _Run(api, tasks, runner, options, view, gate, request.refill, kept)
+        results = run_until_signal(run.work())
     if request.as_json:
         print_json(summarize(results))
     else:

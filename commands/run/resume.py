@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TextIO
 
 from ...proxy.errors import ConfigError
 from .run import RolloutResult
@@ -16,26 +18,36 @@ from .tasks import Task
 BEGINS = '{"rollout_id": '  # each line, the last too, if its run was killed
 
 
-class KeptResults:
-    """The results with a reward of the runs that had this file. ConfigError if it cannot be used."""
-
-    def __init__(self, path: Path) -> None:
+@contextmanager
+def kept_results(path: Path) -> Iterator[KeptResults]:
+    """Open the file for one run at a time. ConfigError if it cannot be used."""
+    try:
+        file = path.open("a+", encoding="utf-8", newline="")
+    except OSError as error:
+        raise ConfigError(f"--resume: cannot use {path}: {error.strerror}") from None
+    with file:
         try:
-            self._file = path.open("a+", encoding="utf-8", newline="")
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._file.seek(0)
-            *lines, cut_off = self._file.read().split("\n")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            kept = KeptResults(file)
         except BlockingIOError:
             raise ConfigError(f"--resume: another run has {path}") from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--resume: cannot use {path}: {error}") from None
-        try:
-            if not BEGINS.startswith(cut_off[: len(BEGINS)]):
-                raise ValueError
-            self.results = [RolloutResult(**json.loads(line)) for line in lines]
         except (ValueError, TypeError):
             raise ConfigError(f"--resume: {path} is no file of results") from None
-        self._file.truncate(sum(len(line.encode()) + 1 for line in lines))
+        yield kept
+
+
+class KeptResults:
+    """The results with a reward of the runs that had this file."""
+
+    def __init__(self, file: TextIO) -> None:
+        """Raise ValueError or TypeError if a line is no result."""
+        self._file = file
+        file.seek(0)
+        *lines, cut_off = file.read().split("\n")
+        if not BEGINS.startswith(cut_off[: len(BEGINS)]):
+            raise ValueError(cut_off)
+        self.results = [RolloutResult(**json.loads(line)) for line in lines]
+        file.truncate(sum(len(line.encode()) + 1 for line in lines))
 
     def add(self, result: RolloutResult) -> None:
         """Keep a result. One without a reward is asked for again."""

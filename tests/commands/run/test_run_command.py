@@ -15,7 +15,7 @@ from rich.console import Console
 
 from lightning_proxy.commands.run.group_size import too_few, too_small
 from lightning_proxy.commands.run.progress import ProgressView
-from lightning_proxy.commands.run.resume import KeptResults
+from lightning_proxy.commands.run.resume import kept_results
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.commands.run.tasks import Task
 from lightning_proxy.proxy.errors import ConfigError
@@ -224,13 +224,13 @@ async def test_a_run_that_is_resumed_asks_for_no_rollout_again_that_has_its_rewa
         assert found["by_name"] == {"style": {"mean": 0.5, "rollouts": 6}}
         async with system.store() as store:
             groups = await store.waiting.groups()
-    assert [(group.task_id, group.completed) for group in groups] == [("c", 2), ("a", 2), ("b", 2)]
+    assert [(group.task_id, group.completed) for group in groups] == [("a", 2), ("c", 2), ("b", 2)]
 
 
 @pytest.mark.parametrize("text", ['{"task_id": "a"}\n', '{"task_id": "a"}', "x\n"])
 def test_a_file_that_has_no_results_is_left_as_it_is(tmp_path: Path, text: str) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(text)
-    with pytest.raises(ConfigError, match=r"tasks\.jsonl is no file of results"):
-        KeptResults(tasks)
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl is no file of results"), kept_results(tasks):
+        pass
     assert tasks.read_text() == text
