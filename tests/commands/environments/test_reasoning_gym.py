@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -38,6 +39,8 @@ def adds(body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def test_an_episode_is_a_rollout_with_rewards_by_name(running: Running, tmp_path: Path) -> None:
+    (played,) = Path(".venv-environments").glob("*/lib/*/site-packages/openai")
+    shutil.rmtree(played)
     async with running(tmp_path) as system:
         system.vllm.answer = adds
         given = json.dumps({"tasks": 2, "most": 50})
