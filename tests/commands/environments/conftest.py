@@ -69,6 +69,13 @@ class Slow(Sums):
         open(__file__ + ".pid", "w").write(str(os.getpid()))
         time.sleep(60)
 
+class Open(Sums):
+    """Has many answers"""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) | {"answer": None}
+
+DATASETS["open"] = (Open, SumConfig)
 DATASETS["sums"] = (Sums, SumConfig)
 DATASETS["drawn"] = (Drawn, SumConfig)
 DATASETS["slow"] = (Slow, SumConfig)

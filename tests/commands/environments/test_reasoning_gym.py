@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import sys
+import venv
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -163,6 +164,10 @@ def left_of(log: str) -> list[Path]:
         ([*SUMS, '{"tasks": "1"}'], "reasoning_gym: tasks is int, as in 100; got '1'"),
         ([*SUMS, '{"limit_s": -1}'], "reasoning_gym: limit_s is more than 0, got -1"),
         ([*SUMS, '{"shots": -1}'], "reasoning_gym: shots is 0 or more, got -1"),
+        (
+            ["--environment", "reasoning_gym:open", "--environment-args", '{"shots": 1}'],
+            "shots: this generator stores no",
+        ),
         ([*SUMS, '{"split": "test"}'], "reasoning_gym: split is train or held_out"),
         ([*SUMS, '{"most": 0}'], "reasoning_gym: ZeroDivisionError: "),
         ([*SUMS, "{}", "--", "true"], "--environment stands in place of --tasks and of the program after `--`"),
@@ -190,7 +195,22 @@ def test_each_executor_gets_what_it_can_start(executor: str, absolute: int, prel
 def test_the_environments_of_a_kind_are_listed_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "sk-1")
     done = lightning("environments", "reasoning_gym")
-    assert done.stdout.split() == ["drawn", "Draws", "words", "slow", "Never", "ends", "sums", "Adds", "two", "numbers"]
+    assert done.stdout.split() == [
+        "drawn",
+        "Draws",
+        "words",
+        "open",
+        "Has",
+        "many",
+        "answers",
+        "slow",
+        "Never",
+        "ends",
+        "sums",
+        "Adds",
+        "two",
+        "numbers",
+    ]
     assert "reasoning_gym    installed: reasoning-gym==" in lightning("environments").stdout
 
 
@@ -202,6 +222,29 @@ def test_a_kind_that_is_not_installed_says_how_it_is(gone: tuple[str, str]) -> N
     assert (done.returncode, done.stdout) == (2, "")
     assert "run `lightning-proxy environments reasoning_gym --install`" in done.stderr
     assert "not installed: reasoning-gym==" in lightning("environments").stdout
+
+
+def test_an_install_keeps_tasks_and_data_and_the_packages_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the packages, those that --with named, unless it names others now."""
+    made, commands = KindsEnvironment("reasoning_gym"), list[list[str]]()
+
+    def ran(command: list[str]) -> None:
+        commands.append(command)
+        if "venv" in command:
+            venv.create(command[-1], symlinks=True)
+
+    monkeypatch.setattr("lightning_proxy.commands.environments.install._run", ran)
+    kept = [made.directory / name for name in ("tasks/sums.jsonl", "nltk_data/words")]
+    for file in kept:
+        file.parent.mkdir()
+        file.touch()
+    for options, further in ((["--with", "./mine"], ["./mine"]), ([], ["./mine"]), (["--with", "other"], ["other"])):
+        done = lightning("environments", "reasoning_gym", "--install", *options)
+        assert done.returncode == 0, done.stderr
+        assert commands[-1][-len(further) - len(made.requires) :] == [*made.requires, *further]
+        assert [file.exists() for file in kept] == [True, True]
+        assert not [*made.directory.glob("lib/*/site-packages/reasoning_gym")]
+        assert made.is_there
 
 
 @pytest.mark.parametrize(
