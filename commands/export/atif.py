@@ -48,8 +48,10 @@ def _steps(messages: Sequence[Json], made: Sequence[ModelCall | None]) -> list[J
     for message, call in zip(messages, made, strict=True):
         content = message.get("content") or ""
         if message["role"] == "tool" and steps:
-            result = {"source_call_id": message.get("tool_call_id"), "content": content}
-            steps[-1].setdefault("observation", {"results": []})["results"].append(result)
+            called = {one["tool_call_id"] for one in steps[-1].get("tool_calls", ())}
+            name = message["tool_call_id"] if message.get("tool_call_id") in called else None
+            results = steps[-1].setdefault("observation", {"results": []})["results"]
+            results.append({"source_call_id": name, "content": content})
             continue
         steps.append({"step_id": len(steps) + 1, "source": SOURCES.get(message["role"], "user"), "message": content})
         if message["role"] == "assistant":
@@ -61,9 +63,8 @@ def _of_agent(message: Json) -> Json:
     tools = []
     for one in message.get("tool_calls") or ():
         given = one["function"].get("arguments")
-        arguments = given if isinstance(given, dict) else {"arguments": given}
         named = {"tool_call_id": one.get("id"), "function_name": one["function"]["name"]}
-        tools.append({**named, "arguments": arguments})
+        tools.append({**named, "arguments": given if isinstance(given, dict) else {"arguments": given}})
     thoughts = message.get("reasoning_content")
     return ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": tools} if tools else {})
 
@@ -110,11 +111,7 @@ def _messages(step: Json) -> Iterator[Json]:
     for result in (step.get("observation") or {}).get("results", ()):
         if (content := result.get("content")) is not None:
             name = result.get("source_call_id")  # None: of what the agent did without a tool
-            yield (
-                {"role": "tool", "tool_call_id": name, "content": content}
-                if name
-                else {"role": "user", "content": content}
-            )
+            yield ({"role": "tool", "tool_call_id": name} if name else {"role": "user"}) | {"content": content}
 
 
 def _is_text(content: Any) -> bool:
