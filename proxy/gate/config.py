@@ -17,15 +17,18 @@ class GateConfig(Section):
     share: Annotated[float, Field(gt=0, le=0.5)] = 0.5
     metrics: Annotated[dict[str, Share], Field(min_length=1)] = {"reward": 0.1}
     reward_range: tuple[Number, Number] = (0.0, 1.0)
+    reward_ranges: dict[str, tuple[Number, Number]] = {}
     level: Share = 0.05
     max_rollouts: Annotated[int, Field(ge=2)] = 2000
     reward_timeout_s: Seconds = 1800.0
 
     @model_validator(mode="after")
     def _has_a_range(self) -> GateConfig:
-        low, high = self.reward_range
-        if not low < high:
-            raise ValueError(f"reward_range is the lowest and the highest reward, got [{low:g}, {high:g}]")
+        for low, high in (self.reward_range, *self.reward_ranges.values()):
+            if not low < high:
+                raise ValueError(f"reward_range is the lowest and the highest reward, got [{low:g}, {high:g}]")
+        if others := self.reward_ranges.keys() - self.metrics:
+            raise ValueError(f"reward_ranges: {min(others)} is none of metrics")
         return self
 
 

@@ -110,7 +110,7 @@ class Gate(Generic[Test]):
 def rules(gate: GateConfig, trainer: TrainerConfig) -> GateRules:
     """Return the rules of tests, of the policy or of prompts, by `gate`. Siblings are those of the trainer."""
     return GateRules(
-        metrics=metrics(gate.metrics, gate.reward_range, trainer.reward_weights),
+        metrics=metrics(gate, trainer.reward_weights),
         level=gate.level,
         max_rollouts=gate.max_rollouts,
         reward_timeout_s=gate.reward_timeout_s,

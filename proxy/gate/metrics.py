@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..evidence import difference, sign_difference
 from ..returns import LARGEST, Rules, earned
+from .config import GateConfig
 from .tests import Observed
 
 UNCUT = (-LARGEST, LARGEST)  # a gate has a range of its own
@@ -59,18 +60,17 @@ OWN: Mapping[str, tuple[Value, tuple[float, float] | None]] = {
 }
 
 
-def metrics(
-    margins: Mapping[str, float], reward_range: tuple[float, float], weights: Mapping[str, float]
-) -> list[GuardedMetric]:
-    """Return the metrics of a gate by their margins. `weights`: of rewards, as the trainer counts them."""
+def metrics(gate: GateConfig, weights: Mapping[str, float]) -> list[GuardedMetric]:
+    """Return the metrics of a gate. `weights`: of rewards, as the trainer counts them."""
     found = []
-    for name, margin in margins.items():
+    for name, margin in gate.metrics.items():
         if name in OWN:
             value, bounds = OWN[name]
             found.append(GuardedMetric(name, margin, value, bounds))
         else:
             counted = dict(weights) if name == TRAINED else {name: 1.0}
-            found.append(GuardedMetric(name, margin, _rewarded(counted), reward_range, is_reward=True))
+            bounds = gate.reward_ranges.get(name, gate.reward_range)
+            found.append(GuardedMetric(name, margin, _rewarded(counted), bounds, is_reward=True))
     return found
 
 

@@ -70,6 +70,8 @@ async def test_where_the_machine_decides_how_to_publish_the_trainer_refuses(
         ({"policy": {"promotion": "gated", "publish": "lora", "pin_rollouts": False}}, "it needs policy.pin_rollouts"),
         ({"trainer": {"promote_every": 2}}, "set policy.promotion to gated"),
         ({"policy": {"gate": {"reward_range": [1, 0]}}}, "the lowest and the highest reward"),
+        ({"policy": {"gate": {"reward_ranges": {"reward": [1, 0]}}}}, "the lowest and the highest reward"),
+        ({"policy": {"gate": {"reward_ranges": {"human": [-1, 1]}}}}, "human is none of metrics"),
         ({"policy": {"gate": {"share": 0.6}}}, "less than or equal to 0.5"),
         ({"policy": {"gate": {"metrics": {}}}}, "at least 1 item"),
     ],
