@@ -17,6 +17,7 @@ ON_BOARD = (
     "prompts",
     "optimize",
     "rewarders",
+    "people",
     "page",
     "experiment",
     "environments",

@@ -23,6 +23,7 @@ ON_BOARD = (
     "prompts",
     "contexts",
     "rewarders",
+    "people",
     "upstreams.litellm",
     "algorithms",
     "guides",

@@ -52,14 +52,14 @@ LEVELS = {
 # Nothing of the core imports them: `plugins/on_board.py` has their names.
 SIDE_ROOMS = {
     "proxy": {
-        *("upstreams/litellm", "otel", "agl", "rewarders", "page", "gate", "prompts", "promotion"),
+        *("upstreams/litellm", "otel", "agl", "rewarders", "people", "page", "gate", "prompts", "promotion"),
         *("algorithms", "guides", "sft", "preferences", "backends", "evaluation", "contexts", "texts"),
     },
     "trainer": {
         *("algorithms", "rewarders", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed"),
         *("backends", "evaluation", "contexts"),
     },
-    "commands": {"agl", "environments", "experiment", "optimize", "page", "prompts", "rewarders"},
+    "commands": {"agl", "environments", "experiment", "optimize", "page", "people", "prompts", "rewarders"},
 }
 # What plugs nothing in by itself: what several side rooms share, and algorithms, which the configuration names.
 SHARED = {"proxy": {"gate"}, "trainer": {"tuning", "algorithms"}, "commands": set[str]()}

@@ -107,7 +107,7 @@ async def count_reward(
     if reward.name not in weights:
         return
     if rollout["n"] <= counting.stale_to:
-        await _count(db, counting.rules, [rollout])
+        await count_all(db, counting.rules, [rollout])
         return
     params = {"rollout_id": reward.rollout_id, "call_id": reward.call_id, "reward_id": reward_id}
     statement, values = OWN_BEFORE if reward.call_id is None else OF_CALL_BEFORE, dict[str, float]()
@@ -134,11 +134,11 @@ def _row(rollout_id: str, own: float | None, calls: str | None, rewarded_at: flo
 async def _count_some(db: Transaction) -> None:
     counting = await read_counting(db)
     rollouts = await db.all(STALE, {"n": counting.stale_to, "limit": AT_ONCE})
-    await _count(db, counting.rules, rollouts)
+    await count_all(db, counting.rules, rollouts)
     await db.run(COUNTED_TO, {"to": rollouts[-1]["n"] - 1 if len(rollouts) == AT_ONCE else 0})
 
 
-async def _count(db: Transaction, rules: Rules, rollouts: Sequence[Row]) -> None:
+async def count_all(db: Transaction, rules: Rules, rollouts: Sequence[Row]) -> None:
     """Count all rewards of rollouts, which follow each other, newest first."""
     if not rollouts:
         return

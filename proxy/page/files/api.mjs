@@ -49,6 +49,10 @@ export async function post(path, body) {
   return answerOf(() => fetch(address(path), { method: "POST", headers: own, body: JSON.stringify(body) }), false);
 }
 
+export async function remove(path) {
+  return answerOf(() => fetch(address(path), { method: "DELETE", headers: headers() }), false);
+}
+
 async function answerOf(ask, asksForLogin) {
   let response;
   try {

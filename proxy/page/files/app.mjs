@@ -6,6 +6,7 @@ import { html, render, useEffect, useRef, useState } from "./html.mjs";
 import { Help, useKeyboard } from "./keyboard.mjs";
 import { Overview } from "./overview.mjs";
 import { Empty } from "./parts.mjs";
+import { Rate } from "./rate.mjs";
 import { Rollout } from "./rollout.mjs";
 import { Rollouts } from "./rollouts.mjs";
 import { Rows } from "./rows.mjs";
@@ -13,7 +14,7 @@ import { SideBySide } from "./siblings.mjs";
 import { Tasks } from "./tasks.mjs";
 import { Versions } from "./versions.mjs";
 
-const VIEWS = new Map(Object.entries({ overview: Overview, rollouts: Rollouts, tasks: Tasks, versions: Versions, compare: Compare }));
+const VIEWS = new Map(Object.entries({ overview: Overview, rollouts: Rollouts, tasks: Tasks, versions: Versions, compare: Compare, rate: Rate }));
 const PARTS_OF_A_ROLLOUT = new Map([[undefined, Rollout], ["rows", Rows], ["beside", SideBySide]]);
 const FEED_SAYS = {
   live: ["live", "Events arrive as they happen."],

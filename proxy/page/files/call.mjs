@@ -27,7 +27,7 @@ export function Call({ id, call, before, credit }) {
   const [json, setJson] = useState(false);
   const request = useMemo(() => requestMessages(call.request), [call.request]);
   const earlier = useMemo(() => (before ? [...requestMessages(before.request), ...answerMessages(before.response)] : []), [before]);
-  return html`<article class="call" id=${`call-${call.seq}`}>
+  return html`<article class="call" id=${`call-${call.seq}`} data-call=${call.call_id}>
     <${Head} call=${call} credit=${credit} />
     <${Request} messages=${request} known=${shared(request, earlier)} resultsShown=${before?.tool_calls.some(({ result }) => result !== null)} />
     <div class=${tokens ? "answer with-tokens" : "answer"}>

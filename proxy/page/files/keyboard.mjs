@@ -1,7 +1,7 @@
 // What keys do: go to a view, move in a list, search, help. Rows are real links, so Enter follows the one in focus.
 import { html, useEffect, useRef } from "./html.mjs";
 
-const GO = { o: "overview", r: "rollouts", t: "tasks", v: "versions", c: "compare" };
+const GO = { o: "overview", r: "rollouts", t: "tasks", v: "versions", c: "compare", a: "rate" };
 const LETTERS_MS = 1200; // between `g` and the letter of a view
 
 const HELP = [
@@ -10,6 +10,7 @@ const HELP = [
   ["g t", "tasks"],
   ["g v", "versions"],
   ["g c", "compare"],
+  ["g a", "rate rollouts: +, -, n for a number, c for a comment, s to skip, z to undo"],
   ["j, k or ↓, ↑", "next and previous row"],
   ["Enter", "open the row"],
   ["/", "search rollouts"],
@@ -18,7 +19,7 @@ const HELP = [
   ["Esc", "close, or leave a field"],
 ];
 
-const isTyping = (target) => target.closest("input, select, textarea, dialog") !== null;
+export const isTyping = (target) => target.closest("input, select, textarea, dialog") !== null;
 
 export function useKeyboard(showHelp) {
   useEffect(() => {

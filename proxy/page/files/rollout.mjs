@@ -34,7 +34,7 @@ export function Rollout({ id }) {
 
 // Name, state and parts of a rollout: what all of its views begin with.
 export function RolloutHead({ rollout, rows, part }) {
-  const parts = [["timeline", to("rollouts", rollout.rollout_id)], ["training row", to("rollouts", rollout.rollout_id, "rows")], ["side by side", to("rollouts", rollout.rollout_id, "beside")]];
+  const parts = [["timeline", to("rollouts", rollout.rollout_id)], ["training row", to("rollouts", rollout.rollout_id, "rows")], ["side by side", to("rollouts", rollout.rollout_id, "beside")], ["rate", link("rate", { id: rollout.rollout_id })]];
   return html`<div class="title-line">
       <a href="#/rollouts" title="all rollouts (u)">rollouts</a> / <h1 class="id">${rollout.rollout_id}</h1>
       <${RolloutStatus} status=${rollout.status} /> <${Badge}>${rollout.mode}<//>

@@ -1,0 +1,101 @@
+// A person's rewards, named `human`: a queue of rollouts, thumbs, numbers and comments by keyboard, and the way back.
+import { post, remove, useData } from "./api.mjs";
+import { html, useEffect, useRef, useState } from "./html.mjs";
+import { isTyping } from "./keyboard.mjs";
+import { Empty, Failure, Loaded, link } from "./parts.mjs";
+import { Rollout } from "./rollout.mjs";
+
+const PERSON = "lightning-proxy-person"; // who rates in this browser
+const ORDERS = ["newest", "uncertain", "random"];
+const KEYS = { "+": 1, "=": 1, "-": -1 };
+const given = []; // what may be taken back, newest last
+
+export function Rate({ params }) {
+  const [person, setPerson] = useState(localStorage.getItem(PERSON) ?? "");
+  const [order, setOrder] = useState(ORDERS.includes(params.order) ? params.order : "newest");
+  const onPerson = ({ target }) => {
+    localStorage.setItem(PERSON, target.value.trim());
+    setPerson(target.value.trim());
+  };
+  const one = params.id && [{ rollout_id: params.id }];
+  const queue = useData(one || !person ? null : "/people/queue", { person, order });
+  return html`<div class="filters">
+      <label>your name<input name="person" value=${person} maxlength="200" onChange=${onPerson} /></label>
+      ${!one && html`<label>order<select onChange=${({ target }) => setOrder(target.value)}>${ORDERS.map((name) => html`<option selected=${name === order}>${name}</option>`)}</select></label>`}
+    </div>
+    ${!person ? html`<${Empty}>Say who you are: the rewards of several people are kept apart.<//>`
+      : one ? html`<${Queue} key=${params.id} rollouts=${one} person=${person} />`
+      : html`<${Loaded} of=${queue}>${({ data }) => html`<${Queue} key=${`${person} ${order} ${data[0]?.rollout_id}`} rollouts=${data} person=${person} onMore=${queue.reload} />`}<//>`}`;
+}
+
+function Queue({ rollouts, person, onMore }) {
+  const [at, setAt] = useState(0);
+  const [call, setCall] = useState(null); // {id, seq} of the call in focus; null: the rollout is rated
+  const [error, setError] = useState(null);
+  const form = useRef(null);
+  const id = rollouts[at]?.rollout_id;
+  const go = (to) => {
+    setAt(to);
+    setCall(null);
+    scrollTo(0, 0);
+  };
+  const onRate = (reward) => {
+    const body = { rollout_id: id, call_id: call?.id ?? null, reward, name: "human", source: person, comment: form.current.comment.value || null, final: false };
+    post("/reward", body).then(({ reward_id }) => {
+      given.push({ id, reward_id, at });
+      form.current?.reset();
+      setError(null);
+      if (call === null) go(at + 1);
+    }, setError);
+  };
+  const onBack = () => {
+    const last = given.at(-1);
+    if (last === undefined) return;
+    remove(`/rollouts/${encodeURIComponent(last.id)}/rewards/${last.reward_id}`).then(() => {
+      given.pop();
+      setError(null);
+      if (rollouts[last.at]?.rollout_id === last.id) go(last.at);
+    }, setError);
+  };
+  useEffect(() => {
+    const onKey = (event) => {
+      if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target)) return;
+      if (event.key === "z") onBack();
+      else if (id === undefined) return;
+      else if (event.key in KEYS) onRate(KEYS[event.key]);
+      else if (event.key === "c") form.current.comment.focus();
+      else if (event.key === "n") form.current.number.focus();
+      else if (event.key === "s") go(at + 1);
+      else return;
+      event.preventDefault();
+    };
+    const onFocus = ({ target }) => {
+      const of = target.closest(".call[data-call]");
+      if (of) setCall({ id: of.dataset.call, seq: of.id.replace("call-", "") });
+      else if (!form.current?.contains(target)) setCall(null);
+    };
+    addEventListener("keydown", onKey);
+    addEventListener("focusin", onFocus);
+    return () => {
+      removeEventListener("keydown", onKey);
+      removeEventListener("focusin", onFocus);
+    };
+  });
+  const onSubmit = (event) => {
+    event.preventDefault();
+    if (form.current.number.value !== "") onRate(Number(form.current.number.value));
+  };
+  const back = given.length > 0 && html`<button type="button" onClick=${onBack}>undo (z)</button>`;
+  if (id === undefined) return html`<${Empty}>Nothing is left to rate. ${back} ${onMore && html`<button onClick=${onMore}>look again</button>`} <a href=${link("rollouts", {})}>all rollouts</a><//><${Failure} error=${error} />`;
+  return html`<form class="panel filters rate" ref=${form} onSubmit=${onSubmit} aria-label="Rate">
+      <b role="status">${call ? `call ${call.seq}` : "the rollout"}</b>
+      ${call && html`<button type="button" onClick=${() => setCall(null)}>the rollout instead</button>`}
+      <button type="button" onClick=${() => onRate(1)} aria-label="good">👍 +</button>
+      <button type="button" onClick=${() => onRate(-1)} aria-label="bad">👎 -</button>
+      <label>number (n)<input name="number" type="number" step="any" size="6" /></label>
+      <label>comment (c)<input name="comment" maxlength="10000" /></label>
+      <button type="button" onClick=${() => go(at + 1)}>skip (s)</button> ${back}
+      <small>j and k choose a call</small>
+    </form>
+    <${Failure} error=${error} /><${Rollout} key=${id} id=${id} />`;
+}

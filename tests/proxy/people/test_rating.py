@@ -1,0 +1,113 @@
+"""The queue of a person who rates, rewards that are taken back, and the page's view in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from playwright.async_api import expect
+
+from support.browser import browsing, needs_browser
+from support.rewarded_by import completed
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+SETTINGS = {"trainer": {"reward_weights": {"reward": 1.0, "human": 1.0}}}
+
+
+async def rated(system: Any, rollout: str, value: float, person: str = "anna", **more: Any) -> int:
+    body = {"rollout_id": rollout, "reward": value, "name": "human", "source": person, "final": False, **more}
+    status, answer = await system.call("POST", "/reward", body)
+    assert status == 200
+    reward_id: int = answer["reward_id"]
+    return reward_id
+
+
+async def queue(system: Any, person: str = "anna", order: str = "newest") -> list[str]:
+    status, answer = await system.call("GET", f"/people/queue?person={person}&order={order}")
+    assert status == 200, answer
+    return [one["rollout_id"] for one in answer["data"]]
+
+
+async def test_a_queue_has_what_its_person_has_not_rated(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, **SETTINGS) as system:
+        for name, value in (("low", 0.0), ("middle", 0.4), ("high", 1.0)):
+            await completed(system, name, "yes")
+            await system.call("POST", "/reward", {"rollout_id": name, "reward": value})
+        await completed(system, "none", "yes")
+        await system.chat("running")
+        assert await queue(system) == ["none", "high", "middle", "low"]
+        assert await queue(system, order="uncertain") == ["middle", "high", "low", "none"]
+        assert sorted(await queue(system, order="random")) == ["high", "low", "middle", "none"]
+        await rated(system, "middle", 1, "anna")
+        assert await queue(system, "anna") == ["none", "high", "low"]
+        assert await queue(system, "ben") == ["none", "high", "middle", "low"]
+        assert (await system.call("GET", "/people/queue?person=anna&order=best"))[0] == 422
+
+
+async def test_a_reward_that_is_taken_back_counts_no_more(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, **SETTINGS) as system:
+        await completed(system, "r", "yes")
+        call_id = (await system.call("GET", "/rollouts/r"))[1]["calls"][0]["call_id"]
+        await rated(system, "r", 0.25, call_id=call_id)
+        last = await rated(system, "r", 1)
+        other = (await system.call("POST", "/reward", {"rollout_id": "r", "reward": 1}))[1]["reward_id"]
+        assert (await system.call("GET", "/rollouts/r"))[1]["reward"] == 2
+        assert (await system.call("DELETE", f"/rollouts/r/rewards/{last}"))[0] == 204
+        assert (await system.call("GET", "/rollouts/r"))[1]["reward"] == 1
+        for gone in (last, other):
+            assert (await system.call("DELETE", f"/rollouts/r/rewards/{gone}"))[0] == 404
+        assert len((await system.call("GET", "/rollouts/r"))[1]["rewards"]) == 2
+
+
+async def test_nobody_takes_back_what_another_key_gave(running: Running, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"api_keys": ["a", "b"], "admin_keys": ["admin"]}
+    a, admin = ({"Authorization": f"Bearer {key}"} for key in ("a", "admin"))
+    async with running(tmp_path, **keys) as system:
+        (opened,) = (await system.call("POST", "/rollouts", {}, **a))[1]
+        rollout, own = opened["rollout_id"], {"Authorization": f"Bearer {opened['api_key']}"}
+        body = {"rollout_id": rollout, "reward": 1, "name": "human"}
+        given = (await system.call("POST", "/reward", body, **a))[1]["reward_id"]
+        route = f"/rollouts/{rollout}/rewards/{given}"
+        assert (await system.call("DELETE", route, **own))[0] == 403
+        assert (await system.call("DELETE", route, **admin))[0] == 204
+
+
+@needs_browser
+async def test_a_person_rates_by_keyboard_and_takes_it_back(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, **SETTINGS) as system:
+        for name in ("first", "second"):
+            await completed(system, name, f"I am the {name}.")
+        async with browsing(system.url) as (page, wrong):
+            await page.keyboard.press("g")
+            await page.keyboard.press("a")
+            await page.get_by_label("your name").fill("anna")
+            await page.keyboard.press("Enter")
+            await expect(page.locator("h1.id")).to_have_text("second")
+            await page.keyboard.press("Escape")
+            await page.keyboard.press("j")
+            await page.keyboard.press("j")
+            await expect(page.get_by_role("form", name="Rate").get_by_role("status")).to_have_text("call 0")
+            await page.keyboard.press("-")  # the call
+            await page.keyboard.press("Escape")
+            await expect(page.locator(".rewards")).to_contain_text("human")
+            await page.get_by_role("button", name="the rollout instead").click()
+            await page.keyboard.press("c")
+            await page.keyboard.type("well said")
+            await page.keyboard.press("Escape")
+            await page.keyboard.press("+")
+            await expect(page.locator("h1.id")).to_have_text("first")
+            await page.keyboard.press("n")
+            await page.keyboard.type("0.5")
+            await page.keyboard.press("Enter")
+            await expect(page.get_by_text("Nothing is left to rate")).to_be_visible()
+            await page.keyboard.press("z")
+            await expect(page.locator("h1.id")).to_have_text("first")
+        found = [(await system.call("GET", f"/rollouts/{name}"))[1]["rewards"] for name in ("second", "first")]
+        assert await queue(system, "anna") == ["first"]
+    assert wrong.seen == []
+    of_call, own = found[0]
+    assert (of_call["reward"], of_call["call_id"] is None) == (-1, False)
+    assert (own["reward"], own["comment"], own["source"], own["call_id"]) == (1, "well said", "anna", None)
+    assert found[1] == []
