@@ -80,7 +80,7 @@ test: setup  ## run the tests, a real vLLM included: twelve minutes on two cores
 	$(PYTEST) $(SPREAD) -m "not long" $(ARGS)
 
 # The rooms whose tests run on a PostgreSQL server, too; they are skipped where there is none.
-ON_POSTGRES := $(addprefix tests/proxy/,store recording control conversation contexts prompts page access rewarders) \
+ON_POSTGRES := $(addprefix tests/proxy/,store recording control conversation contexts prompts page people access rewarders) \
     $(addprefix tests/trainer/,collect test_loop.py test_publish.py)
 test-all: setup clients  ## run every test: long fuzzing, benchmarks, kill matrices, frameworks too; an hour
 	$(PYTEST) $(SPREAD) --hypothesis-profile=long $(ARGS)

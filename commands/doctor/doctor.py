@@ -25,7 +25,7 @@ from ..put_back import put_back_left
 from ..signals import run_until_signal
 from ..vllm import other_port
 from .checks import Check, checks_table, failed, ok
-from .proxy import OTHER_STORE, check_alias, check_proxy, check_publish, check_rewarders, check_rewards, check_store
+from .proxy import OTHER_STORE, check_alias, check_proxy, check_publish, check_rewards, check_store, check_warnings
 from .training import check_training
 from .vllm import VllmChecks
 
@@ -120,7 +120,7 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
             yield await check_alias(config, session, api)
     if proxy.outcome != "failed":
         yield await check_rewards(api)
-        for check in await check_rewarders(api):
+        for check in await check_warnings(api):
             yield check
         if policy is not None:
             async for check in check_training(config):

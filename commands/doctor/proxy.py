@@ -142,10 +142,9 @@ async def _uncounted(api: ApiClient, ended: Sequence[dict[str, Any]]) -> str | N
     return f"they have rewards named {names}: give these names weights in trainer.reward_weights" if names else None
 
 
-async def check_rewarders(api: ApiClient) -> list[Check]:
-    """Return warnings of rewarders that train unchecked."""
-    fix = "see what it gives with `lightning-proxy rewards try`, and label rollouts yourself"
-    return [warning("rewarders", line, fix) for line in (await api.policy()).get("unchecked", ())]
+async def check_warnings(api: ApiClient) -> list[Check]:
+    """Return what side rooms warn of."""
+    return [Check("policy", "warning", line) for line in (await api.policy()).get("warnings", ())]
 
 
 async def check_rewards(api: ApiClient) -> Check:

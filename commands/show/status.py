@@ -94,8 +94,8 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     table.add_row("policy", plain(f"version {policy['live_version']} live{since} ({policy['publish']}, {served})"))
     for name, seen in _verified(status["verified"], now):
         table.add_row(name, seen)
-    for line in policy.get("unchecked", ()):
-        table.add_row("rewards", plain(line, "yellow"))
+    for line in policy.get("warnings", ()):
+        table.add_row("warning", plain(line, "yellow"))
     for name, value in (*_best(policy), *_new_versions(status, policy)):
         table.add_row(name, value)
     if collapse := policy["collapse"]:

@@ -25,16 +25,19 @@ class RewardersBeside(Beside):
                 for name, one in trains
             }
         found = {kind: await last_check(self.store.database, source) for kind, source in self._sources.items()}
-        return {"unchecked": [line for kind, check in found.items() if (line := _warning(kind, check))]}
+        return {"warnings": [line for kind, check in found.items() if (line := _warning(kind, check))]}
 
 
 def _warning(kind: str, check: Checked | None) -> str | None:
     if check is None or check.labels < ENOUGH:
         why = "nobody checked it" if check is None else f"was checked with {check.labels} labels"
         return (
-            f"{kind} trains, and {why}: label {ENOUGH} rollouts (`lightning-proxy reward ID VALUE --name human`),"
+            f"{kind} trains, and {why}: label {ENOUGH} rollouts (`lightning-proxy rollouts rate`),"
             f" then run `lightning-proxy rewards check {kind}`"
         )
     if check.low <= 0.5:
-        return f"{kind} trains, and its order may be chance: {check.alike:.2f} of pairs are as labels say"
+        return (
+            f"{kind} trains, and its order may be chance: {check.alike:.2f} of pairs are as labels say"
+            f" (`lightning-proxy rewards try {kind} ID` shows what it gives)"
+        )
     return None

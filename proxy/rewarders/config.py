@@ -137,7 +137,8 @@ class RewarderKeys(RewardsConfig):
             raise ValueError(f"use: two give rewards named {twice[0]}: give one another name")
         if self.function is None and any(one.kind == "function" for one in self.use):
             raise ValueError("use: kind function needs rewards.function, as in scoring.py:reward")
-        if self.budget.usd is not None and any(one.asks and one.price is None for one in self.use):
+        paid = [one for one in self.use if one.asks or one.kind == "judge"]
+        if self.budget.usd is not None and any(one.price is None for one in paid):
             raise ValueError("budget.usd needs the price of each model, in USD per million tokens: price: [0.25, 2]")
         return self
 

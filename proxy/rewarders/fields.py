@@ -6,6 +6,6 @@ from ..control.answers import Policy
 
 
 class PolicyWithRewarders(Policy):
-    """`unchecked`: what to know of rewarders that train, and that nobody has found to agree with people."""
+    """`warnings`: what to know of rewarders that train, and that nobody has found to agree with people."""
 
-    unchecked: list[str]
+    warnings: list[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from ..errors import ConfigError
 from ..providers import import_litellm, require_litellm
 from .config import JudgeConfig
 from .rewarder import Away, GivenScore, Json, Rewarder, decisions, together
+from .table import KeptAnswers
 
 JUDGE = "judge"
 MAX_TEXT = 2000  # characters of a message that the judge is shown
@@ -32,9 +34,11 @@ class Judge(Rewarder):
     name = JUDGE
     label = "trainer.judge"
 
-    def __init__(self, config: JudgeConfig, clean: Callable[[str], str] = str) -> None:
-        """`clean` takes secrets out of what it reads."""
-        self._clean = clean
+    def __init__(
+        self, config: JudgeConfig, clean: Callable[[str], str] = str, answers: KeptAnswers | None = None
+    ) -> None:
+        """`clean` takes secrets out of what it reads. `answers` are kept, and counted for the budget."""
+        self._clean, self._answers = clean, answers
         self._config, self.at_once = config, config.concurrency
         self._slots = asyncio.Semaphore(config.concurrency)
 
@@ -43,6 +47,10 @@ class Judge(Rewarder):
         if self._config.model is None:
             raise ConfigError("rewards.use: judge: set trainer.judge.model, as litellm names it")
 
+    async def require(self) -> None:
+        if self._answers is not None:
+            await self._answers.require()
+
     async def source(self) -> str:
         return self._config.model or ""
 
@@ -50,21 +58,34 @@ class Judge(Rewarder):
         steps, source = decisions(rollout), await self.source()
         known = {one["call_id"] for one in rollout["rewards"] if one["name"] == JUDGE and one["source"] == source}
         wanted = [i for i, call in enumerate(steps) if call["call_id"] not in known]
-        shown = await asyncio.to_thread(transcript, steps, self._clean)
-        found = zip(wanted, await together(self.score(shown, i) for i in wanted), strict=True)
+        shown, about = await asyncio.to_thread(transcript, steps, self._clean), [rollout["rollout_id"]]
+        found = zip(wanted, await together(self.score(shown, i, about) for i in wanted), strict=True)
         return [GivenScore(one.value, one.comment, JUDGE, steps[i]["call_id"]) for i, one in found]
 
-    async def score(self, shown: str, step: int) -> GivenScore:
+    async def score(self, shown: str, step: int, about: Sequence[str] = ()) -> GivenScore:
         """Return the score of one step of a transcript: undecided if the answer has none. Raise Away."""
         async with self._slots:
             try:
-                answer = await self._ask(question(shown, step))
+                answer = await self._once(question(shown, step), about)
             except Unjudgeable as error:
                 return GivenScore(UNDECIDED, f"no score: {str(error)[:200]}")
         score = read_score(answer)
         if score is None:
             return GivenScore(UNDECIDED, f"no number in the answer: {answer[:200]}")
         return GivenScore(score, answer[:200])
+
+    async def _once(self, question: str, about: Sequence[str]) -> str:
+        """The answer, from before if it was asked this."""
+        if self._answers is None:
+            return await self._ask(question)
+        digest = hashlib.sha256(f"{self._config.model}\n{INSTRUCTIONS}\n{question}".encode()).hexdigest()
+        if (known := await self._answers.known(digest)) is not None:
+            return known
+        await self._answers.require()
+        answer = await self._ask(question)
+        await self._answers.spend((len(question) // 4, len(answer) // 4))
+        await self._answers.keep(digest, answer, about)
+        return answer
 
     async def _ask(self, question: str) -> str:
         litellm, config = import_litellm(), self._config

@@ -28,7 +28,7 @@ def made(name: str, one: RewarderConfig, config: Config, answers: KeptAnswers, s
         case "function":
             return Function(config.rewards)
         case "judge":
-            return Judge(JudgeKeys.of(config.trainer).judge, clean)
+            return Judge(JudgeKeys.of(config.trainer).judge, clean, answers)
         case "rank":
             return Rank(name, one, model, shuffle)
         case "rubric":

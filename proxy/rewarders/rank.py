@@ -52,11 +52,12 @@ class Rank(AsksModel):
             found = await together(self._without_refused(part, shown, rollouts) for part in parts)
         except NoReward as error:
             return [Given(source, error=str(error)) for _ in rollouts]
-        strength, reason = strengths([places for places, _ in found]), " ".join(said for _, said in found)[:500]
+        strength = strengths([places for places, _ in found])
         known = {i: alike[tuple(messages)] for i, messages in enumerate(shown)}
         scores = by_place({i: strength[like] for i, like in known.items() if like in strength})
+        reasons = {i: " ".join(said[like] for _, said in found if like in said)[:500] for i, like in known.items()}
         refused = Given(source, error="the judge refuses what it wrote, and that alone")
-        return [Given(source, [GivenScore(scores[i], reason)]) if i in scores else refused for i in known]
+        return [Given(source, [GivenScore(scores[i], reasons[i])]) if i in scores else refused for i in known]
 
     def order(self, rollouts: Sequence[Json]) -> list[int]:
         """Return the order in which siblings are shown: shuffled, and always the same."""
@@ -66,7 +67,7 @@ class Rank(AsksModel):
 
     async def _without_refused(
         self, part: Sequence[int], shown: Sequence[Sequence[Said]], rollouts: Sequence[Json]
-    ) -> tuple[Places, str]:
+    ) -> tuple[Places, dict[int, str]]:
         """The order of some siblings; if it is refused, that of all but one: an attempt must not spoil others'."""
         try:
             return await self._ordered(part, shown, rollouts)
@@ -79,16 +80,16 @@ class Rank(AsksModel):
 
     async def _ordered(
         self, part: Sequence[int], shown: Sequence[Sequence[Said]], rollouts: Sequence[Json]
-    ) -> tuple[Places, str]:
-        """The place of each of some siblings, from 0 to 1, the best; and the judge's reason."""
+    ) -> tuple[Places, dict[int, str]]:
+        """The place of each of some siblings, from 0 to 1, the best; and the judge's reason, with its own letter."""
         letters = dict(zip(ascii_uppercase, part, strict=False))
 
-        def read(found: Json) -> tuple[Places, str]:
+        def read(found: Json) -> tuple[Places, dict[int, str]]:
             ties = [[letters.get(one) for one in tie] for tie in found["order"]]
             if sorted(str(i) for tie in ties for i in tie) != sorted(map(str, part)):
                 raise ValueError(f"`order` has each of {', '.join(letters)} once")
             places = {i: -float(place) for place, tie in enumerate(ties) for i in tie if i is not None}
-            return by_place(places), str(found.get("reason", ""))
+            return by_place(places), {i: f"{letter}: {found.get('reason', '')}" for letter, i in letters.items()}
 
         most, same = self._config.longest, shared_beginning([shown[i] for i in part])
         mark = mark_for(*(shown[i] for i in part))

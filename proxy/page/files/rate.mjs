@@ -92,7 +92,7 @@ function Queue({ rollouts, person, onMore }) {
       ${call && html`<button type="button" onClick=${() => setCall(null)}>the rollout instead</button>`}
       <button type="button" onClick=${() => onRate(1)} aria-label="good">👍 +</button>
       <button type="button" onClick=${() => onRate(-1)} aria-label="bad">👎 -</button>
-      <label>number (n)<input name="number" type="number" step="any" size="6" /></label>
+      <label>number (n)<input name="number" type="number" step="any" size="6" /></label><button>give</button>
       <label>comment (c)<input name="comment" maxlength="10000" /></label>
       <button type="button" onClick=${() => go(at + 1)}>skip (s)</button> ${back}
       <small>j and k choose a call</small>

@@ -45,7 +45,7 @@ async def test_try_shows_scores_and_reasons_and_posts_nothing(running: Running, 
         system.config = system.config.model_copy(update={"rewards": type(system.config.rewards)(**rank(judge))})
         done = await system.lightning("rewards", "try", "rank", "a", "b")
         assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines() == [
+        assert re.sub("  [AB]: ", "  ", done.stdout).splitlines() == [
             "a:", "  0  the more, the better", "b:", "  1  the more, the better",
             "nothing was posted; 110 tokens were used",
         ]  # fmt: skip
@@ -75,7 +75,7 @@ async def test_check_compares_with_labels_and_status_warns_until_then(running: R
     async with judging(by_number) as judge, running(tmp_path, rewards=rank(judge)) as system:
         for task in range(6):
             await labelled(system, 0, 1, 2, 3, task=f"t{task}-")
-        (warned,) = (await system.call("GET", "/policy"))[1]["unchecked"]
+        (warned,) = (await system.call("GET", "/policy"))[1]["warnings"]
         assert "rank trains, and nobody checked it: label 20 rollouts" in warned
         assert "nobody checked it" in " ".join((await system.lightning("status")).stdout.split())
         done = await system.lightning("rewards", "check", "rank", "--json")
@@ -85,7 +85,7 @@ async def test_check_compares_with_labels_and_status_warns_until_then(running: R
         assert found["confusion"] == {"right high": 12, "right low": 12, "wrong high": 0, "wrong low": 0}
         assert found["again"]["alike"] == 1.0 and abs(found["again"]["first_half"]) < 0.5
         assert found["verdict"] == "it agrees more than chance does"
-        assert (await system.call("GET", "/policy"))[1]["unchecked"] == []
+        assert (await system.call("GET", "/policy"))[1]["warnings"] == []
         shown = (await system.lightning("rewards", "check", "rank")).stdout
         assert "pairs ordered alike: 1.00 (1.00 to 1.00) of 36" in shown and "/#/rollouts/t" in shown
 
@@ -111,7 +111,7 @@ async def unchecked(system: Any) -> list[str]:
 
     async with system.store() as store:
         fields = await RewardersBeside(system.config, store).of_policy()
-        return list(fields["unchecked"])
+        return list(fields["warnings"])
 
 
 async def test_without_labels_one_line_says_how_to_make_some(running: Running, tmp_path: Path) -> None:

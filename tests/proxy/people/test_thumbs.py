@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.people import table
-from lightning_proxy.proxy.store.keys import Keyring
+from lightning_proxy.proxy.store.keys import Keyring, hash_key
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.types import Limits
 
@@ -103,8 +103,11 @@ async def test_without_origins_there_are_no_keys(running: Running, tmp_path: Pat
 
 async def test_a_key_ends_with_its_time_and_its_rollout(running: Running, tmp_path: Path) -> None:
     async with asked(running, tmp_path) as (system, call_id, given):
-        short = await key(system, "r", call_id, expires_in_s=0.001)
-        assert await thumb(system, short, 1) == 401
+        old = await key(system, "r", call_id, expires_in_s=60)
+        async with system.store() as store:
+            hashed = {"hash": hash_key(old)}
+            await store.database.commit([("UPDATE reward_keys SET expires_at = 1 WHERE key_hash = :hash", [hashed])])
+        assert await thumb(system, old, 1) == 401
         await system.call("POST", "/rollouts/r/end", {"status": "completed"})
         assert (await system.call("DELETE", "/rollouts/r"))[0] in (200, 204)
         await called(system, "r")

@@ -20,6 +20,7 @@ from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.rewarders.judge import Judge
 from lightning_proxy.proxy.rewarders.kinds import check
 from lightning_proxy.proxy.rewarders.rank import by_place, overlapping, strengths
+from lightning_proxy.proxy.rewarders.rewarder import Away
 from lightning_proxy.trainer.collect.collector import Collector
 from support.judging import ScriptedJudge, judging, ordered
 from support.rewarded_by import completed, group, rewards, values
@@ -44,9 +45,8 @@ async def test_siblings_are_rewarded_by_place_and_ties_share_one(running: Runnin
             ids = await group(system, "worth 3", "worth 1", "worth 2", "worth 2")
             given = await rewards(system, ids)
             assert [one["reward"] for one in given] == [1.0, 0.0, 0.5, 0.5]
-            assert {one["name"] for one in given} == {"reward"} and {one["comment"] for one in given} == {
-                "the more, the better"
-            }
+            assert {one["name"] for one in given} == {"reward"}
+            assert {one["comment"] for one in given} == {f"{letter}: the more, the better" for letter in "ABC"}
             assert re.fullmatch(f"rank:{model}@[0-9a-f]{{12}}", given[0]["source"])
             batch = await Collector(TrainerConfig(group_size=4, tasks_per_step=1), store).next_batch(0)
             assert batch is not None and sorted(batch.rollout_ids) == sorted(ids)
@@ -228,6 +228,33 @@ async def test_the_judge_of_calls_may_score_them_when_the_rollout_ends(
         (call,) = (await system.call("GET", f"/rollouts/{ids[0]}"))[1]["calls"]
         assert (given["name"], given["reward"], given["call_id"]) == ("judge", 0.8, call["call_id"])
         assert (given["source"], given["comment"]) == ("scripted", "8, since it helps")
+
+
+async def test_the_judge_of_calls_is_asked_once_for_each_and_stops_at_the_budget(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Logged
+) -> None:
+    asked: list[str] = []
+
+    async def ask(self: Judge, question: str) -> str:
+        asked.append(question.rpartition("\n")[2])
+        if asked.count("The number for step 2:") in (1, 2):
+            raise Away("trainer.judge: busy")
+        return "8"
+
+    monkeypatch.setattr("lightning_proxy.proxy.rewarders.scoring.RETRY_S", 0.05)
+    monkeypatch.setattr(Judge, "_ask", ask)
+    settings = {"rewards": {"use": [{"kind": "judge"}], "budget": {"tokens": 200}}}
+    async with running(tmp_path, trainer={"judge": {"model": "scripted"}}, **settings) as system:
+        for _ in range(2):
+            await system.chat("r")
+        await system.call("POST", "/rollouts/r/end", {"status": "completed"})
+        await rewards(system, ["r"])
+        assert asked.count("The number for step 1:") == 1 and asked.count("The number for step 2:") == 3
+        await completed(system, "later", "a")
+        async with asyncio.timeout(10):
+            while "rewards.budget.tokens is spent" not in caplog.text:
+                await asyncio.sleep(0.05)
+        assert len(asked) == 4
 
 
 async def test_the_budget_stops_it_and_a_larger_one_lets_it_go_on(
