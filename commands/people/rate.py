@@ -22,7 +22,7 @@ _RATED = re.compile(r"(?:call (?P<seq>\d+) )?(?P<value>[+-]|[+-]?\d+(?:\.\d+)?)(
 _THUMBS = {"+": 1.0, "-": -1.0}
 
 
-class Given(NamedTuple):
+class MayTakeBack(NamedTuple):
     """A reward that may be taken back, and the place of its rollout in the queue."""
 
     rollout_id: str
@@ -38,7 +38,7 @@ def rate_rollouts(config: Config, ids: Sequence[str], order: str, person: str, l
 
 
 async def _rate(api: ApiClient, ids: Sequence[str], wanted: dict[str, str]) -> None:
-    console, given, at = Console(highlight=False), list[Given](), 0
+    console, given, at = Console(highlight=False), list[MayTakeBack](), 0
     if not ids:
         queue = await api.request("GET", "/people/queue", params=wanted)
         ids = [one["rollout_id"] for one in queue["data"]]
@@ -50,7 +50,7 @@ async def _rate(api: ApiClient, ids: Sequence[str], wanted: dict[str, str]) -> N
     print(f"{len(given)} rewards named {NAME}")
 
 
-async def _answered(api: ApiClient, rollout: dict[str, Any], given: list[Given], at: int, person: str) -> int:
+async def _answered(api: ApiClient, rollout: dict[str, Any], given: list[MayTakeBack], at: int, person: str) -> int:
     """Return the place of the next rollout: what a person says of this one."""
     while True:
         try:
@@ -74,7 +74,7 @@ async def _answered(api: ApiClient, rollout: dict[str, Any], given: list[Given],
         except (ApiError, ConfigError) as error:
             print(error.message)
             continue
-        given.append(Given(rollout["rollout_id"], posted["reward_id"], at))
+        given.append(MayTakeBack(rollout["rollout_id"], posted["reward_id"], at))
         if body["call_id"] is None:
             return at + 1
 

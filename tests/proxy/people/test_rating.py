@@ -80,6 +80,7 @@ async def test_a_person_rates_by_keyboard_and_takes_it_back(running: Running, tm
         for name in ("first", "second"):
             await completed(system, name, f"I am the {name}.")
         async with browsing(system.url) as (page, wrong):
+            await expect(page.get_by_role("link", name="rate")).to_be_visible()
             await page.keyboard.press("g")
             await page.keyboard.press("a")
             await page.get_by_label("your name").fill("anna")

@@ -339,6 +339,6 @@ async def test_a_version_that_games_a_judge_is_stopped_by_people_or_by_another_r
                 await system.call("POST", "/reward", body)
             found = await decided(system, version)
     assert found["promotion"]["status"] == outcome, found["promotion"]
-    assert found["promotion"]["evidence"]["metrics"]["reward"]["difference"] == 1
+    assert found["promotion"]["evidence"]["metrics"]["reward"]["difference"] == pytest.approx(2 / 3)
     if second:
         assert found["promotion"]["reason"].startswith(f"{next(iter(second))} is worse: -1.000")
