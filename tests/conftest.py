@@ -295,12 +295,12 @@ class System:
             return answer.status, json.loads(await answer.text() or "null")
 
     async def lightning(self, *arguments: str | Path) -> Done:
-        """The command line with this system's configuration; what stops at a signal has its own process."""
+        """The command line with this system's configuration; what leaves sockets behind has its own process."""
         config = self.config.model_dump(mode="json")
         config["proxy"]["port"] = int(self.url.rsplit(":", 1)[1])
         path = self.vllm.root / "system.yaml"
         path.write_text(yaml.safe_dump(config))
-        if arguments[0] not in ("optimize",):
+        if arguments[0] != "optimize":  # the reflecting model's client
             return await asyncio.to_thread(lightning, "--config", path, *arguments)
         command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(path), *map(str, arguments)]
         process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE, env=os.environ | WIDE)

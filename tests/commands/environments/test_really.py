@@ -84,12 +84,13 @@ build-backend = "setuptools.build_meta"
 py-modules = ["sums"]
 """
 # Votes for, kills, protects and looks at somebody of those whom the game names.
-VOTES = """
+VOTES = r"""
 import random, re
 
 def play(seen, player, rng):
     asked = [line for line in seen.splitlines() if "Valid" in line or "choose one player" in line]
-    return f"[{rng.choice(re.findall(r'[[]([0-9]+)[]]', asked[-1]))}]" if asked else "I am a villager."
+    options = re.findall(r"\[(\d+)\]", asked[-1]) if asked else []
+    return f"[{rng.choice(options)}]" if options else "I am a villager."
 """
 Running = Callable[..., AbstractAsyncContextManager[System]]
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -201,7 +202,9 @@ async def test_a_taskset_of_verifiers_with_tools(
         assert (code, code or json.loads(out)["mean_reward"]) == (0, 0.5), err
         _, page = await system.call("GET", "/rollouts")
         _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
-        code, _, err = await system.lightning("run", *options[:3], '{"tasks": 1, "env": {"id": "user-sim"}}')
+        code, _, err = await system.lightning(
+            "run", *options[:3], '{"tasks": 1, "env": {"id": "user-sim"}}', "--mode", "eval"
+        )
         assert code == 0, err
         _, page = await system.call("GET", "/rollouts")
         _, played = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
