@@ -103,10 +103,9 @@ def _messages(step: Json) -> Iterator[Json]:
     if step.get("reasoning_content"):
         message["reasoning_content"] = step["reasoning_content"]
     if called := step.get("tool_calls"):
-        message["tool_calls"] = [
-            {"id": one["tool_call_id"], "function": {"name": one["function_name"], "arguments": one["arguments"]}}
-            for one in called
-        ]
+        functions = [{"name": one["function_name"], "arguments": one.get("arguments")} for one in called]
+        names = [one.get("tool_call_id") for one in called]
+        message["tool_calls"] = [{"id": name, "function": of} for name, of in zip(names, functions, strict=True)]
     yield message | ({"weight": 0} if step.get("is_copied_context") else {})
     for result in (step.get("observation") or {}).get("results", ()):
         if (content := result.get("content")) is not None:
