@@ -32,6 +32,7 @@ function Queue({ rollouts, person, onMore }) {
   const [at, setAt] = useState(0);
   const [call, setCall] = useState(null); // {id, seq} of the call in focus; null: the rollout is rated
   const [error, setError] = useState(null);
+  const [, setBack] = useState(given.length);
   const form = useRef(null);
   const id = rollouts[at]?.rollout_id;
   const go = (to) => {
@@ -42,7 +43,7 @@ function Queue({ rollouts, person, onMore }) {
   const onRate = (reward) => {
     const body = { rollout_id: id, call_id: call?.id ?? null, reward, name: "human", source: person, comment: form.current.comment.value || null, final: false };
     post("/reward", body).then(({ reward_id }) => {
-      given.push({ id, reward_id, at });
+      setBack(given.push({ id, reward_id, at }));
       form.current?.reset();
       setError(null);
       if (call === null) go(at + 1);
@@ -53,6 +54,7 @@ function Queue({ rollouts, person, onMore }) {
     if (last === undefined) return;
     remove(`/rollouts/${encodeURIComponent(last.id)}/rewards/${last.reward_id}`).then(() => {
       given.pop();
+      setBack(given.length);
       setError(null);
       if (rollouts[last.at]?.rollout_id === last.id) go(last.at);
     }, setError);

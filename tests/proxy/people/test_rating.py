@@ -91,6 +91,7 @@ async def test_a_person_rates_by_keyboard_and_takes_it_back(running: Running, tm
             await page.keyboard.press("j")
             await expect(page.get_by_role("form", name="Rate").get_by_role("status")).to_have_text("call 0")
             await page.keyboard.press("-")  # the call
+            await expect(page.get_by_role("button", name="undo (z)")).to_be_visible()
             await page.keyboard.press("Escape")
             await expect(page.locator(".rewards")).to_contain_text("human")
             await page.get_by_role("button", name="the rollout instead").click()
