@@ -15,8 +15,10 @@ import aiohttp
 from playwright.async_api import expect
 
 from lightning_proxy.proxy.config.file import load_config
+from lightning_proxy.trainer.collect.collector import Collector
 from support.browser import browsing, needs_browser
 from support.paths import ROOT
+from support.rewarded import advantages
 from support.rewarded_by import answers
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -78,6 +80,21 @@ async def until_it_listens(url: str) -> None:
                 await asyncio.sleep(0.05)
 
 
-def test_its_configuration_is_valid() -> None:
+async def test_a_step_takes_eight_conversations_and_each_answer_has_its_own_thumb(
+    running: Running, tmp_path: Path
+) -> None:
     config = load_config(EXAMPLE / "config.yaml")
-    assert config.trainer.reward_weights == {"human": 1}
+    liked: dict[str, int] = {}
+    async with running(tmp_path, trainer=config.trainer.model_dump(mode="json")) as system, system.store() as store:
+        for n in range(8):
+            for _ in range(2):
+                await system.chat(f"r{n}")
+            for i, call in enumerate((await system.call("GET", f"/rollouts/r{n}"))[1]["calls"]):
+                value = liked[call["call_id"]] = 1 if (n + i) % 2 else -1
+                reward = {"rollout_id": f"r{n}", "call_id": call["call_id"], "reward": value, "name": "human"}
+                assert (await system.call("POST", "/reward", reward))[0] == 200
+            await system.call("POST", f"/rollouts/r{n}/end", {"status": "completed"})
+        batch = await Collector(config.trainer, store).next_batch(0)
+        assert batch is not None and batch.compared == 8  # the first have too few before them to learn from
+        found = advantages(batch)
+        assert len(found) == 8 and all(advantage * liked[call_id] > 0 for call_id, advantage in found.items())
