@@ -206,7 +206,7 @@ async def _at_work(parts: Parts, session: ClientSession, plugged: Sequence[Work]
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-_HURRIED = frozenset({"/reward", "/rollouts", "/readyz"})  # what agents and probes wait for, besides calls
+_HURRIED = frozenset({"/reward", "/rollouts", "/readyz", "/metrics"})  # what agents and probes wait for, besides calls
 
 
 class Dispatch:

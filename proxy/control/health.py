@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+from contextlib import suppress
+
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from ..errors import LightningError
+from ..errors import LightningError, StoreUnavailable
 from ..store.retention import over_bound
 from ..upstreams.health import replica_name
 from .answers import ERRORS, Ready, answers
@@ -29,9 +33,7 @@ async def readyz(request: Request) -> Response:
     p = parts(request)
     checks, over = {"store": "ok", "upstream": "ok"}, None
     try:
-        await p.store.versions.live()
-        await p.store.database.require_writable()
-        p.recorder.require()
+        await _require_store(p)
         over = await over_bound(p.store.database, p.config.store.retention)
     except LightningError as error:
         checks["store"] = error.message
@@ -57,6 +59,13 @@ async def readyz(request: Request) -> Response:
     return JSONResponse(view, 503 if status == "not ready" else 200)
 
 
+async def _require_store(p: Parts) -> None:
+    """Raise StoreUnavailable unless a call's record could be written now."""
+    await p.store.versions.live()
+    await p.store.database.require_writable()
+    p.recorder.require()
+
+
 async def _other_weights(p: Parts) -> str | None:
     """Why the policy's server does not seem to serve the live version."""
     return await p.store.probes.problem((await p.store.versions.live()).version)
@@ -64,19 +73,40 @@ async def _other_weights(p: Parts) -> str | None:
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
-    """Metrics in Prometheus' text format."""
+    """Metrics in Prometheus' text format. While the store does not answer, what it holds is as at the last look."""
     p = parts(request)
     p.metrics.queue.set(p.recorder.depth)
+    p.metrics.per_step.set(p.config.trainer.rollouts_per_step)
+    for (name, url), problem in p.health.problems.items():
+        p.metrics.upstream_up.labels(name, replica_name(url)).set(problem is None)
+    await asyncio.to_thread(_measure_disks, p)
+    try:
+        await _require_store(p)
+        await _measure_store(p)
+        p.metrics.store_up.set(1)
+    except StoreUnavailable:
+        p.metrics.store_up.set(0)
+    return Response(p.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _measure_store(p: Parts) -> None:
     seen = await verified(p.store)
     p.metrics.seen_served(seen.version, seen.deviations, seen.probed_at)
     p.metrics.waiting.set(await waiting(p))
     p.metrics.stopped_for(await p.store.steps.collapse())
+    p.metrics.step_began.set(await p.store.steps.under_way_since() or 0)
     if (last := await p.store.steps.last()) is not None:
         p.metrics.step_ended(last.step, last.metrics)
     for (mode, status), count in (await p.store.rollouts.counts()).items():
         p.metrics.rollouts.labels(mode, status).set(count)
-    for (name, url), problem in p.health.problems.items():
-        p.metrics.upstream_up.labels(name, replica_name(url)).set(problem is None)
     for one in p.beside:
         await one.measure(p.metrics)
-    return Response(p.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _measure_disks(p: Parts) -> None:
+    directories = {"policy": p.config.policy.directory}
+    if not p.config.store.is_postgres:
+        directories["store"] = p.config.store.path.expanduser().absolute().parent
+    for what, directory in directories.items():
+        with suppress(OSError):  # no policy was published yet
+            p.metrics.disk_free.labels(what).set(shutil.disk_usage(directory).free)

@@ -54,6 +54,10 @@ class Metrics:
         self.upstream_up = self.gauge("upstream_up", "Servers that are watched: 1 if up", "upstream", "replica")
         self.rollouts = self.gauge("rollouts", "Rollouts in the store", "mode", "status")
         self.waiting = self.gauge("rollouts_waiting", "Complete rollouts that no training step has taken yet")
+        self.per_step = self.gauge("rollouts_per_step", "Rollouts that a training step takes")
+        self.step_began = self.gauge("step_began_seconds", "Unix time when the step under way began; 0: none is")
+        self.store_up = self.gauge("store_up", "1 if the store can be read and written")
+        self.disk_free = self.gauge("disk_free_bytes", "Room on the disk of the store, of the policy", "directory")
 
     def call_ended(self, end: CallEnd, recorded: bool) -> None:
         if not recorded:

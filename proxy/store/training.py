@@ -83,6 +83,7 @@ SELECT * FROM steps WHERE status = 'trained' AND CASE WHEN strpos(metrics, '\u')
 ORDER BY step LIMIT :limit
 """,
 )
+STEP_UNDER_WAY = "SELECT created_at FROM steps WHERE status = 'claimed' ORDER BY step LIMIT 1"
 # Not the newest, nor those of versions that have files.
 OLD_CHECKPOINTS = """
 SELECT step, checkpoint FROM steps
@@ -277,6 +278,11 @@ class TrainingSteps:
     async def last(self) -> Step | None:
         """Return the newest finished step."""
         return next(iter(await self.newest(1)), None)
+
+    async def under_way_since(self) -> float | None:
+        """Return when the step under way began (Unix time); None if none is."""
+        row = await self._db.one(STEP_UNDER_WAY)
+        return None if row is None else row["created_at"]
 
     async def newest(self, limit: int, before: int | None = None, *, brief: bool = False) -> list[Step]:
         """Return the last finished steps, newest first; with `before`, of those before that step.

@@ -60,6 +60,8 @@ async def test_calls_rewards_and_probes_get_a_503_while_the_server_says_nothing(
             status, view = await system.call("GET", "/readyz")
             assert (status, view["status"]) == (503, "not ready")
             assert "does not answer" in str(view)
+            async with system.session.get(system.url + "/metrics") as metrics:
+                assert "lightning_store_up 0.0\n" in await metrics.text()
         async with asyncio.timeout(SOON_S):
             while (await system.chat("after"))[0] != 200:
                 await asyncio.sleep(0.1)
