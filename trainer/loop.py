@@ -88,6 +88,7 @@ class TrainingLoop:
         self._show = show
         self._stop = asyncio.Event()
         self._waited_for: str | None = None  # at the last look: logged when a wait begins
+        self._told_standing = False
         self._other_weights: str | None = None
         self._fresh = True  # nothing has changed the trainer's weights yet
         self._free_since = time.perf_counter()
@@ -142,10 +143,17 @@ class TrainingLoop:
         if waits_for is not None:
             return False
         try:
-            return await self.train_once(fewer=once or self._schedule.in_rounds, since=self._schedule.round)
+            trained = await self.train_once(fewer=once or self._schedule.in_rounds, since=self._schedule.round)
         except (JudgeError, UpstreamUnreachable, UpstreamTimeout) as error:
             await self.pause_after(error)
             return True  # there is more to do, also with `once`
+        self._tell_standing(None if trained else self.collector.why_no_step())
+        return trained
+
+    def _tell_standing(self, why: str | None) -> None:
+        if why is not None and not self._told_standing:
+            log.warning("no step, though complete rollouts have waited for minutes: %s", why)
+        self._told_standing = why is not None
 
     async def pause_after(self, error: LightningError) -> None:
         """Wait before the next batch is tried: for a judge, or for a vLLM that knows a grammar."""

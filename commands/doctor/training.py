@@ -8,11 +8,11 @@ from pathlib import Path
 
 from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
-from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import StoreUnavailable
-from ...proxy.groups import Group, Grouping
+from ...proxy.groups import Grouping
 from ...proxy.store.opening import opened
 from ...proxy.store.store import Store
+from ...trainer.collect.groups import full_groups, what_is_missing
 from .checks import Check, failed, ok, warning
 
 
@@ -49,22 +49,3 @@ def trainer_runs(store: StoreConfig) -> bool:
     except OSError:  # there was never one
         return False
     return False
-
-
-def full_groups(groups: list[Group]) -> int:
-    """Count the groups that a step can take, all siblings of which have ended."""
-    return sum(group.group_id is None and group.complete for group in groups)
-
-
-def what_is_missing(groups: list[Group], trainer: TrainerConfig) -> str:
-    """Return how many groups are full, and how many a step still needs, as text."""
-    wanted, full = trainer.tasks_per_step, full_groups(groups)
-    begun = [group for group in groups if group.group_id is None and not group.complete]
-    line = f"{full} of the {wanted} groups that it takes are full (of {trainer.group_size} ended rollouts)"
-    if full >= wanted:
-        return f"{line}: it can be made"
-    if not begun:
-        return f"{line}; no other group has begun"
-    lacking = sum(len(group.awaited) or trainer.group_size - group.ended for group in begun)
-    short = f"{lacking} rollout{'s' * (lacking != 1)} short"
-    return f"{line}; {len(begun)} more {'has' if len(begun) == 1 else 'have'} begun, {short}"

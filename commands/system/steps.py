@@ -68,14 +68,17 @@ async def tell_steps(
             await asyncio.sleep(POLL_S)
 
 
-async def tell_why_it_stands(trainer: Path, say: Callable[[str], None]) -> None:
-    """Say the newest line of the trainer's log once nothing else comes: a warning soon. Runs until cancelled."""
+async def tell_why_it_stands(trainer: Path, say: Callable[[str], None], silent_s: float = SILENT_S) -> None:
+    """Say the newest line of the trainer's log once nothing else comes: a warning soon. Runs until cancelled.
+
+    `silent_s`: until another line than a warning is said.
+    """
     newest, since, is_told = ("", False), time.monotonic(), False
     while True:
         if (now := newest_of_trainer(trainer)) != newest:
             newest, since, is_told = now, time.monotonic(), False
         what, is_warning = newest
-        limit = WARNED_S if is_warning else SILENT_S
+        limit = WARNED_S if is_warning else silent_s
         if not is_told and time.monotonic() - since >= limit:
             say(f"the trainer says nothing new for {duration(limit)}: {what or 'its log is empty'}; see {trainer}")
             is_told = True

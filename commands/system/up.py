@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from ..lines import LogFormat
 from ..plan import plan_tables
 from ..put_back import put_back_left
 from ..vllm import without_tools
-from .steps import tell_steps
+from .steps import tell_steps, tell_why_it_stands
 from .system import Launch, System
 from .view import UpView
 
@@ -35,9 +36,11 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console, log_f
             ready = f"ready: OPENAI_BASE_URL={root}/v1, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops"
             view.say(ready, "bold")
             view.say(f"look at it in a browser: {root}/")
-            await system.guard(_show(config, logs / "proxy.log", view))
+            await system.guard(_show(config, logs, view))
 
 
-async def _show(config: Config, log: Path, view: UpView) -> None:
-    steps = tell_steps(config.store, view.console, view.step, partial(view.say, style="red"))
-    await asyncio.gather(view.follow(log), steps)
+async def _show(config: Config, logs: Path, view: UpView) -> None:
+    say = partial(view.say, style="red")
+    steps = tell_steps(config.store, view.console, view.step, say)
+    standing = tell_why_it_stands(logs / "trainer.log", say, math.inf)  # without rollouts it says nothing
+    await asyncio.gather(view.follow(logs / "proxy.log"), steps, standing)

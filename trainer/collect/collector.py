@@ -260,6 +260,10 @@ class Collector:
         """Return how many complete rollouts wait for a step, and the Unix time at which the oldest began to wait."""
         return await self._waiting.totals()
 
+    def why_no_step(self) -> str | None:
+        """Return what the next step lacks, if complete rollouts have waited for it for minutes."""
+        return self._waiting.why_none()
+
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
         """Return the rows of rollouts, without advantages. While vLLM is away, requests alone say how it samples."""
         found: list[Sample] = []

@@ -14,6 +14,7 @@ from ...proxy.returns import Rules
 from ...proxy.store.store import Store
 
 Order = Callable[[Group], Any]  # a sort key: the first groups are taken first
+STANDS_S = 300.0  # that complete rollouts wait without a step until it is told
 
 
 class WaitingGroups:
@@ -55,6 +56,13 @@ class WaitingGroups:
         lone = await self._store.waiting.lone(self._grouping.failed) if self._config.takes_lone_rollouts else None
         found = [*self._ready, *self._unready, *([lone] if lone else [])]
         return sum(group.completed for group in found), min((group.oldest for group in found), default=None)
+
+    def why_none(self) -> str | None:
+        """Return what the next step lacks, once the rollouts that were there at the last look have waited for long."""
+        found = [group for group in (*self._ready, *self._unready) if group.group_id is None]
+        if not found or time.time() - min(group.oldest for group in found) < STANDS_S:
+            return None
+        return what_is_missing(found, self._config)
 
     def is_complete(self, group: Group) -> bool:
         """Return whether nobody need wait for siblings: they are there, or were compared before."""
@@ -113,3 +121,22 @@ class WaitingGroups:
         if group.pool is None:
             return max(1, group.completed // self._config.group_size)
         return int(group.group_id is None or group.ended >= self._config.group_size)
+
+
+def full_groups(groups: Sequence[Group]) -> int:
+    """Count the groups that a step can take, all siblings of which have ended."""
+    return sum(group.group_id is None and group.complete for group in groups)
+
+
+def what_is_missing(groups: Sequence[Group], config: TrainerConfig) -> str:
+    """Return how many groups are full, and how many a step still needs, as text."""
+    wanted, full = config.tasks_per_step, full_groups(groups)
+    begun = [group for group in groups if group.group_id is None and not group.complete]
+    line = f"{full} of the {wanted} groups that it takes are full (of {config.group_size} ended rollouts)"
+    if full >= wanted:
+        return f"{line}: it can be made"
+    if not begun:
+        return f"{line}; no other group has begun"
+    lacking = sum(len(group.awaited) or config.group_size - group.ended for group in begun)
+    short = f"{lacking} rollout{'s' * (lacking != 1)} short"
+    return f"{line}; {len(begun)} more {'has' if len(begun) == 1 else 'have'} begun, {short}"
