@@ -17,13 +17,11 @@ import aiohttp
 import pytest
 import typer.main
 import yaml
-from prometheus_client.parser import text_string_to_metric_families
 from typer.core import TyperGroup
 
 from lightning_proxy.cli import app
 from lightning_proxy.proxy.config.file import load_config
 from lightning_proxy.proxy.config.server import ProxyConfig
-from lightning_proxy.trainer.report.metric_schema import METRICS
 from support.paths import ROOT
 from support.served import proxy_in_front
 
@@ -81,6 +79,16 @@ def test_an_image_runs_a_command_that_is_there_with_keys_that_are_there(
     assert one(target, "EXPOSE") == str(config.proxy.port)
     assert json.loads(one(target, "ENTRYPOINT")) == ["lightning-proxy"]
     require_command(json.loads(one(target, "CMD")))
+
+
+@pytest.mark.parametrize("target", ["proxy", "all"])
+def test_an_image_installs_the_wheel_with_extras_that_are_there(target: str) -> None:
+    """tests/test_wheel.py builds that wheel of what the Dockerfile copies, and starts its program."""
+    (copied,) = (rest for word, rest in instructions(target) if word == "COPY")
+    assert copied == "--from=wheel /wheels /wheels"
+    (extras,) = re.findall(r"\[([\w,]+)\]", one(target, "RUN"))
+    assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+    assert "--wheel-dir /wheels" in one("wheel", "RUN")
 
 
 def test_the_image_of_all_has_a_vllm_that_we_work_with() -> None:
@@ -172,19 +180,3 @@ async def test_the_pod_answers_its_probes(tmp_path: Path, monkeypatch: pytest.Mo
     assert {probe["port"] for probe in probes} <= set(ports)
     (port,) = manifests()["Service"]["spec"]["ports"]
     assert port["targetPort"] in ports
-
-
-async def test_the_dashboard_shows_metrics_that_are_there(tmp_path: Path) -> None:
-    panels = [panel for panel in json.loads((DEPLOY / "grafana.json").read_text())["panels"] if "targets" in panel]
-    asked = [target["expr"] for panel in panels for target in panel["targets"]]
-    async with proxy_in_front(tmp_path) as proxy, aiohttp.ClientSession() as session:
-        await proxy.start()
-        async with session.get(proxy.url + "/metrics") as answer:
-            families = list(text_string_to_metric_families(await answer.text()))
-    there = {sample.name for family in families for sample in family.samples} | {family.name for family in families}
-    there |= {f"{family.name}_total" for family in families if family.type == "counter"}
-    there |= {f"{family.name}_bucket" for family in families if family.type == "histogram"}
-    used = {name for expression in asked for name in re.findall(r"\blightning_\w+", expression)}
-    assert len(used) > 15 and used - there == set()
-    shown = {name for expression in asked for name in re.findall(r'metric="(\w+)"', expression)}
-    assert shown - set(METRICS) == {"step"}
