@@ -30,6 +30,7 @@ async def test_a_store_that_cannot_be_written_is_a_metric_and_a_line_in_the_log(
         with closing(sqlite3.connect(system.config.store.path)) as other:
             other.execute("BEGIN IMMEDIATE")
             locked = await metrics(system)
+        assert (await system.chat("r1"))[0] == 200
         after = await metrics(system)
     assert [one["lightning_store_up"] for one in (before, locked, after)] == [1, 0, 1]
     running_ones = 'lightning_rollouts{mode="train",status="running"}'
