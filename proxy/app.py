@@ -66,6 +66,16 @@ def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
     return Dispatch(control)
 
 
+def api_to_read(config: Config, *routers: APIRouter) -> FastAPI:
+    """Return the routes that read, and these ones, over a store that is never written."""
+    plugins = plugins_of(config)
+    control = control_api(partial(open_parts, config, plugins, writes=False))
+    core = (module.router for module in (rollouts, tasks, policy, status))
+    add_routes(control, *core, *routers, *(one for plugin in plugins for one in plugin.routers))
+    control.router.routes[:] = [route for route in control.routes if getattr(route, "methods", {"GET"}) & {"GET"}]
+    return control
+
+
 CORE = tuple(module.router for module in (rewards, rollouts, tasks, policy, status, health))
 
 

@@ -34,15 +34,16 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from ..api_client import ApiClient, ask
+    from ..api_client import ApiClient
     from ..formats import print_json
+    from .alone import look
     from .promotion import tests_view
 
     async def read(api: ApiClient) -> tuple[dict[str, Any], ...]:
         steps = await api.request("GET", "/policy/steps", params={"limit": "1000", "brief": "true"})
         return await api.request("GET", "/policy/versions"), steps, await api.policy()
 
-    versions, steps, policy = ask(configuration(context), read)
+    versions, steps, policy = look(configuration(context), read)
     of_steps = {step["metrics"].get("version"): step["metrics"] for step in steps["data"]}
     if as_json:
         for v in versions["data"]:

@@ -49,15 +49,15 @@ def list_rollouts(
     """List rollouts, newest first. Other orders are of the newest 1,000 that fit. A pipe gets full ids."""
     from rich.console import Console
 
-    from ..api_client import ask
     from ..formats import print_json
+    from .alone import look
     from .listing import checked, collect, since_of
     from .rollout_view import rollouts_table
 
     checked(mode, status)
     filters: dict[str, Any] = {"status": status, "task_id": task, "agent": agent, "mode": mode, "cursor": cursor}
     filters |= {"min_reward": min_reward, "max_reward": max_reward, "since": since_of(since), "text": grep}
-    found, more = ask(configuration(context), lambda api: collect(api, filters, limit, sort, reverse=reverse))
+    found, more = look(configuration(context), lambda api: collect(api, filters, limit, sort, reverse=reverse))
     if as_json:
         return print_json({"data": found, "next_cursor": more})
     console = Console()
@@ -137,14 +137,14 @@ def show(
     """Show one rollout: its conversation, calls and rewards."""
     from rich.console import Console
 
-    from ..api_client import ask
     from ..formats import print_json
+    from .alone import look
     from .find import find, tokens_of
     from .graph import graph_lines
     from .rollout_view import rollout_detail
     from .tokens import token_lines
 
-    rollout = ask(configuration(context), lambda api: (tokens_of if tokens else find)(api, rollout_id))
+    rollout = look(configuration(context), lambda api: (tokens_of if tokens else find)(api, rollout_id))
     if as_json:
         print_json(rollout)
     elif tokens:
@@ -164,14 +164,14 @@ def diff(
     """Compare two rollouts: their numbers, and the lines of their conversations that differ."""
     from rich.console import Console
 
-    from ..api_client import ask
+    from .alone import look
     from .diff import rollout_diff
     from .find import find
 
     async def both(api: ApiClient) -> list[dict[str, Any]]:
         return [await find(api, one) for one in (a, b)]
 
-    first, second = ask(configuration(context), both)
+    first, second = look(configuration(context), both)
     Console(highlight=False).print(rollout_diff(first, second))
 
 

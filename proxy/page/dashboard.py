@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from fastapi import APIRouter, FastAPI
 from starlette.types import ASGIApp
 
-from ..app import Dispatch, add_routes, control_api, open_parts
+from ..app import Dispatch, api_to_read
 from ..config.root import Config
-from ..control import policy, rollouts, status, tasks
-from ..plugins.on_board import plugins_of
 
 router = APIRouter()
 
@@ -28,9 +24,4 @@ def create_dashboard(config: Config) -> ASGIApp:
 
 def dashboard_api(config: Config) -> FastAPI:
     """Return the page and the routes that read."""
-    plugins = plugins_of(config)
-    control = control_api(partial(open_parts, config, plugins, writes=False))
-    core = (module.router for module in (rollouts, tasks, policy, status))
-    add_routes(control, *core, router, *(one for plugin in plugins for one in plugin.routers))
-    control.router.routes[:] = [route for route in control.routes if getattr(route, "methods", {"GET"}) & {"GET"}]
-    return control
+    return api_to_read(config, router)

@@ -1,0 +1,37 @@
+"""Lists and views show the same of a store alone, where no proxy runs, and write nothing to it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from support.command_line import lightning
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+
+COMMANDS = [
+    ("rollouts", "list", "--json"),
+    ("rollouts", "list", "--grep", "hi", "--json"),
+    ("rollouts", "show", "r:1/ü", "--json"),
+    ("rollouts", "diff", "r:1/ü", "r2"),
+    ("policy", "list", "--json"),
+]
+
+
+async def test_a_store_alone_shows_what_the_proxy_showed(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, api_keys=["agent"]) as system:
+        key = {"Authorization": "Bearer agent"}
+        for name in ("r%3A1%2F%C3%BC", "r2"):
+            assert (await system.chat(name, **key))[0] == 200
+        posted = {"rollout_id": "r2", "reward": 0.5}
+        assert (await system.call("POST", "/reward", posted, **key))[0] == 200
+        before = [await system.lightning(*command) for command in COMMANDS]
+    for command, shown in zip(COMMANDS, before, strict=True):
+        done = await asyncio.to_thread(lightning, "--config", system.vllm.root / "system.yaml", *command)
+        assert (done.returncode, done.stdout) == (0, shown.stdout), (command, done.stderr)
+        assert f"no proxy answers at {system.url}: this is the store {system.config.store.where}\n" == done.stderr
+    changed = await asyncio.to_thread(lightning, "--config", system.vllm.root / "system.yaml", "rollouts", "end", "r2")
+    assert changed.returncode == 1 and "start it with `lightning-proxy serve`" in changed.stderr
