@@ -22,12 +22,13 @@ from .page import HEADERS, TYPES, get_file
 STEPS = 1000
 WIDTH, HEIGHT = 480, 60
 START = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>lightning-proxy</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark"><title>lightning-proxy</title>
 <link rel="icon" href="page/icon.svg"><link rel="stylesheet" href="page/page.css"></head>
-<body><main id="main"><h1>Reward by training step</h1><table>
+<body><main id="main"><h1>Reward by training step</h1><div class="table"><table>
 <thead><tr><th>store</th><th>steps</th><th>last</th><th>from 0 to {most}</th></tr></thead><tbody>
 {rows}
-</tbody></table></main></body></html>
+</tbody></table></div></main></body></html>
 """
 
 
@@ -71,6 +72,7 @@ def _row(address: str, name: str, curve: Sequence[float], most: float) -> str:
     drawn = f'<polyline points="{points}" fill="none" stroke="currentColor" stroke-width="1.5"/>'
     last = f"{curve[-1]:.3g}" if curve else ""
     return (
-        f'<tr><td><a href="{escape(address)}">{escape(name)}</a></td><td>{len(curve)}</td><td>{last}</td>'
-        f'<td><svg width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}">{drawn}</svg></td></tr>'
+        f'<tr><td class="head"><a href="{escape(address)}">{escape(name)}</a></td>'
+        f'<td data-label="steps">{len(curve)}</td><td data-label="last">{last}</td><td class="head">'
+        f'<svg class="curve" viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none">{drawn}</svg></td></tr>'
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,39 +14,9 @@ from playwright.async_api import Page, expect
 from lightning_proxy.proxy.page.page import FILES
 from lightning_proxy.proxy.types import RolloutName
 from support.browser import browsing, needs_browser
-from support.learning import Learning
+from support.views import STEPS, VIEWS, Running, learned, show
 
 pytestmark = needs_browser
-Running = Callable[..., AbstractAsyncContextManager[Any]]
-
-STEPS = 6
-VIEWS = {
-    "overview": "Reward by training step",
-    "rollouts": "run-005-3-3",
-    "rollouts/run-004-2-1": "Trained in step 5",
-    "rollouts/run-004-2-1/rows": "The group's prefix tree",
-    "rollouts/run-004-2-1/beside": "side by side",
-    "tasks": "multiply-00",
-    "versions": "Version 6 is live",
-    "compare?a=0&b=5": "paired tasks",
-}
-
-
-@asynccontextmanager
-async def learned(running: Running, directory: Path, **proxy: Any) -> AsyncIterator[Any]:
-    """A system whose policy learned in a few steps."""
-    headers = {"Authorization": "Bearer agent"} if proxy else {}
-    async with running(directory, **proxy) as system, system.store() as store:
-        learning = Learning(system, store, headers)
-        for number in range(STEPS):
-            await learning.step(number, STEPS, directory)
-        yield system
-
-
-async def show(page: Page, system: Any, view: str) -> None:
-    await page.goto(f"{system.url}/#/{view}")
-    await page.reload()
-    await expect(page.locator(".loading")).to_have_count(0)
 
 
 async def test_each_view_shows_what_it_is_for(running: Running, tmp_path: Path) -> None:
@@ -101,7 +69,7 @@ async def test_rollouts_are_filtered_and_sorted_and_the_address_says_how(running
         await expect(page).to_have_url(re.compile(r"#/rollouts\?mode=eval$"))
         await expect(page.locator("tbody tr")).to_have_count(3 * STEPS)
         await page.get_by_role("button", name="reward").click()
-        rewards = [float(text) for text in await page.locator("tbody td:nth-child(6)").all_text_contents()]
+        rewards = [float(text) for text in await page.locator("tbody td:nth-child(2)").all_text_contents()]
         assert rewards == sorted(rewards, reverse=True)
         await page.go_back()
         await expect(page.locator("tbody tr")).to_have_count(100)

@@ -31,7 +31,15 @@ export function Chart({ label, x, xLabel, series, height = 200, sync }) {
     };
   }, [shape]);
   useEffect(() => drawn.current.setData(columnsOf(x, series)), [x, series]);
-  return html`<figure class="chart" role="img" aria-label=${summary(label, x, xLabel, series)}>
+  const onKeyDown = (event) => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (by === undefined) return;
+    event.preventDefault();
+    const { cursor, data: [all] } = drawn.current;
+    const at = Math.min(all.length - 1, Math.max(0, (cursor.idx ?? all.length) + by));
+    drawn.current.setCursor({ left: drawn.current.valToPos(all[at], "x"), top: 0 });
+  };
+  return html`<figure class="chart" tabindex="0" onKeyDown=${onKeyDown} aria-label=${summary(label, x, xLabel, series)}>
     <div ref=${place}></div>
   </figure>`;
 }

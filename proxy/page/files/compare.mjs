@@ -24,7 +24,7 @@ function Chosen({ versions, params }) {
       <label>to<select name="b" onChange=${onChange}>${options("b")}</select></label>
       <label>mode<select name="mode" onChange=${onChange}>${["", "eval", "train"].map((mode) => html`<option value=${mode} selected=${mode === (chosen.mode ?? "")}>${mode || "eval if both have it"}</option>`)}</select></label>
     </form>
-    ${chosen.b === undefined ? html`<${Empty}>Only the base model is there. The first training step publishes version 1.<//>` : html`<${Loaded} of=${comparison}>${(found) => html`<${Found} found=${found} />`}<//>`}`;
+    ${chosen.b === undefined ? html`<${Empty}>Only the base model is there. <code>lightning-proxy train</code> publishes version 1 after its first step.<//>` : html`<${Loaded} of=${comparison}>${(found) => html`<${Found} found=${found} />`}<//>`}`;
 }
 
 // The oldest and the newest version that were evaluated, or else that earned any reward.

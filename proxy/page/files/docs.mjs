@@ -81,9 +81,9 @@ function Route({ route, api }) {
     ${rest.map((paragraph) => html`<p key=${paragraph}>${withCode(paragraph)}</p>`)}
     <p class="muted">${keysOf(route)}</p>
     ${route.parameters?.length > 0 && html`<${Parameters} of=${route.parameters} api=${api} />`}
-    ${body && html`<h3>Body</h3><pre>${written(body, api)}</pre>`}
+    ${body && html`<h3>Body</h3><pre tabindex="0">${written(body, api)}</pre>`}
     ${answers(route).map(
-      ([status, schema]) => html`<div key=${status}><h3>Answer ${status}</h3><pre>${written(schema, api)}</pre></div>`,
+      ([status, schema]) => html`<div key=${status}><h3>Answer ${status}</h3><pre tabindex="0">${written(schema, api)}</pre></div>`,
     )}
     ${route.method === "get" && route.path !== "/feed" && html`<${Try} route=${route} />`}
   </details>`;

@@ -23,7 +23,7 @@ export function Happening() {
   }), []);
   if (state === "off") return html`<${Empty}>This key has no feed. The numbers above are read every few seconds.<//>`;
   if (events.length === 0) {
-    return html`<${Empty}>Nothing has happened since you opened this page.<//>`;
+    return html`<${Empty}>Nothing has happened since you opened this page. <code>lightning-proxy run --tasks FILE -- COMMAND</code> starts agents.<//>`;
   }
   return html`<ol class="happening">${events.map(({ key, kind, data, at }) => html`<li key=${key}><span>${SAID[kind](data)}</span><${Time} at=${at} /></li>`)}</ol>`;
 }

@@ -13,6 +13,7 @@ const HELP = [
   ["g a", "rate rollouts: +, -, n for a number, c for a comment, s to skip, z to undo"],
   ["j, k or ↓, ↑", "next and previous row"],
   ["Enter", "open the row"],
+  ["←, →", "in a chart or an answer's tokens: the values before and after"],
   ["/", "search rollouts"],
   ["u", "up, from a rollout to the list"],
   ["?", "this help"],

@@ -69,12 +69,12 @@ function Numbers({ now, policy }) {
   const held = now.rollouts.eval ?? {};
   const live = policy?.live_version;
   return html`<dl class="stats">
+    <${Stat} label="last reward" value=${number(policy?.last_step?.metrics?.reward_mean)} note=${policy?.last_step && `± ${number(policy.last_step.metrics.reward_std)}`} />
     <${Stat} label="live version" value=${html`<a href="#/versions">${live ?? "…"}</a>`} note=${policy?.live_at && html`since <${Time} at=${policy.live_at} />, ${policy.publish}`} />
     ${now.verified?.version > 0 && html`<${Verified} seen=${now.verified} />`}
     ${policy?.best && html`<${Stat} label="best version" value=${html`<a href="#/versions">${policy.best.version}</a>`} note=${policy.best.story} />`}
     ${policy?.test && html`<${Stat} label="candidate" value=${html`<a href="#/versions">${policy.test.version}</a>`} note=${`tested with ${number(policy.test.evidence.rollouts ?? 0)} rollouts`} />`}
     <${Stat} label="training steps" value=${number(policy?.steps)} note=${policy?.last_step && html`last <${Time} at=${policy.last_step.finished_at} />`} />
-    <${Stat} label="last reward" value=${number(policy?.last_step?.metrics?.reward_mean)} note=${policy?.last_step && `± ${number(policy.last_step.metrics.reward_std)}`} />
     <${Stat} label="waiting for the trainer" value=${number(now.waiting)} unit="rollouts" />
     <${Stat} label="training rollouts" value=${number(train.completed ?? 0)} note=${`${number(train.running ?? 0)} running, ${number(train.failed ?? 0)} failed`} />
     <${Stat} label="evaluation rollouts" value=${number(held.completed ?? 0)} note=${`${number(held.running ?? 0)} running`} />
@@ -139,7 +139,7 @@ function RewardByVersions({ versions }) {
     ].filter(({ values }) => values.some((value) => value !== null));
     return { x: rewarded.map(({ version }) => version), series };
   }, [versions]);
-  if (shown.x.length === 0) return html`<${Empty}>No rollout has a reward yet. Post one to <code>${location.origin}/reward</code>.<//>`;
+  if (shown.x.length === 0) return html`<${Empty}>No rollout has a reward yet. Post one: <code>curl --json '{"rollout_id": "ID", "reward": 1}' ${location.origin}/reward</code><//>`;
   return html`<${Chart} label="Reward by policy version" xLabel="version" height=${240} ...${shown} />`;
 }
 
@@ -149,7 +149,7 @@ function Signs({ steps }) {
     const x = rising.map(({ step }) => step);
     return SIGNS.map(([name, label, unit]) => ({ name, label, unit, x, values: column(rising, name) })).filter(({ values }) => values.some((value) => value !== null));
   }, [steps]);
-  if (charts.length === 0) return html`<${Empty}>They are shown from the first training step.<//>`;
+  if (charts.length === 0) return html`<${Empty}>They are shown from the first training step. <code>lightning-proxy doctor</code> says what that waits for.<//>`;
   const warned = steps.filter(({ metrics }) => metrics.warnings).slice(0, 3);
   return html`${warned.map(({ step, metrics }) => html`<p class="warned"><${Badge} kind="bad">step ${step}<//> ${Object.values(metrics.warnings).join("; ")}</p>`)}
     <div class="small-charts">${charts.map(({ name, label, unit, x, values }) => html`<${Sign} key=${name} label=${label} unit=${unit} x=${x} values=${values} />`)}</div>`;

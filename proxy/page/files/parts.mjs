@@ -3,6 +3,7 @@ import { absolute, ago, NONE, number, text } from "./format.mjs";
 import { html, useState } from "./html.mjs";
 
 const SHOWN = 1200; // characters of a long text, until it is asked for
+const SCROLLS = /^[^]{500}|(.*\n){20}/; // what may not fit into its place: the keyboard has to reach it to scroll
 
 export const to = (...parts) => `#/${parts.map(encodeURIComponent).join("/")}`;
 
@@ -39,7 +40,15 @@ export function Failure({ error, again }) {
   </div>`;
 }
 
+// What is not there yet, and the one command that helps.
 export const Empty = ({ children }) => html`<div class="empty">${children}</div>`;
+
+// What is folded on a phone, and opens by a button. The others do not see the button.
+export function Folded({ label, children }) {
+  const [open, setOpen] = useState(false);
+  return html`<button type="button" class="fold" aria-expanded=${open} onClick=${() => setOpen(!open)}>${label}</button>
+    <div class=${open ? "folded open" : "folded"}>${children}</div>`;
+}
 
 // Shows a route's answer: that it is under way, its error, or what `children` makes of the data.
 export function Loaded({ of, children }) {
@@ -65,7 +74,7 @@ export function Table({ columns, rows, rowKey, sort, onSort, label }) {
       <thead><tr>${columns.map(heading)}</tr></thead>
       <tbody>
         ${rows.map((row) => html`<tr key=${rowKey(row)}>
-          ${columns.map((column) => html`<td class=${column.num && "num"}>${column.cell(row)}</td>`)}
+          ${columns.map((column, i) => html`<td class=${[i === 0 && "head", column.num && "num"].filter(Boolean).join(" ")} data-label=${i > 0 ? column.label : undefined}>${column.cell(row)}</td>`)}
         </tr>`)}
       </tbody>
     </table>
@@ -92,7 +101,7 @@ export function LongText({ children, most = SHOWN }) {
   const [whole, setWhole] = useState(false);
   const all = text(children);
   const cut = all.length > most && !whole;
-  return html`<pre class="said" dir="auto">${cut ? all.slice(0, most) : all}${cut && "…"}</pre>
+  return html`<pre class="said" dir="auto" tabindex=${SCROLLS.test(all) ? 0 : undefined}>${cut ? all.slice(0, most) : all}${cut && "…"}</pre>
     ${all.length > most && html`<button class="more" onClick=${() => setWhole(!whole)}>
       ${whole ? "show less" : `show all ${number(all.length)} characters`}
     </button>`}`;

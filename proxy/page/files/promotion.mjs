@@ -25,10 +25,10 @@ function Metrics({ evidence }) {
   return html`<div class="table" tabindex="0" role="region" aria-label="Evidence"><table>
     <thead><tr><th scope="col">metric</th><th scope="col" class="num">pairs</th><th scope="col" class="num">live</th><th scope="col" class="num">candidate</th><th scope="col" class="num">difference</th><th scope="col" class="num">may be</th><th scope="col" class="num">drop shown</th><th scope="col" class="num">drop excluded</th><th scope="col">so far</th></tr></thead>
     <tbody>${rows.map(([name, one]) => html`<tr key=${name}>
-      <td>${name} <small>margin ${number(one.margin)}</small></td><td class="num">${number(one.pairs)}</td>
-      <td class="num">${number(one.live)}</td><td class="num">${number(one.candidate)}</td><td class="num">${signed(one.difference)}</td>
-      <td class="num">${one.interval && `${signed(one.interval[0])} to ${signed(one.interval[1])}`}</td>
-      <td class="num">${number(one.e_drop)} <small>of ${number(needed * rows.length)}</small></td><td class="num">${number(one.e_safe)} <small>of ${number(needed)}</small></td>
+      <td class="head">${name} <small>margin ${number(one.margin)}</small></td><td class="num" data-label="pairs">${number(one.pairs)}</td>
+      <td class="num" data-label="live">${number(one.live)}</td><td class="num" data-label="candidate">${number(one.candidate)}</td><td class="num" data-label="difference">${signed(one.difference)}</td>
+      <td class="num" data-label="may be">${one.interval && `${signed(one.interval[0])} to ${signed(one.interval[1])}`}</td>
+      <td class="num" data-label="drop shown">${number(one.e_drop)} <small>of ${number(needed * rows.length)}</small></td><td class="num" data-label="drop excluded">${number(one.e_safe)} <small>of ${number(needed)}</small></td>
       <td><${Badge} kind=${VERDICT_KIND[one.verdict]}>${one.verdict}<//></td></tr>`)}</tbody></table></div>`;
 }
 

@@ -25,8 +25,8 @@ export function Rollout({ id }) {
   return html`<${Loaded} of=${rollout}>${(found) => html`
     <${RolloutHead} rollout=${found} rows=${rows} part="timeline" />
     <div class="grid">
-      <${Panel} title="Rollout"><${About} rollout=${found} /><//>
       <${Panel} title="Rewards"><${Rewards} rewards=${found.rewards} awaits=${found.awaits_reward} /><//>
+      <${Panel} title="Rollout"><${About} rollout=${found} /><//>
       <${Panel} title="Siblings" note="The rollouts of its task that it was compared with."><${Group} rows=${rows} id=${id} /><//>
     </div>
     <${Timeline} rollout=${found} rows=${rows} />`}<//>`;
@@ -74,7 +74,7 @@ function About({ rollout }) {
 
 function Rewards({ rewards, awaits }) {
   if (rewards.length === 0) {
-    return html`<${Empty}>${awaits ? "The reward function has not been asked about it yet." : html`No reward yet. Post one to <code>${location.origin}/reward</code>.`}<//>`;
+    return html`<${Empty}>${awaits ? "The reward function has not been asked about it yet." : html`No reward yet. Post one: <code>curl --json '{"rollout_id": "ID", "reward": 1}' ${location.origin}/reward</code>`}<//>`;
   }
   return html`<ul class="rewards">${rewards.map((reward) => html`<li key=${reward.reward_id}>
     <${Reward} value=${reward.reward} /> <span>${reward.name}</span>
@@ -92,7 +92,7 @@ const GROUP_COLUMNS = [
 
 function Group({ rows, id }) {
   const group = rows?.group ?? [];
-  if (group.length < 2) return html`<${Empty}>No sibling yet. Rollouts with the same <code>X-Task-Id</code> are compared with each other.<//>`;
+  if (group.length < 2) return html`<${Empty}>No sibling yet. Rollouts with the same <code>X-Task-Id</code> are compared with each other: <code>lightning-proxy run --tasks FILE -- COMMAND</code> makes eight of each task.<//>`;
   const ordered = [...group].sort((a, b) => (b.rollout_id === id) - (a.rollout_id === id) || (b.reward ?? 0) - (a.reward ?? 0));
   return html`<${Table} label="Siblings" columns=${GROUP_COLUMNS} rows=${ordered} rowKey=${(row) => row.rollout_id} />`;
 }
@@ -100,7 +100,7 @@ function Group({ rows, id }) {
 export function Timeline({ rollout, rows }) {
   const credit = useMemo(() => new Map((rows?.calls ?? []).map((call) => [call.call_id, call])), [rows]);
   const { calls, events } = rollout;
-  if (calls.length + events.length === 0) return html`<${Empty}>No call yet.<//>`;
+  if (calls.length + events.length === 0) return html`<${Empty}>No call yet. <code>lightning-proxy doctor</code> says whether one would be answered.<//>`;
   const eventsBefore = (seq) => events.filter((event) => event.seq === seq);
   const after = events.filter(({ seq }) => !calls.some((call) => call.seq === seq));
   return html`<${Contexts} calls=${calls} credit=${credit} /><div class="timeline">

@@ -3,7 +3,7 @@ import { get, useData } from "./api.mjs";
 import { useFresh } from "./feed.mjs";
 import { number, plural } from "./format.mjs";
 import { html, useEffect, useMemo, useState } from "./html.mjs";
-import { Badge, Empty, Failure, Loaded, Reward, RolloutLink, Table, Time, link, useSort } from "./parts.mjs";
+import { Badge, Empty, Failure, Folded, Loaded, Reward, RolloutLink, Table, Time, link, useSort } from "./parts.mjs";
 
 const PAGE = 100;
 const SINCE = { "": "any time", 3600: "last hour", 86400: "last day", 604800: "last week" };
@@ -14,11 +14,11 @@ export const RolloutStatus = ({ status }) => html`<${Badge} kind=${STATUS_KIND[s
 
 const COLUMNS = [
   { name: "rollout", label: "rollout", cell: ({ rollout_id }) => html`<${RolloutLink} id=${rollout_id} />` },
+  { name: "reward", label: "reward", num: true, value: (row) => row.reward, cell: (row) => html`<${Reward} value=${row.reward} />` },
+  { name: "status", label: "status", value: (row) => row.status, cell: (row) => html`<${RolloutStatus} status=${row.status} />` },
   { name: "task", label: "task", value: (row) => row.task_id, cell: ({ task_id }) => task_id && html`<a class="id" href=${link("rollouts", { task_id })} title=${task_id}>${task_id}</a>` },
   { name: "agent", label: "agent", value: (row) => row.agent, cell: (row) => row.agent },
   { name: "mode", label: "mode", value: (row) => row.mode, cell: (row) => row.mode },
-  { name: "status", label: "status", value: (row) => row.status, cell: (row) => html`<${RolloutStatus} status=${row.status} />` },
-  { name: "reward", label: "reward", num: true, value: (row) => row.reward, cell: (row) => html`<${Reward} value=${row.reward} />` },
   { name: "calls", label: "calls", num: true, value: (row) => row.calls, cell: (row) => number(row.calls) },
   { name: "tokens", label: "tokens", num: true, title: "sampled tokens", value: (row) => row.tokens, cell: (row) => number(row.tokens) },
   { name: "version", label: "version", num: true, value: (row) => row.policy_version, cell: (row) => number(row.policy_version) },
@@ -47,13 +47,16 @@ function Filters({ params }) {
   const options = (all, chosen = "") => all.map(([value, label]) => html`<option value=${value} selected=${String(value) === chosen}>${label}</option>`);
   const field = (name, label, attributes = {}) => html`<label>${label}<input name=${name} value=${params[name] ?? ""} ...${attributes} /></label>`;
   const reward = { type: "number", step: "any", size: 6 };
+  const folded = Object.keys(params).filter((name) => name !== "text").length;
   return html`<form class="filters" role="search" onSubmit=${onSubmit}>
     ${field("text", "text", { type: "search", placeholder: "in requests and answers", maxlength: 200 })}
-    ${field("prefix", "id begins with")} ${field("task_id", "task")} ${field("agent", "agent")}
-    <label>status<select name="status" onChange=${onChange}>${options(STATUS.map((one) => [one, one || "any"]), params.status)}</select></label>
-    <label>mode<select name="mode" onChange=${onChange}>${options([["", "any"], ["train", "train"], ["eval", "eval"]], params.mode)}</select></label>
-    ${field("min_reward", "reward from", reward)} ${field("max_reward", "to", reward)}
-    <label>opened<select name="ago" onChange=${onChange}>${options(Object.entries(SINCE), params.ago)}</select></label>
+    <${Folded} label=${folded > 0 ? `filters: ${folded}` : "filters"}>
+      ${field("prefix", "id begins with")} ${field("task_id", "task")} ${field("agent", "agent")}
+      <label>status<select name="status" onChange=${onChange}>${options(STATUS.map((one) => [one, one || "any"]), params.status)}</select></label>
+      <label>mode<select name="mode" onChange=${onChange}>${options([["", "any"], ["train", "train"], ["eval", "eval"]], params.mode)}</select></label>
+      ${field("min_reward", "reward from", reward)} ${field("max_reward", "to", reward)}
+      <label>opened<select name="ago" onChange=${onChange}>${options(Object.entries(SINCE), params.ago)}</select></label>
+    <//>
     <button class="primary">Search</button>
     ${Object.keys(params).length > 0 && html`<a class="button" href="#/rollouts">Clear</a>`}
   </form>`;
@@ -96,7 +99,7 @@ function Found({ rows, filtered, more, onMore }) {
   if (rows.length === 0 && !more) {
     return filtered
       ? html`<${Empty}>No rollout is like that. <a href="#/rollouts">Show all rollouts</a><//>`
-      : html`<${Empty}>No rollouts yet. Point your agent's <code>OPENAI_BASE_URL</code> at <code>${location.origin}/v1</code>.<//>`;
+      : html`<${Empty}>No rollouts yet. Start your agent with the proxy's address: <code>OPENAI_BASE_URL=${location.origin}/v1 python agent.py</code><//>`;
   }
   return html`<p class="muted" role="status">${plural(rows.length, "rollout")}${more ? " so far" : ""}${sort && more ? "; sorted are those on this page" : ""}</p>
     <${Table} label="Rollouts" columns=${COLUMNS} rows=${sorted} rowKey=${(row) => row.rollout_id} sort=${sort} onSort=${onSort} />

@@ -41,7 +41,7 @@ function lanesOf(tree) {
 function Tree({ tree, id }) {
   const [at, setAt] = useState(null);
   const { lanes, spans } = useMemo(() => lanesOf(tree), [tree]);
-  if (tree.length === 0) return html`<${Empty}>No training row: none of its calls can be trained on, or it was not taken yet.<//>`;
+  if (tree.length === 0) return html`<${Empty}>No training row: none of its calls can be trained on, or it was not taken yet. <code>lightning-proxy rollouts show ID</code> says which.<//>`;
   const longest = Math.max(...tree.map(({ depth, tokens }) => depth + tokens));
   const unique = tree.reduce((sum, { tokens }) => sum + tokens, 0);
   const all = tree.reduce((sum, { tokens, rows }) => sum + tokens * rows.length, 0);
@@ -96,7 +96,7 @@ function RowTokens({ id, rows }) {
 }
 
 function CreditTable({ calls, id }) {
-  if (!calls.some(({ step }) => typeof step === "number")) return html`<${Empty}>It has no credit yet: no step took it.<//>`;
+  if (!calls.some(({ step }) => typeof step === "number")) return html`<${Empty}>It has no credit yet: no step took it. <code>lightning-proxy doctor</code> says what the next step waits for.<//>`;
   const columns = [
     { name: "call", label: "call", num: true, cell: ({ seq }) => html`<a class="pick" href=${to("rollouts", id)}>${seq}</a>` },
     { name: "agent", label: "agent", cell: ({ agent }) => agent },

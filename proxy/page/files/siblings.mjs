@@ -12,7 +12,7 @@ export function SideBySide({ id, params }) {
   const other = params.with ?? bestOf(others, rollout.data?.reward)?.rollout_id;
   return html`<${Loaded} of=${rollout}>${(found) => html`
     <${RolloutHead} rollout=${found} rows=${rows} part="side by side" />
-    ${others.length === 0 && html`<${Empty}>No other rollout of this task yet. Rollouts with the same <code>X-Task-Id</code> are siblings.<//>`}
+    ${others.length === 0 && html`<${Empty}>No other rollout of this task yet. <code>lightning-proxy run --tasks FILE -- COMMAND</code> makes eight of each task.<//>`}
     ${other && html`<div class="beside">
       <section><h2><${RolloutLink} id=${id} /> reward <${Reward} value=${found.reward} /></h2><${Timeline} rollout=${found} rows=${rows} /></section>
       <${Other} key=${other} id=${id} other=${other} others=${others} />

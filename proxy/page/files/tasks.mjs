@@ -3,7 +3,7 @@ import { get, useData } from "./api.mjs";
 import { useFresh } from "./feed.mjs";
 import { number, plural } from "./format.mjs";
 import { html, useEffect, useState } from "./html.mjs";
-import { Badge, Empty, Failure, Loaded, Table, Time, link } from "./parts.mjs";
+import { Badge, Empty, Failure, Folded, Loaded, Table, Time, link } from "./parts.mjs";
 
 const PAGE = 100;
 const SORTS = { recent: "newest first", mean: "highest mean first", spread: "widest spread first", rollouts: "most rollouts first" };
@@ -34,9 +34,11 @@ function Choice({ params }) {
   };
   const option = (chosen = "") => ([value, label]) => html`<option value=${value} selected=${value === chosen}>${label}</option>`;
   return html`<form class="filters" onSubmit=${(event) => event.preventDefault()}>
+    <${Folded} label="filters">
     <label>order<select name="sort" onChange=${onChange}>${Object.entries(SORTS).map(option(params.sort))}</select></label>
     <label>mode<select name="mode" onChange=${onChange}>${[["", "any"], ["train", "train"], ["eval", "eval"]].map(option(params.mode))}</select></label>
     <label>solved<select name="solved" onChange=${onChange}>${["", "never", "sometimes", "always"].map((one) => [one, one || "any"]).map(option(params.solved))}</select></label>
+    <//>
   </form>`;
 }
 

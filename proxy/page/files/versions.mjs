@@ -37,7 +37,7 @@ function History({ versions, near, reload }) {
   return html`<div class="title-line"><p>Version <b>${live?.version}</b> is live${live?.live_at > 0 && html` since <${Time} at=${live.live_at} />`}.</p>
       ${canGoBack && html`<button onClick=${() => setAsking({ path: "/policy/rollback", what: "Roll back to the version that was live before this one?", verb: "Roll back" })}>Roll back…</button>`}</div>
     ${test && html`<${Test} test=${test} />`}
-    ${versions.length === 1 && html`<${Empty}>Only the base model is there. The first training step publishes version 1.<//>`}
+    ${versions.length === 1 && html`<${Empty}>Only the base model is there. <code>lightning-proxy train</code> publishes version 1 after its first step.<//>`}
     <div class="table versions" tabindex="0" role="region" aria-label="Versions"><table>
       <thead><tr><th scope="col">lineage</th><th scope="col" class="num">version</th><th scope="col">status</th><th scope="col">verified</th><th scope="col" class="num">from</th><th scope="col" class="num">step</th><th scope="col" class="num">train reward</th><th scope="col" class="num">eval reward</th><th scope="col" class="num">made</th><th scope="col">action</th></tr></thead>
       <tbody>${shown.map((version, i) => html`<${Version} key=${version.version} version=${version} near=${near.get(version.version)} graph=${i === 0 && html`<${Lineage} versions=${shown} />`} count=${shown.length}
@@ -52,14 +52,14 @@ function Version({ version, near, graph, count, onPromote }) {
   const reward = (one) => (one ? html`<b>${number(one.mean)}</b> <small>of ${number(one.rollouts)}</small>` : html`<span class="muted">–</span>`);
   return html`<tr class=${version.live && "live"} style=${{ height: `${ROW}px` }}>
     ${graph && html`<td class="lineage" rowspan=${count}>${graph}</td>`}
-    <td class="num"><a class="pick" href=${link("compare", { a: version.parent ?? 0, b: version.version })} title="compare with the version it came from">${version.version}</a></td>
+    <td class="num head"><a class="pick" href=${link("compare", { a: version.parent ?? 0, b: version.version })} title="compare with the version it came from"><span class="on-phone">version </span>${version.version}</a></td>
     <td title=${outcome(version.promotion)}><${Badge} kind=${STATUS_KIND[version.status]}>${version.status}<//> <small>${version.publish}</small>${version.best && html` <${Badge} kind="good">best<//>`}${version.error && html` · <small class="reason" title=${version.error}>${version.error}</small>`}</td>
     <td><${Verified} version=${version} near=${near} /></td>
-    <td class="num">${version.parent ?? ""}</td>
-    <td class="num">${version.step ?? ""}</td>
-    <td class="num">${reward(rewards.train)}</td>
-    <td class="num" title=${interval(version.evaluation)}>${reward(rewards.eval)}</td>
-    <td class="num">${version.created_at > 0 && html`<${Time} at=${version.created_at} />`}</td>
+    <td class="num" data-label="from">${version.parent ?? ""}</td>
+    <td class="num" data-label="step">${version.step ?? ""}</td>
+    <td class="num" data-label="train">${reward(rewards.train)}</td>
+    <td class="num" data-label="eval" title=${interval(version.evaluation)}>${reward(rewards.eval)}</td>
+    <td class="num" data-label="made">${version.created_at > 0 && html`<${Time} at=${version.created_at} />`}</td>
     <td>${!version.live && (version.promotable ? html`<button onClick=${onPromote}>Promote…</button>` : html`<small class="why">${version.obstacle}</small>`)}</td>
   </tr>`;
 }

@@ -1,0 +1,43 @@
+"""The page's views over a history of learning, and what each of them shows."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from playwright.async_api import Page, expect
+
+from .learning import Learning
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+
+STEPS = 6
+VIEWS = {
+    "overview": "Reward by training step",
+    "rollouts": "run-005-3-3",
+    "rollouts/run-004-2-1": "Trained in step 5",
+    "rollouts/run-004-2-1/rows": "The group's prefix tree",
+    "rollouts/run-004-2-1/beside": "side by side",
+    "tasks": "multiply-00",
+    "versions": "Version 6 is live",
+    "compare?a=0&b=5": "paired tasks",
+}
+
+
+@asynccontextmanager
+async def learned(running: Running, directory: Path, **proxy: Any) -> AsyncIterator[Any]:
+    """A system whose policy learned in a few steps."""
+    headers = {"Authorization": "Bearer agent"} if proxy else {}
+    async with running(directory, **proxy) as system, system.store() as store:
+        learning = Learning(system, store, headers)
+        for number in range(STEPS):
+            await learning.step(number, STEPS, directory)
+        yield system
+
+
+async def show(page: Page, system: Any, view: str) -> None:
+    await page.goto(f"{system.url}/#/{view}")
+    await page.reload()
+    await expect(page.locator(".loading")).to_have_count(0)
