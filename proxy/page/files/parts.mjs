@@ -19,7 +19,7 @@ export function Stat({ label, value, unit, note, warn }) {
   return html`<div class=${warn ? "stat warn" : "stat"}>
     <dt>${label}</dt>
     <dd>${value}${unit && html` <small>${unit}</small>`}</dd>
-    ${note && html`<dd class="note">${note}</dd>`}
+    ${note ? html`<dd class="note">${note}</dd>` : null}
   </div>`;
 }
 
