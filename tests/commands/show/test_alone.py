@@ -8,6 +8,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from support.command_line import lightning
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -21,14 +23,18 @@ COMMANDS = [
 ]
 
 
-async def test_a_store_alone_shows_what_the_proxy_showed(running: Running, tmp_path: Path) -> None:
+async def test_a_store_alone_shows_what_the_proxy_showed(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with running(tmp_path, api_keys=["agent"]) as system:
         key = {"Authorization": "Bearer agent"}
         for name in ("r:1", "r2"):
             assert (await system.chat(name, **key))[0] == 200
         posted = {"rollout_id": "r2", "reward": 0.5}
         assert (await system.call("POST", "/reward", posted, **key))[0] == 200
+        monkeypatch.setenv("LIGHTNING_API_KEY", "agent")
         before = [await system.lightning(*command) for command in COMMANDS]
+    monkeypatch.delenv("LIGHTNING_API_KEY")  # whoever can read the file needs none
     for command, shown in zip(COMMANDS, before, strict=True):
         done = await asyncio.to_thread(lightning, "--config", system.vllm.root / "system.yaml", *command)
         assert (done.returncode, done.stdout) == (0, shown.stdout), (command, done.stderr)
