@@ -215,7 +215,8 @@ def run(
     proxy_url: ProxyUrl = None,
     timeout: Timeout = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="keep results there, and ask for none again that is there")
+        Path | None,
+        typer.Option(metavar="FILE", help="keep results there; a rollout that has its reward there is not run again"),
     ] = None,
     logs: Outputs = None,
     as_json: Json = False,
