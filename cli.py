@@ -210,6 +210,9 @@ def run(
         typer.Option(metavar="N", min=0, max=1000, help=AHEAD),
     ] = None,
     refill: Annotated[int, typer.Option(metavar="N", min=0, max=1000, help=REFILL)] = 0,
+    budget: Annotated[
+        float | None, typer.Option(metavar="USD", min=0, help="begin no rollouts once so much is spent; exit code 3")
+    ] = None,
     preload: Preload = "",
     executor: Executor = None,
     proxy_url: ProxyUrl = None,
@@ -227,7 +230,7 @@ def run(
     modules = preload.split(",") if preload else []
     given = (tasks, command, modules, group_size, concurrency, mode, repeat, ahead, refill, resume, logs, as_json)
     overrides = {"run.executor": executor, "run.proxy_url": proxy_url, "run.timeout_s": timeout}
-    run_command(configuration(context, overrides), RunRequest(*given))
+    run_command(configuration(context, overrides), RunRequest(*given, budget))
 
 
 @app.command(name="eval", rich_help_panel=WORK, context_settings={"allow_interspersed_args": False})

@@ -22,6 +22,7 @@ ON_BOARD = (
     "experiment",
     "environments",
     "agl",
+    "costs",
 )
 
 

@@ -18,6 +18,7 @@ ON_BOARD = (
     "agl",
     "page",
     "texts",
+    "costs",
     "evaluation",
     "promotion",
     "prompts",

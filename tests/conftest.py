@@ -349,7 +349,7 @@ class System:
         return version
 
 
-SECTIONS = ("recording", "telemetry", "rollouts", "rewards", "trainer", "prompts")
+SECTIONS = ("recording", "telemetry", "rollouts", "rewards", "trainer", "prompts", "prices")
 
 
 def _config(

@@ -27,7 +27,7 @@ LEVELS = {
         {"control"},
         {"gateway"},
         {"policy", "conversation"},
-        {"upstreams", "access", "recording"},
+        {"upstreams", "access", "recording", "prices"},
         {"store", "apis"},
         {"returns", "groups"},
         {"config", "types", "providers"},
@@ -53,13 +53,13 @@ LEVELS = {
 SIDE_ROOMS = {
     "proxy": {
         *("upstreams/litellm", "otel", "agl", "rewarders", "people", "page", "gate", "prompts", "promotion"),
-        *("algorithms", "guides", "sft", "preferences", "backends", "evaluation", "contexts", "texts"),
+        *("algorithms", "guides", "sft", "preferences", "backends", "evaluation", "contexts", "texts", "costs"),
     },
     "trainer": {
         *("algorithms", "rewarders", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed"),
         *("backends", "evaluation", "contexts"),
     },
-    "commands": {"agl", "environments", "experiment", "optimize", "page", "people", "prompts", "rewarders"},
+    "commands": {"agl", "costs", "environments", "experiment", "optimize", "page", "people", "prompts", "rewarders"},
 }
 # What plugs nothing in by itself: what several side rooms share, and algorithms, which the configuration names.
 SHARED = {"proxy": {"gate"}, "trainer": {"tuning", "algorithms"}, "commands": set[str]()}

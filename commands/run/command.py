@@ -19,6 +19,7 @@ from ..formats import print_json
 from ..signals import run_until_signal
 from ..system.processes import make_directory
 from .backlog import Backlog, BacklogGate
+from .budget import Budget
 from .executors.choose import runner_for
 from .group_size import too_few, too_small
 from .journal import fail_left
@@ -38,7 +39,8 @@ class RunRequest:
     """The options of the command line. `group_size` None means the trainer's, or 1 in mode eval.
 
     `ahead`: how many of the trainer's steps the rollouts may be ahead of the live version; None: any number.
-    `refill`: the most further groups for each group of the tasks. `resume`: the file that keeps results.
+    `refill`: the most further groups for each group of the tasks. `resume`: the file that keeps results. `budget`: USD
+    that all of it may cost.
     """
 
     tasks: Path
@@ -53,6 +55,7 @@ class RunRequest:
     resume: Path | None
     logs: Path | None
     as_json: bool
+    budget: float | None = None
 
 
 def run_command(config: Config, request: RunRequest) -> None:
@@ -78,18 +81,21 @@ def run_command(config: Config, request: RunRequest) -> None:
     if request.ahead is not None:
         limit = int((1 + request.ahead) * trainer.group_size * trainer.tasks_per_step)
         gate = Backlog(api, limit, group_size, view.say)
+    budget = Budget(request.budget)
     with nullcontext() if request.resume is None else kept_results(request.resume) as kept:
-        run = _Run(api, tasks, runner, options, view, gate, request.refill, kept)
+        run = _Run(api, tasks, runner, options, view, gate, request.refill, budget, kept)
         results = run_until_signal(run.work())
     if request.as_json:
-        print_json(summarize(results))
+        print_json(summarize(results) | budget.summary())
     else:
         console.print(sentence(results), markup=False)
         if (table := names_table({config.policy.alias: by_name(results)})) is not None:
             console.print(table)
-        for line in filter(None, (begun_anew(results), no_calls(results), *run.warnings)):
+        for line in filter(None, (begun_anew(results), no_calls(results), *run.warnings, budget.line())):
             console.print(line, markup=False, style="yellow")
-    require_success(results)
+    if results or not budget.left_out:
+        require_success(results)
+    budget.require()
 
 
 def score_timeout_s(config: Config) -> float | None:
@@ -114,6 +120,7 @@ class _Run:
     view: ProgressView
     gate: BacklogGate | None
     refill: int
+    budget: Budget
     kept: KeptResults | None
     warnings: list[str] = field(default_factory=list)
 
@@ -128,9 +135,9 @@ class _Run:
                 if failed := await fail_left(api, self.runner):
                     self.view.say(f"{failed} rollouts of a run that was killed have failed")
                 try:
-                    return earlier + await run_tasks(
-                        api, left, self.runner, self.options, self._take(bar), self.gate, refill
-                    )
+                    await self.budget.begin(api)
+                    how = (self.options, self._take(bar), self.gate, refill, self.budget)
+                    return earlier + await run_tasks(api, left, self.runner, *how)
                 finally:
                     await asyncio.shield(self.runner.close())
                     if self.options.mode == "train":

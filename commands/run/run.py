@@ -16,6 +16,7 @@ from ...proxy.types import Mode
 from ..api_client import ApiClient, ApiError, OpenRollout
 from ..on_board import variables
 from .backlog import BacklogGate
+from .budget import Budget
 from .journal import Journal
 from .refill import Refill
 from .runner import RunLost, Runner, RunTimedOut
@@ -105,10 +106,11 @@ class TaskRun:
         on_result: Callable[[RolloutResult], None] = lambda _: None,
         gate: BacklogGate | None = None,
         refill: Refill | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self._api, self._runner, self._options = api, runner, options
         self._on_result, self._gate = on_result, gate or BacklogGate()
-        self._refill = refill or Refill((), 0)
+        self._refill, self._budget = refill or Refill((), 0), budget or Budget(None)
         self._opened: dict[str, OpenRollout] = {}
         self._unscored, self._scored_one = 0, asyncio.Event()
         self._results: list[RolloutResult] = []
@@ -134,9 +136,12 @@ class TaskRun:
     async def _jobs(self, tasks: Iterable[Task]) -> AsyncGenerator[Job, None]:
         # A group is opened only when its first sibling can start.
         for task in tasks:
+            if self._budget.is_spent:
+                self._budget.left_out = True
+                return
             for job in await self._open(task):
                 yield job
-        while (further := await self._refill.next()) is not None:
+        while not self._budget.is_spent and (further := await self._refill.next()) is not None:
             for job in await self._open(further):
                 yield job
 
@@ -225,6 +230,7 @@ class TaskRun:
         if reason is not None:
             await self._end(rollout_id, "failed", reason)
         rollout = await (self._scored(rollout_id) if code == 0 else self._api.rollout(rollout_id))
+        await self._budget.count(self._api, rollout)
         calls, tokens = rollout.get("calls", []), rollout.get("tokens", 0)
         reward, answers = rollout["reward"], _answers(calls)
         named = {one["name"]: one["reward"] for one in rollout.get("rewards", ()) if one["call_id"] is None}
@@ -284,9 +290,10 @@ async def run_tasks(
     on_result: Callable[[RolloutResult], None] = lambda _: None,
     gate: BacklogGate | None = None,
     refill: Refill | None = None,
+    budget: Budget | None = None,
 ) -> list[RolloutResult]:
     """Run the agent program for every task and sibling. `tasks` may never end."""
-    return await TaskRun(api, runner, options, on_result, gate, refill).run(tasks)
+    return await TaskRun(api, runner, options, on_result, gate, refill, budget).run(tasks)
 
 
 def _answers(calls: Iterable[Mapping[str, Any]]) -> dict[str | None, tuple[int | None, ...]]:

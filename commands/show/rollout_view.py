@@ -58,7 +58,8 @@ def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
     for call, (turn, added) in zip(rollout["calls"], turns, strict=True):
         while events and events[0]["seq"] <= call["seq"]:
             parts += [Text(""), *_event(events.popleft(), full)]
-        parts += [Text(""), _call_line(call)]
+        cost = rollout.get("costs", {}).get("of_calls", {}).get(call["call_id"])
+        parts += [Text(""), _call_line(call, cost)]
         parts += [line for message in added for line in _message(message, full)]
         parts += [line for message in turn.answer for line in _message_lines(message, full)]
         if not turn.answer:
@@ -102,6 +103,8 @@ def _header(rollout: dict[str, Any]) -> Table:
         ("policy version", ", ".join(map(str, versions)) or "-"),
         ("calls, tokens", f"{len(rollout['calls'])}, {rollout['tokens']}"),
     ]
+    if (costs := rollout.get("costs")) is not None:
+        facts.append(("used", f"{_used(costs)}, {costs['usd']:.4g} USD{' + ?' * (costs['unpriced'] > 0)}"))
     for name, value in facts:
         table.add_row(name, plain(value))
     for reward in rollout["rewards"]:
@@ -119,10 +122,18 @@ def _reward(reward: dict[str, Any]) -> str:
     return f"{reward['name']} {reward['reward']:g} for the {whom}" + (f" ({more})" if more else "")
 
 
-def _call_line(call: dict[str, Any]) -> Text:
+def _used(cost: dict[str, Any]) -> str:
+    """Tokens of input and output; those that came from a cache or were reasoning apart."""
+    cached, reasoning = cost["cached_tokens"], cost["reasoning_tokens"]
+    read = f"{cost['input_tokens']}{f' ({cached} cached)' * (cached > 0)}"
+    return f"{read} + {cost['output_tokens']} tokens{f' ({reasoning} reasoning)' * (reasoning > 0)}"
+
+
+def _call_line(call: dict[str, Any], cost: dict[str, Any] | None = None) -> Text:
     versions = ", ".join(map(str, call["policy_versions"])) or "-"
     shared = (call.get("prompt_of") or {"tokens": 0})["tokens"]
-    tokens = f"{shared + len(call['prompt_token_ids'])} + {len(call['response_token_ids'])} tokens"
+    seen = f"{shared + len(call['prompt_token_ids'])} + {len(call['response_token_ids'])} tokens"
+    tokens = seen if cost is None else _used(cost)
     latency = "-" if call["latency_ms"] is None else duration(call["latency_ms"] / 1000)
     facts = [f"version {versions}", tokens, call["finish_reason"] or call["status"], latency]
     if call["agent"]:

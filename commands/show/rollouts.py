@@ -39,6 +39,10 @@ def list_rollouts(
     since: Annotated[
         str | None, typer.Option(help="only those opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
     ] = None,
+    version: Annotated[int | None, typer.Option(help="only those that began with this policy version")] = None,
+    step: Annotated[int | None, typer.Option(help="only those that this training step took")] = None,
+    model: Annotated[str | None, typer.Option(help="only those with a call for this model")] = None,
+    key: Annotated[str | None, typer.Option(help="only those that were opened with the key of this name")] = None,
     grep: Annotated[str | None, typer.Option(help="only those with this text in a request or an answer")] = None,
     sort: Annotated[str, typer.Option(help="newest, reward, tokens or calls: greatest first")] = "newest",
     reverse: Annotated[bool, typer.Option("--reverse", help="least first")] = False,
@@ -56,6 +60,7 @@ def list_rollouts(
 
     checked(mode, status)
     filters: dict[str, Any] = {"status": status, "task_id": task, "agent": agent, "mode": mode, "cursor": cursor}
+    filters |= {"version": version, "step": step, "model": model, "key": key}
     filters |= {"min_reward": min_reward, "max_reward": max_reward, "since": since_of(since), "text": grep}
     found, more = look(configuration(context), lambda api: collect(api, filters, limit, sort, reverse=reverse))
     if as_json:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Annotated
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from .policy import PolicyConfig, VllmConfig
 from .rollouts import RewardsConfig, RolloutsConfig
@@ -13,6 +14,8 @@ from .section import Section
 from .server import ProxyConfig, RecordingConfig, StoreConfig
 from .trainer import TrainerConfig
 from .upstreams import UpstreamConfig, check_fallbacks
+
+Usd = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class CoreConfig(Section):
@@ -27,6 +30,7 @@ class CoreConfig(Section):
     policy: PolicyConfig = PolicyConfig()
     vllm: VllmConfig = VllmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    prices: dict[str, Annotated[list[Usd], Field(min_length=2, max_length=3)]] = {}
 
     @model_validator(mode="after")
     def _has_an_upstream(self) -> CoreConfig:

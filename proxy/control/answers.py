@@ -61,8 +61,19 @@ class Opened(BaseModel):
     api_key: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedRollout(Rollout):
+    """With `words`: first words of its first request and last answer, model, key's name, mean latency of its calls."""
+
+    question: str | None = None
+    answer: str | None = None
+    model: str | None = None
+    key: str | None = None
+    latency_ms: float | None = None
+
+
 class RolloutPage(BaseModel):
-    data: list[Rollout]
+    data: list[ListedRollout]
     next_cursor: str | None
 
 

@@ -16,6 +16,8 @@ Id = Annotated[str, Field(pattern=ID_PATTERN)]
 # In paths and queries they are checked with more to say than 422: their patterns are only for the document.
 PathId = Annotated[str, Path(json_schema_extra={"pattern": ID_PATTERN})]
 Cursor = Annotated[str | None, Query(json_schema_extra={"pattern": "^[0-9]{1,18}$"})]
+Count = Annotated[int, Query(ge=0, lt=2**31)]
+Named = Annotated[str, Query(min_length=1, max_length=200)]
 Finite = Annotated[float, Query(allow_inf_nan=False)]
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from uuid import uuid4
@@ -14,10 +15,11 @@ from ..gateway.relay import DataPath, name_rollout
 from ..json_text import dumps
 from ..on_board import extended
 from ..store.keys import hash_key, new_key
+from ..store.reports.summaries import Summary
 from ..store.rollouts import RolloutSearch
 from ..types import Event, Rollout, RolloutName, check_id
 from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, Transitions, answers
-from .bodies import Cursor, EndBody, EventBody, EventList, Finite, Id, PathId, RolloutsBody
+from .bodies import Count, Cursor, EndBody, EventBody, EventList, Finite, Id, Named, PathId, RolloutsBody
 from .door import AdminRoute, AgentRoute
 from .parts import Parts
 from .requests import (
@@ -35,6 +37,7 @@ from .row_answers import TrainingRows
 from .training_rows import Forest, TrainedRow, prefix_runs, rows_of
 from .transitions import transitions
 from .views import credit_view, record_view, rollout_detail
+from .words import words_view
 
 Requests = Literal["short", "whole"]
 
@@ -101,25 +104,38 @@ async def list_rollouts(
     since: Finite | None = None,
     text: Annotated[str | None, Query(min_length=1, max_length=200)] = None,
     prefix: Id | None = None,
+    version: Count | None = None,
+    step: Count | None = None,
+    key: Named | None = None,
+    model: Named | None = None,
+    words: bool = False,
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Response:
     """Rollouts, newest first, a page at a time.
 
-    `since` is Unix time, `text` is looked for in requests and answers, `prefix` is the beginning of an id. With one of
-    these, or with a reward, a bounded number is looked at: a page may be short; follow `next_cursor` for more.
+    `since` is Unix time, `text` is looked for in requests and answers, `prefix` is the beginning of an id, `key` a
+    key's name. With one of these, or with a reward, version, step or model, a bounded number is looked at: a page may
+    be short; follow `next_cursor` for more. With `words`, each has its first words, model, key and latency.
     """
     p, sight, position = await parts_for_all(request), caller_of(request).sight, position_of(cursor)
     wanted = {"status": status, "task_id": task_id, "agent": agent, "mode": mode}
     wanted |= {"key_id": sight.key_id}
     filters = {name: value for name, value in wanted.items() if value is not None}
-    sought = RolloutSearch(min_reward, max_reward, since, text, prefix)
+    sought = RolloutSearch(min_reward, max_reward, since, text, prefix, version, step, key, model)
     if sought == RolloutSearch():
         page, following = await p.store.rollouts.page(filters, limit, position)
     else:
         page, following = await p.store.rollouts.search(filters, sought, limit, position)
     following_cursor = None if following is None else str(following)
-    return await large_response(lambda: {"data": [*map(record_view, page)], "next_cursor": following_cursor})
+    found = await p.store.summaries.of([one.rollout_id for one in page]) if words else None
+    return await large_response(lambda: {"data": [*_listed(page, found)], "next_cursor": following_cursor})
+
+
+def _listed(page: list[Rollout], found: dict[str, Summary] | None) -> Iterator[dict[str, Any]]:
+    """Each rollout of a page, with its words if they were asked for."""
+    for one in page:
+        yield record_view(one) | ({} if found is None else words_view(found.get(one.rollout_id)))
 
 
 @router.get("/{rollout_id}", response_model=None, responses=answers(RolloutDetail))

@@ -48,7 +48,7 @@ class PrefixRun(BaseModel):
 
 
 class TrainingRows(BaseModel):
-    """`group`: the rollouts that this one was compared with, itself among them, at most 256, oldest first.
+    """`group`: the rollouts that this one was or will be compared with, itself among them, at most 256, oldest first.
 
     `tree`: the training rows of all of them as one prefix tree, in preorder; `tree_left_out` rows are too many for it.
     """

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..apis.marks import is_unique
 from ..apis.tools import conversation, has_results
+from ..apis.usage import Used, used
 from ..aside import aside
 from ..errors import StoreUnavailable
 from ..json_text import dumps, dumps_or_none, encode
@@ -228,7 +229,7 @@ def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, An
         "logprobs": pack_floats(first.logprobs),
         "finish_reason": first.finish_reason,
         "more_choices": dumps_or_none(more or None),
-        "tokens": sum(len(c.token_ids) for c in end.choices),
+        "tokens": sum(len(c.token_ids) for c in end.choices) or (used(end.usage) or Used()).output,
     }
 
 

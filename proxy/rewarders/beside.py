@@ -1,17 +1,20 @@
-"""Warns of rewarders that train, and that nobody has checked against people's labels."""
+"""Says what rewarders have spent, and warns of those that train and that nobody has checked against labels."""
 
 from __future__ import annotations
 
 from ..control.beside import Beside, Fields
 from .config import RewarderKeys
 from .kinds import made
-from .table import ENOUGH, Checked, KeptAnswers, last_check
+from .table import ENOUGH, Checked, KeptAnswers, last_check, spent_by_each
 
 
 class RewardersBeside(Beside):
-    """The warnings, in `GET /policy`."""
+    """The warnings, in `GET /policy`, and the spending, in `GET /status`."""
 
     _sources: dict[str, str] | None = None  # of those that train, by what `rewards check` calls them
+
+    async def of_status(self, key_id: str | None) -> Fields:
+        return {"spent": [] if key_id is not None else await spent_by_each(self.store.database)}
 
     async def of_policy(self) -> Fields:
         if self._sources is None:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..control.transitions import answer_in
 from ..errors import ConfigError
@@ -83,7 +84,6 @@ class Judge(Rewarder):
             return known
         await self._answers.require()
         answer = await self._ask(question)
-        await self._answers.spend((len(question) // 4, len(answer) // 4))
         await self._answers.keep(digest, answer, about)
         return answer
 
@@ -101,7 +101,21 @@ class Judge(Rewarder):
             raise Unjudgeable(str(error)) from None
         except OpenAIError as error:  # what all of litellm's errors are
             raise Away(f"trainer.judge: {config.model} gives no answer: {str(error)[:300]}") from None
-        return "".join(choice.message.content or "" for choice in answer.choices[:1])
+        text = "".join(choice.message.content or "" for choice in answer.choices[:1])
+        if self._answers is not None:
+            usage = getattr(answer, "usage", None)
+            used = (usage.prompt_tokens, usage.completion_tokens) if usage is not None else (0, 0)
+            guess = (len(question) // 4, len(text) // 4)
+            await self._answers.spend(used if sum(used) else guess, _usd(litellm, answer))
+        return text
+
+
+def _usd(litellm: Any, answer: Any) -> float:
+    """What an answer cost by litellm's prices; 0 without one."""
+    try:
+        return float(litellm.completion_cost(answer) or 0.0)
+    except Exception:  # of many kinds, where the model is not in its table
+        return 0.0
 
 
 def transcript(steps: Sequence[Json], clean: Callable[[str], str] = str) -> str:

@@ -46,6 +46,7 @@ INSERT INTO rewarder_spent (rewarder, tokens, usd) VALUES (:rewarder, :tokens, :
 ON CONFLICT (rewarder) DO UPDATE
 SET tokens = rewarder_spent.tokens + excluded.tokens, usd = rewarder_spent.usd + excluded.usd
 """
+SPENT_BY_EACH = "SELECT rewarder AS name, tokens, usd FROM rewarder_spent ORDER BY rewarder"
 SPENT = "SELECT COALESCE(SUM(tokens), 0) AS tokens, COALESCE(SUM(usd), 0) AS usd FROM rewarder_spent"
 
 CHECK_KEEP = """
@@ -79,6 +80,11 @@ async def last_check(database: Database, source: str) -> Checked | None:
     """Return the last check of a rewarder with this question."""
     row = await database.one(CHECK, {"source": source})
     return None if row is None else Checked(*(row[name] for name in Checked._fields))
+
+
+async def spent_by_each(database: Database) -> list[dict[str, object]]:
+    """Return the tokens and USD that each rewarder has spent."""
+    return [{name: row[name] for name in ("name", "tokens", "usd")} for row in await database.all(SPENT_BY_EACH)]
 
 
 class Spoken:
@@ -135,9 +141,9 @@ class KeptAnswers:
         """Keep an answer about some rollouts."""
         self._answers[digest] = answer
 
-    async def spend(self, used: Used) -> None:
-        """Count what a question used."""
-        self.tokens, self.usd = self.tokens + sum(used), self.usd + self._cost(used)
+    async def spend(self, used: Used, usd: float | None = None) -> None:
+        """Count what a question used. `usd`: its cost, if that is known better than by `price`."""
+        self.tokens, self.usd = self.tokens + sum(used), self.usd + (self._cost(used) if usd is None else usd)
 
     async def spent(self) -> tuple[float, float]:
         """Return the tokens and USD that count for the budget."""
@@ -171,8 +177,8 @@ class StoredAnswers(KeptAnswers):
         kept = {"digest": digest, "answer": answer, "about": dumps([*about])}
         await self._db.commit([(ANSWER_KEEP, [kept])], len(answer) * len(about))
 
-    async def spend(self, used: Used) -> None:
-        spent = {"rewarder": self._name, "tokens": sum(used), "usd": self._cost(used)}
+    async def spend(self, used: Used, usd: float | None = None) -> None:
+        spent = {"rewarder": self._name, "tokens": sum(used), "usd": self._cost(used) if usd is None else usd}
         await self._db.commit([(SPENT_MORE, [spent])])
 
     async def spent(self) -> tuple[float, float]:

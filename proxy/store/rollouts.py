@@ -116,6 +116,10 @@ _FITS = {
     "min_reward": "reward >= :min_reward",
     "max_reward": "reward <= :max_reward",
     "since": "created_at >= :since",
+    "version": "policy_version = :version",
+    "step": "step = :step",
+    "key": "key_id IN (SELECT key_id FROM keys WHERE name = :key)",
+    "model": "EXISTS (SELECT 1 FROM calls WHERE calls.rollout_id = found.rollout_id AND calls.model = :model)",
     "text": """EXISTS (
         SELECT 1 FROM calls WHERE calls.rollout_id = found.rollout_id
         AND (request LIKE :text ESCAPE '!' OR response LIKE :text ESCAPE '!' OR request LIKE :escaped ESCAPE '!')
@@ -175,13 +179,21 @@ GROUP BY mode, status
 
 @dataclass(frozen=True, slots=True)
 class RolloutSearch:
-    """The filters of a search. `since`: Unix time. `text`: anywhere in requests and answers, in any case of ASCII."""
+    """The filters of a search. `since`: Unix time. `text`: anywhere in requests and answers, in any case of ASCII.
+
+    `version`: that it began with. `step`: that took it. `key`: the name of the key that it was opened with. `model`: of
+    one of its calls.
+    """
 
     min_reward: float | None = None
     max_reward: float | None = None
     since: float | None = None
     text: str | None = None
     prefix: str | None = None
+    version: int | None = None
+    step: int | None = None
+    key: str | None = None
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from .keys import Keyring
 from .probes import Probes
 from .publishing import Publishing
 from .reports.credit import Credit
+from .reports.summaries import Summaries
 from .reports.tasks import Tasks
 from .reports.traffic import Traffic
 from .reports.versions import VersionReport
@@ -38,6 +39,7 @@ class Store:
         self.steps = TrainingSteps(database, self.versions)
         self.credit = Credit(database)
         self.tasks = Tasks(database)
+        self.summaries = Summaries(database)
         self.traffic = Traffic(database)
         self.version_report = VersionReport(database)
         self.waiting = Waiting(database)

@@ -23,6 +23,7 @@ VIEWS = {
     "tasks": "multiply-00",
     "versions": "Version 6 is live",
     "compare?a=0&b=5": "paired tasks",
+    "costs": "Calls by day",
 }
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...proxy.control.views import call_view
-from ...proxy.rewarders.config import JudgeKeys
+from ...proxy.rewarders.config import BudgetConfig, JudgeKeys, RewarderConfig
 from ...proxy.rewarders.judge import Judge, transcript
 from ...proxy.rewarders.rewarder import Away
+from ...proxy.rewarders.table import StoredAnswers
 from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Reward
 from ..credit.agents import TrainedAgents
@@ -20,7 +21,8 @@ class StepJudge:
     """Asks the judge for scores of the calls that it has not scored yet, of agents whose credit is its own."""
 
     def __init__(self, config: JudgeKeys, store: Store) -> None:
-        self._judge = Judge(config.judge)
+        spent = StoredAnswers(store.database, JUDGE, RewarderConfig(kind="judge"), BudgetConfig())
+        self._judge = Judge(config.judge, answers=spent)
         self._model = config.judge.model
         self._agents = TrainedAgents(config.agents)
         self._credit = config.credit

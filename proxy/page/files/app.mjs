@@ -1,6 +1,7 @@
 // The page: which view is shown, the login, the theme. Each view is a module of its own.
 import { hasKey, keepKey, LOGIN, takeKey } from "./api.mjs";
 import { Compare } from "./compare.mjs";
+import { Costs } from "./costs.mjs";
 import { startFeed, stopFeed, useFeedState } from "./feed.mjs";
 import { html, render, useEffect, useRef, useState } from "./html.mjs";
 import { Help, useKeyboard } from "./keyboard.mjs";
@@ -14,7 +15,7 @@ import { SideBySide } from "./siblings.mjs";
 import { Tasks } from "./tasks.mjs";
 import { Versions } from "./versions.mjs";
 
-const VIEWS = new Map(Object.entries({ overview: Overview, rollouts: Rollouts, tasks: Tasks, versions: Versions, compare: Compare, rate: Rate }));
+const VIEWS = new Map(Object.entries({ overview: Overview, rollouts: Rollouts, tasks: Tasks, versions: Versions, compare: Compare, rate: Rate, costs: Costs }));
 const PARTS_OF_A_ROLLOUT = new Map([[undefined, Rollout], ["rows", Rows], ["beside", SideBySide]]);
 const FEED_SAYS = {
   live: ["live", "Events arrive as they happen."],
@@ -67,6 +68,7 @@ function Header({ view, onHelp, onLogout, theme, onTheme }) {
     <a class="brand" href="#/overview">lightning-proxy</a>
     <nav aria-label="Views">
       ${[...VIEWS.keys()].map((name) => html`<a href=${`#/${name}`} aria-current=${name === view && "page"}>${name}</a>`)}
+      <a href="docs">routes</a>
     </nav>
     <span class=${`feed ${state}`} title=${meaning} role="status">${state}</span>
     <button onClick=${onTheme} title="Change between light and dark">${theme === "dark" ? "light" : "dark"}</button>

@@ -1,4 +1,6 @@
 // One call of a rollout: what was new in its request, the answer, its tools, its tokens, and how it was trained.
+import { CopyAs } from "./copies.mjs";
+import { usd, usedTokens } from "./costs.mjs";
 import { milliseconds, mean, number, plural, pretty, signed, text } from "./format.mjs";
 import { html, useMemo, useState } from "./html.mjs";
 import { answerMessages, requestMessages, shared } from "./messages.mjs";
@@ -22,13 +24,13 @@ export const PLACED = {
   too_long: "left out: the row is longer than the trainer takes",
 };
 
-export function Call({ id, call, before, credit }) {
+export function Call({ id, call, before, credit, cost }) {
   const [tokens, setTokens] = useState(false);
   const [json, setJson] = useState(false);
   const request = useMemo(() => requestMessages(call.request), [call.request]);
   const earlier = useMemo(() => (before ? [...requestMessages(before.request), ...answerMessages(before.response)] : []), [before]);
   return html`<article class="call" id=${`call-${call.seq}`} data-call=${call.call_id}>
-    <${Head} call=${call} credit=${credit} />
+    <${Head} call=${call} credit=${credit} cost=${cost} />
     <${Request} messages=${request} known=${shared(request, earlier)} resultsShown=${before?.tool_calls.some(({ result }) => result !== null)} />
     <div class=${tokens ? "answer with-tokens" : "answer"}>
       <div>${answerMessages(call.response).map((message) => html`<${Message} ...${message} answer />`)}
@@ -39,13 +41,14 @@ export function Call({ id, call, before, credit }) {
     <footer>
       ${call.response_token_ids.length > 0 && html`<button aria-expanded=${tokens} onClick=${() => setTokens(!tokens)}>tokens</button>`}
       <button aria-expanded=${json} onClick=${() => setJson(!json)}>JSON</button>
+      ${call.endpoint && html`<${CopyAs} path=${`v1/${call.endpoint}`} body=${call.request} />`}
       <small class="id" title="call id">${call.call_id}</small>
     </footer>
     ${json && html`<${LongText}>${text({ request: call.request, response: call.response, sampling: call.sampling })}<//>`}
   </article>`;
 }
 
-function Head({ call, credit }) {
+function Head({ call, credit, cost }) {
   const versions = call.policy_versions.length > 1 ? call.policy_versions.join(" → ") : call.policy_version;
   return html`<header>
     <h3 class="pick" tabindex="-1">call ${call.seq}</h3>
@@ -53,7 +56,7 @@ function Head({ call, credit }) {
     ${call.agent && html`<${Badge}>${call.agent}<//>`}
     <span>${call.model}${versions !== null && html`<small> version ${versions}</small>`}</span>
     <span class="muted">${milliseconds(call.latency_ms)}${call.ttft_ms !== null && `, first token ${milliseconds(call.ttft_ms)}`}</span>
-    <span class="muted">${number((call.prompt_of?.tokens ?? 0) + call.prompt_token_ids.length)} + ${plural(call.response_token_ids.length, "token")}${call.finish_reason && `, ${call.finish_reason}`}</span>
+    <span class="muted">${cost ? usedTokens(cost) : `${number((call.prompt_of?.tokens ?? 0) + call.prompt_token_ids.length)} + ${plural(call.response_token_ids.length, "token")}`}${cost?.usd > 0 && `, ${usd(cost)}`}${call.finish_reason && `, ${call.finish_reason}`}</span>
     ${call.logprobs.length > 0 && html`<span class="muted">mean log-probability ${number(mean(call.logprobs))}</span>`}
     ${call.reward !== null && html`<span>reward <${Reward} value=${call.reward} /></span>`}
     ${call.superseded_by && html`<${Badge} kind="bad">sent again<//>`}

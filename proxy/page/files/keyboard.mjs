@@ -1,7 +1,7 @@
 // What keys do: go to a view, move in a list, search, help. Rows are real links, so Enter follows the one in focus.
 import { html, useEffect, useRef } from "./html.mjs";
 
-const GO = { o: "overview", r: "rollouts", t: "tasks", v: "versions", c: "compare", a: "rate" };
+const GO = { o: "overview", r: "rollouts", t: "tasks", v: "versions", c: "compare", a: "rate", m: "costs" };
 const LETTERS_MS = 1200; // between `g` and the letter of a view
 
 const HELP = [
@@ -11,6 +11,7 @@ const HELP = [
   ["g v", "versions"],
   ["g c", "compare"],
   ["g a", "rate rollouts: +, -, n for a number, c for a comment, s to skip, z to undo"],
+  ["g m", "costs"],
   ["j, k or ↓, ↑", "next and previous row"],
   ["Enter", "open the row"],
   ["←, →", "in a chart or an answer's tokens: the values before and after"],

@@ -81,12 +81,17 @@ export function Table({ columns, rows, rowKey, sort, onSort, label }) {
   </div>`;
 }
 
-// The rows in the order of a column, and what a click on a heading does.
-export function useSort(columns, rows) {
-  const [sort, setSort] = useState(null);
+// The rows in the order of a column, and what a click on a heading does. `given`: a column's name, with `-` before it
+// the greatest first; `onChange` hears the next one.
+export function useSort(columns, rows, given = "", onChange = () => {}) {
+  const [sort, setSort] = useState(given ? { name: given.replace(/^-/, ""), down: given.startsWith("-") } : null);
   const column = sort && columns.find(({ name }) => name === sort.name);
   const sorted = column ? [...rows].sort((a, b) => compared(column.value(a), column.value(b)) * (sort.down ? -1 : 1)) : rows;
-  const onSort = (name) => setSort((before) => (before?.name !== name ? { name, down: true } : before.down ? { name, down: false } : null));
+  const onSort = (name) => {
+    const next = sort?.name !== name ? { name, down: true } : sort.down ? { name, down: false } : null;
+    setSort(next);
+    onChange(next ? `${next.down ? "-" : ""}${next.name}` : "");
+  };
   return { sorted, sort, onSort };
 }
 

@@ -1,6 +1,7 @@
 // One rollout as a timeline: its calls and events in order, its rewards, and how it was trained.
 import { useData } from "./api.mjs";
 import { Call } from "./call.mjs";
+import { usd, usedTokens } from "./costs.mjs";
 import { useFresh } from "./feed.mjs";
 import { milliseconds, number, signed, text } from "./format.mjs";
 import { Contexts } from "./graph.mjs";
@@ -25,7 +26,7 @@ export function Rollout({ id }) {
   return html`<${Loaded} of=${rollout}>${(found) => html`
     <${RolloutHead} rollout=${found} rows=${rows} part="timeline" />
     <div class="grid">
-      <${Panel} title="Rewards"><${Rewards} rewards=${found.rewards} awaits=${found.awaits_reward} /><//>
+      <${Panel} title="Rewards"><${Rewards} rewards=${found.rewards} calls=${found.calls} awaits=${found.awaits_reward} /><//>
       <${Panel} title="Rollout"><${About} rollout=${found} /><//>
       <${Panel} title="Siblings" note="The rollouts of its task that it was compared with."><${Group} rows=${rows} id=${id} /><//>
     </div>
@@ -48,7 +49,7 @@ function fate(rollout, rows) {
   const own = rows?.group?.find(({ rollout_id }) => rollout_id === rollout.rollout_id);
   if (rollout.step !== null) {
     const advantage = typeof own?.advantage === "number" ? ` with advantage ${signed(own.advantage)}` : "";
-    return `Trained in step ${rollout.step}${advantage}.`;
+    return html`Trained in <a href=${link("rollouts", { step: rollout.step })}>step ${rollout.step}</a>${advantage}.`;
   }
   if (rollout.dropped) return `Not trained: ${rollout.dropped}${rollout.dropped_by ? ` (before step ${rollout.dropped_by})` : ""}.`;
   if (rollout.mode === "eval") return "An evaluation: it is never trained on.";
@@ -64,6 +65,8 @@ function About({ rollout }) {
     "policy version": rollout.policy_version,
     calls: number(rollout.call_count),
     "sampled tokens": number(rollout.tokens),
+    used: rollout.costs && usedTokens(rollout.costs),
+    cost: rollout.costs && usd(rollout.costs),
     opened: html`<${Time} at=${rollout.created_at} />`,
     took: rollout.ended_at && milliseconds(1000 * (rollout.ended_at - rollout.created_at)),
     reason: rollout.reason,
@@ -72,13 +75,20 @@ function About({ rollout }) {
   return html`<${Facts} of=${facts} />${metadata && html`<h3>metadata</h3><${LongText} most=${300}>${text(rollout.metadata)}<//>`}`;
 }
 
-function Rewards({ rewards, awaits }) {
+// A link inside the page that is shown: the address stays.
+function CallLink({ calls, id }) {
+  const seq = calls.find(({ call_id }) => call_id === id)?.seq;
+  if (seq === undefined) return html`call <span class="id">${id}</span>`;
+  return html`<button class="plain" title=${id} onClick=${() => document.getElementById(`call-${seq}`)?.scrollIntoView()}>call ${seq}</button>`;
+}
+
+function Rewards({ rewards, calls, awaits }) {
   if (rewards.length === 0) {
     return html`<${Empty}>${awaits ? "The reward function has not been asked about it yet." : html`No reward yet. Post one: <code>curl --json '{"rollout_id": "ID", "reward": 1}' ${location.origin}/reward</code>`}<//>`;
   }
   return html`<ul class="rewards">${rewards.map((reward) => html`<li key=${reward.reward_id}>
     <${Reward} value=${reward.reward} /> <span>${reward.name}</span>
-    <small>${reward.call_id ? html`for call <span class="id">${reward.call_id}</span>` : "for the rollout"}${reward.source && `, by ${reward.source}`}, <${Time} at=${reward.created_at} /></small>
+    <small>${reward.call_id ? html`for <${CallLink} calls=${calls} id=${reward.call_id} />` : "for the rollout"}${reward.source && `, by ${reward.source}`}, <${Time} at=${reward.created_at} /></small>
     ${reward.comment && html`<${LongText} most=${300}>${reward.comment}<//>`}
   </li>`)}</ul>`;
 }
@@ -87,7 +97,7 @@ const GROUP_COLUMNS = [
   { name: "rollout", label: "rollout", cell: (row) => html`<${RolloutLink} id=${row.rollout_id} />` },
   { name: "reward", label: "reward", num: true, cell: (row) => html`<${Reward} value=${row.reward} />` },
   { name: "advantage", label: "advantage", num: true, cell: (row) => signed(row.advantage) },
-  { name: "fate", label: "trained", cell: (row) => (typeof row.step === "number" ? `step ${row.step}` : row.dropped && html`<span class="muted" title=${row.dropped}>dropped</span>`) },
+  { name: "fate", label: "trained", cell: (row) => (typeof row.step === "number" ? html`<a href=${link("rollouts", { step: row.step })}>step ${row.step}</a>` : row.dropped && html`<span class="muted" title=${row.dropped}>dropped</span>`) },
 ];
 
 function Group({ rows, id }) {
@@ -106,7 +116,7 @@ export function Timeline({ rollout, rows }) {
   return html`<${Contexts} calls=${calls} credit=${credit} /><div class="timeline">
     ${calls.map((call, i) => html`
       ${eventsBefore(call.seq).map((event) => html`<${Event} key=${`event-${event.event_id}`} event=${event} />`)}
-      <${Call} key=${call.call_id} id=${rollout.rollout_id} call=${call} before=${before(calls, i)} credit=${credit.get(call.call_id)} />`)}
+      <${Call} key=${call.call_id} id=${rollout.rollout_id} call=${call} cost=${rollout.costs?.of_calls[call.call_id]} before=${before(calls, i)} credit=${credit.get(call.call_id)} />`)}
     ${after.map((event) => html`<${Event} key=${`event-${event.event_id}`} event=${event} />`)}
   </div>`;
 }

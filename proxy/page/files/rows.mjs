@@ -19,8 +19,8 @@ export function Rows({ id }) {
       <div class="grid">
         <${Panel} title="Rows of this rollout"><${RowTable} rows=${data.rows} calls=${data.calls} /><//>
         <${Panel} title="Calls and their credit" wide><${CreditTable} calls=${data.calls} id=${id} /><//>
-        ${data.rows.length > 0 && html`<${RowTokens} id=${id} rows=${data.rows} />`}
-      </div>`}<//>`}<//>`;
+      </div>
+      ${data.rows.length > 0 && html`<${RowTokens} id=${id} rows=${data.rows} />`}`}<//>`}<//>`;
 }
 
 // Each row's lane, and for each run the lanes of the rows that pass through it. `tree` is in preorder.

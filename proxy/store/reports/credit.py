@@ -29,14 +29,26 @@ SELECT rollout_id, seq, call_credit.step, "return" AS returned, advantage
 FROM rollouts CROSS JOIN call_credit ON call_credit.n = rollouts.n
 WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids))
 """
-# Itself first. `:key_id`: only those that were opened with this key.
+# Itself first. Those that a step compared with it, or that were opened with it, or, one by one, of its task since its
+# last step. `:key_id`: only those that were opened with this key.
 COMPARED_WITH = """
+WITH wanted AS (SELECT n, group_id, opened_with, task_id, mode, step FROM rollouts WHERE rollout_id = :rollout_id)
 SELECT rollout_id, n, reward, step, dropped,
        (SELECT advantage FROM call_credit WHERE call_credit.n = rollouts.n ORDER BY seq LIMIT 1) AS advantage
 FROM rollouts
-WHERE rollout_id = :rollout_id
-   OR group_id = (SELECT group_id FROM rollouts WHERE rollout_id = :rollout_id) AND :siblings
-      AND (:key_id IS NULL OR key_id = :key_id)
+WHERE n IN (
+    SELECT n FROM wanted
+    UNION SELECT one.n FROM wanted CROSS JOIN rollouts AS one ON one.group_id = wanted.group_id WHERE :siblings
+    UNION SELECT one.n FROM wanted CROSS JOIN rollouts AS one ON one.opened_with = wanted.opened_with
+          WHERE :siblings AND wanted.group_id IS NULL
+    UNION SELECT n FROM (
+        SELECT one.n FROM wanted CROSS JOIN rollouts AS one ON one.task_id = wanted.task_id
+        WHERE :siblings AND wanted.group_id IS NULL AND wanted.opened_with IS NULL
+              AND wanted.mode = 'train' AND wanted.step IS NULL AND one.group_id IS NULL AND one.opened_with IS NULL
+              AND one.mode || '' = 'train' AND one.step IS NULL AND one.dropped IS NULL
+        ORDER BY one.n DESC LIMIT :limit
+    ) AS recent
+) AND (rollout_id = :rollout_id OR :key_id IS NULL OR key_id = :key_id)
 ORDER BY rollout_id <> :rollout_id, n LIMIT :limit
 """
 TOKENS_OF = """
@@ -116,7 +128,7 @@ class Credit:
     async def group_of(
         self, rollout_id: str, key_id: str | None = None, *, siblings: bool = True
     ) -> list[ComparedRollout]:
-        """Return a rollout and the siblings that it was compared with, oldest first; itself alone without `siblings`.
+        """Return a rollout and its siblings, compared or not yet, oldest first; itself alone without `siblings`.
 
         With `key_id`, only siblings that were opened with this key. At most `SIBLINGS` rollouts.
         """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import shlex
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -68,3 +71,35 @@ async def test_tokens_are_shown_as_texts_whatever_they_say(running: Running, tmp
             await expect(page.locator(".tokens")).to_contain_text("hi <img src=x onerror=alert(1)>")
             assert await page.locator(".tokens img").count() == 0
         assert (wrong.seen, wrong.refused) == ([], [])
+
+
+@needs_browser
+async def test_rollouts_that_are_chosen_are_rewarded_together(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        system.vllm.answer = lambda _: {"role": "assistant", "content": "<b onclick=alert(1)>\u202ebold"}
+        for name in ("r1", "r2", "r3"):
+            await system.chat(name)
+        async with browsing(f"{system.url}/#/rollouts") as (page, wrong):
+            await expect(page.locator(".words").first).to_contain_text("hi<b onclick=alert(1)>")
+            await page.get_by_label("choose r1").check()
+            await page.get_by_label("choose r2").check()
+            chosen = page.locator(".chosen-rows")
+            await chosen.get_by_label("number or note").fill("0.5")
+            await chosen.get_by_role("button", name="reward").click()
+            await expect(chosen).to_contain_text("rewarded")
+            await expect(page.locator("tbody b", has_text="0.5")).to_have_count(2)
+        assert (wrong.seen, wrong.refused) == ([], [])
+
+
+@needs_browser
+async def test_requests_are_copied_as_commands_that_mean_the_same(running: Running, tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": 'it\'s "$HOME" `id` \\ \n\u2028 \U0001f600'}]}
+    async with running(tmp_path) as system, browsing(system.url) as (page, _):
+        made = (
+            "([path, body]) => import('/page/copies.mjs').then((m) => [m.asCurl(path, body), m.asPython(path, body)])"
+        )
+        curl, python = await page.evaluate(made, ["v1/chat/completions", body])
+    words = shlex.split(curl)
+    assert (words[1], json.loads(words[-1])) == (f"{system.url}/v1/chat/completions", body)
+    texts = [node.value for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Constant)]
+    assert json.dumps(body) in [json.dumps(json.loads(one)) for one in texts if str(one).startswith('{"messages')]

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from lightning_proxy.proxy.rewarders.judge import Judge, read_score
 from lightning_proxy.proxy.rewarders.rewarder import Away
+from lightning_proxy.proxy.rewarders.table import spent_by_each
 from lightning_proxy.proxy.types import Reward
 from lightning_proxy.trainer.waiting import JudgeError
 from support.rewarded import Traffic, advantages, traffic
@@ -80,8 +81,9 @@ class Scorer:
         text = "I say 8." if "answer 0 of a" in question else "2"
         choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}
         choices = [] if "answer 0 of mute" in question else [choice]
+        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": choices}
         return web.json_response(
-            {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": choices}
+            answer | {"usage": {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}}
         )
 
 
@@ -118,6 +120,7 @@ async def test_of_a_judge(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> 
         # Scores 0.8 or 0.2, half of each: returns [1.8, 1.4] and [1.2, 1.1].
         assert advantages(batch) == pytest.approx({"a-0": 0.3, "a-1": 0.15, "b-0": -0.3, "b-1": -0.15})
         assert len(scorer.asked) == 4
+        assert await spent_by_each(traffic.store.database) == [{"name": "judge", "tokens": 440, "usd": 0.0}]
         assert "step 1 of a" in scorer.asked[0] and "The number for step" in scorer.asked[0]
         stored = [r for r in await traffic.store.rewards.of("a") if r.name == "judge"]
         assert {(r.call_id, r.value, r.source, r.comment) for r in stored} == {

@@ -1,0 +1,144 @@
+"""Reads what calls used, and sums up what they cost: by day, model, key, task, rollout or mode."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+from ..apis.usage import Used, used
+from ..config.root import Config
+from ..json_text import loads_or_none
+from ..prices import Prices
+from ..store.database import Database, Row
+
+By = Literal["day", "model", "key", "task", "rollout", "mode"]
+WAYS: tuple[By, ...] = get_args(By)
+CHUNK, MOST = 5_000, 200_000  # calls that one statement reads, and all of them
+
+# What a call used, and, where no usage came, how many tokens were recorded.
+_USED = """
+calls.call_id, calls.model, calls.upstream, calls.policy_version, calls.status, calls.usage,
+calls.prompt_shared + COALESCE(LENGTH(calls.prompt_ids), 0) / 4 AS read,
+COALESCE(LENGTH(calls.token_ids), 0) / 4 AS sampled
+"""
+COSTS_OF_ROLLOUT = f"SELECT {_USED} FROM calls WHERE calls.rollout_id = :rollout_id ORDER BY calls.seq"
+# By order of insertion.
+COSTS_OF_CALLS = f"""
+SELECT {_USED}, calls.started_at, rollouts.rollout_id, rollouts.task_id, rollouts.mode,
+       (SELECT name FROM keys WHERE keys.key_id = rollouts.key_id) AS key_name
+FROM calls CROSS JOIN rollouts ON rollouts.rollout_id = calls.rollout_id
+WHERE calls.rowid >= :place AND calls.rowid < :before AND calls.started_at >= :since
+      AND (:key_id IS NULL OR rollouts.key_id = :key_id)
+"""
+PLACE_BEFORE = """
+SELECT MIN(rowid) AS place, MIN(started_at) AS since
+FROM (SELECT rowid, started_at FROM calls WHERE rowid < :before ORDER BY rowid DESC LIMIT :chunk) AS recent
+"""
+ALL = 2**62
+
+
+@dataclass(slots=True)
+class Cost:
+    """Calls, their tokens and USD. `unknown`: those of them without a usage; `unpriced`: those without a price."""
+
+    calls: int = 0
+    unknown: int = 0
+    unpriced: int = 0
+    usd: float = 0.0
+    used: Used = field(default_factory=Used)
+
+    def add(self, tokens: Used | None, usd: float | None) -> None:
+        """Count a call."""
+        self.calls += 1
+        self.unknown += tokens is None
+        self.unpriced += tokens is not None and usd is None
+        self.usd += usd or 0.0
+        self.used = self.used.plus(tokens or Used())
+
+    def view(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        view = asdict(self)
+        del view["used"]
+        return view | {f"{name}_tokens": count for name, count in self.used._asdict().items() if name != "kept"}
+
+
+@dataclass(slots=True)
+class Costs:
+    """The costs of the newest calls. `since`: the oldest of them began then; `complete`: there are no others."""
+
+    parts: dict[str | None, Cost]
+    total: Cost
+    since: float | None = None
+    complete: bool = True
+
+
+def of_call(row: Row, prices: Prices, alias: str) -> tuple[Used | None, float | None]:
+    """Return what a call used and cost. The policy's cost nothing unless `prices` has its alias."""
+    tokens = used(loads_or_none(row["usage"]))
+    if tokens is None and (row["read"] or row["sampled"]):
+        tokens = Used(input=row["read"], output=row["sampled"])
+    if tokens is None:
+        return (None if row["status"] == "ok" else Used()), 0.0
+    if row["policy_version"] is not None:
+        price = prices.configured(alias)
+        return tokens, 0.0 if price is None else price.of(tokens)
+    price = prices.of(row["model"])
+    return tokens, None if price is None else price.of(tokens)
+
+
+class CostTable:
+    """Reads costs, off the way of a call."""
+
+    def __init__(self, database: Database, config: Config) -> None:
+        self._db = database
+        self._prices = Prices(config.prices)
+        self._alias = config.policy.alias
+
+    async def of_rollout(self, rollout_id: str) -> tuple[Cost, dict[str, Cost]]:
+        """Return the cost of a rollout, and of each of its calls by its id."""
+        rows = await self._db.all(COSTS_OF_ROLLOUT, {"rollout_id": rollout_id})
+        return await asyncio.to_thread(self._by_call, rows)
+
+    def _by_call(self, rows: Sequence[Row]) -> tuple[Cost, dict[str, Cost]]:
+        total, calls = Cost(), dict[str, Cost]()
+        for row in rows:
+            found = of_call(row, self._prices, self._alias)
+            calls[row["call_id"]] = one = Cost()
+            one.add(*found)
+            total.add(*found)
+        return total, calls
+
+    async def newest(self, by: By, since: float, key_id: str | None) -> Costs:
+        """Return the costs of the newest calls that began after `since`; with `key_id`, of its rollouts alone."""
+        costs, before = Costs({}, Cost()), ALL
+        for _ in range(MOST // CHUNK):
+            edge = await self._db.one(PLACE_BEFORE, {"before": before, "chunk": CHUNK})
+            if edge is None or edge["place"] is None:
+                return costs
+            wanted = {"place": edge["place"], "before": before, "since": since, "key_id": key_id}
+            rows = await self._db.all(COSTS_OF_CALLS, wanted)
+            await asyncio.to_thread(self._add, costs, rows, by)
+            if edge["since"] < since:
+                return costs
+            before = edge["place"]
+        costs.complete = False
+        return costs
+
+    def _add(self, costs: Costs, rows: Iterable[Row], by: By) -> None:
+        for row in rows:
+            found = of_call(row, self._prices, self._alias)
+            costs.parts.setdefault(self._part(row, by), Cost()).add(*found)
+            costs.total.add(*found)
+            costs.since = min(row["started_at"], costs.since or row["started_at"])
+
+    def _part(self, row: Row, by: By) -> str | None:
+        if by == "day":
+            return time.strftime("%Y-%m-%d", time.gmtime(row["started_at"]))
+        if by == "model" and row["policy_version"] is not None:
+            return self._alias  # a version is served by a name of its own
+        column = {"model": "model", "key": "key_name", "task": "task_id", "rollout": "rollout_id", "mode": "mode"}[by]
+        found: str | None = row[column]
+        return found

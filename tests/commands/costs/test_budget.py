@@ -1,0 +1,43 @@
+"""`run --budget`: no further rollouts once so much is spent; those begun end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+
+CALLS_ONCE = """
+import json, os, urllib.request
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "hi"}]}).encode()
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, body, headers)).close()
+"""
+
+
+async def run(system: Any, directory: Path, budget: str) -> Any:
+    agent, tasks = directory / "agent.py", directory / "tasks.jsonl"
+    agent.write_text(CALLS_ONCE)
+    tasks.write_text('{"task_id": "t1"}\n{"task_id": "t2"}\n{"task_id": "t3"}\n')
+    options = ("--group-size", "2", "--concurrency", "1", "--budget", budget, "--json", "--tasks", tasks)
+    return await system.lightning("run", *options, "--", sys.executable, agent)
+
+
+async def test_a_run_stops_in_order_once_its_budget_is_spent(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, prices={"policy": [100_000, 0]}) as system:  # 0.3 USD for a prompt of 3 tokens
+        done = await run(system, tmp_path, "0.5")
+        summary = json.loads(done.stdout)
+        assert (done.returncode, summary["rollouts"], summary["failed"]) == (3, 2, 0), done.stderr
+        assert summary["usd"] == 0.6
+        assert "0.6 of 0.5 USD are spent. No further rollouts were begun" in done.stderr
+
+
+async def test_a_run_within_its_budget_says_what_it_spent(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, prices={"policy": [100_000, 0]}) as system:
+        done = await run(system, tmp_path, "5")
+        assert (done.returncode, json.loads(done.stdout)["rollouts"]) == (0, 6), done.stderr

@@ -1,0 +1,141 @@
+"""What calls used and cost: every API's `usage`, prices, and sums by day, model, key, task, rollout and mode."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.proxy import prices
+from lightning_proxy.proxy.apis.usage import Used, used
+from lightning_proxy.proxy.prices import Price, Prices
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Limits, RolloutName
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+NOW = 1_800_000_000.0  # 2027-01-15
+
+CHAT = {"prompt_tokens": 100, "completion_tokens": 20, "prompt_tokens_details": {"cached_tokens": 60},
+        "completion_tokens_details": {"reasoning_tokens": 5}}  # fmt: skip
+RESPONSES = {"input_tokens": 100, "output_tokens": 20, "input_tokens_details": {"cached_tokens": 60},
+             "output_tokens_details": {"reasoning_tokens": 5}}  # fmt: skip
+MESSAGES = {"input_tokens": 10, "cache_read_input_tokens": 60, "cache_creation_input_tokens": 30, "output_tokens": 20}
+
+
+@pytest.mark.parametrize(
+    ("usage", "found"),
+    [
+        (CHAT, Used(100, 60, 0, 20, 5)),
+        (RESPONSES, Used(100, 60, 0, 20, 5)),
+        (MESSAGES, Used(100, 60, 30, 20, 0)),
+        ({"prompt_tokens": 3, "total_tokens": 3}, Used(3)),  # of embeddings
+        ({"prompt_tokens": -1, "completion_tokens": "many", "prompt_tokens_details": []}, Used()),
+        ({}, None), (None, None), ([1], None),
+    ],
+)  # fmt: skip
+def test_every_apis_usage_is_read(usage: Any, found: Used | None) -> None:
+    assert used(usage) == found
+
+
+def test_cached_tokens_cost_less() -> None:
+    assert Price(3, 15, 0.3, 3.75).of(used(MESSAGES) or Used()) == pytest.approx(
+        (10 * 3 + 60 * 0.3 + 30 * 3.75 + 20 * 15) / 1e6
+    )
+
+
+def test_the_first_pattern_counts_and_then_litellms_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {
+        "known": {"input_cost_per_token": 1e-6, "output_cost_per_token": 2e-6},
+        "odd": {"input_cost_per_token": "x"},
+    }
+    monkeypatch.setattr(prices, "_table", lambda: table)
+    known = Prices({"known-*": [5, 6, 0.5], "*-large": [7, 8]})
+    assert known.of("known-large") == Price(5, 6, 0.5, 5)
+    assert known.of("very-large") == Price(7, 8, 7, 7)
+    assert known.of("known") == known.of("provider/known") == pytest.approx(Price(1, 2, 1, 1))
+    assert (known.of("odd"), known.of("new"), known.of(None)) == (None, None, None)
+
+
+@pytest.mark.skipif(find_spec("litellm") is None, reason="needs litellm")
+def test_litellms_table_is_read_without_importing_it() -> None:
+    price = Prices({}).of("openai/gpt-4o-mini")
+    assert price is not None
+    assert 0 < price.cached < price.input < price.output
+
+
+async def record(
+    store: Store,
+    rollout: RolloutName,
+    model: str,
+    usage: Any,
+    *,
+    version: int | None = None,
+    at: float = NOW,
+    ids: tuple[int, ...] = (),
+) -> str:
+    call_id = f"{rollout.rollout_id}-{model}-{at:.0f}"
+    async with Recorder(store, merged=False) as recorder:
+        await recorder.start(CallStart(call_id, rollout, "chat/completions", model, version, {"n": call_id}, at))
+        await recorder.end(CallEnd(call_id, rollout.rollout_id, "ok", {}, 200, ids, (Choice(0, ids),), usage=usage))
+    return call_id
+
+
+async def costs(system: Any, query: str = "", **headers: str) -> Any:
+    status, answer = await system.call("GET", f"/costs{query}", **headers)
+    assert status == 200, answer
+    return answer
+
+
+async def test_costs_are_summed_up_in_every_way(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, prices={"big": [10, 20, 1]}) as system, system.store() as store:
+        await record(store, RolloutName("a", "t1", None), "big", CHAT)
+        await record(store, RolloutName("a", "t1", None), "new", RESPONSES, at=NOW + 86400)
+        await record(store, RolloutName("b", "t2", None, "eval"), "policy", None, version=0, ids=(1, 2, 3))
+        await record(store, RolloutName("b", "t2", None, "eval"), "silent", None, at=NOW + 1)
+        by_model = await costs(system, "?by=model")
+        big = {"name": "big", "calls": 1, "unknown": 0, "unpriced": 0, "usd": pytest.approx(0.00086),
+               "input_tokens": 100, "cached_tokens": 60, "output_tokens": 20, "reasoning_tokens": 5}  # fmt: skip
+        assert by_model["data"][0] == big
+        rest = {one["name"]: (one["usd"], one["unknown"], one["unpriced"]) for one in by_model["data"][1:]}
+        assert rest == {"new": (0, 0, 1), "policy": (0, 0, 0), "silent": (0, 1, 0)}
+        assert (by_model["total"]["calls"], by_model["total"]["input_tokens"], by_model["complete"]) == (4, 203, True)
+        for by, names in (("day", ["2027-01-16", "2027-01-15"]), ("key", [None]), ("mode", ["train", "eval"]),
+                          ("task", ["t1", "t2"]), ("rollout", ["a", "b"])):  # fmt: skip
+            assert [one["name"] for one in (await costs(system, f"?by={by}"))["data"]] == names
+        assert (await costs(system, f"?since={NOW + 2}"))["total"]["calls"] == 1
+        _, rollout = await system.call("GET", "/rollouts/a")
+        assert (rollout["tokens"], rollout["costs"]["output_tokens"]) == (40, 40)
+        assert rollout["costs"]["of_calls"][f"a-big-{NOW:.0f}"] == {k: v for k, v in big.items() if k != "name"}
+
+
+async def test_a_key_of_its_own_rollouts_sees_the_costs_of_these(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, api_keys=["agent"], admin_keys=["admin"]) as system, system.store() as store:
+        key, stored = await store.keys.create("mine", "agent", Limits(), recording=True, scope="own")
+        await record(store, RolloutName("a", "t1", None, key_id=stored.key_id), "big", CHAT)
+        await record(store, RolloutName("b", "t1", None), "big", CHAT)
+        admin = await costs(system, "?by=key", Authorization="Bearer admin")
+        assert sorted(one["name"] or "" for one in admin["data"]) == ["", "mine"]
+        mine = {"Authorization": f"Bearer {key}"}
+        while (await system.call("GET", "/costs", **mine))[0] == 401:
+            await asyncio.sleep(0.1)
+        own = await costs(system, "?by=rollout", **mine)
+        assert [one["name"] for one in own["data"]] == ["a"]
+
+
+async def test_a_terminal_shows_costs_and_the_seconds_of_steps(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        await record(store, RolloutName("a", "t1", None), "no such model", CHAT, at=time.time())
+        done = await system.lightning("costs", "--by", "model")
+        assert done.returncode == 0
+        assert "no such model" in done.stdout
+        assert "1 calls of models without a price" in done.stdout
+        assert (await system.lightning("costs", "--by", "step")).returncode == 0
+        wrong = await system.lightning("costs", "--by", "colour")
+        assert (wrong.returncode, "--by is day" in wrong.stderr) == (2, True)
