@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..providers import import_litellm, require_litellm
 from .config import JudgeConfig
 from .rewarder import Away, GivenScore, Json, Rewarder, decisions, together
-from .table import KeptAnswers
+from .table import KeptAnswers, Used
 
 JUDGE = "judge"
 MAX_TEXT = 2000  # characters of a message that the judge is shown
@@ -40,6 +40,7 @@ class Judge(Rewarder):
     ) -> None:
         """`clean` takes secrets out of what it reads. `answers` are kept, and counted for the budget."""
         self._clean, self._answers = clean, answers
+        self._used: dict[str, tuple[Used, float]] = {}  # by the question, what its answer used and cost
         self._config, self.at_once = config, config.concurrency
         self._slots = asyncio.Semaphore(config.concurrency)
 
@@ -84,6 +85,8 @@ class Judge(Rewarder):
             return known
         await self._answers.require()
         answer = await self._ask(question)
+        guess = (len(question) // 4, len(answer) // 4)
+        await self._answers.spend(*self._used.pop(question, (guess, 0.0)))
         await self._answers.keep(digest, answer, about)
         return answer
 
@@ -102,11 +105,8 @@ class Judge(Rewarder):
         except OpenAIError as error:  # what all of litellm's errors are
             raise Away(f"trainer.judge: {config.model} gives no answer: {str(error)[:300]}") from None
         text = "".join(choice.message.content or "" for choice in answer.choices[:1])
-        if self._answers is not None:
-            usage = getattr(answer, "usage", None)
-            used = (usage.prompt_tokens, usage.completion_tokens) if usage is not None else (0, 0)
-            guess = (len(question) // 4, len(text) // 4)
-            await self._answers.spend(used if sum(used) else guess, _usd(litellm, answer))
+        if self._answers is not None and (usage := getattr(answer, "usage", None)) and usage.total_tokens:
+            self._used[question] = (usage.prompt_tokens, usage.completion_tokens), _usd(litellm, answer)
         return text
 
 
