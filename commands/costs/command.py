@@ -10,8 +10,9 @@ from rich.table import Table
 
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError
-from ..api_client import ApiClient, ask
+from ..api_client import ApiClient
 from ..formats import count, number, plain, print_json
+from ..show.alone import look
 from ..show.listing import since_of
 
 WAYS = ("day", "model", "key", "task", "rollout", "mode")
@@ -25,7 +26,7 @@ def costs_command(config: Config, by: str, since: str | None, limit: int, *, as_
     if by not in (*WAYS, STEP):
         raise ConfigError(f"--by is {', '.join(WAYS)} or {STEP}, got {by!r}")
     if by == STEP:
-        steps = ask(config, lambda api: api.request("GET", "/policy/steps", params={"limit": str(limit)}))["data"]
+        steps = look(config, lambda api: api.request("GET", "/policy/steps", params={"limit": str(limit)}))["data"]
         found = [{"step": step["step"], **seconds_of(step["metrics"])} for step in steps]
         print_json({"by": by, "data": found}) if as_json else Console(highlight=False).print(steps_table(found))
         return
@@ -36,7 +37,7 @@ def costs_command(config: Config, by: str, since: str | None, limit: int, *, as_
         status = await api.request("GET", "/status")
         return await api.request("GET", "/costs", params=params) | {"rewarders": status.get("spent", [])}
 
-    costs = ask(config, read)
+    costs = look(config, read)
     if as_json:
         print_json(costs)
     else:

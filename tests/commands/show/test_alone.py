@@ -20,6 +20,7 @@ COMMANDS = [
     ("rollouts", "show", "r:1", "--json"),
     ("rollouts", "diff", "r:1", "r2"),
     ("policy", "list", "--json"),
+    ("costs", "--by", "rollout", "--json"),
 ]
 
 
