@@ -24,6 +24,7 @@ VIEWS = {
     "versions": "Version 6 is live",
     "compare?a=0&b=5": "paired tasks",
     "costs": "Calls by day",
+    "rate": "Say who you are",
 }
 
 

@@ -74,7 +74,7 @@ export function Table({ columns, rows, rowKey, sort, onSort, label }) {
       <thead><tr>${columns.map(heading)}</tr></thead>
       <tbody>
         ${rows.map((row) => html`<tr key=${rowKey(row)}>
-          ${columns.map((column, i) => html`<td class=${[i === 0 && "head", column.num && "num"].filter(Boolean).join(" ")} data-label=${i > 0 ? column.label : undefined}>${column.cell(row)}</td>`)}
+          ${columns.map((column, i) => html`<td class=${[i === 0 && "head", column.num && "num"].filter(Boolean).join(" ")} data-label=${i > 0 || column.num ? column.label : undefined}>${column.cell(row)}</td>`)}
         </tr>`)}
       </tbody>
     </table>

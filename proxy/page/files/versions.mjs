@@ -52,7 +52,7 @@ function Version({ version, near, graph, count, onPromote }) {
   const reward = (one) => (one ? html`<b>${number(one.mean)}</b> <small>of ${number(one.rollouts)}</small>` : html`<span class="muted">–</span>`);
   return html`<tr class=${version.live && "live"} style=${{ height: `${ROW}px` }}>
     ${graph && html`<td class="lineage" rowspan=${count}>${graph}</td>`}
-    <td class="num head"><a class="pick" href=${link("compare", { a: version.parent ?? 0, b: version.version })} title="compare with the version it came from"><span class="on-phone">version </span>${version.version}</a></td>
+    <td class="num head" data-label="version"><a class="pick" href=${link("compare", { a: version.parent ?? 0, b: version.version })} title="compare with the version it came from">${version.version}</a></td>
     <td title=${outcome(version.promotion)}><${Badge} kind=${STATUS_KIND[version.status]}>${version.status}<//> <small>${version.publish}</small>${version.best && html` <${Badge} kind="good">best<//>`}${version.error && html` · <small class="reason" title=${version.error}>${version.error}</small>`}</td>
     <td><${Verified} version=${version} near=${near} /></td>
     <td class="num" data-label="from">${version.parent ?? ""}</td>
