@@ -25,9 +25,8 @@ class Price(NamedTuple):
 
     def of(self, used: Used) -> float:
         """Return what tokens cost. Example: 1,000 tokens of input at 3 USD cost 0.003 USD."""
-        new = max(0, used.input - used.cached - used.kept)
-        tokens = (new, used.output, used.cached, used.kept)
-        return sum(count * price for count, price in zip(tokens, self, strict=True)) / MILLION
+        new = max(0, used.input - used.cached - used.kept) * self.input
+        return (new + used.output * self.output + used.cached * self.cached + used.kept * self.kept) / MILLION
 
 
 class Prices:

@@ -21,7 +21,13 @@ class Used(NamedTuple):
 
     def plus(self, other: Used) -> Used:
         """Return the sum of both."""
-        return Used(*(a + b for a, b in zip(self, other, strict=True)))
+        return Used(
+            self.input + other.input,
+            self.cached + other.cached,
+            self.kept + other.kept,
+            self.output + other.output,
+            self.reasoning + other.reasoning,
+        )
 
 
 def used(usage: Any) -> Used | None:
@@ -29,18 +35,18 @@ def used(usage: Any) -> Used | None:
 
     Anthropic's `input_tokens` leave out what a cache had: 10 beside `cache_read_input_tokens` 90 are an input of 100.
     """
-    if not isinstance(usage, dict) or not usage.keys() & {"prompt_tokens", "input_tokens", "total_tokens"}:
+    if not isinstance(usage, dict) or not (
+        "prompt_tokens" in usage or "input_tokens" in usage or "total_tokens" in usage
+    ):
         return None
-    of_input = _object(usage, "prompt_tokens_details") or _object(usage, "input_tokens_details")
-    of_output = _object(usage, "completion_tokens_details") or _object(usage, "output_tokens_details")
+    given, said = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
     read, kept = _count(usage, "cache_read_input_tokens"), _count(usage, "cache_creation_input_tokens")
-    apart = read + kept if "prompt_tokens" not in usage else 0
     return Used(
-        input=_count(usage, "prompt_tokens", "input_tokens") + apart,
-        cached=read or _count(of_input, "cached_tokens"),
+        input=_count(usage, f"{given}_tokens") + (read + kept if given == "input" else 0),
+        cached=read or _count(_object(usage, f"{given}_tokens_details"), "cached_tokens"),
         kept=kept,
-        output=_count(usage, "completion_tokens", "output_tokens"),
-        reasoning=_count(of_output, "reasoning_tokens"),
+        output=_count(usage, f"{said}_tokens"),
+        reasoning=_count(_object(usage, f"{said}_tokens_details"), "reasoning_tokens"),
     )
 
 
@@ -49,7 +55,7 @@ def _object(value: Json, name: str) -> Json:
     return found if isinstance(found, dict) else {}
 
 
-def _count(value: Json, *names: str) -> int:
-    """The first of these that is a count; anything else is none."""
-    found = next((value[name] for name in names if name in value), 0)
+def _count(value: Json, name: str) -> int:
+    """The count of this name; anything else is none."""
+    found = value.get(name)
     return found if type(found) is int and 0 < found < 2**53 else 0

@@ -27,8 +27,7 @@ COALESCE(LENGTH(calls.token_ids), 0) / 4 AS sampled
 COSTS_OF_ROLLOUT = f"SELECT {_USED} FROM calls WHERE calls.rollout_id = :rollout_id ORDER BY calls.seq"
 # By order of insertion.
 COSTS_OF_CALLS = f"""
-SELECT {_USED}, calls.started_at, rollouts.rollout_id, rollouts.task_id, rollouts.mode,
-       (SELECT name FROM keys WHERE keys.key_id = rollouts.key_id) AS key_name
+SELECT {_USED}, calls.started_at, rollouts.rollout_id, rollouts.task_id, rollouts.mode, rollouts.key_id
 FROM calls CROSS JOIN rollouts ON rollouts.rollout_id = calls.rollout_id
 WHERE calls.rowid >= :place AND calls.rowid < :before AND calls.started_at >= :since
       AND (:key_id IS NULL OR rollouts.key_id = :key_id)
@@ -53,10 +52,18 @@ class Cost:
     def add(self, tokens: Used | None, usd: float | None) -> None:
         """Count a call."""
         self.calls += 1
-        self.unknown += tokens is None
-        self.unpriced += tokens is not None and usd is None
-        self.usd += usd or 0.0
-        self.used = self.used.plus(tokens or Used())
+        if tokens is None:
+            self.unknown += 1
+        else:
+            self.used = self.used.plus(tokens)
+            self.unpriced += usd is None
+            self.usd += usd or 0.0
+
+    def plus(self, other: Cost) -> None:
+        """Count the calls of another sum."""
+        self.calls, self.unknown = self.calls + other.calls, self.unknown + other.unknown
+        self.unpriced, self.usd = self.unpriced + other.unpriced, self.usd + other.usd
+        self.used = self.used.plus(other.used)
 
     def view(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -117,21 +124,28 @@ class CostTable:
         for _ in range(MOST // CHUNK):
             edge = await self._db.one(PLACE_BEFORE, {"before": before, "chunk": CHUNK})
             if edge is None or edge["place"] is None:
-                return costs
+                break
             wanted = {"place": edge["place"], "before": before, "since": since, "key_id": key_id}
             rows = await self._db.all(COSTS_OF_CALLS, wanted)
             await asyncio.to_thread(self._add, costs, rows, by)
             if edge["since"] < since:
-                return costs
+                break
             before = edge["place"]
-        costs.complete = False
+        else:
+            costs.complete = False
+        for cost in costs.parts.values():
+            costs.total.plus(cost)
+        if by == "key":
+            names = {row["key_id"]: row["name"] for row in await self._db.all("SELECT key_id, name FROM keys")}
+            costs.parts = {names.get(key_id, key_id): cost for key_id, cost in costs.parts.items()}
         return costs
 
     def _add(self, costs: Costs, rows: Iterable[Row], by: By) -> None:
         for row in rows:
             found = of_call(row, self._prices, self._alias)
-            costs.parts.setdefault(self._part(row, by), Cost()).add(*found)
-            costs.total.add(*found)
+            if (part := self._part(row, by)) not in costs.parts:
+                costs.parts[part] = Cost()
+            costs.parts[part].add(*found)
             costs.since = min(row["started_at"], costs.since or row["started_at"])
 
     def _part(self, row: Row, by: By) -> str | None:
@@ -139,6 +153,6 @@ class CostTable:
             return time.strftime("%Y-%m-%d", time.gmtime(row["started_at"]))
         if by == "model" and row["policy_version"] is not None:
             return self._alias  # a version is served by a name of its own
-        column = {"model": "model", "key": "key_name", "task": "task_id", "rollout": "rollout_id", "mode": "mode"}[by]
+        column = {"model": "model", "key": "key_id", "task": "task_id", "rollout": "rollout_id", "mode": "mode"}[by]
         found: str | None = row[column]
         return found
