@@ -10,6 +10,7 @@ from urllib.parse import quote
 import typer
 
 from ...proxy.config.root import Config
+from ...proxy.prices import Prices
 from ...proxy.rewarders.config import RewarderKeys
 from ...proxy.rewarders.kinds import check, made, named
 from ...proxy.rewarders.rewarder import Rewarder, price_line
@@ -32,7 +33,7 @@ async def opened(
     if which != "function":
         await check(config)
     name, one = named(config, which)
-    answers = answers or KeptAnswers(name, one, RewarderKeys.of(config.rewards).budget)
+    answers = answers or KeptAnswers(name, one, RewarderKeys.of(config.rewards).budget, Prices(config.prices))
     rewarder = made(name, one, config, answers, shuffle)
     try:
         yield rewarder, answers

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from ..plugins.hooks import Core, Hooks, ProxyPlugin
+from ..prices import Prices
 from .beside import RewardersBeside
 from .config import JudgeKeys, RewarderKeys
 from .kinds import check, made, readers
@@ -28,7 +29,7 @@ class RewardersPlugin(ProxyPlugin):
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
         keys = RewarderKeys.of(self.config.rewards)
-        answers = partial(StoredAnswers, core.store.database, budget=keys.budget)
+        answers = partial(StoredAnswers, core.store.database, budget=keys.budget, prices=Prices(self.config.prices))
         rewarders = [made(name, one, self.config, answers(name, one)) for name, one in keys.rewarders]
         for line in readers(keys.rewarders, JudgeKeys.of(self.config.trainer).judge.model):
             log.info("%s", line)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..json_text import dumps
+from ..prices import Prices
 from ..store.database import Database, Transaction
 from ..store.returns import read_counting
 from ..store.rewards import post_reward
@@ -125,10 +127,15 @@ class Spoken:
 
 
 class KeptAnswers:
-    """What models answered in one run of a command. The budget counts for this run."""
+    """What models answered in one run of a command. The budget counts for this run.
 
-    def __init__(self, name: str, config: RewarderConfig, budget: BudgetConfig) -> None:
-        self._name, self._price, self._budget = name, config.price or (0, 0), budget
+    Without a `price`, a model of others costs what `prices` says.
+    """
+
+    def __init__(self, name: str, config: RewarderConfig, budget: BudgetConfig, prices: Prices | None = None) -> None:
+        self._name, self._budget = name, budget
+        self._price, self._prices = config.price, prices if config.asks and config.api != "hosted_vllm" else None
+        self._model = config.model_name
         self._answers: dict[str, str] = {}
         self.tokens, self.usd = 0, 0.0
         self.under_way: list[Used] = []  # what questions will use, about
@@ -151,6 +158,9 @@ class KeptAnswers:
 
     async def require(self) -> None:
         """Raise Away if the budget is spent, or will be by what is under way."""
+        if self._price is None and self._prices is not None:
+            found = await asyncio.to_thread(self._prices.of, self._model)
+            self._price, self._prices = None if found is None else [found.input, found.output], None
         tokens, usd = await self.spent()
         tokens, usd = tokens + sum(map(sum, self.under_way)), usd + sum(map(self._cost, self.under_way))
         for name, spent, most in (("tokens", tokens, self._budget.tokens), ("usd", usd, self._budget.usd)):
@@ -158,14 +168,21 @@ class KeptAnswers:
                 raise Away(f"rewards.budget.{name} is spent ({spent:g} of {most:g})")
 
     def _cost(self, used: Used) -> float:
-        return sum(tokens * price for tokens, price in zip(used, self._price, strict=True)) / 1e6
+        return sum(tokens * price for tokens, price in zip(used, self._price or (0, 0), strict=True)) / 1e6
 
 
 class StoredAnswers(KeptAnswers):
     """Answers for proxies. One goes when one of its rollouts is deleted; what it has used stays counted."""
 
-    def __init__(self, database: Database, name: str, config: RewarderConfig, budget: BudgetConfig) -> None:
-        super().__init__(name, config, budget)
+    def __init__(
+        self,
+        database: Database,
+        name: str,
+        config: RewarderConfig,
+        budget: BudgetConfig,
+        prices: Prices | None = None,
+    ) -> None:
+        super().__init__(name, config, budget, prices)
         self._db = database
 
     async def known(self, digest: str) -> str | None:

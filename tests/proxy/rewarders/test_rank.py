@@ -272,6 +272,16 @@ async def test_the_budget_stops_it_and_a_larger_one_lets_it_go_on(
             assert await values(system, ids) == [0.0, 1.0]
 
 
+async def test_a_judge_without_a_price_costs_what_prices_say(running: Running, tmp_path: Path) -> None:
+    async with (
+        judging(by_number) as judge,
+        running(tmp_path, rewards={"use": [rank(judge)]}, prices={"*": [1, 10]}) as system,
+    ):
+        assert await values(system, await group(system, "worth 1", "worth 2")) == [0.0, 1.0]
+        _, status = await system.call("GET", "/status")
+        assert status["spent"] == [{"name": "reward", "tokens": 110, "usd": pytest.approx(0.0002)}]
+
+
 async def test_secrets_are_not_read_elsewhere_and_the_log_names_the_reader(
     running: Running, tmp_path: Path, caplog: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
