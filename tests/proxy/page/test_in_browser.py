@@ -96,7 +96,7 @@ async def test_requests_are_copied_as_commands_that_mean_the_same(running: Runni
     body = {"messages": [{"role": "user", "content": 'it\'s "$HOME" `id` \\ \n\u2028 \U0001f600'}]}
     async with running(tmp_path) as system, browsing(system.url) as (page, _):
         made = (
-            "([path, body]) => import('/page/copies.mjs').then((m) => [m.asCurl(path, body), m.asPython(path, body)])"
+            "([path, body]) => import('/page/requests.mjs').then((m) => [m.asCurl(path, body), m.asPython(path, body)])"
         )
         curl, python = await page.evaluate(made, ["v1/chat/completions", body])
     words = shlex.split(curl)

@@ -1,0 +1,24 @@
+// Requests to the proxy as commands: for a shell, and for Python. Pure but for the page's own address.
+
+const JSON_TYPE = "Content-Type: application/json";
+const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`; // for a shell
+const literal = (value) => JSON.stringify(JSON.stringify(value)); // a JSON text is a string of Python, too
+
+const urlOf = (path) => new URL(path, location.href.split("#")[0]).href;
+
+export function asCurl(path, body) {
+  const data = body === undefined ? "" : ` \\\n  -H ${quoted(JSON_TYPE)} \\\n  -d ${quoted(JSON.stringify(body))}`;
+  return `curl ${quoted(urlOf(path))} \\\n  -H "Authorization: Bearer $OPENAI_API_KEY"${data}`;
+}
+
+export function asPython(path, body) {
+  const lines = [
+    "import json, os, urllib.request",
+    "",
+    `headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}`,
+    body === undefined ? "body = None" : `body = json.dumps(json.loads(${literal(body)})).encode()`,
+    `with urllib.request.urlopen(urllib.request.Request(${JSON.stringify(urlOf(path))}, body, headers)) as answer:`,
+    "    print(json.dumps(json.load(answer), indent=2))",
+  ];
+  return `${lines.join("\n")}\n`;
+}
