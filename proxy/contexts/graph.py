@@ -52,6 +52,7 @@ class _Order(NamedTuple):
 class _Call:
     """A call as later ones are compared with it. Its request ends at `node`.
 
+    `attempts`: the calls with the same request. `order`: the tool call that began it.
     `root`: the call that began its context. `told`: texts that its answer alone has. `used`: its answer stands in a
     later context; `kept`: as an answer. `has`: the calls whose answers its request has, once that was asked.
     """
@@ -59,6 +60,8 @@ class _Call:
     call: ModelCall
     node: Node
     root: int
+    attempts: list[int]
+    order: str | None = None
     edges: list[Edge] = field(default_factory=list)
     said: list[Atom] = field(default_factory=list)
     told: frozenset[str] = frozenset()
@@ -86,6 +89,8 @@ class Graph:
         self.calls: list[_Call] = []
         self._tree = Tree()
         self._places: dict[str, int] = {}  # by call id
+        self._again: dict[str, int] = {}  # the call that a client sent again, by the call that it sent
+        self._forms: defaultdict[tuple[Node, str | None], list[tuple[object, list[int]]]] = defaultdict(list)
         self._ids: dict[str, int] = {}  # the call that made each tool call
         self._answers: defaultdict[Key, list[int]] = defaultdict(list)
         self._told: defaultdict[str, list[int]] = defaultdict(list)
@@ -99,10 +104,13 @@ class Graph:
     def add(self, call: ModelCall) -> None:
         """Add a call, with its request and its answer."""
         place = len(self.calls)
-        node = self._tree.asked(call, place)
-        mine = _Call(call, node, place)
+        node = self._tree.asked(call)
+        mine = _Call(call, node, place, self._attempts(call, node))
+        mine.attempts.append(place)
         self.calls.append(mine)
         self._places[call.call_id] = place
+        if call.superseded_by is not None:
+            self._again[call.superseded_by] = place
         mine.edges = self._edges(mine, place)
         for kind, there in mine.edges:
             self.calls[there].used |= kind not in ("delegates", "retries")
@@ -112,18 +120,22 @@ class Graph:
         mine.said = self._tree.answered(call, place, node)
         self._remember(mine, place)
 
-    def rejected(self) -> set[int]:
-        """Return the calls whose answer stands in no later context, though another attempt's does.
+    def rejected(self) -> dict[int, int]:
+        """Return the calls whose answer stands in no later context, each with another attempt whose answer does.
 
         That is one at the same request, which began later or was not over. Of an earlier one this is a fresh start.
+        Calls that tool calls of their own began are no attempts at the same.
         """
-        found = set[int]()
-        for node in {one.node for one in self.calls if len(one.node.asked) > 1}:
-            answered = [i for i in node.asked if self.calls[i].said]
+        found, alike = dict[int, int](), defaultdict[tuple[int, str | None], list[int]](list)
+        for i, one in enumerate(self.calls):
+            if one.said and len(one.attempts) > 1:
+                alike[one.attempts[0], one.order].append(i)
+        for answered in alike.values():
+            said = {i: [key_of(atom) for atom in self.calls[i].said] for i in answered}
             if used := [i for i in answered if self.calls[i].used]:
-                stands, last, until = {*map(self._said, used)}, max(used), max(self.calls[i].ended for i in used)
+                stands, last, until = [said[i] for i in used], max(used), max(self.calls[i].ended for i in used)
                 tried = [i for i in answered if i < last or self.calls[i].call.started_at < until]
-                found |= {i for i in tried if self._said(i) not in stands}
+                found |= {i: last for i in tried if said[i] not in stands}
         return found
 
     def summaries(self) -> set[int]:
@@ -135,8 +147,16 @@ class Graph:
         kinds = Counter[str](edge.kind for one in self.calls for edge in one.edges)
         return kinds + Counter(new=sum(not one.edges for one in self.calls), rejected=len(self.rejected()))
 
-    def _said(self, place: int) -> tuple[Key, ...]:
-        return tuple(key_of(atom) for atom in self.calls[place].said)
+    def _attempts(self, call: ModelCall, node: Node) -> list[int]:
+        """The calls so far with the same request: of the same agent, and for an answer of the same form."""
+        if (earlier := self._again.get(call.call_id)) is not None:
+            return self.calls[earlier].attempts
+        if (form := self._tree.form(call, node)) is None:
+            return []
+        known = self._forms[node, call.agent]
+        if all(form != other for other, _ in known):
+            known.append((form, []))
+        return next(places for other, places in known if form == other)
 
     def _edges(self, mine: _Call, place: int) -> list[Edge]:
         """The edges of a call: to its own history, to answers that it was given, and else to who ordered it."""
@@ -156,11 +176,15 @@ class Graph:
             summaries |= {i for i in later if self.calls[i].root != root}
         edges = [] if came is None else [came, *self._returned(mine, new, came)]
         edges += [Edge("compacts", there) for there in sorted(summaries)]
+        if any(edge.place in quoted for edge in edges):  # all that it was given stands in its context
+            for there in quoted:
+                self.calls[there].used = True
         order = None if edges else order
         earlier = self._tried(mine, place, order)
         if order is not None:
             self._unsure |= set() if is_sure else {place}
             self._begun.setdefault(order.name, place)
+            mine.order = order.name
             edges.append(Edge("delegates", order.place))
         if earlier is not None:
             edges.append(Edge("retries", earlier))
@@ -319,7 +343,7 @@ class Graph:
     def _gave(self, order: _Order, mine: _Call, asked: str, is_sure: bool) -> bool:
         """Whether an order stands in a prompt: surely, if it is all that is asked."""
         caller, begun = self.calls[order.place], self._begun.get(order.name)
-        is_taken = begun is not None and self.calls[begun].node is not mine.node
+        is_taken = begun is not None and begun not in mine.attempts
         if (is_taken and not is_sure) or caller.ended > mine.call.started_at + CLOCK_S:
             return False
         by_name = None not in (mine.call.agent, caller.call.agent) and mine.call.agent != caller.call.agent
@@ -329,10 +353,10 @@ class Graph:
 
     def _tried(self, mine: _Call, place: int, order: _Order | None) -> int | None:
         """The call that this one repeats: it failed, or its answer is not used, and no other order began it."""
-        for there in reversed(mine.node.asked[:-1]):
+        for there in reversed(mine.attempts[:-1]):
             one = self.calls[there]
             is_over = one.call.status != "incomplete" and one.ended <= mine.call.started_at + CLOCK_S
-            is_same = one.call.agent == mine.call.agent and (order is None or order.name in self._begun)
+            is_same = order is None or order.name in self._begun
             if one.call.superseded_by is not None or (is_over and (not one.said or (is_same and not one.used))):
                 return there
         return None

@@ -13,6 +13,7 @@ from ..apis.atoms import Atom, answer_atoms, item_atoms, parsed, request_atoms, 
 from ..apis.marks import is_unique
 from ..apis.tools import conversation
 from ..conversation.digests import QUOTING_CHARACTERS, TELLING, fragments, strings, without_thoughts
+from ..store.requests.full import begun
 from ..types import ModelCall
 
 Json = dict[str, Any]
@@ -21,24 +22,28 @@ KeyedAtom = tuple[Key, Atom]
 
 # Where requests have what stands before their conversation, and what may be all of it.
 SYSTEM, WHOLE = ("system", "instructions"), ("prompt", "input")
-BEFORE = (*SYSTEM, *WHOLE)
+# What else says which answer is asked for: requests that differ in it are not the same.
+FORM = (
+    "tools", "functions", "tool_choice", "response_format", "text", "output_config", "output_format",
+    "structured_outputs", "guided_json", "previous_response_id",
+)  # fmt: skip
+BEFORE = (*SYSTEM, *WHOLE, *FORM)
 
 
 class Node:
     """An atom in a context, after those before it.
 
-    `asked`, `answered`: the calls whose request, or request and answer, end here, by their places in the rollout.
+    `answered`: the calls whose request and answer end here, by their places in the rollout.
     `tip`: the nearest node from here up to the root that ends in an answer. `texts`: as `telling` finds them.
     """
 
-    __slots__ = ("answered", "asked", "atom", "key", "kids", "parent", "texts", "tip")
+    __slots__ = ("answered", "atom", "key", "kids", "parent", "texts", "tip")
 
     def __init__(self, parent: Node | None, key: Key, atom: Atom) -> None:
         self.parent, self.key, self.atom = parent, key, atom
         self.texts = telling(atom)
         self.tip: Node | None = None if parent is None else parent.tip
         self.kids: dict[Key, Node] = {}
-        self.asked: list[int] = []
         self.answered: list[int] = []
 
     def then(self, *atoms: KeyedAtom) -> Node:
@@ -110,7 +115,7 @@ class Tree:
         self._responses: dict[str, Node] = {}  # by the ids that requests of Responses continue
         self._read: dict[int, tuple[Any, list[KeyedAtom]]] = {}  # messages that calls share, read once
 
-    def asked(self, call: ModelCall, place: int) -> Node:
+    def asked(self, call: ModelCall) -> Node:
         """Add a call's request, and return the node that it ends in."""
         of = call.request_of or {}
         parent = self._placed.get(str(of.get("call_id")))
@@ -132,9 +137,13 @@ class Tree:
         for message in conversation(call.request):
             node = node.then(*self._atoms_of(message))
             placed.nodes.append(node)
-        node = node.then(*keyed(Atom("text", "user", text) for name in WHOLE if (text := before[name]) is not None))
-        node.asked.append(place)
-        return node
+        return node.then(*keyed(Atom("text", "user", text) for name in WHOLE if (text := before[name]) is not None))
+
+    def form(self, call: ModelCall, node: Node) -> list[Any] | None:
+        """Return what a call's request has beside its conversation; None if that is not all there or not in words."""
+        placed = self._placed[call.call_id]
+        is_whole = node is not placed.first and "conversation" not in call.request
+        return [placed.before[name] for name in FORM] if is_whole else None
 
     def _atoms_of(self, message: Any) -> list[KeyedAtom]:
         if (read := self._read.get(id(message))) is None:
@@ -161,6 +170,4 @@ def _whole(value: Any, name: str, of: Json, parent: _Placed | None) -> Any:
     """A part of a request, with what it shares with its parent's; None where it is not said in words."""
     if name in WHOLE and not isinstance(value, str):
         return None
-    if parent is None or name not in of or not isinstance(value, str | list):
-        return value
-    return parent.before[name][: of[name]] + value
+    return value if parent is None or name not in of else begun(parent.before[name], of[name], value)
