@@ -58,7 +58,7 @@ async def _train(core: TrainerCore, swap: Swap, hooks: TrainerHooks, stop: async
     publisher = hooks.publisher or Publisher(config.policy, store, swap, engine)
     publisher.beside = hooks.beside or publisher.beside
     if hooks.tune is not None:
-        await hooks.tune(publisher, stop)
+        await hooks.tune(publisher, stop, hooks.sift)
         return
     loop = TrainingLoop(config, store, engine, publisher, None, core.run.show, hooks.judge, hooks.guide, hooks.sift)
 

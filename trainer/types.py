@@ -70,11 +70,29 @@ class RolloutRewards:
 
 
 @dataclass(frozen=True, slots=True)
+class Sifted:
+    """A rollout's calls as they are compared. By place: `left_out` teach nothing, `negative` only pushes down.
+
+    `counts`: how many calls are concerned, by the names of step metrics.
+    """
+
+    calls: Sequence[ModelCall] = ()
+    left_out: Set[int] = frozenset()
+    negative: Set[int] = frozenset()
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+# Says what becomes of all of a rollout's calls.
+Sift = Callable[[Sequence[ModelCall]], Sifted]
+
+
+@dataclass(frozen=True, slots=True)
 class Sibling:
     """A rollout as it is compared with others: its calls, in order, and its rewards."""
 
     calls: Sequence[ModelCall]
     rewards: RolloutRewards
+    sifted: Sifted = Sifted()
 
     def only(self, places: Sequence[int]) -> Sibling:
         """Return the sibling with only the calls at `places`, and only their rewards."""

@@ -19,10 +19,10 @@ from ...proxy.store.waiting import EQUAL_REWARDS
 from ...proxy.types import ModelCall, Rollout
 from ..credit.agents import RollCall, TrainedAgents
 from ..credit.baselines import ACROSS_TASKS
-from ..credit.strategies import Credited, Sift, group_credit
+from ..credit.strategies import Credited, group_credit
 from ..report.batch_metrics import Seen
 from ..rows.samples import Placement, RolloutSamples, rollout_samples
-from ..types import Batch, Guide, Sample, Sibling
+from ..types import Batch, Guide, Sample, Sibling, Sift
 from .groups import Order, WaitingGroups
 from .sampled import Sampled
 from .siblings import AskJudge, Siblings
@@ -61,7 +61,7 @@ class Collector:
         """`policy` says which agents have adapters of their own; `vocabulary` is the number of the model's tokens.
 
         `sampled` says how calls were sampled; by default their requests alone do. `guide` may teach something of
-        rollouts whose rewards teach nothing. `sift` may leave calls out, or change their credit.
+        rollouts whose rewards teach nothing. `sift` may leave calls out, or push them down.
         """
         policy = policy or PolicyConfig()
         self._config = config
@@ -69,10 +69,9 @@ class Collector:
         self._adapter_of = policy.adapter_of
         self._vocabulary = vocabulary
         self._store = store
-        self._siblings = Siblings(config, store, judge)
+        self._siblings = Siblings(config, store, judge, sift)
         self._sampled = sampled or Sampled()
         self._guide = guide
-        self._sift = sift
         self._agents = TrainedAgents(config.agents)
         own = [agent for agents in policy.adapters.values() for agent in agents]
         self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
@@ -179,10 +178,8 @@ class Collector:
 
     def _take_rollout(self, take: Take, member: TrainingMember, credit: Sequence[Credited | None]) -> None:
         rollout, calls = member.rollout, member.sibling.calls
-        take.counts["calls_of_others"] += sum(one is None for one in credit)
-        if self._sift is not None:
-            credit, counts = self._sift(calls, credit)
-            take.counts.update(counts)
+        take.counts["calls_of_others"] += len(calls) - len(self._trained(calls))
+        take.counts.update(member.sibling.sifted.counts)
         taught = [(call, one) for call, one in zip(calls, credit, strict=True) if one is not None]
         try:
             made = self._rows([call for call, _ in taught], [one.advantage for _, one in taught], rollout)

@@ -12,7 +12,7 @@ from ...proxy.store.store import Store
 from ...proxy.types import ModelCall, Reward, Rollout
 from ..credit.air import air_rewards
 from ..credit.rewards import training_rules
-from ..types import RolloutRewards, Sibling
+from ..types import RolloutRewards, Sibling, Sift, Sifted
 
 # Takes a rollout's calls and rewards, and returns scores of the calls that have none yet. Raises JudgeError.
 AskJudge = Callable[[Sequence[ModelCall], Sequence[Reward]], Awaitable[list[Reward]]]
@@ -21,10 +21,11 @@ AskJudge = Callable[[Sequence[ModelCall], Sequence[Reward]], Awaitable[list[Rewa
 class Siblings:
     """Reads rollouts, and the earlier ones that a rollout without siblings is compared with."""
 
-    def __init__(self, config: TrainerConfig, store: Store, judge: AskJudge | None) -> None:
+    def __init__(self, config: TrainerConfig, store: Store, judge: AskJudge | None, sift: Sift | None) -> None:
         self._config = config
         self._store = store
         self._judge = judge
+        self._sift = sift or Sifted
         self._failed_count = config.failed_reward is not None
         self._rules = training_rules(config)
 
@@ -66,6 +67,6 @@ class Siblings:
         return []
 
     async def _scored(self, rollout: Rollout, posted: list[Reward]) -> Sibling:
-        calls = await self._store.calls.of(rollout.rollout_id)
+        sifted = self._sift(await self._store.calls.of(rollout.rollout_id))
         rewards = RolloutRewards.counted(posted, self._rules, rollout.status)
-        return Sibling(calls, replace(rewards, air=air_rewards(calls, self._config.air)))
+        return Sibling(sifted.calls, replace(rewards, air=air_rewards(sifted.calls, self._config.air)), sifted)

@@ -14,27 +14,27 @@ summary that a later prompt has in place of the history.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ...proxy.contexts.calls import graph_of
 from ...proxy.contexts.config import ContextKeys
 from ...proxy.types import ModelCall
-from ..credit.strategies import Credited
+from ..types import Sifted
 
 
-def sifted(
-    config: ContextKeys, calls: Sequence[ModelCall], credit: Sequence[Credited | None]
-) -> tuple[list[Credited | None], Counter[str]]:
-    """Return the credit that the calls are trained with, None for those that are left out, and counts of both kinds."""
+def sifted(config: ContextKeys, calls: Sequence[ModelCall]) -> Sifted:
+    """Return what becomes of a rollout's calls. An attempt that is left out is no decision: nothing came of it."""
     if (graph := graph_of(calls)) is None:
-        return [*credit], Counter()
+        return Sifted(calls)
     rejected, summaries = graph.rejected(), graph.summaries()
-    left_out = (rejected if config.rejected == "leave_out" else set()) | (
-        summaries if config.summaries == "leave_out" else set()
+    dropped = rejected if config.rejected == "leave_out" else {}
+    return Sifted(
+        [
+            replace(call, superseded_by=calls[dropped[i]].call_id) if i in dropped else call
+            for i, call in enumerate(calls)
+        ],
+        left_out={*dropped, *(summaries if config.summaries == "leave_out" else ())},
+        negative={*(rejected if config.rejected == "negative" else ())},
+        counts={"calls_rejected": len(rejected), "calls_summaries": len(summaries)},
     )
-    found = [None if place in left_out else one for place, one in enumerate(credit)]
-    for place in rejected if config.rejected == "negative" else ():
-        one = found[place]
-        found[place] = one and one._replace(advantage=-abs(one.advantage))
-    return found, Counter(calls_rejected=len(rejected), calls_summaries=len(summaries))

@@ -8,7 +8,6 @@ rollout, with one `Credited` per call. An advantage of 0.0 teaches nothing, and 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.types import ModelCall
-from ..types import RolloutRewards, Sibling
+from ..types import RolloutRewards, Sibling, Sifted
 from .agents import TrainedAgents
 from .baselines import Baseline, compared, group_baselines
 from .own import own_credit
@@ -36,12 +35,10 @@ class Credited(NamedTuple):
 
 Credit = list[list[Credited]]
 Strategy = Callable[[Sequence[Sibling], TrainerConfig], Credit]
-# Takes a rollout's calls with their credit; returns what they are trained with, None for those left out, and counts.
-Sift = Callable[[Sequence[ModelCall], Sequence[Credited | None]], tuple[list[Credited | None], Counter[str]]]
 
 
 def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[Credited | None]]:
-    """Return the credit of each call, and None for calls of agents that are not trained.
+    """Return the credit of each call, and None for calls that are left out, and of agents that are not trained.
 
     By default: `uniform`, all agents as one: the rollout's return, compared with its siblings' by `baselines.grpo`.
     An agent that `trainer.agents` names is compared with itself only. Rollouts in which it decided nothing say nothing
@@ -53,8 +50,14 @@ def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[C
         own = [[j for j, call in enumerate(s.calls) if agents.role(call.agent) == role] for s in group]
         for i, values in enumerate(_of_agent(group, own, config, alone=bool(agents.named))):
             for j, value in zip(own[i], values, strict=True):
-                found[i][j] = value
+                found[i][j] = _sifted(value, j, group[i].sifted)
     return found
+
+
+def _sifted(one: Credited, place: int, sifted: Sifted) -> Credited | None:
+    if place in sifted.negative:
+        return one._replace(advantage=-abs(one.advantage))
+    return None if place in sifted.left_out else one
 
 
 def _of_agent(group: Sequence[Sibling], own: Sequence[Sequence[int]], config: TrainerConfig, *, alone: bool) -> Credit:
@@ -154,7 +157,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
 def discounted_returns(calls: Sequence[ModelCall], rewards: RolloutRewards, discount: float) -> list[float]:
     """Compute R_t = r_t + discount x R_{t+1} for each call. The last call's reward includes the rollout's own.
 
-    Calls that have no answer, or were sent again, are not discounted.
+    Calls that have no answer, were sent again, or are left out as rejected are not discounted.
     """
     ahead, factor = rewards.final or 0.0, 1.0
     returns: list[float] = []

@@ -16,16 +16,15 @@ from ...proxy.config.root import Config
 from ...proxy.policy.swap import Swap
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
-from ..types import BesideSteps, Guide, Show, show_nothing
+from ..types import BesideSteps, Guide, Show, Sift, show_nothing
 
 if TYPE_CHECKING:
     from ..collect.siblings import AskJudge
-    from ..credit.strategies import Sift
     from ..publish import NoPublisher, Publisher
     from ..step.engine import TrainingEngine
 
 # Does all training of a run in place of the loop, and publishes it; returns the last step.
-Tune = Callable[["NoPublisher", asyncio.Event], Awaitable[Step | None]]
+Tune = Callable[["NoPublisher", asyncio.Event, Sift | None], Awaitable[Step | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +68,7 @@ class TrainerHooks:
 
     `judge` scores the calls of a rollout before its group is compared. `guide` says more of a step's tokens than their
     rewards do. `publisher` decides whether and how new weights go live. `tune` is a method of fine-tuning.
-    `sift` leaves calls of a rollout out, or changes their credit. `beside` works beside the steps, and keeps versions.
+    `sift` leaves calls of a rollout out, or pushes them down. `beside` works beside the steps, and keeps versions.
     """
 
     judge: AskJudge | None = None

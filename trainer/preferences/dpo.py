@@ -19,6 +19,7 @@ from ...proxy.preferences.config import PreferenceKeys
 from ...proxy.store.store import Store
 from ..step.trainer import LightningTrainer
 from ..tuning.fit import FitCallback, Recipe, arguments
+from ..types import Sift
 from .pairs import Pair, PairReader, Pairs
 from .rows import GivenRows, answer_logprobs, given, measured, padded
 
@@ -29,8 +30,8 @@ class PairTrainer(GivenRows, DPOTrainer):
     """A DPOTrainer over rows of token ids, each with a mask of what was sampled and a log-probability to refer to."""
 
 
-async def _read(store: Store, trainer: LightningTrainer, among: Collection[str] | None) -> Pairs:
-    return await PairReader(trainer.settings, store, trainer.max_tokens, trainer.vocabulary).read(among)
+async def _read(store: Store, trainer: LightningTrainer, sift: Sift | None, among: Collection[str] | None) -> Pairs:
+    return await PairReader(trainer.settings, store, trainer.max_tokens, trainer.vocabulary, sift).read(among)
 
 
 def _tuner(

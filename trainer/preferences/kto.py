@@ -21,7 +21,7 @@ from ...proxy.preferences.config import PreferenceKeys
 from ...proxy.store.store import Store
 from ..step.trainer import LightningTrainer
 from ..tuning.fit import FitCallback, Recipe, arguments
-from ..types import Sample
+from ..types import Sample, Sift
 from .rows import GivenRows, answer_logprobs, given, measured, padded
 from .thumbs import Thumb, ThumbReader, Thumbs
 
@@ -30,8 +30,8 @@ class ThumbTrainer(GivenRows, KTOTrainer):
     """A KTOTrainer over rows of token ids, each with a mask of what was sampled and log-probabilities to refer to."""
 
 
-async def _read(store: Store, trainer: LightningTrainer, among: Collection[str] | None) -> Thumbs:
-    return await ThumbReader(trainer.settings, store, trainer.max_tokens, trainer.vocabulary).read(among)
+async def _read(store: Store, trainer: LightningTrainer, sift: Sift | None, among: Collection[str] | None) -> Thumbs:
+    return await ThumbReader(trainer.settings, store, trainer.max_tokens, trainer.vocabulary, sift).read(among)
 
 
 def _tuner(

@@ -15,7 +15,7 @@ from ...proxy.store.store import Store
 from ..report.batch_metrics import Seen
 from ..tuning.lessons import Lessons, lessons_of
 from ..tuning.rollouts import NothingToLearn, RolloutReader, as_sampled, what_was_left_out
-from ..types import Sample
+from ..types import Sample, Sift
 
 
 class Thumb(NamedTuple):
@@ -31,10 +31,17 @@ Thumbs = Lessons[Thumb]
 class ThumbReader:
     """Reads rows with thumbs from the store."""
 
-    def __init__(self, config: TrainerConfig, store: Store, max_tokens: int, vocabulary: int | None = None) -> None:
+    def __init__(
+        self,
+        config: TrainerConfig,
+        store: Store,
+        max_tokens: int,
+        vocabulary: int | None = None,
+        sift: Sift | None = None,
+    ) -> None:
         """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
         self._config = PreferenceKeys.of(config).kto
-        self._rollouts = RolloutReader(config, store, as_sampled, max_tokens, vocabulary)
+        self._rollouts = RolloutReader(config, store, as_sampled, max_tokens, vocabulary, sift)
 
     async def read(self, among: Collection[str] | None = None) -> Thumbs:
         """Return the rows of all rollouts or `among` these; up is a reward above `kto.threshold`.

@@ -15,7 +15,7 @@ from ...proxy.sft.config import SftKeys
 from ...proxy.store.store import Store
 from ..step.trainer import LightningTrainer
 from ..tuning.fit import FitCallback, Recipe, arguments
-from ..types import Sample
+from ..types import Sample, Sift
 from .traces import TraceReader, Traces
 
 IGNORED = -100  # the label of a token that is not in the loss
@@ -23,9 +23,9 @@ IGNORED = -100  # the label of a token that is not in the loss
 BLOCK_TOKENS = 1024
 
 
-async def _read(store: Store, trainer: LightningTrainer, among: Collection[str] | None) -> Traces:
+async def _read(store: Store, trainer: LightningTrainer, sift: Sift | None, among: Collection[str] | None) -> Traces:
     return await TraceReader(
-        trainer.settings, store, trainer.processing_class, trainer.max_tokens, trainer.vocabulary
+        trainer.settings, store, trainer.processing_class, trainer.max_tokens, trainer.vocabulary, sift
     ).read(among)
 
 

@@ -19,7 +19,7 @@ from ...proxy.store.store import Store
 from ..report.batch_metrics import Seen
 from ..tuning.lessons import Lessons, lessons_of
 from ..tuning.rollouts import NothingToLearn, RewardedRollout, RolloutReader, what_was_left_out
-from ..types import Sample
+from ..types import Sample, Sift
 from .trace_tokens import as_trace
 
 Traces = Lessons[Sample]
@@ -35,10 +35,12 @@ class TraceReader:
         tokenizer: PreTrainedTokenizerBase,
         max_tokens: int,
         vocabulary: int | None = None,
+        sift: Sift | None = None,
     ) -> None:
         """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
         self._config = SftKeys.of(config).sft
-        self._rollouts = RolloutReader(config, store, partial(as_trace, tokenizer=tokenizer), max_tokens, vocabulary)
+        as_lesson = partial(as_trace, tokenizer=tokenizer)
+        self._rollouts = RolloutReader(config, store, as_lesson, max_tokens, vocabulary, sift)
 
     async def read(self, among: Collection[str] | None = None) -> Traces:
         """Return the best rollouts of each task, among all or `among` these. Raises NothingToLearn without any.

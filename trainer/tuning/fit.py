@@ -19,6 +19,7 @@ from ...proxy.store.store import Store
 from ..files.weights import MARKER
 from ..rate import warn_of_rate
 from ..step.trainer import LightningTrainer
+from ..types import Sift
 from ..weights.choice import uses_autocast
 from .lessons import Lessons, T
 
@@ -72,7 +73,7 @@ class Recipe(Generic[T]):
     """
 
     method: str
-    read: Callable[[Store, LightningTrainer, Collection[str] | None], Awaitable[Lessons[T]]]
+    read: Callable[[Store, LightningTrainer, Sift | None, Collection[str] | None], Awaitable[Lessons[T]]]
     tuner: Callable[[LightningTrainer, Sequence[T], Path, FitCallback], tuple[Trainer, int]]
     measure: Callable[[LightningTrainer, Sequence[T]], dict[str, float]]
     learned: Callable[[Mapping[str, float]], dict[str, float]] = lambda last: {}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...proxy.errors import ConfigError
 from ...proxy.store.training import Step
 from ..plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
+from ..types import Sift
 
 if TYPE_CHECKING:
     from ..publish import NoPublisher
@@ -30,12 +31,14 @@ class TuningPlugin(TrainerPlugin):
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-        async def tune(publisher: NoPublisher, stop: asyncio.Event) -> Step | None:
+        async def tune(publisher: NoPublisher, stop: asyncio.Event, sift: Sift | None) -> Step | None:
             from ..step.trainer import LightningTrainer
             from .run import TuningRun
 
             assert isinstance(core.engine, LightningTrainer)
             recipe = self.recipe(core.run.method)
-            return await TuningRun(recipe, core.config, core.store, core.engine, publisher, core.run.show).run(stop)
+            return await TuningRun(recipe, core.config, core.store, core.engine, publisher, core.run.show, sift).run(
+                stop
+            )
 
         yield TrainerHooks(tune=tune if core.run.method in self.methods else None)

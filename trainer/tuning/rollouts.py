@@ -16,7 +16,7 @@ from ...proxy.types import Choice, ModelCall, Rollout
 from ..credit.agents import RollCall, TrainedAgents
 from ..report.batch_metrics import Seen
 from ..rows.samples import rollout_samples
-from ..types import Sample, Sampling
+from ..types import Sample, Sampling, Sift, Sifted
 
 PAGE = 500
 # The counts of calls that are left out, and their words in an error.
@@ -59,7 +59,13 @@ class RolloutReader:
     """Reads completed rollouts of mode train, the rewards that count, and the rows of trained agents' calls."""
 
     def __init__(
-        self, config: TrainerConfig, store: Store, as_lesson: AsLesson, max_tokens: int, vocabulary: int | None = None
+        self,
+        config: TrainerConfig,
+        store: Store,
+        as_lesson: AsLesson,
+        max_tokens: int,
+        vocabulary: int | None = None,
+        sift: Sift | None = None,
     ) -> None:
         """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
         self._config = config
@@ -67,6 +73,7 @@ class RolloutReader:
         self._as_lesson = as_lesson
         self._max_tokens = max_tokens
         self._vocabulary = vocabulary
+        self._sift = sift or Sifted
         self._agents = TrainedAgents(config.agents)
         self._roll_call = RollCall(self._agents)
 
@@ -97,9 +104,11 @@ class RolloutReader:
         except NotFound:
             return ()
         self._roll_call.look([calls])
-        trained = [call for call in calls if self._agents.role(call.agent) is not None]
+        sifted = self._sift(calls)
+        seen.counts.update(sifted.counts)
+        trained = {i for i, call in enumerate(calls) if self._agents.role(call.agent) is not None}
         seen.counts["calls_of_others"] += len(calls) - len(trained)
-        found = [self._as_lesson(call) for call in trained]
+        found = [self._as_lesson(calls[i]) for i in sorted(trained - sifted.left_out - sifted.negative)]
         lessons = [lesson for lesson in found if lesson is not None]
         seen.counts["calls_untokenised"] += len(found) - len(lessons)
         made = rollout_samples(

@@ -21,7 +21,7 @@ from ...proxy.store.training import Step
 from ..loop import TrainingLoop
 from ..publish import NoPublisher
 from ..step.trainer import LightningTrainer
-from ..types import Batch, Show, show_nothing
+from ..types import Batch, Show, Sift, show_nothing
 from ..waiting import in_thread, pause
 from .fit import Recipe, tune
 from .lessons import Lessons, T
@@ -42,8 +42,9 @@ class TuningRun(Generic[T]):
         trainer: LightningTrainer,
         publisher: NoPublisher,
         show: Show = show_nothing,
+        sift: Sift | None = None,
     ) -> None:
-        self._recipe, self._method = recipe, recipe.method
+        self._recipe, self._method, self._sift = recipe, recipe.method, sift
         if config.policy.adapters:
             raise ConfigError(
                 f"--method {self._method} trains one adapter for all agents: it is not for policy.adapters yet"
@@ -125,7 +126,7 @@ class TuningRun(Generic[T]):
                 return lessons
             log.warning("the run in %s begins anew: its rollouts, settings or weights have changed", directory)
             shutil.rmtree(directory)
-        lessons = await self._recipe.read(self._store, self._trainer, None)
+        lessons = await self._recipe.read(self._store, self._trainer, self._sift, None)
         directory.mkdir(parents=True, exist_ok=True)
         note = {"settings": settings, "rollouts": lessons.rollout_ids, "digest": lessons.digest}
         part = directory / f".{NOTE}.part"
@@ -136,7 +137,7 @@ class TuningRun(Generic[T]):
     async def _again(self, note: dict[str, Any]) -> Lessons[T] | None:
         """The rows that a run began with; None if they are different now."""
         try:
-            lessons = await self._recipe.read(self._store, self._trainer, set(note["rollouts"]))
+            lessons = await self._recipe.read(self._store, self._trainer, self._sift, set(note["rollouts"]))
         except LightningError:
             return None
         return lessons if lessons.digest == note["digest"] else None

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
+from itertools import compress
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.contexts.config import ContextKeys
-from lightning_proxy.proxy.types import Choice, ModelCall
+from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.opening import opened
+from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.trainer.contexts.sift import sifted
 from lightning_proxy.trainer.credit.strategies import Credited, group_credit
+from lightning_proxy.trainer.preferences.dpo import DPO
+from lightning_proxy.trainer.preferences.kto import KTO
 from lightning_proxy.trainer.rows.prefix_tree import build_tree
 from lightning_proxy.trainer.rows.samples import rollout_samples
+from lightning_proxy.trainer.sft.sft import SFT
 from lightning_proxy.trainer.step.losses import token_weights
+from lightning_proxy.trainer.tuning.fit import Recipe
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
+from support.sections import TrainerConfig
+from support.stores import store_url
 
 TASK = [{"role": "system", "content": "You are a coder."}, {"role": "user", "content": "Find why the build fails."}]
 LOST, USED, SUMMARY, LAST = (
@@ -45,6 +59,15 @@ CALLS = [
 HALF, DOWN = Credited(1.0, 0.5), Credited(1.0, -0.5)
 
 
+def credited(calls: list[ModelCall], reward: float, **settings: Any) -> list[Credited | None]:
+    """The credit of a rollout's calls; its sibling has as many, none of them rejected, and no reward."""
+    config = ContextKeys(baseline="dr_grpo", **settings)
+    other = [call(f"s{place}", seq=place) for place in range(3)]
+    found = [sifted(config, of) for of in (calls, other)]
+    group = [Sibling(one.calls, RolloutRewards(at), one) for one, at in zip(found, (reward, 0.0), strict=True)]
+    return group_credit(group, config)[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "credit"),
     [
@@ -55,19 +78,72 @@ HALF, DOWN = Credited(1.0, 0.5), Credited(1.0, -0.5)
     ],
 )
 def test_a_rejected_attempt_and_a_summary_get_the_credit_of_the_settings(settings: Any, credit: Any) -> None:
-    found, counts = sifted(ContextKeys(**settings), CALLS, [HALF] * 4)
-    assert found == credit
-    assert counts == {"calls_rejected": 1, "calls_summaries": 1}
+    assert credited(CALLS, 1.0, **settings) == credit
+    assert sifted(ContextKeys(**settings), CALLS).counts == {"calls_rejected": 1, "calls_summaries": 1}
 
 
 def test_a_rejected_attempt_is_never_pulled_up() -> None:
-    found, _ = sifted(ContextKeys(rejected="negative"), CALLS, [DOWN] * 4)
-    assert found[0] == DOWN
+    assert credited(CALLS, -1.0, rejected="negative") == [Credited(-1.0, -0.5)] * 4
 
 
 def test_calls_of_agents_that_are_not_trained_stay_left_out() -> None:
-    found, _ = sifted(ContextKeys(rejected="negative"), CALLS, [None] * 4)
-    assert found == [None] * 4
+    assert credited(CALLS, 1.0, rejected="negative", agents=["another"]) == [None] * 4
+
+
+GO_ON, PROMPT = {"role": "user", "content": "Go on, then."}, (0, 5, 6)
+# The second answer is rejected for the third.
+TRIED_TWICE = [
+    asked(0, TASK, USED),
+    asked(1, [*TASK, USED, GO_ON], LOST),
+    asked(2, [*TASK, USED, GO_ON], SUMMARY),
+    asked(3, [*TASK, USED, GO_ON, SUMMARY, GO_ON], LAST),
+]
+
+
+@pytest.mark.parametrize(
+    ("rejected", "credit"),
+    [
+        # Three steps: 0.5 · 0.5 · 1, 0.5 · 1 and 1, beside the sibling's zeros.
+        ("leave_out", [Credited(0.25, 0.125), None, Credited(0.5, 0.25), Credited(1.0, 0.5)]),
+        # Four steps. The last one has no sibling, and keeps the baseline of the third: 1 - 0.25.
+        ("as_others", [Credited(0.125, 0.0625), Credited(0.25, 0.125), Credited(0.5, 0.25), Credited(1.0, 0.75)]),
+    ],
+)
+def test_an_attempt_that_is_left_out_is_no_step_of_a_discount(rejected: str, credit: Any) -> None:
+    assert credited(TRIED_TWICE, 1.0, credit="discounted", discount=0.5, rejected=rejected) == credit
+
+
+async def recorded(store: Store, rollout: str, reward: float, answer: int) -> None:
+    """A rejected answer (of the token `answer` - 9), one of `answer` in its place, and one of 11 after it."""
+    asked = {"messages": TASK}
+    turns = [(asked, LOST, PROMPT, answer - 9), (asked, USED, PROMPT, answer),
+             ({"messages": [*TASK, USED, GO_ON]}, LAST, (*PROMPT, answer, 1, 8), 11)]  # fmt: skip
+    async with Recorder(store, merged=False) as recorder:
+        for place, (request, said, prompt, token) in enumerate(turns):
+            call_id, at = f"{rollout}-{place}", 10.0 * place
+            name = RolloutName(rollout, "t")
+            await recorder.start(CallStart(call_id, name, "chat/completions", "policy", 0, request, at))
+            choice, response = Choice(0, (token, 1), (-1.0, -1.0), "stop"), {"choices": [{"message": said}]}
+            await recorder.end(CallEnd(call_id, rollout, "ok", response, 200, prompt, (choice,), latency_ms=1.0))
+    await store.rewards.post([Reward(rollout, reward)], None, b"")
+
+
+@pytest.mark.parametrize("recipe", [SFT, DPO, KTO], ids=lambda recipe: recipe.method)
+@pytest.mark.parametrize(("rejected", "is_taught"), [("leave_out", False), ("negative", False), ("as_others", True)])
+async def test_no_method_teaches_an_attempt_that_was_rejected(
+    tmp_path: Path, recipe: Recipe[Any], rejected: str, is_taught: bool
+) -> None:
+    none = {"held_out": 0.0}
+    settings = TrainerConfig.model_validate({"rejected": rejected, "sft": none, "dpo": none, "kto": none})
+    trainer: Any = SimpleNamespace(settings=settings, processing_class=None, max_tokens=100, vocabulary=None)
+    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
+        store = Store(database)
+        await recorded(store, "good", 1.0, 30)
+        await recorded(store, "bad", 0.0, 32)
+        lessons = await recipe.read(store, trainer, partial(sifted, ContextKeys.of(settings)), None)
+    taught = {token for row in lessons.rows for token in compress(row.token_ids, row.mask)}
+    assert (21 in taught) == is_taught and (30 in taught) != (recipe is DPO and is_taught)
+    assert lessons.metrics["calls_rejected"] == (1 if recipe is SFT else 2)
 
 
 def tokens(place: int, prompt: tuple[int, ...], answer: tuple[int, ...], agent: str | None = None) -> ModelCall:
