@@ -6,18 +6,24 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...proxy.control.views import call_view
+from ...proxy.control.views import beside_calls, call_view
 from ...proxy.conversation.new_messages import Digested, beginnings
 from ...proxy.conversation.transcript import ChatTurn, read
 from ...proxy.recording.redact import REASON
 from ...proxy.types import ModelCall, Rollout
 
 Json = dict[str, Any]
+REJECTED = "another attempt was used in place of its last answer"
 
 
 def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
     """Yield a row for each conversation of a rollout; count in `left_out` those that cannot be one, by reason."""
+    beside = zip(calls, beside_calls(calls), strict=True)
+    rejected = {call.call_id for call, one in beside if one.get("rejected")}
     for call, turn in whole(answered(calls), left_out):
+        if call.call_id in rejected:
+            left_out[REJECTED] += 1
+            continue
         yield {
             "messages": turn.messages,
             "tools": turn.tools or None,

@@ -141,7 +141,15 @@ async def test_rows_are_loaded_and_shown_by_a_chat_template(
 def call(request: Json, response: Json, endpoint: str = "chat/completions", **more: Any) -> ModelCall:
     """A call of any API, answered."""
     blank: Json = dict.fromkeys(ModelCall.__dataclass_fields__)
-    facts = {"call_id": "c", "rollout_id": "r", "seq": 0, "status": "ok", "endpoint": endpoint, "trainable": True}
+    facts = {
+        "call_id": "c",
+        "rollout_id": "r",
+        "seq": 0,
+        "status": "ok",
+        "endpoint": endpoint,
+        "trainable": True,
+        "started_at": 0.0,
+    }
     facts |= dict.fromkeys(("policy_versions", "prompt_token_ids", "choices", "tool_calls"), ())
     return ModelCall(**{**blank, **facts, "request": request, "response": response, **more})
 
@@ -174,6 +182,12 @@ def test_only_a_conversation_that_is_gone_on_with_is_left_out() -> None:
     assert [[m["content"] for m in messages] for messages in found] == [
         ["a", "another"], ["a", "x", "b", "x"], ["a", "x", "c", "x"],
     ]  # fmt: skip
+
+
+def test_an_attempt_that_was_rejected_is_no_conversation() -> None:
+    found, left_out = rows(chat("a", answer="another", call_id="lost"), chat("a"), chat("a", "x", "b"))
+    assert [[m["content"] for m in messages] for messages in found] == [["a", "x", "b", "x"]]
+    assert left_out == {"another attempt was used in place of its last answer": 1}
 
 
 def test_a_text_that_grows_is_one_conversation() -> None:
