@@ -45,6 +45,15 @@ async def tokens_of(api: ApiClient, given: str) -> dict[str, Any]:
     return await with_id(api, given, lambda one: api.request("GET", f"/rollouts/{quote(one, safe='')}/tokens"))
 
 
+async def credited(api: ApiClient, given: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Return the rollout that `find` finds, and the credit of its calls if a step took it."""
+    rollout = await find(api, given)
+    if rollout["step"] is None:
+        return rollout, []
+    rows = await api.request("GET", f"/rollouts/{quote(rollout['rollout_id'], safe='')}/rows")
+    return rollout, rows["calls"]
+
+
 def only_one(given: str, ids: Iterable[str], kind: str) -> str:
     """Return the one of these ids that begins so; raise NotFound if it is none or several."""
     found = list(ids)

@@ -19,6 +19,7 @@ from ..formats import cut, duration, number, plain
 CUT_AT = 600
 NUMBERS_WIDTH = 55  # of the other columns of the table
 COLOURS = {"completed": "green", "failed": "red", "discarded": "dim", "running": "yellow"}
+LEFT_OUT = "not bold dim strike"
 ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 
@@ -50,8 +51,12 @@ def rollout_line(rollout: dict[str, Any]) -> Text:
     return line.append(f"{facts}  calls {rollout['calls']}  tokens {rollout['tokens']}")
 
 
-def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
-    """Return the rollout: a header, then each call's new messages and answer, and events between."""
+def rollout_detail(rollout: dict[str, Any], full: bool, credit: Sequence[dict[str, Any]] = ()) -> RenderableType:
+    """Return the rollout: a header, then each call's new messages and answer, and events between.
+
+    `credit`: of its calls, as its training rows have it, if a step took it.
+    """
+    credited = {one["call_id"]: one for one in credit}
     parts: list[RenderableType] = [_header(rollout)]
     events = deque(rollout.get("events", ()))
     turns = additions(read_each(rollout["calls"]))
@@ -59,9 +64,10 @@ def rollout_detail(rollout: dict[str, Any], full: bool) -> RenderableType:
         while events and events[0]["seq"] <= call["seq"]:
             parts += [Text(""), *_event(events.popleft(), full)]
         cost = rollout.get("costs", {}).get("of_calls", {}).get(call["call_id"])
-        parts += [Text(""), _call_line(call, cost)]
+        fate, style = _fate(call, credited.get(call["call_id"]))
+        parts += [Text(""), _call_line(call, cost).append_text(plain(f" · {fate}", style))]
         parts += [line for message in added for line in _message(message, full)]
-        parts += [line for message in turn.answer for line in _message_lines(message, full)]
+        parts += [line for message in turn.answer for line in _message_lines(message, full, style=style)]
         if not turn.answer:
             parts.append(plain(f"  no answer: {call['error'] or call['status']}", "red"))
         parts += _tools(call, full)
@@ -140,12 +146,18 @@ def _call_line(call: dict[str, Any], cost: dict[str, Any] | None = None) -> Text
         facts.insert(0, call["agent"])
     if call["reward"] is not None:
         facts.append(f"reward {call['reward']:g}")
+    return Text(f"── call {call['seq']} ", "bold").append_text(plain(" · ".join(facts), "not bold"))
+
+
+def _fate(call: dict[str, Any], credit: dict[str, Any] | None) -> tuple[str, str]:
+    """Whether a call is trained on, in words, and the style that its answer is shown in."""
+    if not call["trainable"]:
+        return f"not trainable: {call['untrainable_reason']}", "not bold red"
+    if credit is not None and credit["row"] is not None:
+        return f"trained, advantage {credit['advantage']:+.3g}", "not bold green"
     if call.get("rejected"):
-        facts.append("rejected for another attempt")
-    line = Text(f"── call {call['seq']} ", "bold").append_text(plain(" · ".join(facts), "not bold"))
-    if call["trainable"]:
-        return line.append(" · trainable", "not bold green")
-    return line.append(f" · not trainable: {call['untrainable_reason']}", "not bold red")
+        return "left out: another attempt was used in its place", LEFT_OUT
+    return ("trainable", "not bold green") if credit is None else ("left out", LEFT_OUT)
 
 
 def _message(message: dict[str, Any], full: bool) -> Iterator[RenderableType]:
@@ -155,12 +167,14 @@ def _message(message: dict[str, Any], full: bool) -> Iterator[RenderableType]:
         yield _line("called", "yellow", f"{function.get('name')}({_json(function.get('arguments'))})", full)
 
 
-def _message_lines(message: dict[str, Any], full: bool, even_empty: bool = False) -> Iterator[RenderableType]:
+def _message_lines(
+    message: dict[str, Any], full: bool, even_empty: bool = False, style: str = ""
+) -> Iterator[RenderableType]:
     role = str(message.get("role") or message.get("type", "?"))
     if thought := message.get("reasoning_content"):
         yield _line("thinks", "dim", str(thought), full)
     if even_empty or body(message):
-        yield _line(role, ROLES.get(role, ""), body(message), full)
+        yield _line(role, style or ROLES.get(role, ""), body(message), full)
 
 
 def _tools(call: dict[str, Any], full: bool) -> Iterator[RenderableType]:

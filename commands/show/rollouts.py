@@ -144,20 +144,23 @@ def show(
 
     from ..formats import print_json
     from .alone import look
-    from .find import find, tokens_of
+    from .find import credited, find, tokens_of
     from .graph import graph_lines
     from .rollout_view import rollout_detail
     from .tokens import token_lines
 
-    rollout = look(configuration(context), lambda api: (tokens_of if tokens else find)(api, rollout_id))
+    config = configuration(context)
+    if not (as_json or tokens or graph):
+        rollout, credit = look(config, lambda api: credited(api, rollout_id))
+        return Console(highlight=False).print(rollout_detail(rollout, full, credit))
+    rollout = look(config, lambda api: (tokens_of if tokens else find)(api, rollout_id))
     if as_json:
         print_json(rollout)
     elif tokens:
         Console(highlight=False).print(*token_lines(rollout["data"]), sep="\n")
-    elif graph:
-        Console(highlight=False).print(*graph_lines(rollout["calls"]), sep="\n")
     else:
-        Console(highlight=False).print(rollout_detail(rollout, full))
+        Console(highlight=False).print(*graph_lines(rollout["calls"]), sep="\n")
+    return None
 
 
 @app.command()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, Field
 
 from ..store.reports.credit import ComparedRollout
@@ -35,7 +37,8 @@ class TrainingRow(BaseModel):
 class PrefixRun(BaseModel):
     """Tokens that the same rows pass through. `depth` is that of the first; `parent` the index of the run before.
 
-    `trained`: how many of them an answer has that is trained on. `rows`: rollout ids with the index of their row.
+    `trained`: how many of them an answer has that is trained on. `parts`: what they are, in order, each with how many;
+    `left_out` is an answer that is not trained on. `rows`: rollout ids with the index of their row.
     `call_ids`: calls whose answers lie in it, in part or entirely.
     """
 
@@ -43,6 +46,7 @@ class PrefixRun(BaseModel):
     depth: int
     tokens: int
     trained: int
+    parts: list[tuple[Literal["context", "answer", "left_out"], int]]
     rows: list[tuple[str, int]]
     call_ids: list[str]
 

@@ -6,8 +6,9 @@ share is computed once (trainer/rows/prefix_tree.py). Rows of different adapters
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -17,17 +18,22 @@ from ..store.reports.credit import CallTokens, TokenIds
 
 # More is not looked at: a tree of so much is no picture any more.
 MOST_ROWS, MOST_TOKENS = 512, 2**22
+KINDS = ("context", "answer", "left_out")
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedRow:
-    """A training row. `answers`: its calls, each with the first token of its answer and the one after the last."""
+    """A training row. `answers`: its calls, each with the first token of its answer and the one after the last.
+
+    `left_out`: the same of answers in it that are not trained on.
+    """
 
     rollout_id: str
     row: int
     adapter: str
     token_ids: TokenIds
     answers: Sequence[tuple[str, int, int]]
+    left_out: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def trained_tokens(self) -> int:
@@ -61,12 +67,12 @@ class Forest:
 
 
 def rows_of(rollout_id: str, calls: Sequence[CallTokens], adapter_of: Callable[[str | None], str]) -> list[TrainedRow]:
-    """Return the training rows of a rollout from its calls that are in one, in order."""
+    """Return the training rows of a rollout from its calls, in order."""
     by_row: dict[int, list[CallTokens]] = {}
     for call in calls:
-        assert call.row is not None
-        by_row.setdefault(call.row, []).append(call)
-    return [
+        if call.row is not None:
+            by_row.setdefault(call.row, []).append(call)
+    rows = [
         TrainedRow(
             rollout_id,
             row,
@@ -76,6 +82,18 @@ def rows_of(rollout_id: str, calls: Sequence[CallTokens], adapter_of: Callable[[
         )
         for row, own in sorted(by_row.items())
     ]
+    ordered = sorted((_sortable(row.token_ids), i) for i, row in enumerate(rows))
+    for call in calls:
+        begins = _sortable(call.token_ids)
+        at = bisect_left(ordered, (begins, 0))
+        if call.row is None and at < len(ordered) and ordered[at][0].startswith(begins):
+            rows[ordered[at][1]].left_out.append((call.answer, len(call.token_ids)))
+    return rows
+
+
+def _sortable(token_ids: TokenIds) -> bytes:
+    """Bytes that sort as the tokens do."""
+    return token_ids.astype(">i4").tobytes()
 
 
 def prefix_runs(rows: Sequence[TrainedRow]) -> list[dict[str, Any]]:
@@ -83,7 +101,7 @@ def prefix_runs(rows: Sequence[TrainedRow]) -> list[dict[str, Any]]:
 
     A run is as many tokens as the same rows pass through: it ends where they part, or where one of them ends.
     """
-    ordered = sorted(rows, key=lambda row: (row.adapter, row.token_ids.astype(">i4").tobytes()))
+    ordered = sorted(rows, key=lambda row: (row.adapter, _sortable(row.token_ids)))
     shared = [0, *(_shared(a, b) for a, b in pairwise(ordered))]
     runs: list[dict[str, Any]] = []
     waiting: list[tuple[int | None, int, tuple[int, int]]] = [
@@ -113,18 +131,23 @@ def _parted(shared: Sequence[int], low: int, high: int, depth: int) -> list[tupl
 
 
 def _run(rows: Sequence[TrainedRow], parent: int | None, depth: int, end: int) -> dict[str, Any]:
-    trained = np.zeros(end - depth, bool)
+    kinds = np.zeros(end - depth, np.uint8)
     call_ids: list[str] = []
+    for first, last in (span for row in rows for span in row.left_out):
+        kinds[max(0, first - depth) : max(0, last - depth)] = KINDS.index("left_out")
     for row in rows:
         for call_id, first, last in row.answers:
             if first < end and last > depth:
-                trained[max(0, first - depth) : last - depth] = True
+                kinds[max(0, first - depth) : last - depth] = KINDS.index("answer")
                 call_ids.append(call_id)
+    cuts = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
+    parts = [(KINDS[kinds[start]], stop - start) for start, stop in pairwise(cuts) if start < stop]
     return {
         "parent": parent,
         "depth": depth,
         "tokens": end - depth,
-        "trained": int(trained.sum()),
+        "trained": sum(tokens for kind, tokens in parts if kind == "answer"),
+        "parts": parts,
         "rows": [[row.rollout_id, row.row] for row in rows],
         "call_ids": call_ids,
     }

@@ -137,7 +137,7 @@ class Credit:
         return [read(ComparedRollout, row) for row in sorted(rows, key=lambda row: int(row["n"]))]
 
     async def tokens_of(self, rollout_id: str) -> list[CallTokens]:
-        """Return the tokens of the rollout's calls that are in a training row, in order."""
+        """Return the tokens of the rollout's calls, in order."""
         rows = await self._db.all(TOKENS_OF, {"rollout_id": rollout_id})
         return await asyncio.to_thread(_read_tokens, rows)
 
@@ -151,7 +151,7 @@ def _read_tokens(rows: Iterable[Row]) -> list[CallTokens]:
         prompt = np.concatenate([*shared, _ids(row["prompt_ids"])])
         tokens = np.concatenate([prompt, _ids(row["token_ids"])])
         calls[row["call_id"]] = CallTokens(row["call_id"], row["agent"], row["row"], tokens, len(prompt))
-    return [call for call in calls.values() if call.row is not None]
+    return [*calls.values()]
 
 
 def _ids(packed: bytes | None) -> TokenIds:

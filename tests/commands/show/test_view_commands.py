@@ -86,6 +86,24 @@ def test_a_rollout_shows_its_tool_calls_and_what_failed() -> None:
     assert "add failed" in page
 
 
+def test_a_call_says_how_it_was_trained_and_a_left_out_answer_is_struck_out() -> None:
+    asked, credit = [said("user", "add one")], {"advantage": 0.5, "row": 0}
+    names = ("up", "rejected", "summary")
+    calls = [
+        call(asked, said("assistant", f"It is {name}."), call_id=name, rejected=name == "rejected") for name in names
+    ]
+    none = {"advantage": None, "row": None}
+    console = Console(width=100, file=StringIO(), record=True, highlight=False, force_terminal=True)
+    fates = [{"call_id": name, **(credit if name == "up" else none)} for name in names]
+    console.print(rollout_detail(rollout(calls), False, fates))
+    lines = console.export_text(styles=True).splitlines()
+    heads = [line for line in lines if "── call" in line]
+    ends = ("trained, advantage +0.5", "left out: another attempt was used in its place", "left out")
+    assert [end in head for end, head in zip(ends, heads, strict=True)] == [True] * 3
+    struck = ["\x1b[2;9massistant" in line for line in lines if "It is" in line]
+    assert struck == [False, True, True]
+
+
 def test_what_is_no_chat_is_shown_as_it_came() -> None:
     search = {"type": "web_search_call", "id": "w1", "action": {"query": "weather"}}
     answered = {"id": "r1", "output": [search, {"type": "message", "role": "assistant", "content": "Rain."}]}

@@ -101,14 +101,26 @@ async def test_the_tree_has_every_shared_token_once(running: Running, tmp_path: 
         tree = (await shown(system, "good"))["tree"]
         assert tree == (await shown(system, "bad"))["tree"]
         # 1 2 3 | 4 5 6, or 6, or 9 5 7 8
-        root = {"parent": None, "depth": 0, "tokens": 3, "trained": 1, "call_ids": ["good-0", "bad-0"]}
+        root = {"parent": None, "depth": 0, "tokens": 3, "trained": 1, "parts": [["context", 2], ["answer", 1]],
+                "call_ids": ["good-0", "bad-0"]}  # fmt: skip
         assert tree == [
             {**root, "rows": [["good", 0], ["bad", 0], ["good", 1]]},
             {"parent": 0, "depth": 3, "tokens": 3, "trained": 2, "rows": [["good", 0]],
-             "call_ids": ["good-0", "good-1"]},
-            {"parent": 0, "depth": 3, "tokens": 1, "trained": 1, "rows": [["bad", 0]], "call_ids": ["bad-0"]},
-            {"parent": 0, "depth": 3, "tokens": 4, "trained": 2, "rows": [["good", 1]], "call_ids": ["good-2"]},
+             "parts": [["answer", 1], ["context", 1], ["answer", 1]], "call_ids": ["good-0", "good-1"]},
+            {"parent": 0, "depth": 3, "tokens": 1, "trained": 1, "rows": [["bad", 0]], "parts": [["answer", 1]],
+             "call_ids": ["bad-0"]},
+            {"parent": 0, "depth": 3, "tokens": 4, "trained": 2, "rows": [["good", 1]],
+             "parts": [["context", 2], ["answer", 2]], "call_ids": ["good-2"]},
         ]  # fmt: skip
+
+
+async def test_an_answer_that_is_not_trained_on_is_no_context(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        for name, reward in (("good", 1.0), ("bad", 0.0)):
+            await record(store, name, TALK[:2], reward, ("other", "planner"))
+        await claim(store, agents=["planner"])
+        (run,) = (await shown(system, "good"))["tree"]
+        assert run["parts"] == [["context", 2], ["left_out", 2], ["context", 1], ["answer", 1]]
 
 
 async def test_agents_with_adapters_of_their_own_share_no_run_and_rows_are_counted_over_the_rollout(
