@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ..formats import plain
 
-SAME = ("continues", "edits")  # edges that stay in a column
+SAME = ("continues", "edits", "retries")  # edges that stay in a column
 COLUMNS = 12  # at most; contexts beyond are drawn in the last one
 
 

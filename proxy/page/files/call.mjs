@@ -8,7 +8,7 @@ import { Badge, Reward, LongText } from "./parts.mjs";
 import { TokensOf } from "./tokens.mjs";
 
 // Where a call's tokens went, in words. docs/metrics.md says more.
-export const PLACED = {
+const PLACED = {
   first: "begins the rollout's first row",
   merged: "continues the row of the call before it",
   drift: "begins a row: the last answer came back tokenised differently",
@@ -23,6 +23,21 @@ export const PLACED = {
   other_tokens: "left out: another model sampled tokens that this one does not have",
   too_long: "left out: the row is longer than the trainer takes",
 };
+
+// The credit of each call of a rollout, and in words and as a box (`out`: it was not trained on) where it went.
+export function creditOf(calls, rows) {
+  const found = new Map((rows?.calls ?? []).map((credit) => [credit.call_id, credit]));
+  const edges = calls.flatMap(({ contexts }) => contexts ?? []);
+  const summaries = new Set(edges.filter(({ edge }) => edge === "compacts").map(({ call_id }) => call_id));
+  const whyNot = ({ call_id, rejected }) => (rejected ? "another attempt was used in its place" : summaries.has(call_id) ? "a summary" : "its agent is not trained");
+  return new Map(calls.map((call) => {
+    const credit = found.get(call.call_id) ?? {};
+    const [isTaken, isTrained] = [typeof rows?.step === "number", typeof credit.row === "number"];
+    const why = typeof credit.step === "number" ? PLACED[credit.placed] ?? credit.placed : isTaken && `left out: ${whyNot(call)}`;
+    const box = isTrained ? (credit.advantage > 0 ? "up" : credit.advantage < 0 ? "down" : "") : isTaken || call.rejected ? "out" : "";
+    return [call.call_id, { ...credit, why, box }];
+  }));
+}
 
 export function Call({ id, call, before, credit, cost }) {
   const [tokens, setTokens] = useState(false);
@@ -66,11 +81,11 @@ function Head({ call, credit, cost }) {
 }
 
 function Credit({ credit }) {
-  if (typeof credit?.step !== "number") return null;
+  if (typeof credit.step !== "number") return credit.why && html`<p class="why">${credit.why}</p>`;
   const kind = credit.advantage > 0 ? "good" : credit.advantage < 0 ? "bad" : "";
   return html`<span>return <b>${number(credit.return)}</b></span>
     <${Badge} kind=${kind}>advantage ${signed(credit.advantage)}<//>
-    <p class="why">Step ${credit.step}${credit.row !== null && html`, row ${credit.row}`}: ${PLACED[credit.placed] ?? credit.placed}</p>`;
+    <p class="why">Step ${credit.step}${credit.row !== null && html`, row ${credit.row}`}: ${credit.why}</p>`;
 }
 
 const isResult = ({ blocks }) => blocks.length > 0 && blocks.every(({ kind }) => kind === "result");

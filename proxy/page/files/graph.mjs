@@ -3,22 +3,22 @@ import { signed } from "./format.mjs";
 import { html, useMemo } from "./html.mjs";
 import { Panel } from "./parts.mjs";
 
-const SAME = ["continues", "edits"]; // edges that stay in a lane
+const SAME = ["continues", "edits", "retries"]; // edges that stay in a lane
 const LANES = 12; // at most; contexts beyond are drawn in the last one
 
 export function Contexts({ calls, credit }) {
   const rows = useMemo(() => lanes(calls), [calls]);
   const seqs = new Map(calls.map(({ call_id, seq }) => [call_id, seq]));
-  if (!calls.some(({ contexts }) => contexts?.some(({ edge }) => edge !== "continues"))) return null;
-  return html`<${Panel} wide title="Contexts" note="A lane is a context, a box is a call: green was pulled up in training, red pushed down, dashed was left out or rejected.">
+  const isPlain = ({ contexts }, i) => !contexts || i === 0 || (contexts.length === 1 && contexts[0].edge === "continues");
+  if (calls.every(isPlain)) return null;
+  return html`<${Panel} wide title="Contexts" note="A lane is a context, a box is a call: green was pulled up in training, red pushed down, grey left out or rejected.">
     <ol class="lanes">${rows.map(({ call, lane, open }) => {
-      const { advantage } = credit.get(call.call_id) ?? {};
+      const { advantage, box } = credit.get(call.call_id);
       const edges = call.contexts.map(({ edge, call_id }) => `${edge} ${seqs.get(call_id) ?? "?"}`).join(", ") || "new";
-      const kind = call.rejected || typeof advantage !== "number" ? "out" : advantage > 0 ? "up" : advantage < 0 ? "down" : "";
       return html`<li key=${call.call_id}>
         ${Array.from({ length: lane }, (_, i) => html`<span class=${open[i] ? "lane open" : "lane"}></span>`)}
-        <button class="plain" onClick=${() => document.getElementById(`call-${call.seq}`)?.scrollIntoView()}>
-          <span class=${`box ${kind}`}></span> ${call.seq} ${call.agent} <small>${edges}${call.rejected && ", rejected"}${typeof advantage === "number" && `, advantage ${signed(advantage)}`}</small>
+        <button class="plain" onClick=${() => document.getElementById(`call-${call.call_id}`)?.scrollIntoView()}>
+          <span class=${`box ${box}`}></span> ${call.seq} ${call.agent} <small>${edges}${call.rejected && ", rejected"}${typeof advantage === "number" && `, advantage ${signed(advantage)}`}</small>
         </button></li>`;
     })}</ol><//>`;
 }

@@ -1,6 +1,6 @@
 // One rollout as a timeline: its calls and events in order, its rewards, and how it was trained.
 import { useData } from "./api.mjs";
-import { Call } from "./call.mjs";
+import { Call, creditOf } from "./call.mjs";
 import { usd, usedTokens } from "./costs.mjs";
 import { useFresh } from "./feed.mjs";
 import { milliseconds, number, signed, text } from "./format.mjs";
@@ -108,8 +108,8 @@ function Group({ rows, id }) {
 }
 
 export function Timeline({ rollout, rows }) {
-  const credit = useMemo(() => new Map((rows?.calls ?? []).map((call) => [call.call_id, call])), [rows]);
   const { calls, events } = rollout;
+  const credit = useMemo(() => creditOf(calls, rows), [calls, rows]);
   if (calls.length + events.length === 0) return html`<${Empty}>No call yet. <code>lightning-proxy doctor</code> says whether one would be answered.<//>`;
   const eventsBefore = (seq) => events.filter((event) => event.seq === seq);
   const after = events.filter(({ seq }) => !calls.some((call) => call.seq === seq));

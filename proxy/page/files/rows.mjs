@@ -1,6 +1,6 @@
 // The training rows of a rollout's group as the prefix tree that was computed: what siblings share is computed once.
 import { useData } from "./api.mjs";
-import { PLACED } from "./call.mjs";
+import { creditOf } from "./call.mjs";
 import { number, plural, share, signed } from "./format.mjs";
 import { html, useMemo, useState } from "./html.mjs";
 import { Empty, Loaded, Panel, RolloutLink, Table, to } from "./parts.mjs";
@@ -18,7 +18,7 @@ export function Rows({ id }) {
       <${Panel} title="The group's prefix tree" note="Left to right: tokens. Each lane is a training row. A run that several rows share is computed once." wide><${Tree} tree=${data.tree} id=${id} /><//>
       <div class="grid">
         <${Panel} title="Rows of this rollout"><${RowTable} rows=${data.rows} calls=${data.calls} /><//>
-        <${Panel} title="Calls and their credit" wide><${CreditTable} calls=${data.calls} id=${id} /><//>
+        <${Panel} title="Calls and their credit" wide><${CreditTable} calls=${data.calls} credit=${creditOf(found.calls, data)} id=${id} /><//>
       </div>
       ${data.rows.length > 0 && html`<${RowTokens} id=${id} rows=${data.rows} />`}`}<//>`}<//>`;
 }
@@ -47,7 +47,7 @@ function Tree({ tree, id }) {
   const all = tree.reduce((sum, { tokens, rows }) => sum + tokens * rows.length, 0);
   const run = tree[at];
   return html`<p>${plural(lanes.size, "row")} of ${number(all)} tokens; ${number(unique)} are computed (${share(unique, all)}).
-      <span class="legend"><i class="of-model"></i> trained <i class="context"></i> context <i class="mine"></i> this rollout</span></p>
+      <span class="legend"><i class="answer"></i> answer <i class="context"></i> context <i class="left_out"></i> left out <i class="mine"></i> this rollout</span></p>
     <div class="tree" style=${{ height: `${lanes.size * LANE + 4}px` }}>
       ${tree.map((one, i) => html`<${Run} key=${i} run=${one} lanes=${spans[i]} longest=${longest} mine=${one.rows.some(([rollout]) => rollout === id)} chosen=${i === at} onChoose=${() => setAt(i)} />`)}
     </div>
@@ -62,10 +62,10 @@ function Run({ run, lanes, longest, mine, chosen, onChoose }) {
     width: `${(100 * run.tokens) / longest}%`,
     top: `${first * LANE}px`,
     height: `${(last - first + 1) * LANE - 2}px`,
-    "--trained": run.tokens ? run.trained / run.tokens : 0,
   };
   const label = `${plural(run.tokens, "token")} from ${run.depth}, ${run.trained} trained, ${plural(run.rows.length, "row")}`;
-  return html`<button class=${`run ${mine ? "mine" : ""} ${chosen ? "chosen" : ""}`} style=${style} title=${label} aria-label=${label} onClick=${onChoose} onFocus=${onChoose}></button>`;
+  return html`<button class=${`run ${mine ? "mine" : ""} ${chosen ? "chosen" : ""}`} style=${style} title=${label} aria-label=${label} onClick=${onChoose} onFocus=${onChoose}>
+    ${run.parts.map(([kind, tokens]) => html`<i class=${kind} style=${{ flex: tokens }}></i>`)}</button>`;
 }
 
 function ChosenRun({ run }) {
@@ -95,16 +95,16 @@ function RowTokens({ id, rows }) {
     <${TokensOf} key=${row} id=${id} of=${{ row }} /><//>`;
 }
 
-function CreditTable({ calls, id }) {
+function CreditTable({ calls, credit, id }) {
   if (!calls.some(({ step }) => typeof step === "number")) return html`<${Empty}>It has no credit yet: no step took it. <code>lightning-proxy doctor</code> says what the next step waits for.<//>`;
   const columns = [
-    { name: "call", label: "call", num: true, cell: ({ seq }) => html`<a class="pick" href=${to("rollouts", id)}>${seq}</a>` },
+    { name: "call", label: "call", cell: ({ call_id, seq }) => html`<span class=${`box ${credit.get(call_id)?.box}`}></span> <a class="pick" href=${to("rollouts", id)}>${seq}</a>` },
     { name: "agent", label: "agent", cell: ({ agent }) => agent },
     { name: "return", label: "return", num: true, cell: (call) => number(call.return) },
     { name: "advantage", label: "advantage", num: true, cell: ({ advantage }) => signed(advantage) },
     { name: "step", label: "step", num: true, cell: ({ step }) => step },
     { name: "row", label: "row", num: true, cell: ({ row }) => row },
-    { name: "placed", label: "why there", cell: ({ placed }) => PLACED[placed] ?? placed },
+    { name: "placed", label: "why there", cell: ({ call_id }) => credit.get(call_id)?.why },
   ];
   return html`<${Table} label="Calls and their credit" columns=${columns} rows=${calls} rowKey=${({ call_id }) => call_id} />`;
 }

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import shlex
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-from playwright.async_api import expect
+import pytest
+from playwright.async_api import Route, expect
 
+from lightning_proxy.proxy.store.training import CallCredit
 from support.browser import browsing, needs_browser
 from support.byte_tokens import record, train
 
@@ -27,7 +30,7 @@ async def test_a_rollout_is_seen_from_the_overview_to_its_answer(running: Runnin
             await expect(page.locator(".stat", has_text="training rollouts")).to_contain_text("1")
             await page.keyboard.press("g")
             await page.keyboard.press("r")
-            row = page.locator("tbody tr")
+            row = page.get_by_role("row", name="r1")
             await expect(row).to_contain_text("0.75")
             await page.keyboard.press("j")
             await page.keyboard.press("Enter")
@@ -35,19 +38,90 @@ async def test_a_rollout_is_seen_from_the_overview_to_its_answer(running: Runnin
         assert wrong.seen == []
 
 
+async def record(system: Any) -> None:
+    """A rollout whose first answer is rejected, with a sub-agent, and a summary that a step leaves out."""
+    ask = {
+        "id": f"call_{1:024x}",
+        "type": "function",
+        "function": {"name": "ask", "arguments": json.dumps({"order": ORDER})},
+    }
+    calls = {"role": "assistant", "content": None, "tool_calls": [ask]}
+    report, summary = said("The appendix says that the parser was moved."), said("So far: the parser was moved away.")
+    task = [{"role": "system", "content": "You lead."}, {"role": "user", "content": "Find why the build fails."}]
+    result = {"role": "tool", "tool_call_id": ask["id"], "content": report["content"]}
+    known = [*task, calls, result, said("The parser is missing, it seems to me now.")]
+    turns = [
+        ("lead", task, said("The compiler is too old, I would say.")),
+        ("lead", task, calls),
+        ("helper", [{"role": "system", "content": "You help."}, {"role": "user", "content": ORDER}], report),
+        ("lead", known[:-1], known[-1]),
+        ("lead", [*known, {"role": "user", "content": "Sum up."}], summary),
+        ("lead", [*task, {"role": "user", "content": summary["content"]}], said("Include it from its new place.")),
+    ]
+    for agent, messages, answer in turns:
+        system.vllm.answer = lambda _, answer=answer: answer
+        body = {"model": "policy", "messages": messages}
+        assert (await system.call("POST", "/rollouts/r1/v1/chat/completions", body, X_Agent_Name=agent))[0] == 200
+    await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 1.0})
+    placed = [(1, 0.5, 0, "first"), (2, -0.25, 1, "new"), (3, 0.5, 0, "merged"), (5, 0.5, 2, "new")]
+    credit = [CallCredit("r1", seq, 1.0, advantage, row, why) for seq, advantage, row, why in placed]
+    async with system.store() as store:
+        await store.steps.claim(["r1"], 0, credit=credit)
+
+
+ORDER = "Read the appendix and say what is in it."
+HOSTILE = "<img src=x onerror=window.hurt=1>"
+WIDTHS = "document.documentElement.scrollWidth - innerWidth"
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
 @needs_browser
-async def test_a_rollouts_contexts_are_lanes_that_lead_to_its_calls(running: Running, tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1280, 390])
+async def test_a_rollouts_contexts_are_lanes_that_lead_to_its_calls(
+    running: Running, tmp_path: Path, width: int
+) -> None:
     async with running(tmp_path) as system:
-        _, answer = await system.chat("r1")
-        said = answer["choices"][0]["message"]
-        history = [{"role": "system", "content": "another one"}, {"role": "user", "content": "hi"}, said]
-        body = {"model": "policy", "messages": [*history, {"role": "user", "content": "more"}]}
-        await system.call("POST", "/rollouts/r1/v1/chat/completions", body)
-        async with browsing(f"{system.url}/#/rollouts/r1") as (page, wrong):
-            await expect(page.locator(".lanes li")).to_have_count(2)
-            await expect(page.locator(".lanes li").nth(1)).to_contain_text("edits 0")
-            await page.locator(".lanes button").nth(1).click()
-            await expect(page.locator("#call-1")).to_be_in_viewport()
+        await record(system)
+        size: Any = {"width": width, "height": 700}
+        async with browsing(f"{system.url}/#/rollouts/r1", viewport=size) as (page, wrong):
+            lanes = page.locator(".lanes li")
+            await expect(lanes).to_have_text([
+                "0 lead new, rejected", "1 lead retries 0, advantage +0.5", "2 helper delegates 1, advantage −0.25",
+                "3 lead continues 1, returns 2, advantage +0.5", "4 lead continues 3",
+                "5 lead compacts 4, advantage +0.5",
+            ])  # fmt: skip
+            boxes = [await box.get_attribute("class") for box in await lanes.locator(".box").all()]
+            assert boxes == ["box out", "box up", "box down", "box up", "box out", "box up"]
+            left = [box["x"] for li in await lanes.all() if (box := await li.locator("button").bounding_box())]
+            assert (left[2] > left[1] == left[3]) == (width > 600), "on a phone it is a list"
+            await lanes.nth(4).locator("button").click()
+            await expect(page.locator("article.call").nth(4).locator("h3")).to_be_in_viewport()
+            await expect(page.locator("article.call").nth(4)).to_contain_text("left out: a summary")
+            assert await page.evaluate(WIDTHS) <= 0
+            await page.goto(f"{system.url}/#/rollouts/r1/rows")
+            await expect(page.get_by_role("row", name="0 lead")).to_contain_text("left out: another attempt was used")
+            assert await page.evaluate(WIDTHS) <= 0
+        assert wrong.seen == []
+
+
+@needs_browser
+async def test_what_a_context_is_called_stays_text(running: Running, tmp_path: Path) -> None:
+    async def forged(route: Route) -> None:
+        answer = await (await route.fetch()).json()
+        for call in answer["calls"]:
+            call |= {"agent": HOSTILE, "contexts": [{"edge": HOSTILE, "call_id": HOSTILE}]}
+        await route.fulfill(json=answer)
+
+    async with running(tmp_path) as system:
+        await record(system)
+        async with browsing(system.url) as (page, wrong):
+            await page.route(re.compile(r"/rollouts/r1$"), forged)
+            await page.goto(f"{system.url}/#/rollouts/r1")
+            await expect(page.locator(".lanes li").first).to_contain_text(f"0 {HOSTILE} {HOSTILE} ?")
+            assert await page.locator("main img").count() == 0 and await page.evaluate("window.hurt") is None
         assert wrong.seen == []
 
 
