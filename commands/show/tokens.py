@@ -15,21 +15,23 @@ LIKELY, UNLIKELY = 0.9, 0.1
 
 def token_lines(runs: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
     """Yield lines of `GET /rollouts/{id}/tokens`: for each call a heading and its tokens."""
+    taken = any(run["step"] is not None for run in runs)
     for run in runs:
         trained = f"trained in step {run['step']} with advantage {number(run['advantage'])}"
-        fate = trained if run["step"] is not None else "not trained"
+        is_left_out = taken and run["step"] is None
+        fate = "left out" if is_left_out else "not trained" if run["step"] is None else trained
         yield Text(f"── call {run['seq']} ", "bold").append(f"{len(run['token_ids'])} tokens · {fate}", "not bold")
-        yield from _tokens(run)
+        yield from _tokens(run, "strike " if is_left_out else "")
 
 
-def _tokens(run: Mapping[str, Any]) -> Iterator[Text]:
+def _tokens(run: Mapping[str, Any], style: str) -> Iterator[Text]:
     """The tokens in lines that end where the text's do."""
     texts = run["texts"] or [f" {token} " for token in run["token_ids"]]
     logprobs = run["logprobs"] or [None] * len(texts)
     line = Text()
     for text, logprob in zip(texts, logprobs, strict=True):
         shown = "⋮" if text is None else text.replace("\n", "↵") or "∅"
-        line.append_text(plain(shown, _style(logprob))).append(number(logprob, 2), "dim")
+        line.append_text(plain(shown, style + _style(logprob))).append(number(logprob, 2), "dim")
         line.append(" ")
         if text is not None and text.endswith("\n"):
             yield line

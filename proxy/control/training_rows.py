@@ -25,7 +25,7 @@ KINDS = ("context", "answer", "left_out")
 class TrainedRow:
     """A training row. `answers`: its calls, each with the first token of its answer and the one after the last.
 
-    `left_out`: the same of answers in it that are not trained on.
+    `left_out`: the same of calls whose answers are not trained on.
     """
 
     rollout_id: str
@@ -33,7 +33,7 @@ class TrainedRow:
     adapter: str
     token_ids: TokenIds
     answers: Sequence[tuple[str, int, int]]
-    left_out: list[tuple[int, int]] = field(default_factory=list)
+    left_out: list[tuple[str, int, int]] = field(default_factory=list)
 
     @property
     def trained_tokens(self) -> int:
@@ -87,7 +87,7 @@ def rows_of(rollout_id: str, calls: Sequence[CallTokens], adapter_of: Callable[[
         begins = _sortable(call.token_ids)
         at = bisect_left(ordered, (begins, 0))
         if call.row is None and at < len(ordered) and ordered[at][0].startswith(begins):
-            rows[ordered[at][1]].left_out.append((call.answer, len(call.token_ids)))
+            rows[ordered[at][1]].left_out.append((call.call_id, call.answer, len(call.token_ids)))
     return rows
 
 
@@ -133,7 +133,7 @@ def _parted(shared: Sequence[int], low: int, high: int, depth: int) -> list[tupl
 def _run(rows: Sequence[TrainedRow], parent: int | None, depth: int, end: int) -> dict[str, Any]:
     kinds = np.zeros(end - depth, np.uint8)
     call_ids: list[str] = []
-    for first, last in (span for row in rows for span in row.left_out):
+    for _, first, last in (span for row in rows for span in row.left_out):
         kinds[max(0, first - depth) : max(0, last - depth)] = KINDS.index("left_out")
     for row in rows:
         for call_id, first, last in row.answers:

@@ -82,7 +82,7 @@ async def _of_row(
     if found is None:
         raise NotFound(f"no training row {number} of this rollout", param="row")
     runs, before = list[TokenRun](), 0
-    for call_id, start, end in found.answers:
+    for call_id, start, end in sorted([*found.answers, *found.left_out], key=lambda one: one[1]):
         if start > before:
             runs.append(TokenRun(None, None, None, None, found.token_ids[before:start].tolist(), ()))
         runs.append(_answer(calls[call_id], credit[call_id]))

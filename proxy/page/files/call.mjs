@@ -50,7 +50,7 @@ export function Call({ id, call, before, credit, cost }) {
     <div class=${tokens ? "answer with-tokens" : "answer"}>
       <div>${answerMessages(call.response).map((message) => html`<${Message} ...${message} answer />`)}
         ${call.error && html`<p class="failure">${text(call.error)}</p>`}</div>
-      ${tokens && html`<${TokensOf} id=${id} of=${{ call_id: call.call_id }} known=${[{ ...call, token_ids: call.response_token_ids }]} />`}
+      ${tokens && html`<${TokensOf} id=${id} taken=${credit.box === "out"} of=${{ call_id: call.call_id }} known=${[{ ...call, token_ids: call.response_token_ids }]} />`}
     </div>
     ${call.tool_calls.filter(({ result }) => result !== null).map((tool) => html`<${ToolResult} tool=${tool} />`)}
     <footer>

@@ -86,13 +86,13 @@ function RowTable({ rows, calls }) {
   return html`<${Table} label="Training rows" columns=${columns} rows=${rows} rowKey=${({ row }) => row} />`;
 }
 
-// The tokens of a row: grey is context; what was sampled has its log-probability and advantage.
+// The tokens of a row: grey is context; what was sampled has its log-probability and advantage, or was left out.
 function RowTokens({ id, rows }) {
   const [row, setRow] = useState(rows[0].row);
   const options = rows.map((one) => html`<option value=${one.row} selected=${one.row === row}>row ${one.row}: ${plural(one.tokens, "token")}</option>`);
-  return html`<${Panel} title="Tokens" note="Underlined tokens were trained: green more likely, red less likely." wide>
+  return html`<${Panel} title="Tokens" note="Underlined tokens were trained: green more likely, red less likely. Struck-out ones were left out." wide>
     ${rows.length > 1 && html`<label>row <select onChange=${(event) => setRow(Number(event.currentTarget.value))}>${options}</select></label>`}
-    <${TokensOf} key=${row} id=${id} of=${{ row }} /><//>`;
+    <${TokensOf} key=${row} id=${id} taken of=${{ row }} /><//>`;
 }
 
 function CreditTable({ calls, credit, id }) {

@@ -8,14 +8,15 @@ const SHOWN = 1000;
 const MOVES = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 };
 
 // `of`: {call_id} or {row} of a rollout. `known`: what is shown until the texts are there, and without them.
-export function TokensOf({ id, of, known = [] }) {
+// `taken`: by a step, so that an answer that is not trained was left out.
+export function TokensOf({ id, of, taken, known = [] }) {
   const found = useData(`/rollouts/${encodeURIComponent(id)}/tokens`, of);
   const runs = found.data?.data ?? known;
-  return html`${runs.length > 0 ? html`<${Tokens} runs=${runs} />` : html`<${Failure} error=${found.error} again=${found.reload} />`}`;
+  return html`${runs.length > 0 ? html`<${Tokens} runs=${runs} taken=${taken} />` : html`<${Failure} error=${found.error} again=${found.reload} />`}`;
 }
 
 // `runs`: as GET /rollouts/{id}/tokens has them.
-function Tokens({ runs }) {
+function Tokens({ runs, taken }) {
   const [whole, setWhole] = useState(false);
   const [at, setAt] = useState(null);
   const all = useMemo(() => runs.flatMap((run) => run.token_ids.map((id, i) => ({ id, run, text: run.texts ? run.texts[i] : undefined, logprob: run.logprobs[i] }))), [runs]);
@@ -30,7 +31,7 @@ function Tokens({ runs }) {
     const index = event.target.dataset?.index;
     if (index !== undefined) setAt(Number(index));
   };
-  const kind = ({ run, text }) => `token ${run.call_id === null ? "context" : ""} ${trained(run) ? (run.advantage > 0 ? "up" : run.advantage < 0 ? "down" : "") : ""} ${text === null ? "rest" : ""}`;
+  const kind = ({ run, text }) => `token ${run.call_id === null ? "context" : ""} ${trained(run) ? (run.advantage > 0 ? "up" : run.advantage < 0 ? "down" : "") : taken && run.call_id !== null ? "left_out" : ""} ${text === null ? "rest" : ""}`;
   return html`<div class="tokens-of">
     <p class="muted" role="status">${at === null ? "Point at a token, or use the arrow keys: the stronger the colour, the less likely it was." : tokenLine(all, at)}</p>
     <div class="tokens" tabindex="0" role="group" aria-label=${`${all.length} tokens`} onKeyDown=${onKeyDown} onMouseOver=${onOver} onFocus=${() => setAt((now) => now ?? 0)}>

@@ -38,7 +38,7 @@ async def test_a_rollout_is_seen_from_the_overview_to_its_answer(running: Runnin
         assert wrong.seen == []
 
 
-async def record(system: Any) -> None:
+async def record_contexts(system: Any) -> None:
     """A rollout whose first answer is rejected, with a sub-agent, and a summary that a step leaves out."""
     ask = {
         "id": f"call_{1:024x}",
@@ -84,7 +84,7 @@ async def test_a_rollouts_contexts_are_lanes_that_lead_to_its_calls(
     running: Running, tmp_path: Path, width: int
 ) -> None:
     async with running(tmp_path) as system:
-        await record(system)
+        await record_contexts(system)
         size: Any = {"width": width, "height": 700}
         async with browsing(f"{system.url}/#/rollouts/r1", viewport=size) as (page, wrong):
             lanes = page.locator(".lanes li")
@@ -116,7 +116,7 @@ async def test_what_a_context_is_called_stays_text(running: Running, tmp_path: P
         await route.fulfill(json=answer)
 
     async with running(tmp_path) as system:
-        await record(system)
+        await record_contexts(system)
         async with browsing(system.url) as (page, wrong):
             await page.route(re.compile(r"/rollouts/r1$"), forged)
             await page.goto(f"{system.url}/#/rollouts/r1")

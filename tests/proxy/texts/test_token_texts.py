@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_proxy.proxy.texts.decoding import MARK, Undecodable, token_texts
+from lightning_proxy.trainer.types import Sifted
 from support.byte_tokens import record, train
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -72,6 +74,19 @@ async def test_answers_and_rows_say_text_log_probability_and_advantage(running: 
         ]  # fmt: skip
         assert (await system.call("GET", "/rollouts/good/tokens?row=1"))[0] == 404
         assert (await system.call("GET", "/rollouts/good/tokens?call_id=x"))[0] == 404
+
+
+async def test_an_answer_that_was_left_out_is_no_context(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        await record(store, "good", ["a", "b"], 1.0)
+        await record(store, "bad", ["c", "d"], 0.0)
+        await train(store, sift=partial(Sifted, left_out={0}))
+        row = await shown(system, "?row=0")
+        assert [(run["call_id"], run["advantage"]) for run in row] == [
+            (None, None), ("good-0", None), (None, None), ("good-1", 0.5),
+        ]  # fmt: skip
+        out = (await system.lightning("rollouts", "show", "good", "--tokens")).stdout.splitlines()
+        assert out[0] == "── call 0 1 tokens · left out"
 
 
 async def test_without_vllm_the_files_of_the_model_tell(running: Running, tmp_path: Path) -> None:
