@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Literal, NamedTuple
 
 from ..apis.atoms import Atom, parsed
@@ -29,7 +29,7 @@ Kind = Literal["continues", "edits", "compacts", "delegates", "returns", "retrie
 SAME: tuple[Kind, ...] = ("continues", "edits", "compacts")  # edges within one context
 QUOTED, ENOUGH = 0.5, 4  # the share, or else the number, of an answer's own texts that a quotation has
 BY_NAME = 4  # characters of an order, or of a result, that tell where something else does, too
-NEWEST = 20  # contexts that are asked whether a prompt is their history, written anew
+NEWEST = 20  # contexts, or calls, that are asked whether a prompt is their history, written anew, or has their order
 CLOCK_S = 0.05  # by which a call may begin before the answer that it has, as two clocks tell it
 
 
@@ -164,7 +164,8 @@ class Graph:
         is_more = came is not None and came.kind == "continues"
         new = [*mine.node.up_to(mine.node.tip if is_more else None)][::-1]
         order, is_sure = (None, True) if came is not None else self._order_of(mine, new)
-        quoted = self._quoted(_texts(filter(_is_prompt, new)) - _pieces(order))
+        ordered = "\n".join(order.texts) if order is not None else ""
+        quoted = self._quoted(_texts(filter(_is_prompt, new)) - telling(Atom("text", "user", ordered)))
         summaries = set[int]() if is_more else self._summaries(mine, new, quoted)
         if came is not None and came.place in summaries:
             came = None
@@ -180,7 +181,7 @@ class Graph:
             for there in quoted:
                 self.calls[there].used = True
         order = None if edges else order
-        earlier = self._tried(mine, place, order)
+        earlier = self._tried(mine, order)
         if order is not None:
             self._unsure |= set() if is_sure else {place}
             self._begun.setdefault(order.name, place)
@@ -201,7 +202,8 @@ class Graph:
         continued = self._answered_at(tip)
         held = {there for one in mine.node.up_to(tip) for there in self._held(one)} - {continued}
         newest = max((one for one in held if continued is None or one > continued), default=None)
-        if newest is not None and not _stands_above(newest, tip):
+        above = tip.up_to(None) if tip is not None else ()
+        if newest is not None and all(newest not in one.answered for one in above):
             return Edge("edits", newest)
         if continued is None and mine.call.extends is not None:  # by its tokens
             continued = self._places.get(mine.call.extends)
@@ -319,22 +321,20 @@ class Graph:
         alike = {*self._quoted(result.texts)}
         if len(what) >= TELLING_ORDER:
             alike.update(self._answers.get(key_of(Atom("text", "assistant", what)), []))
-        others = [
-            i
-            for i in alike
-            if i > caller
-            and i not in found
-            and (one := self.calls[i]).is_final
-            and one.root != self.calls[caller].root
-            and one.ended <= mine.call.started_at + CLOCK_S
-        ]
-        return min(others, key=lambda i: (self.calls[i].used, i), default=None)
+        root, until = self.calls[caller].root, mine.call.started_at + CLOCK_S
+        others = [(one.used, i) for i in alike if i > caller and i not in found and (one := self.calls[i]).is_final
+                  and one.root != root and one.ended <= until]  # fmt: skip
+        return min(others, default=(False, None))[1]
 
     def _order_of(self, mine: _Call, new: Sequence[Node]) -> tuple[_Order | None, bool]:
         """The tool call that gave this new context its order, of several one that began none; whether that is sure."""
         asked = "\n".join(one.atom.what for one in new if one.atom.kind == "text" and one.atom.who == "user")
         for is_sure in (True, False):
-            orders = self._orders.get(asked, []) if is_sure else chain.from_iterable(self._open.values())
+            orders = (
+                self._orders.get(asked, [])
+                if is_sure
+                else chain.from_iterable(islice(reversed(self._open.values()), NEWEST))
+            )
             found = [order for order in orders if self._gave(order, mine, asked, is_sure)]
             if found:
                 return min(found, key=lambda order: (order.name in self._begun, -order.place)), is_sure
@@ -351,7 +351,7 @@ class Graph:
         texts = [text for text in order.texts if len(text) >= (BY_NAME if by_name else TELLING_ORDER)]
         return asked in texts if is_sure else is_other and any(text in asked for text in texts)
 
-    def _tried(self, mine: _Call, place: int, order: _Order | None) -> int | None:
+    def _tried(self, mine: _Call, order: _Order | None) -> int | None:
         """The call that this one repeats: it failed, or its answer is not used, and no other order began it."""
         for there in reversed(mine.attempts[:-1]):
             one = self.calls[there]
@@ -387,15 +387,6 @@ def _is_prompt(node: Node) -> bool:
 
 def _texts(nodes: Iterable[Node]) -> set[str]:
     return {text for node in nodes for text in node.texts}
-
-
-def _pieces(order: _Order | None) -> frozenset[str]:
-    """The texts of an order, which stand in the prompt that it began."""
-    return telling(Atom("text", "user", "\n".join(order.texts))) if order is not None else frozenset()
-
-
-def _stands_above(place: int, node: Node | None) -> bool:
-    return node is not None and any(place in one.answered for one in node.up_to(None))
 
 
 def _first(node: Node) -> Node:

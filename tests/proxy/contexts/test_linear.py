@@ -130,8 +130,13 @@ def cleared(place: int, *, is_final: bool) -> list[Json]:
     return messages
 
 
+def alone(place: int, *, is_final: bool) -> list[Json]:
+    """A prompt that has nothing of the earlier ones."""
+    return [{"role": "user", "content": f"Room {place} has a table and {place} doors. Where do you go?"}]
+
+
 @pytest.mark.parametrize("is_final", [True, False])
-@pytest.mark.parametrize("asked", [with_notes, cleared])
+@pytest.mark.parametrize("asked", [with_notes, cleared, alone])
 def test_the_work_of_the_graph_grows_as_the_requests_do(asked: Callable[..., list[Json]], is_final: bool) -> None:
     work = {}
     for length in (20, 200):
