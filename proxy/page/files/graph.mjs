@@ -17,7 +17,7 @@ export function Contexts({ calls, credit }) {
       const edges = call.contexts.map(({ edge, call_id }) => `${edge} ${seqs.get(call_id) ?? "?"}`).join(", ") || "new";
       return html`<li key=${call.call_id}>
         ${Array.from({ length: lane }, (_, i) => html`<span class=${open[i] ? "lane open" : "lane"}></span>`)}
-        <button class="plain" onClick=${() => document.getElementById(`call-${call.call_id}`)?.scrollIntoView()}>
+        <button class="plain" onClick=${() => document.querySelector(`[data-call="${CSS.escape(call.call_id)}"]`)?.scrollIntoView()}>
           <span class=${`box ${box}`}></span> ${call.seq} ${call.agent} <small>${edges}${call.rejected && ", rejected"}${typeof advantage === "number" && `, advantage ${signed(advantage)}`}</small>
         </button></li>`;
     })}</ol><//>`;
