@@ -156,7 +156,7 @@ def _fate(call: dict[str, Any], credit: dict[str, Any] | None) -> tuple[str, str
     if credit is not None and credit["row"] is not None:
         return f"trained, advantage {credit['advantage']:+.3g}", "not bold green"
     if call.get("rejected"):
-        return "left out: another attempt was used in its place", LEFT_OUT
+        return f"{'left out' if credit else 'rejected'}: another attempt was used in its place", LEFT_OUT
     return ("trainable", "not bold green") if credit is None else ("left out", LEFT_OUT)
 
 
