@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from ..api_client import OpenRollout
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..api_client import OpenRollout
 
 
 def variables(proxy_url: str, rollout: OpenRollout) -> dict[str, str]:

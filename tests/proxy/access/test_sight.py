@@ -54,9 +54,14 @@ ROUTES: dict[tuple[str, str], Asked | str] = {
     ("delete", "/rollouts/{rollout_id}"): Asked(401, 401, 404, 401),  # one that is not there
     ("get", "/rollouts/{rollout_id}/transitions"): Asked(404, 200, 200, 403, True),
     ("get", "/rollouts/{rollout_id}/rows"): Asked(404, 200, 200, 403, True),
+    ("get", "/rollouts/{rollout_id}/tokens"): Asked(404, 200, 200, 403),
     ("post", "/rollouts/{rollout_id}/events"): Asked(404, 200, 200, 403, body=NOTE),
     ("post", "/agl/api/rollouts/{rollout_id}/attempt/0/events"): Asked(404, 200, 200, 403, body=EVENT),
+    ("post", "/rollouts/{rollout_id}/calls/{call_id}/reward-key"): Asked(404, 404, 404, 403, body={}),
+    ("delete", "/rollouts/{rollout_id}/rewards/{reward_id}"): Asked(404, 404, 404, 403),
+    ("get", "/people/queue"): Asked(200, 200, 200, 403, True, query="?person=anna"),
     ("post", "/rollouts/{rollout_id}/end"): Asked(404, 409, 409, 403, body={"status": "discarded"}),
+    ("get", "/costs"): Asked(200, 200, 200, 403, True, query="?by=task"),
     ("get", "/tasks"): Asked(200, 200, 200, 403, True),
     ("get", "/policy"): Asked(200, 200, 200, 403, True),
     ("get", "/policy/versions"): Asked(200, 200, 200, 403, True),
@@ -130,7 +135,8 @@ async def learned(system: Any, directory: Path, theirs: str) -> None:
 
 @asynccontextmanager
 async def two_tenants(running: Running, tmp_path: Path) -> AsyncIterator[Tenants]:
-    async with running(tmp_path, publish="lora", api_keys=["agent"], admin_keys=["admin"]) as system:
+    access: dict[str, Any] = {"api_keys": ["agent"], "admin_keys": ["admin"]}
+    async with running(tmp_path, publish="lora", rewards={"origins": ["https://chat.example"]}, **access) as system:
         for text, more in (("Be kind.", {}), ("Be curt.", {"comment": "SECRET", "metrics": {"reward": 0.1234}})):
             body = {"name": "writer", "text": text, "match": {"agent": "writer"}} | more
             assert (await system.call("POST", "/prompts", body, **bearer("admin")))[0] == 200
@@ -177,7 +183,9 @@ async def answered(tenants: Tenants, method: str, path: str, asked: Asked | str,
     query, body = ("", None) if isinstance(asked, str) else (asked.query, asked.body)
     url = (
         tenants.system.url
-        + path.format(rollout_id="gone" if method == "delete" else tenants.theirs, name="writer")
+        + path.format(
+            rollout_id="gone" if method == "delete" else tenants.theirs, name="writer", call_id="c", reward_id=1
+        )
         + query
     )
     data = None if body is None else json.dumps(body).replace("{}", tenants.theirs) if body else "{}"
