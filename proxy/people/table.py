@@ -31,7 +31,11 @@ SELECT * FROM reward_keys WHERE key_hash = :hash AND expires_at > :at AND (key_i
 ))
 """
 KEY_USED = "UPDATE reward_keys SET used_at = :at, reward_id = :reward_id WHERE key_hash = :hash"
-TAKE_BACK = "DELETE FROM rewards WHERE reward_id = :reward_id"
+TAKE_BACK = "DELETE FROM rewards WHERE reward_id = :reward_id AND rollout_id = :rollout_id"
+# SQLite may give its number to the next reward.
+KEY_REPLACES_NONE = """
+UPDATE reward_keys SET reward_id = NULL WHERE rollout_id = :rollout_id AND reward_id = :reward_id
+"""
 GIVEN = """
 SELECT 1 FROM rewards
 WHERE reward_id = :reward_id AND rollout_id = :rollout_id AND name = :name AND (:any OR key_id IS :key_id)
@@ -82,11 +86,11 @@ class PeopleTable:
 
         async def work(db: Transaction) -> None:
             row = await _live(db, hashed, now)
-            if row["reward_id"] is not None:
-                await _take_back(db, row["rollout_id"], row["reward_id"])
             given = Reward(row["rollout_id"], value, row["call_id"], NAME, "thumb", final=False)
             by = Sender(row["key_id"], evidence=bool(row["evidence"]))
             posted = await post_reward(db, given, await read_counting(db), by)
+            if row["reward_id"] is not None:  # after the new one, which so has another number
+                await _take_back(db, row["rollout_id"], row["reward_id"])
             await db.run(KEY_USED, {"hash": hashed, "at": now, "reward_id": posted["reward_id"]})
 
         await self._db.write(work)
@@ -118,7 +122,9 @@ async def _live(db: Database | Transaction, hashed: str, now: float) -> Row:
 
 
 async def _take_back(db: Transaction, rollout_id: str, reward_id: int) -> None:
-    await db.run(TAKE_BACK, {"reward_id": reward_id})
-    rollout = await db.one(ROLLOUT, {"rollout_id": rollout_id})
+    row = {"rollout_id": rollout_id, "reward_id": reward_id}
+    await db.run(TAKE_BACK, row)
+    await db.run(KEY_REPLACES_NONE, row)
+    rollout = await db.one(ROLLOUT, row)
     if rollout is not None:
         await count_all(db, (await read_counting(db)).rules, [rollout])

@@ -15,7 +15,7 @@ from ..control.bodies import Body, Number, PathId
 from ..control.door import AgentRoute
 from ..control.requests import caller_of, json_response, parts, parts_for
 from ..errors import Forbidden, LightningError, TooLarge, Unprocessable
-from ..gateway.asgi import read_headers
+from ..gateway.asgi import ClientDisconnected, read_headers
 from .config import PeopleKeys
 from .table import PeopleTable
 
@@ -69,6 +69,8 @@ async def post_thumb(request: Request) -> Response:
     headers = {"Access-Control-Allow-Origin": origin, "Vary": "Origin"}
     try:
         await _reward(request)
+    except ClientDisconnected:
+        return Response(status_code=400)  # to nobody
     except LightningError as error:
         own = {name.decode(): value.decode() for name, value in error.headers}
         return JSONResponse(error.body(), error.status, headers | own)
@@ -84,7 +86,7 @@ async def _reward(request: Request) -> None:
         given = ThumbBody.model_validate_json(await p.bodies.read(request.receive, headers))
     except ValidationError as error:
         wrong = error.errors()[0]
-        raise Unprocessable(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+        raise Unprocessable(": ".join([*map(str, wrong["loc"]), wrong["msg"]])) from None
     p.config.rewards.require(given.value, "value")
     await PeopleTable(p.store.database).reward(given.key, given.value)
     p.metrics.rewards.inc()

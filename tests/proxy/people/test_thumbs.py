@@ -71,6 +71,45 @@ async def test_a_key_gives_its_call_one_value_that_may_be_changed(running: Runni
     assert evidence == [0]
 
 
+@pytest.mark.usefixtures("at_once")
+async def test_a_key_whose_reward_was_taken_back_replaces_no_other(running: Running, tmp_path: Path) -> None:
+    async with asked(running, tmp_path) as (system, _, given):
+        assert await thumb(system, given, 1) == 204
+        (row,) = await _rows(system)
+        assert (await system.call("DELETE", f"/rollouts/r/rewards/{row['reward_id']}"))[0] == 204
+        await called(system, "other")
+        body = {"rollout_id": "other", "reward": 1, "name": "human"}
+        assert (await system.call("POST", "/reward", body))[0] == 200  # SQLite gives it the same number
+        assert await thumb(system, given, -1) == 204
+        assert [one["reward"] for name in ("r", "other") for one in await rewards(system, name)] == [-1, 1]
+        assert (await system.call("GET", "/rollouts/other"))[1]["reward"] == 1
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_whoever_waits_for_new_rewards_sees_that_a_value_changed(running: Running, tmp_path: Path) -> None:
+    """A gate, and the watch over the policy's rewards, look again when the newest reward is another."""
+    async with asked(running, tmp_path) as (system, _, given), system.store() as store:
+        seen = []
+        for value in (1, -1, 1):
+            assert await thumb(system, given, value) == 204
+            seen.append(await store.rewards.newest())
+        assert len({*seen}) == 3
+
+
+async def test_a_page_that_goes_away_is_no_error(
+    running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with asked(running, tmp_path) as (system, _, _):
+        host, port = system.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST /thumb HTTP/1.1\r\nHost: {host}\r\nOrigin: {CHAT}\r\nContent-Length: 9\r\n\r\n{{".encode())
+        await writer.drain()
+        await asyncio.sleep(0.2)
+        writer.close()
+        await asyncio.sleep(0.2)
+    assert "ClientDisconnected" not in caplog.text
+
+
 async def test_a_key_changes_its_value_once_a_second(running: Running, tmp_path: Path) -> None:
     async with asked(running, tmp_path) as (system, _, given):
         assert [await thumb(system, given, value) for value in (1, -1)] == [204, 429]
