@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args
 from urllib.parse import quote
@@ -54,7 +55,7 @@ async def _answered(api: ApiClient, rollout: dict[str, Any], given: list[MayTake
     """Return the place of the next rollout: what a person says of this one."""
     while True:
         try:
-            said = (await asyncio.to_thread(input, f"{at + 1}> ")).strip()
+            said = (await read_line(f"{at + 1}> ")).strip()
         except EOFError:
             said = "q"
         if said == "q":
@@ -77,6 +78,22 @@ async def _answered(api: ApiClient, rollout: dict[str, Any], given: list[MayTake
         given.append(MayTakeBack(rollout["rollout_id"], posted["reward_id"], at))
         if body["call_id"] is None:
             return at + 1
+
+
+async def read_line(prompt: str) -> str:
+    """Return what a person types. Raise EOFError. At a terminal no thread waits, for which Ctrl-C would wait, too."""
+    if not sys.stdin.isatty():
+        return await asyncio.to_thread(input, prompt)
+    print(prompt, end="", flush=True)
+    loop, typed = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(sys.stdin, typed.set)
+    try:
+        await typed.wait()
+    finally:
+        loop.remove_reader(sys.stdin)
+    if not (line := sys.stdin.readline()):
+        raise EOFError
+    return line
 
 
 def _body(rollout: dict[str, Any], rated: re.Match[str], person: str) -> dict[str, Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import os
+import pty
+import threading
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.commands.people import rate
 from support.rewarded_by import completed
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -32,3 +37,19 @@ async def test_a_person_rates_rollouts_and_calls_and_undoes(
     assert given == {"c": [(-1, "too long", "anna"), (1, None, "anna")], "b": [], "a": [(-1, None, "anna")]}
     assert [one["call_id"] is None for one in found["c"]] == [False, True]
     assert again.returncode == 2 and "--order is newest, uncertain, random" in again.stderr
+
+
+async def test_ctrl_c_at_a_terminal_waits_for_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    person, terminal = pty.openpty()
+    with os.fdopen(terminal) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        os.write(person, b"0.5 fine\n-1\n")
+        assert [await rate.read_line("1> ") for _ in range(2)] == ["0.5 fine\n", "-1\n"]
+        threads = threading.active_count()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(rate.read_line("2> "), 0.1)
+        assert threading.active_count() == threads
+        os.write(person, b"\x04")
+        with pytest.raises(EOFError):
+            await rate.read_line("2> ")
+    os.close(person)
