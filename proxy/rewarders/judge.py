@@ -40,7 +40,7 @@ class Judge(Rewarder):
     ) -> None:
         """`clean` takes secrets out of what it reads. `answers` are kept, and counted for the budget."""
         self._clean, self._answers = clean, answers
-        self._used: dict[str, tuple[Used, float]] = {}  # by the question, what its answer used and cost
+        self._used: dict[str, tuple[Used, float | None]] = {}  # by the question, what its answer used and cost
         self._config, self.at_once = config, config.concurrency
         self._slots = asyncio.Semaphore(config.concurrency)
 
@@ -86,7 +86,7 @@ class Judge(Rewarder):
         await self._answers.require()
         answer = await self._ask(question)
         guess = (len(question) // 4, len(answer) // 4)
-        await self._answers.spend(*self._used.pop(question, (guess, 0.0)))
+        await self._answers.spend(*self._used.pop(question, (guess, None)))
         await self._answers.keep(digest, answer, about)
         return answer
 
@@ -106,16 +106,16 @@ class Judge(Rewarder):
             raise Away(f"trainer.judge: {config.model} gives no answer: {str(error)[:300]}") from None
         text = "".join(choice.message.content or "" for choice in answer.choices[:1])
         if self._answers is not None and (usage := getattr(answer, "usage", None)) and usage.total_tokens:
-            self._used[question] = (usage.prompt_tokens, usage.completion_tokens), _usd(litellm, answer)
+            self._used[question] = (usage.prompt_tokens, usage.completion_tokens), usd_of(litellm, answer)
         return text
 
 
-def _usd(litellm: Any, answer: Any) -> float:
-    """What an answer cost by litellm's prices; 0 without one."""
+def usd_of(litellm: Any, answer: Any) -> float | None:
+    """What an answer cost by litellm's prices; None without one."""
     try:
-        return float(litellm.completion_cost(answer) or 0.0)
+        return float(litellm.completion_cost(answer)) or None
     except Exception:  # of many kinds, where the model is not in its table
-        return 0.0
+        return None
 
 
 def transcript(steps: Sequence[Json], clean: Callable[[str], str] = str) -> str:

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.rewarders.judge import Judge
+from lightning_proxy.proxy.rewarders.judge import Judge, usd_of
 from lightning_proxy.proxy.rewarders.kinds import check
 from lightning_proxy.proxy.rewarders.rank import by_place, overlapping, strengths
 from lightning_proxy.proxy.rewarders.rewarder import Away
@@ -255,6 +256,25 @@ async def test_the_judge_of_calls_is_asked_once_for_each_and_stops_at_the_budget
             while "rewards.budget.tokens is spent" not in caplog.text:
                 await asyncio.sleep(0.05)
         assert len(asked) == 4
+
+
+async def test_a_judge_of_calls_whose_price_nobody_knows_has_that_of_the_configuration(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask(self: Judge, question: str) -> str:
+        return "8"
+
+    def unknown(answer: object) -> float:
+        raise KeyError("own")
+
+    monkeypatch.setattr(Judge, "_ask", ask)
+    paid = {"use": [{"kind": "judge", "price": [1000, 1000]}], "budget": {"usd": 1}}
+    trainer = {"judge": {"model": "hosted_vllm/own"}}
+    async with running(tmp_path, rewards=paid, trainer=trainer) as system, system.store() as store:
+        await rewards(system, await group(system, "a"))
+        (spent,) = await store.database.all("SELECT tokens, usd FROM rewarder_spent")
+    assert (spent["tokens"] > 0, spent["usd"]) == (True, pytest.approx(spent["tokens"] / 1000))
+    assert usd_of(SimpleNamespace(completion_cost=unknown), None) is None
 
 
 async def test_the_budget_stops_it_and_a_larger_one_lets_it_go_on(
