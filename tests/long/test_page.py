@@ -65,7 +65,7 @@ async def test_rollouts_are_filtered_and_sorted_and_the_address_says_how(running
         await page.keyboard.press("Enter")
         await expect(page.locator(".empty")).to_contain_text("No rollout is like that")
         await page.get_by_role("link", name="Show all rollouts").click()
-        await page.get_by_label("mode").select_option("eval")
+        await page.locator("select[name=mode]").select_option("eval")
         await expect(page).to_have_url(re.compile(r"#/rollouts\?mode=eval$"))
         await expect(page.locator("tbody tr")).to_have_count(3 * STEPS)
         await page.get_by_role("button", name="reward").click()
