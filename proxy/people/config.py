@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..config.rollouts import RewardsConfig
 
@@ -13,3 +13,9 @@ Origin = Annotated[str, Field(pattern=r"^https?://[^/\s]+$")]
 
 class PeopleKeys(RewardsConfig):
     origins: list[Origin] = []
+
+    @model_validator(mode="after")
+    def _takes_thumbs(self) -> PeopleKeys:
+        if self.origins and (self.range[0] > -1 or self.range[1] < 1):
+            raise ValueError("origins: rewards.range must hold a thumb, which is -1 or 1")
+        return self

@@ -20,8 +20,8 @@
     const send = async (value) => {
       const sent = await fetch(route, { method: "POST", body: JSON.stringify({ key, value }) }).catch(() => null);
       if (value !== wanted) return; // the other one was pressed meanwhile
-      if (sent?.status === 429) setTimeout(() => value === wanted && send(value), AGAIN_MS);
-      else if (sent?.ok) show(value);
+      if (!sent || sent.status === 429 || sent.status >= 500) setTimeout(() => value === wanted && send(value), AGAIN_MS);
+      else if (sent.ok) show(value);
       else buttons.forEach(({ button }) => Object.assign(button, { disabled: true, title: "no longer possible" }));
     };
     show(0);

@@ -8,11 +8,12 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import aiohttp
-from playwright.async_api import expect
+from playwright.async_api import Route, expect
 
 from lightning_proxy.proxy.config.file import load_config
 from lightning_proxy.trainer.collect.collector import Collector
@@ -53,7 +54,8 @@ async def test_a_thumb_is_the_reward_of_its_answer(running: Running, tmp_path: P
                     await expect(page.locator("p", has_text="model: Four.").last).to_be_visible()
                 await expect(page.locator("p")).to_have_count(4)
                 up, down = page.get_by_label("good answer"), page.get_by_label("bad answer")
-                await up.nth(0).click()
+                await page.route("**/thumb", partial(away, url), times=1)
+                await up.nth(0).click()  # it is sent again
                 await expect(up.nth(0)).to_have_attribute("aria-pressed", "true")
                 await down.nth(1).click()
                 await expect(down.nth(1)).to_have_attribute("aria-pressed", "true")
@@ -68,6 +70,10 @@ async def test_a_thumb_is_the_reward_of_its_answer(running: Running, tmp_path: P
     assert [call["reward"] for call in found["calls"]] == [-1, -1]
     assert {one["name"] for one in found["rewards"]} == {"human"}
     assert [one for one in wrong.seen if not one.startswith(f"request: {system.url}")] == []
+
+
+async def away(origin: str, route: Route) -> None:
+    await route.fulfill(status=503, headers={"Access-Control-Allow-Origin": origin})
 
 
 async def until_it_listens(url: str) -> None:

@@ -34,6 +34,7 @@ function Queue({ rollouts, person, onMore }) {
   const [error, setError] = useState(null);
   const [, setBack] = useState(given.length);
   const form = useRef(null);
+  const busy = useRef(false);
   const id = rollouts[at]?.rollout_id;
   const go = (to) => {
     setAt(to);
@@ -41,13 +42,15 @@ function Queue({ rollouts, person, onMore }) {
     scrollTo(0, 0);
   };
   const onRate = (reward) => {
+    if (busy.current) return; // a quick second key is meant for the next one
+    busy.current = true;
     const body = { rollout_id: id, call_id: call?.id ?? null, reward, name: "human", source: person, comment: form.current.comment.value || null, final: false };
     post("/reward", body).then(({ reward_id }) => {
       setBack(given.push({ id, reward_id, at }));
       form.current?.reset();
       setError(null);
       if (call === null) go(at + 1);
-    }, setError);
+    }, setError).finally(() => (busy.current = false));
   };
   const onBack = () => {
     const last = given.at(-1);
@@ -57,7 +60,10 @@ function Queue({ rollouts, person, onMore }) {
       setBack(given.length);
       setError(null);
       if (rollouts[last.at]?.rollout_id === last.id) go(last.at);
-    }, setError);
+    }, (refused) => {
+      if (refused.status === 404) setBack(given.pop() && given.length); // it is gone already
+      setError(refused);
+    });
   };
   useEffect(() => {
     const onKey = (event) => {

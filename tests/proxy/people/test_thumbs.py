@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.people import table
 from lightning_proxy.proxy.store.keys import Keyring, hash_key
 from lightning_proxy.proxy.store.opening import opened
@@ -138,6 +139,11 @@ async def test_without_origins_there_are_no_keys(running: Running, tmp_path: Pat
     async with running(tmp_path) as system:
         status, answer = await system.call("POST", f"/rollouts/r/calls/{await called(system, 'r')}/reward-key")
     assert (status, answer["error"]["message"].split(":")[0]) == (403, "rewards.origins names no application")
+
+
+def test_a_range_without_thumbs_is_refused() -> None:
+    with pytest.raises(ValueError, match="must hold a thumb"):
+        Config.model_validate({"rewards": {"origins": [CHAT], "range": [0, 1]}})
 
 
 async def test_a_key_ends_with_its_time_and_its_rollout(running: Running, tmp_path: Path) -> None:
