@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from math import exp
 from typing import Any
 
@@ -27,9 +28,8 @@ def token_lines(runs: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
 def _tokens(run: Mapping[str, Any], style: str) -> Iterator[Text]:
     """The tokens in lines that end where the text's do."""
     texts = run["texts"] or [f" {token} " for token in run["token_ids"]]
-    logprobs = run["logprobs"] or [None] * len(texts)
     line = Text()
-    for text, logprob in zip(texts, logprobs, strict=True):
+    for text, logprob in zip_longest(texts, run["logprobs"][: len(texts)]):  # an answer may have too few
         shown = "⋮" if text is None else text.replace("\n", "↵") or "∅"
         line.append_text(plain(shown, style + _style(logprob))).append(number(logprob, 2), "dim")
         line.append(" ")
