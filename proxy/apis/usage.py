@@ -34,6 +34,7 @@ def used(usage: Any) -> Used | None:
     """Return the tokens that a `usage` counts; None if it counts none.
 
     Anthropic's `input_tokens` leave out what a cache had: 10 beside `cache_read_input_tokens` 90 are an input of 100.
+    Some providers (xAI, Gemini) count reasoning in `total_tokens` alone.
     """
     if not isinstance(usage, dict) or not (
         "prompt_tokens" in usage or "input_tokens" in usage or "total_tokens" in usage
@@ -41,11 +42,13 @@ def used(usage: Any) -> Used | None:
         return None
     given, said = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
     read, kept = _count(usage, "cache_read_input_tokens"), _count(usage, "cache_creation_input_tokens")
+    first = _count(usage, f"{given}_tokens") + (read + kept if given == "input" else 0)
+    found = read or _count(_object(usage, f"{given}_tokens_details"), "cached_tokens")
     return Used(
-        input=_count(usage, f"{given}_tokens") + (read + kept if given == "input" else 0),
-        cached=read or _count(_object(usage, f"{given}_tokens_details"), "cached_tokens"),
+        input=first,
+        cached=found or _count(usage, "prompt_cache_hit_tokens"),  # DeepSeek's
         kept=kept,
-        output=_count(usage, f"{said}_tokens"),
+        output=max(_count(usage, f"{said}_tokens"), _count(usage, "total_tokens") - first),
         reasoning=_count(_object(usage, f"{said}_tokens_details"), "reasoning_tokens"),
     )
 

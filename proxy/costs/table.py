@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from ..apis.usage import Used, used
@@ -20,7 +20,7 @@ CHUNK, MOST = 5_000, 200_000  # calls that one statement reads, and all of them
 
 # What a call used, and, where no usage came, how many tokens were recorded.
 _USED = """
-calls.call_id, calls.model, calls.upstream, calls.policy_version, calls.status, calls.usage,
+calls.call_id, calls.model, calls.policy_version, calls.status, calls.http_status, calls.usage,
 calls.prompt_shared + COALESCE(LENGTH(calls.prompt_ids), 0) / 4 AS read,
 COALESCE(LENGTH(calls.token_ids), 0) / 4 AS sampled
 """
@@ -33,7 +33,7 @@ WHERE calls.rowid >= :place AND calls.rowid < :before AND calls.started_at >= :s
       AND (:key_id IS NULL OR rollouts.key_id = :key_id)
 """
 PLACE_BEFORE = """
-SELECT MIN(rowid) AS place, MIN(started_at) AS since
+SELECT MIN(rowid) AS place, MAX(started_at) AS newest
 FROM (SELECT rowid, started_at FROM calls WHERE rowid < :before ORDER BY rowid DESC LIMIT :chunk) AS recent
 """
 ALL = 2**62
@@ -87,12 +87,13 @@ def of_call(row: Row, prices: Prices, alias: str) -> tuple[Used | None, float | 
     tokens = used(loads_or_none(row["usage"]))
     if tokens is None and (row["read"] or row["sampled"]):
         tokens = Used(input=row["read"], output=row["sampled"])
+    is_policys = row["policy_version"] is not None
+    price = prices.configured(alias) if is_policys else prices.of(row["model"])
+    if is_policys and price is None:
+        return tokens or Used(), 0.0
     if tokens is None:
-        return (None if row["status"] == "ok" else Used()), 0.0
-    if row["policy_version"] is not None:
-        price = prices.configured(alias)
-        return tokens, 0.0 if price is None else price.of(tokens)
-    price = prices.of(row["model"])
+        is_billed = row["status"] in ("ok", "cancelled") or (row["status"] == "error" and row["http_status"] == 200)
+        return (None if is_billed else Used()), 0.0
     return tokens, None if price is None else price.of(tokens)
 
 
@@ -128,17 +129,22 @@ class CostTable:
             wanted = {"place": edge["place"], "before": before, "since": since, "key_id": key_id}
             rows = await self._db.all(COSTS_OF_CALLS, wanted)
             await asyncio.to_thread(self._add, costs, rows, by)
-            if edge["since"] < since:
+            if edge["newest"] < since:  # calls that were imported may have begun long before those around them
                 break
             before = edge["place"]
         else:
             costs.complete = False
         for cost in costs.parts.values():
             costs.total.plus(cost)
-        if by == "key":
-            names = {row["key_id"]: row["name"] for row in await self._db.all("SELECT key_id, name FROM keys")}
-            costs.parts = {names.get(key_id, key_id): cost for key_id, cost in costs.parts.items()}
-        return costs
+        return costs if by != "key" else await self._named(costs)
+
+    async def _named(self, costs: Costs) -> Costs:
+        """The same with names instead of ids: revoked keys may have had one name."""
+        names = {row["key_id"]: row["name"] for row in await self._db.all("SELECT key_id, name FROM keys")}
+        found = dict[str | None, Cost]()
+        for key_id, cost in costs.parts.items():
+            found.setdefault(names.get(key_id, key_id), Cost()).plus(cost)
+        return replace(costs, parts=found)
 
     def _add(self, costs: Costs, rows: Iterable[Row], by: By) -> None:
         for row in rows:

@@ -14,13 +14,19 @@ import pytest
 
 from lightning_proxy.proxy import prices
 from lightning_proxy.proxy.apis.usage import Used, used
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.config.server import StoreConfig
+from lightning_proxy.proxy.costs.table import CostTable
 from lightning_proxy.proxy.prices import Price, Prices
 from lightning_proxy.proxy.recording.recorder import Recorder
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Limits, RolloutName
+from lightning_proxy.proxy.types import CallEnd, CallStart, CallStatus, Choice, Limits, RolloutName
+from support.stores import store_url
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 NOW = 1_800_000_000.0  # 2027-01-15
+CONFIG = Config.model_validate({"upstreams": [{"name": "a", "kind": "openai", "base_url": "http://127.0.0.1:1/v1"}]})
 
 CHAT = {"prompt_tokens": 100, "completion_tokens": 20, "prompt_tokens_details": {"cached_tokens": 60},
         "completion_tokens_details": {"reasoning_tokens": 5}}  # fmt: skip
@@ -36,6 +42,10 @@ MESSAGES = {"input_tokens": 10, "cache_read_input_tokens": 60, "cache_creation_i
         (RESPONSES, Used(100, 60, 0, 20, 5)),
         (MESSAGES, Used(100, 60, 30, 20, 0)),
         ({"prompt_tokens": 3, "total_tokens": 3}, Used(3)),  # of embeddings
+        # xAI's and Gemini's reasoning is in the total alone
+        (CHAT | {"total_tokens": 125}, Used(100, 60, 0, 25, 5)),
+        ({"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 120}, Used(10, 0, 0, 110)),
+        ({"prompt_tokens": 100, "completion_tokens": 5, "prompt_cache_hit_tokens": 90}, Used(100, 90, 0, 5)),
         ({"prompt_tokens": -1, "completion_tokens": "many", "prompt_tokens_details": []}, Used()),
         ({}, None), (None, None), ([1], None),
     ],
@@ -79,11 +89,14 @@ async def record(
     version: int | None = None,
     at: float = NOW,
     ids: tuple[int, ...] = (),
+    end: tuple[CallStatus, int | None] = ("ok", 200),
 ) -> str:
     call_id = f"{rollout.rollout_id}-{model}-{at:.0f}"
     async with Recorder(store, merged=False) as recorder:
         await recorder.start(CallStart(call_id, rollout, "chat/completions", model, version, {"n": call_id}, at))
-        await recorder.end(CallEnd(call_id, rollout.rollout_id, "ok", {}, 200, ids, (Choice(0, ids),), usage=usage))
+        await recorder.end(
+            CallEnd(call_id, rollout.rollout_id, end[0], {}, end[1], ids, (Choice(0, ids),), usage=usage)
+        )
     return call_id
 
 
@@ -113,6 +126,39 @@ async def test_costs_are_summed_up_in_every_way(running: Running, tmp_path: Path
         _, rollout = await system.call("GET", "/rollouts/a")
         assert (rollout["tokens"], rollout["costs"]["output_tokens"]) == (40, 40)
         assert rollout["costs"]["of_calls"][f"a-big-{NOW:.0f}"] == {k: v for k, v in big.items() if k != "name"}
+
+
+async def test_what_is_billed_without_a_usage_is_not_free(tmp_path: Path) -> None:
+    ended: list[tuple[CallStatus, int | None]] = [("cancelled", None), ("error", 200), ("error", 429), ("error", None)]
+    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
+        store = Store(database)
+        for number, end in enumerate(ended):
+            await record(store, RolloutName("a", "t1", None), "big", None, at=NOW + number, end=end)
+        await record(store, RolloutName("b", "t1", None), "policy", None, version=0, end=ended[0])
+        total = (await CostTable(database, CONFIG).newest("day", 0.0, None)).total
+        assert (total.calls, total.unknown, total.unpriced, total.usd) == (5, 2, 0, 0)
+
+
+async def test_older_calls_that_were_imported_hide_no_newer_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.costs.table.CHUNK", 2)
+    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
+        store = Store(database)
+        for at in (NOW, NOW + 1, NOW - 1e6, NOW + 2):
+            await record(store, RolloutName("a", "t1", None), "big", CHAT, at=at)
+        assert (await CostTable(database, CONFIG).newest("day", NOW, None)).total.calls == 3
+
+
+async def test_keys_of_one_name_are_summed_up(tmp_path: Path) -> None:
+    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
+        store = Store(database)
+        for name in ("a", "b"):
+            _, stored = await store.keys.create("team", "agent", Limits(), recording=True, scope="own")
+            await record(store, RolloutName(name, "t1", None, key_id=stored.key_id), "big", CHAT)
+            await store.keys.revoke("team")
+        found = await CostTable(database, CONFIG).newest("key", 0.0, None)
+        assert {name: cost.calls for name, cost in found.parts.items()} == {"team": 2}
 
 
 async def test_a_key_of_its_own_rollouts_sees_the_costs_of_these(running: Running, tmp_path: Path) -> None:
