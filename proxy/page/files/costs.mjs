@@ -55,7 +55,7 @@ function note({ total, complete }) {
 
 function Parts({ found }) {
   const { by, data, total } = found;
-  if (total.calls === 0) return html`<${Empty}>No calls yet.<//>`;
+  if (total.calls === 0) return html`<${Empty}>No calls yet. <code>lightning-proxy run --tasks FILE -- COMMAND</code> starts agents.<//>`;
   const name = ({ name: one }) => {
     if (one === null) return "–";
     if (by === "task") return html`<a class="id" href=${link("rollouts", { task_id: one })}>${one}</a>`;
@@ -84,6 +84,6 @@ const STEPS = [
 ];
 
 function Steps({ steps }) {
-  if (steps.length === 0) return html`<${Empty}>No step yet.<//>`;
+  if (steps.length === 0) return html`<${Empty}>No step yet. <code>lightning-proxy doctor</code> says what the first one waits for.<//>`;
   return html`<${Table} label="Training steps" columns=${STEPS} rows=${steps} rowKey=${({ step }) => step} />`;
 }
