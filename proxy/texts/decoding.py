@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from itertools import islice
 
 Ids = tuple[int, ...]
 Decode = Callable[[Sequence[int]], Awaitable[str]]
@@ -11,6 +12,7 @@ Encode = Callable[[str], Awaitable[list[int]]]
 MARK = "␞␟␞"  # stands between tokens that are decoded together
 BROKEN = "�"  # what decodes to it is a part of a character
 LONGEST = 6  # tokens that may share characters; a character has at most four bytes
+MOST = 4096  # different runs of them that are decoded: most texts have fewer, and noise would have five for each token
 
 
 class Undecodable(Exception):
@@ -25,7 +27,7 @@ async def token_texts(token_ids: Sequence[int], decode: Decode, encode: Encode) 
     mark = await encode(MARK)
     alone = [(token,) for token in dict.fromkeys(token_ids)]
     known = await _decoded(alone, mark, decode)
-    windows = [*dict.fromkeys(_windows(token_ids, known))]
+    windows = [*islice(dict.fromkeys(_windows(token_ids, known)), MOST)]
     known |= await _decoded(windows, mark, decode) if windows else {}
     texts: list[str | None] = []
     while len(texts) < len(token_ids):

@@ -30,8 +30,16 @@ async def policy_texts(p: Parts, token_ids: Sequence[int]) -> list[str | None] |
 
 
 async def _from_vllm(vllm: VllmFleet, token_ids: Sequence[int]) -> list[str | None]:
-    server = (await vllm.reachable())[0]
-    return await token_texts(token_ids, server.decoded, server.encoded)
+    """Ask a server from here, and find the texts in a thread: long answers would hold up the calls under way."""
+    server, loop = (await vllm.reachable())[0], asyncio.get_running_loop()
+
+    async def decode(ids: Sequence[int]) -> str:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.decoded(ids), loop))
+
+    async def encode(text: str) -> list[int]:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.encoded(text), loop))
+
+    return await asyncio.to_thread(lambda: asyncio.run(token_texts(token_ids, decode, encode)))
 
 
 def _from_files(config: Config, token_ids: Sequence[int]) -> list[str | None] | None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_proxy.proxy.texts.decoding import MARK, Undecodable, token_texts
+from lightning_proxy.proxy.texts import tokenizer
+from lightning_proxy.proxy.texts.decoding import MARK, Decode, Encode, Undecodable, token_texts
 from lightning_proxy.trainer.types import Sifted
 from support.byte_tokens import record, train
 
@@ -49,6 +52,19 @@ async def test_tokens_that_look_like_the_mark_have_no_texts() -> None:
         await token_texts([1, 2], as_mark, encode)
 
 
+async def test_tokens_that_are_never_characters_are_not_asked_about_for_long() -> None:
+    asked = 0
+
+    async def counted(ids: Sequence[int]) -> str:
+        nonlocal asked
+        asked += len(ids)
+        return await decode(ids)
+
+    broken = Random(0).choices(range(128, 256), k=20_000)
+    assert len(await token_texts(broken, counted, encode)) == len(broken)
+    assert asked < 5 * len(broken)
+
+
 async def shown(system: Any, query: str = "") -> Any:
     status, answer = await system.call("GET", f"/rollouts/good/tokens{query}")
     assert status == 200, answer
@@ -74,6 +90,23 @@ async def test_answers_and_rows_say_text_log_probability_and_advantage(running: 
         ]  # fmt: skip
         assert (await system.call("GET", "/rollouts/good/tokens?row=1"))[0] == 404
         assert (await system.call("GET", "/rollouts/good/tokens?call_id=x"))[0] == 404
+
+
+async def test_no_call_waits_while_texts_are_found(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops: list[Any] = []
+
+    async def found(ids: Sequence[int], decode: Decode, encode: Encode) -> list[str | None]:
+        loops.append(asyncio.get_running_loop())
+        return await token_texts(ids, decode, encode)
+
+    monkeypatch.setattr(tokenizer, "token_texts", found)
+    async with running(tmp_path) as system, system.store() as store:
+        await record(store, "good", ["a€"], 1.0)
+        (run,) = await shown(system)
+        assert (run["texts"], len(loops)) == (["a", "€", None, None], 1)
+        assert loops[0] is not asyncio.get_running_loop()
 
 
 async def test_an_answer_that_was_left_out_is_no_context(running: Running, tmp_path: Path) -> None:
