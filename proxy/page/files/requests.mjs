@@ -1,14 +1,18 @@
 // Requests to the proxy as commands: for a shell, and for Python. Pure but for the page's own address.
 
 const JSON_TYPE = "Content-Type: application/json";
+const LONGEST = 30_000; // characters of an argument: Linux takes 128 KiB
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`; // for a shell
 const literal = (value) => JSON.stringify(JSON.stringify(value)); // a JSON text is a string of Python, too
 
 const urlOf = (path) => new URL(path, location.href.split("#")[0]).href;
 
 export function asCurl(path, body) {
-  const data = body === undefined ? "" : ` \\\n  -H ${quoted(JSON_TYPE)} \\\n  -d ${quoted(JSON.stringify(body))}`;
-  return `curl ${quoted(urlOf(path))} \\\n  -H "Authorization: Bearer $OPENAI_API_KEY"${data}`;
+  const head = `curl ${quoted(urlOf(path))} \\\n  -H "Authorization: Bearer $OPENAI_API_KEY"`;
+  if (body === undefined) return head;
+  const said = JSON.stringify(body);
+  const data = said.length > LONGEST ? `@- <<'END'\n${said}\nEND\n` : quoted(said);
+  return `${head} \\\n  -H ${quoted(JSON_TYPE)} \\\n  -d ${data}`;
 }
 
 export function asPython(path, body) {

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
+import subprocess
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -173,6 +175,13 @@ async def test_requests_are_copied_as_commands_that_mean_the_same(running: Runni
             "([path, body]) => import('/page/requests.mjs').then((m) => [m.asCurl(path, body), m.asPython(path, body)])"
         )
         curl, python = await page.evaluate(made, ["v1/chat/completions", body])
+        long = body | {"n": ["it's"] * 50_000}
+        (longer, _) = await page.evaluate(made, ["v1/chat/completions", long])
+    (tmp_path / "curl").write_text("#!/bin/sh\ncat\n")
+    (tmp_path / "curl").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ran = subprocess.run(["sh"], input=longer.encode(), env=path, capture_output=True, check=True)
+    assert json.loads(ran.stdout) == long
     words = shlex.split(curl)
     assert (words[1], json.loads(words[-1])) == (f"{system.url}/v1/chat/completions", body)
     texts = [node.value for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Constant)]
