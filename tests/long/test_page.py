@@ -199,7 +199,8 @@ async def test_nothing_that_an_agent_or_a_model_says_runs(running: Running, tmp_
                 await page.wait_for_timeout(100)
                 ours = "main :is(script, img, iframe, object, embed, base, link, style, [onerror], [onload], [onclick])"
                 assert await page.locator(ours).count() == 0, view
-                assert await page.evaluate("[...document.links].every(a => a.href.startsWith(location.origin + '/#/'))")
+                links = "[...document.querySelectorAll('main [href]')].every(a => a.href.startsWith(`${origin}/#/`))"
+                assert await page.evaluate(links)
                 assert await page.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0, view
             await show(page, system, "rollouts/javascript:hurt")
             await expect(page.locator("main")).to_contain_text(HOSTILE[0])
