@@ -33,7 +33,7 @@ class Budget:
 
     @property
     def is_spent(self) -> bool:
-        """Return whether nothing further may begin: also where some calls' cost is not known."""
+        """Return whether nothing further may begin: also where the cost of calls that ended well is not known."""
         return self._most is not None and (self.spent >= self._most or self._unpriced > 0)
 
     async def begin(self, api: ApiClient) -> None:
@@ -47,7 +47,8 @@ class Budget:
         if self._most is None or costs is None:
             return
         self._calls += costs["usd"]
-        self._unpriced += costs["unpriced"] + costs["unknown"]
+        ended_well = (call["call_id"] for call in rollout["calls"] if call["status"] == "ok")
+        self._unpriced += costs["unpriced"] + sum(costs["of_calls"][call_id]["unknown"] for call_id in ended_well)
         self._rewarders = await _of_rewarders(api) - self._before
 
     def summary(self) -> dict[str, float]:

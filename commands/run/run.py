@@ -209,6 +209,7 @@ class TaskRun:
             # Not earlier: a discarded rollout counts as a sibling that the trainer need not wait for.
             for earlier in lost:
                 await self._end(earlier, "discarded", "its machine went away; the task was begun anew")
+                await self._budget.count(self._api, await self._api.rollout(earlier))
                 del self._opened[earlier]
                 self._journal.ended(earlier)
             return job, code, reason, len(lost)

@@ -9,6 +9,11 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from lightning_proxy.commands.api_client import ApiClient
+from lightning_proxy.commands.run.budget import Budget
+
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 CALLS_ONCE = """
@@ -41,3 +46,16 @@ async def test_a_run_within_its_budget_says_what_it_spent(running: Running, tmp_
     async with running(tmp_path, prices={"policy": [100_000, 0]}) as system:
         done = await run(system, tmp_path, "5")
         assert (done.returncode, json.loads(done.stdout)["rollouts"]) == (0, 6), done.stderr
+
+
+async def test_a_call_that_was_cut_off_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def request(*_: object, **__: object) -> Any:
+        return {"spent": []}
+
+    api, budget = ApiClient("http://127.0.0.1:1"), Budget(5.0)
+    monkeypatch.setattr(api, "request", request)
+    for status, is_spent in (("cancelled", False), ("ok", True)):  # the answers of a program may all lack a usage
+        cost = {"usd": 1.0, "unpriced": 0, "unknown": 1}
+        calls = [{"call_id": "a", "status": status}]
+        await budget.count(api, {"calls": calls, "costs": cost | {"of_calls": {"a": cost}}})
+        assert budget.is_spent is is_spent

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from lightning_proxy.commands.api_client import ApiClient
+from lightning_proxy.commands.run.budget import Budget
 from lightning_proxy.commands.run.refill import Refill
 from lightning_proxy.commands.run.run import LOST, RESTARTS, RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import RunLost
@@ -48,6 +50,18 @@ async def test_a_lost_run_is_begun_anew_in_another_rollout(proxy: ControlApi, tm
     assert proxy.rollouts["r1"]["task_id"] == "t1"
     assert summarize([result])["restarts"] == 1
     assert begun_anew([result]) == "1 runs were begun anew, in other rollouts: their machine went away"
+
+
+async def test_what_a_lost_run_cost_counts_for_the_budget(proxy: ControlApi, tmp_path: Path) -> None:
+    counted: list[str] = []
+
+    class Counting(Budget):
+        async def count(self, api: ApiClient, rollout: Mapping[str, Any]) -> None:
+            counted.append(rollout["status"])
+
+    async with ApiClient(proxy.url) as api:
+        await run_tasks(api, [task(1)], LosesMachines(proxy, 1), RunOptions(), budget=Counting(1.0))
+    assert counted == ["discarded", "completed"]
 
 
 async def test_a_run_that_is_lost_again_and_again_has_failed(proxy: ControlApi, tmp_path: Path) -> None:
