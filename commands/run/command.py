@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -126,22 +126,32 @@ class _Run:
 
     async def work(self) -> list[RolloutResult]:
         size = self.options.group_size
-        left = self.tasks if self.kept is None else self.kept.left(self.tasks, size)
-        earlier = [] if self.kept is None else self.kept.results
         with self.view:
-            bar = self.view.bar("rollouts", sum(size - len(task.siblings) for task in left))
-            refill = Refill(self.tasks, self.refill * len(self.tasks), lambda: bar.grow(size))
             async with self.api as api:
                 if failed := await fail_left(api, self.runner):
                     self.view.say(f"{failed} rollouts of a run that was killed have failed")
+                left, earlier = await self._left(api, size)
+                bar = self.view.bar("rollouts", sum(size - len(task.siblings) for task in left))
+                refill = Refill(self.tasks, self.refill * len(self.tasks), lambda: bar.grow(size))
                 try:
                     await self.budget.begin(api)
-                    how = (self.options, self._take(bar), self.gate, refill, self.budget)
+                    how = (self.options, self._take(bar), self.gate, refill, self.budget, self._open)
                     return earlier + await run_tasks(api, left, self.runner, *how)
                 finally:
                     await asyncio.shield(self.runner.close())
                     if self.options.mode == "train":
                         await self._tell(refill)
+
+    async def _left(self, api: ApiClient, size: int) -> tuple[list[Task], list[RolloutResult]]:
+        """Return the tasks that are left, and the results of earlier runs."""
+        if self.kept is None:
+            return self.tasks, []
+        await self.kept.look(api)
+        return self.kept.left(self.tasks, size), self.kept.results
+
+    def _open(self, rollout_ids: Sequence[str]) -> None:
+        if self.kept is not None:
+            self.kept.opened(rollout_ids)
 
     def _take(self, bar: Bar) -> Callable[[RolloutResult], None]:
         def take(result: RolloutResult) -> None:

@@ -107,9 +107,10 @@ class TaskRun:
         gate: BacklogGate | None = None,
         refill: Refill | None = None,
         budget: Budget | None = None,
+        on_open: Callable[[Sequence[str]], None] = lambda _: None,
     ) -> None:
         self._api, self._runner, self._options = api, runner, options
-        self._on_result, self._gate = on_result, gate or BacklogGate()
+        self._on_result, self._on_open, self._gate = on_result, on_open, gate or BacklogGate()
         self._refill, self._budget = refill or Refill((), 0), budget or Budget(None)
         self._opened: dict[str, OpenRollout] = {}
         self._unscored, self._scored_one = 0, asyncio.Event()
@@ -158,6 +159,7 @@ class TaskRun:
         rollout_ids = [rollout.rollout_id for rollout in group]
         self._opened.update(zip(rollout_ids, group, strict=True))
         self._journal.opened(rollout_ids)
+        self._on_open(rollout_ids)
         self._gate.opened(rollout_ids)
         self._refill.opened(task, rollout_ids)
         return [Job(task, rollout) for rollout in group]
@@ -221,6 +223,7 @@ class TaskRun:
         (rollout,) = await self._api.open_rollouts(job.task.task_id, options.mode, 1, **join)
         self._opened[rollout.rollout_id] = rollout
         self._journal.opened([rollout.rollout_id])
+        self._on_open([rollout.rollout_id])
         self._gate.ended(old)
         self._gate.opened([rollout.rollout_id])
         self._refill.replaced(old, rollout.rollout_id)
@@ -232,12 +235,7 @@ class TaskRun:
             await self._end(rollout_id, "failed", reason)
         rollout = await (self._scored(rollout_id) if code == 0 else self._api.rollout(rollout_id))
         await self._budget.count(self._api, rollout)
-        calls, tokens = rollout.get("calls", []), rollout.get("tokens", 0)
-        reward, answers = rollout["reward"], _answers(calls)
-        named = {one["name"]: one["reward"] for one in rollout.get("rewards", ()) if one["call_id"] is None}
-        named.pop("reward", None)
-        task_id = job.task.task_id
-        return RolloutResult(rollout_id, task_id, code, reason, reward, answers, tokens, len(calls), restarts, named)
+        return result_of(rollout_id, job.task.task_id, rollout, code, reason, restarts)
 
     def _environment(self, job: Job) -> dict[str, str]:
         url = job.rollout.base_url
@@ -292,9 +290,26 @@ async def run_tasks(
     gate: BacklogGate | None = None,
     refill: Refill | None = None,
     budget: Budget | None = None,
+    on_open: Callable[[Sequence[str]], None] = lambda _: None,
 ) -> list[RolloutResult]:
     """Run the agent program for every task and sibling. `tasks` may never end."""
-    return await TaskRun(api, runner, options, on_result, gate, refill, budget).run(tasks)
+    return await TaskRun(api, runner, options, on_result, gate, refill, budget, on_open).run(tasks)
+
+
+def result_of(
+    rollout_id: str,
+    task_id: str,
+    rollout: Mapping[str, Any],
+    code: int = 0,
+    reason: str | None = None,
+    restarts: int = 0,
+) -> RolloutResult:
+    """Return the result of a rollout, as the proxy has it."""
+    calls, tokens = rollout.get("calls", []), rollout.get("tokens", 0)
+    named = {one["name"]: one["reward"] for one in rollout.get("rewards", ()) if one["call_id"] is None}
+    named.pop("reward", None)
+    end = (code, reason, rollout["reward"], _answers(calls))
+    return RolloutResult(rollout_id, task_id, *end, tokens, len(calls), restarts, named)
 
 
 def _answers(calls: Iterable[Mapping[str, Any]]) -> dict[str | None, tuple[int | None, ...]]:

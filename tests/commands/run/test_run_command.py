@@ -227,6 +227,32 @@ async def test_a_run_that_is_resumed_asks_for_no_rollout_again_that_has_its_rewa
     assert [(group.task_id, group.completed) for group in groups] == [("a", 2), ("c", 2), ("b", 2)]
 
 
+COUNTS = """
+import json, os
+with open('seen.txt', 'a') as seen:
+    seen.write(json.loads(os.environ['LIGHTNING_TASK'])['task_id'])
+"""
+
+
+async def test_a_run_that_is_resumed_counts_what_was_rewarded_after_the_earlier_one(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("agent.py").write_text(COUNTS)
+    Path("tasks.jsonl").write_text("".join(f'{{"task_id": "{name}"}}\n' for name in "abc"))
+    options = ("--tasks", "tasks.jsonl", "--group-size", "1", "--resume", "kept.jsonl", "--json")
+    async with running(tmp_path) as system:
+        for before, ran, rewarded in (("", "abc", 0), ("ab", "abcc", 2), ("c", "abcc", 3)):
+            for name in before:
+                (newest, *_) = (await system.call("GET", f"/rollouts?task_id={name}"))[1]["data"]
+                await system.call("POST", "/reward", {"rollout_id": newest["rollout_id"], "reward": 1})
+            code, out, err = await system.lightning("run", *options, "--", sys.executable, "agent.py")
+            assert code == 0, err
+            found = json.loads(out)
+            assert (found["rollouts"], 3 - found["without_reward"]) == (3, rewarded)
+            assert "".join(sorted(Path("seen.txt").read_text())) == ran
+
+
 @pytest.mark.parametrize("text", ['{"task_id": "a"}\n', '{"task_id": "a"}', "x\n"])
 def test_a_file_that_has_no_results_is_left_as_it_is(tmp_path: Path, text: str) -> None:
     tasks = tmp_path / "tasks.jsonl"
