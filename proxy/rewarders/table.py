@@ -149,8 +149,8 @@ class KeptAnswers:
         self._answers[digest] = answer
 
     async def spend(self, used: Used, usd: float | None = None) -> None:
-        """Count what a question used. `usd`: its cost, if that is known better than by `price`."""
-        self.tokens, self.usd = self.tokens + sum(used), self.usd + (self._cost(used) if usd is None else usd)
+        """Count what a question used. `usd`: its cost where there is no `price`."""
+        self.tokens, self.usd = self.tokens + sum(used), self.usd + self._cost(used, usd)
 
     async def spent(self) -> tuple[float, float]:
         """Return the tokens and USD that count for the budget."""
@@ -167,7 +167,9 @@ class KeptAnswers:
             if most is not None and spent >= most:
                 raise Away(f"rewards.budget.{name} is spent ({spent:g} of {most:g})")
 
-    def _cost(self, used: Used) -> float:
+    def _cost(self, used: Used, usd: float | None = None) -> float:
+        if self._price is None and usd is not None:
+            return usd
         return sum(tokens * price for tokens, price in zip(used, self._price or (0, 0), strict=True)) / 1e6
 
 
@@ -195,7 +197,7 @@ class StoredAnswers(KeptAnswers):
         await self._db.commit([(ANSWER_KEEP, [kept])], len(answer) * len(about))
 
     async def spend(self, used: Used, usd: float | None = None) -> None:
-        spent = {"rewarder": self._name, "tokens": sum(used), "usd": self._cost(used) if usd is None else usd}
+        spent = {"rewarder": self._name, "tokens": sum(used), "usd": self._cost(used, usd)}
         await self._db.commit([(SPENT_MORE, [spent])])
 
     async def spent(self) -> tuple[float, float]:

@@ -18,10 +18,12 @@ import pytest
 
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.proxy.rewarders.config import BudgetConfig, RewarderConfig
 from lightning_proxy.proxy.rewarders.judge import Judge, usd_of
 from lightning_proxy.proxy.rewarders.kinds import check
 from lightning_proxy.proxy.rewarders.rank import by_place, overlapping, strengths
 from lightning_proxy.proxy.rewarders.rewarder import Away
+from lightning_proxy.proxy.rewarders.table import KeptAnswers
 from lightning_proxy.trainer.collect.collector import Collector
 from support.judging import ScriptedJudge, judging, ordered
 from support.rewarded_by import completed, group, rewards, values
@@ -275,6 +277,9 @@ async def test_a_judge_of_calls_whose_price_nobody_knows_has_that_of_the_configu
         (spent,) = await store.database.all("SELECT tokens, usd FROM rewarder_spent")
     assert (spent["tokens"] > 0, spent["usd"]) == (True, pytest.approx(spent["tokens"] / 1000))
     assert usd_of(SimpleNamespace(completion_cost=unknown), None) is None
+    answers = KeptAnswers("judge", RewarderConfig(kind="judge", price=[1000, 1000]), BudgetConfig())
+    await answers.spend((1, 1), usd_of(SimpleNamespace(completion_cost=lambda _: 5.0), None))
+    assert answers.usd == 0.002
 
 
 async def test_the_budget_stops_it_and_a_larger_one_lets_it_go_on(
