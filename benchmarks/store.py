@@ -143,7 +143,7 @@ async def looked(directory: Path, sizes: tuple[Size, Size], repeats: int) -> lis
 def routes(server: Server, size: Size) -> Iterator[str]:
     """Every route of the document that is read, with values for what it needs."""
     document = server.get("/openapi.json")
-    values = {"a": "0", "b": str(size.versions), "run": "1", "name": "greeting"}
+    values = {"a": "0", "b": str(size.versions), "run": "1", "name": "greeting", "person": "anna"}
     for path, methods in sorted(document["paths"].items()):
         if "get" not in methods or path in NO_JSON:
             continue

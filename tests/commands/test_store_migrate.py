@@ -72,11 +72,10 @@ async def test_every_table_of_both_schemas_is_moved(on_server: StoreConfig, tmp_
         columns["file"] = {(row[0], row[1]) for row in rows}
     inner = ("rollout_count_changes", "feed_in", "lightning_store")
     assert {column for column in columns["server"] if column[0] not in inner} == columns["file"]
-    own, of_rooms = (
-        "room_migrations",
-        {"evaluations", "best_version", "rewarder_spoken", "rewarder_answers", "rewarder_spent", "rewarder_checks"},
-    )  # of each store; moved by their keys
-    assert {table for table, _ in columns["file"]} == {*ORDERS, own, *of_rooms}
+    own = "room_migrations"  # of each store
+    by_keys = {"evaluations", "best_version", "reward_keys"}
+    by_keys |= {f"rewarder_{name}" for name in ("spoken", "answers", "spent", "checks")}
+    assert {table for table, _ in columns["file"]} == {*ORDERS, own, *by_keys}
 
 
 async def test_a_store_is_the_same_after_it_was_moved_to_a_server_and_back(
