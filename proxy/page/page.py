@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,6 +11,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 
 from ..errors import NotFound
+from ..on_board import ON_BOARD
 
 router = APIRouter(include_in_schema=False)
 
@@ -46,15 +47,27 @@ class File:
 
 @cache
 def files() -> Mapping[str, File]:
-    """Return the page's files by their paths. They are read once; no other file is served."""
-    return {
-        path.relative_to(FILES).as_posix(): _read(path) for path in sorted(FILES.rglob("*")) if path.suffix in TYPES
-    }
+    """Return the page's files by their paths, and rooms' views. They are read once; no other file is served."""
+    ours = {path.relative_to(FILES).as_posix(): path for path in sorted(FILES.rglob("*")) if path.suffix in TYPES}
+    found = {name: _file(name, path.read_bytes()) for name, path in (ours | views()).items()}
+    return found | {"views.mjs": _file("views.mjs", _all_of(views()))}
 
 
-def _read(path: Path) -> File:
-    body = path.read_bytes()
-    return File(body, TYPES[path.suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+def views() -> dict[str, Path]:
+    """Return the files of the views that side rooms on board bring, in the rooms' order."""
+    rooms = [Path(__file__).parents[1] / room.replace(".", "/") for room in ON_BOARD]
+    return {path.name: path for room in rooms for path in sorted(room.glob("views/*.mjs"))}
+
+
+def _all_of(names: Iterable[str]) -> bytes:
+    """A module that imports the rooms' views, by their names."""
+    imports = [f'import * as view{n} from "./{name}";' for n, name in enumerate(names)]
+    listed = ", ".join(f"{name.partition('.')[0]}: view{n}" for n, name in enumerate(names))
+    return "\n".join([*imports, f"export const ROOMS = {{ {listed} }};", ""]).encode()
+
+
+def _file(name: str, body: bytes) -> File:
+    return File(body, TYPES[Path(name).suffix], f'"{hashlib.sha256(body).hexdigest()[:32]}"')
 
 
 @router.get("/")

@@ -9,7 +9,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from support.browser import browsing, needs_browser
-from support.views import VIEWS, Running, learned, show
+from support.views import Running, every, learned, show
 
 axe = pytest.importorskip("axe_playwright_python", reason="no axe-playwright-python: `make setup` brings it")
 pytestmark = needs_browser
@@ -37,7 +37,6 @@ CLICKED = """
 """
 NOT_BY_KEY = """() => [...clicked].filter(one => one.isConnected && one.tabIndex < 0 && !one.closest(".uplot"))
     .map(one => one.outerHTML)"""
-EMPTY = [view.partition("?")[0].replace("run-004-2-1", "ID") for view in VIEWS]
 
 
 async def opened(page: Page) -> None:
@@ -59,7 +58,7 @@ async def test_axe_finds_nothing_that_wcag_aa_forbids(
     found: dict[str, list[str]] = {}
     seen_as: dict[str, Any] = {"color_scheme": scheme, **size}
     async with learned(running, tmp_path) as system, browsing(system.url, **seen_as) as (page, _):
-        for view in VIEWS:
+        for view in await every(page, system):
             await show(page, system, view)
             await opened(page)
             found[view] = await findings(page)
@@ -89,15 +88,15 @@ async def test_axe_finds_nothing_where_there_is_nothing_yet(running: Running, tm
             found["login"] = await findings(page)
             await page.get_by_label("API key").fill("agent")
             await page.keyboard.press("Enter")
-            for view in EMPTY:
-                await show(page, system, view.replace("ID", one["rollout_id"]))
+            for view in await every(page, system):
+                await show(page, system, view.partition("?")[0].replace("run-004-2-1", one["rollout_id"]))
                 found[view] = await findings(page)
     assert {view: these for view, these in found.items() if these} == {}
 
 
 async def test_nothing_is_shown_without_a_command_that_helps(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, browsing(system.url) as (page, _):
-        for view in ("overview", "rollouts", "tasks", "versions", "compare"):
+        for view in ("overview", "rollouts", "tasks", "versions", "compare", "costs"):
             await show(page, system, view)
             empty = page.locator(".empty")
             await expect(empty.first).to_be_visible()
@@ -108,7 +107,7 @@ async def test_nothing_is_shown_without_a_command_that_helps(running: Running, t
 async def test_a_phone_scrolls_nothing_sideways_and_shows_rewards_first(running: Running, tmp_path: Path) -> None:
     found: dict[str, list[str]] = {}
     async with learned(running, tmp_path) as system, browsing(system.url, **PHONE) as (page, wrong):
-        for view in VIEWS:
+        for view in await every(page, system):
             await show(page, system, view)
             found[view] = await page.evaluate(SIDEWAYS)
         await show(page, system, "rollouts")
@@ -125,7 +124,7 @@ async def test_a_phone_scrolls_nothing_sideways_and_shows_rewards_first(running:
 async def test_whatever_can_be_clicked_can_be_reached_by_keyboard(running: Running, tmp_path: Path) -> None:
     async with learned(running, tmp_path) as system, browsing("about:blank") as (page, _):
         await page.add_init_script(CLICKED)
-        for view in VIEWS:
+        for view in await every(page, system):
             await show(page, system, view)
             await opened(page)
             assert await page.evaluate(NOT_BY_KEY) == [], view

@@ -14,6 +14,7 @@ from .learning import Learning
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 STEPS = 6
+HREFS = "all => all.map(one => one.getAttribute('href'))"
 VIEWS = {
     "overview": "Reward by training step",
     "rollouts": "run-005-3-3",
@@ -37,6 +38,14 @@ async def learned(running: Running, directory: Path, **proxy: Any) -> AsyncItera
         for number in range(STEPS):
             await learning.step(number, STEPS, directory)
         yield system
+
+
+async def every(page: Page, system: Any) -> list[str]:
+    """Those of VIEWS, and whatever else the page's navigation leads to."""
+    await page.goto(system.url)
+    links = page.locator("nav a[href^='#/']")
+    await expect(links.first).to_be_visible()
+    return [*dict.fromkeys([*VIEWS, *(href.removeprefix("#/") for href in await links.evaluate_all(HREFS))])]
 
 
 async def show(page: Page, system: Any, view: str) -> None:

@@ -7,15 +7,25 @@ import { html, render, useEffect, useRef, useState } from "./html.mjs";
 import { Help, useKeyboard } from "./keyboard.mjs";
 import { Overview } from "./overview.mjs";
 import { Empty } from "./parts.mjs";
-import { Rate } from "./rate.mjs";
 import { Rollout } from "./rollout.mjs";
 import { Rollouts } from "./rollouts.mjs";
 import { Rows } from "./rows.mjs";
 import { SideBySide } from "./siblings.mjs";
 import { Tasks } from "./tasks.mjs";
 import { Versions } from "./versions.mjs";
+import { ROOMS } from "./views.mjs"; // made of proxy/ROOM/views/
 
-const VIEWS = new Map(Object.entries({ overview: Overview, rollouts: Rollouts, tasks: Tasks, versions: Versions, compare: Compare, rate: Rate, costs: Costs }));
+// By name: what draws a view, and the letter that leads to it after `g`.
+const VIEWS = new Map(Object.entries({
+  overview: { View: Overview, key: "o" },
+  rollouts: { View: Rollouts, key: "r" },
+  tasks: { View: Tasks, key: "t" },
+  versions: { View: Versions, key: "v" },
+  compare: { View: Compare, key: "c" },
+  costs: { View: Costs, key: "m" },
+  ...ROOMS,
+}));
+const GO = new Map([...VIEWS].map(([name, { key }]) => [key, name]));
 const PARTS_OF_A_ROLLOUT = new Map([[undefined, Rollout], ["rows", Rows], ["beside", SideBySide]]);
 const FEED_SAYS = {
   live: ["live", "Events arrive as they happen."],
@@ -98,7 +108,7 @@ function Login({ onKey, refused }) {
 
 function viewOf({ view, more }) {
   if (view === "rollouts" && more.length > 0) return PARTS_OF_A_ROLLOUT.get(more[1]);
-  return VIEWS.get(view);
+  return VIEWS.get(view)?.View;
 }
 
 function Page() {
@@ -106,7 +116,7 @@ function Page() {
   const [theme, onTheme] = useTheme();
   const [help, setHelp] = useState(false);
   const [login, setLogin] = useState(null); // null: nobody asked for a key; else whether one was refused
-  useKeyboard(() => setHelp(true));
+  useKeyboard(GO, () => setHelp(true));
   const path = [here.view, ...here.more].join("/");
   useEffect(() => {
     document.title = `${path} – lightning-proxy`;
@@ -139,7 +149,7 @@ function Page() {
     <main id="main">
       ${View ? html`<${View} key=${path} id=${here.more[0]} more=${here.more} params=${here.params} />` : html`<${Empty}>There is no such view. <a href="#/overview">Go to the overview.</a><//>`}
     </main>
-    ${help && html`<${Help} onClose=${() => setHelp(false)} />`}`;
+    ${help && html`<${Help} views=${[...VIEWS]} onClose=${() => setHelp(false)} />`}`;
 }
 
 takeKey();

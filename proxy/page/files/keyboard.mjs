@@ -1,17 +1,9 @@
 // What keys do: go to a view, move in a list, search, help. Rows are real links, so Enter follows the one in focus.
 import { html, useEffect, useRef } from "./html.mjs";
 
-const GO = { o: "overview", r: "rollouts", t: "tasks", v: "versions", c: "compare", a: "rate", m: "costs" };
 const LETTERS_MS = 1200; // between `g` and the letter of a view
 
 const HELP = [
-  ["g o", "overview"],
-  ["g r", "rollouts"],
-  ["g t", "tasks"],
-  ["g v", "versions"],
-  ["g c", "compare"],
-  ["g a", "rate rollouts: +, -, n for a number, c for a comment, s to skip, z to undo"],
-  ["g m", "costs"],
   ["j, k or ↓, ↑", "next and previous row"],
   ["Enter", "open the row"],
   ["←, →", "in a chart or an answer's tokens: the values before and after"],
@@ -23,13 +15,14 @@ const HELP = [
 
 export const isTyping = (target) => target.closest("input, select, textarea, dialog") !== null;
 
-export function useKeyboard(showHelp) {
+// `go`: the names of views by their letters.
+export function useKeyboard(go, showHelp) {
   useEffect(() => {
     let wentAt = 0;
     const onKey = (event) => {
       if (event.key === "Escape") document.activeElement?.blur();
       if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target)) return;
-      const view = Date.now() - wentAt < LETTERS_MS ? GO[event.key] : undefined;
+      const view = Date.now() - wentAt < LETTERS_MS ? go.get(event.key) : undefined;
       wentAt = event.key === "g" ? Date.now() : 0;
       if (view) location.hash = `#/${view}`;
       else if (!acted(event, showHelp)) return;
@@ -75,10 +68,12 @@ export function Dialog({ label, onClose, children }) {
   return html`<dialog ref=${dialog} aria-label=${label} onClose=${onClose}>${children}</dialog>`;
 }
 
-export function Help({ onClose }) {
+// `views`: [name, {key, help}] of each.
+export function Help({ views, onClose }) {
+  const keys = [...views.map(([name, { key, help = name }]) => [`g ${key}`, help]), ...HELP];
   return html`<${Dialog} label="Keys" onClose=${onClose}>
     <h2>Keys</h2>
-    <dl class="keys">${HELP.map(([key, what]) => html`<div><dt><kbd>${key}</kbd></dt><dd>${what}</dd></div>`)}</dl>
+    <dl class="keys">${keys.map(([key, what]) => html`<div><dt><kbd>${key}</kbd></dt><dd>${what}</dd></div>`)}</dl>
     <form method="dialog"><button autofocus>Close</button></form>
   <//>`;
 }

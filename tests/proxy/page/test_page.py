@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.page.page import FILES, POLICY, files
+from lightning_proxy.proxy.page.page import FILES, POLICY, files, views
 from support.paths import ROOT
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -72,7 +72,7 @@ async def test_nothing_but_the_page_s_files_can_be_asked_for(running: Running, t
 def test_the_distribution_has_every_file_of_the_page() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["lightning_proxy"]
-    for path in (path for path in FILES.rglob("*") if path.is_file()):
+    for path in (*(path for path in FILES.rglob("*") if path.is_file()), *views().values()):
         name = path.relative_to(ROOT).as_posix()
         assert any(fnmatch.fnmatch(name, one) and name.count("/") == one.count("/") for one in patterns), name
 
@@ -110,6 +110,15 @@ def test_no_module_imports_or_exports_what_nobody_uses() -> None:
         for exported in re.findall(r"export (?:async )?(?:const|function|class) (\w+)", text):
             others = (other for at, other in modules.items() if at != name)
             assert any(re.search(rf"\b{exported}\b", other) for other in others), f"{name}: {exported}"
+
+
+def test_each_view_has_a_letter_of_its_own() -> None:
+    of_page = re.findall(r"\bView: \w+, key: \"(\w)\"", files()["app.mjs"].body.decode())
+    of_rooms = [
+        key for path in views().values() for key in re.findall(r'^export const key = "(\w)"', path.read_text(), re.M)
+    ]
+    assert (len(of_page), len(of_rooms)) == (6, len(views()))
+    assert len({*of_page, *of_rooms}) == len(of_page) + len(of_rooms)
 
 
 def test_other_people_s_files_are_those_that_are_listed() -> None:

@@ -10,7 +10,10 @@ const ORDERS = ["newest", "uncertain", "random"];
 const KEYS = { "+": 1, "=": 1, "-": -1 };
 const given = []; // what may be taken back, newest last
 
-export function Rate({ params }) {
+export const key = "a"; // after `g`
+export const help = "rate rollouts: +, -, n for a number, c for a comment, s to skip, z to undo";
+
+export function View({ params }) {
   const [person, setPerson] = useState(localStorage.getItem(PERSON) ?? "");
   const [order, setOrder] = useState(ORDERS.includes(params.order) ? params.order : "newest");
   const onPerson = ({ target }) => {
