@@ -12,9 +12,9 @@ class CostsBeside(Beside):
     """The costs, in `GET /rollouts/{id}`."""
 
     @cached_property
-    def _table(self) -> CostTable:
+    def table(self) -> CostTable:
         return CostTable(self.store.database, self.config)
 
     async def of_rollout(self, rollout_id: str) -> Fields:
-        total, calls = await self._table.of_rollout(rollout_id)
+        total, calls = await self.table.of_rollout(rollout_id)
         return {"costs": total.view() | {"of_calls": {name: cost.view() for name, cost in calls.items()}}}

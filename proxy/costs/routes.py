@@ -9,7 +9,8 @@ from ..control.answers import ERRORS, answers
 from ..control.bodies import Finite
 from ..control.door import AgentRoute
 from ..control.requests import Limit, caller_of, large_response, parts_for_all
-from .table import By, CostTable
+from .beside import CostsBeside
+from .table import By
 
 router = APIRouter(tags=["costs"], responses=ERRORS, route_class=AgentRoute)
 
@@ -35,7 +36,7 @@ class NamedCost(CostSeen):
 
 
 class CostPage(BaseModel):
-    """`complete` is false if there are older calls than the newest 200,000, which are looked at."""
+    """`complete` is false if there are older calls than the newest 200,000 that the key sees, which are looked at."""
 
     by: By
     data: list[NamedCost]
@@ -51,7 +52,7 @@ async def get_costs(request: Request, by: By = "day", since: Finite = 0.0, limit
     `since` is Unix time. A key that sees only its own rollouts gets the costs of these.
     """
     p = await parts_for_all(request)
-    table = CostTable(p.store.database, p.config)
+    table = next(one.table for one in p.beside if isinstance(one, CostsBeside))
     costs = await table.newest(by, since, caller_of(request).sight.key_id)
     parts = sorted(costs.parts.items(), key=lambda part: (part[1].usd, part[1].used.input), reverse=True)
     if by == "day":

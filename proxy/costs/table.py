@@ -25,16 +25,25 @@ calls.prompt_shared + COALESCE(LENGTH(calls.prompt_ids), 0) / 4 AS read,
 COALESCE(LENGTH(calls.token_ids), 0) / 4 AS sampled
 """
 COSTS_OF_ROLLOUT = f"SELECT {_USED} FROM calls WHERE calls.rollout_id = :rollout_id ORDER BY calls.seq"
+_USED_BY = f"{_USED}, calls.started_at, rollouts.rollout_id, rollouts.task_id, rollouts.mode, rollouts.key_id"
 # By order of insertion.
 COSTS_OF_CALLS = f"""
-SELECT {_USED}, calls.started_at, rollouts.rollout_id, rollouts.task_id, rollouts.mode, rollouts.key_id
-FROM calls CROSS JOIN rollouts ON rollouts.rollout_id = calls.rollout_id
+SELECT {_USED_BY} FROM calls CROSS JOIN rollouts ON rollouts.rollout_id = calls.rollout_id
 WHERE calls.rowid >= :place AND calls.rowid < :before AND calls.started_at >= :since
-      AND (:key_id IS NULL OR rollouts.key_id = :key_id)
 """
 PLACE_BEFORE = """
-SELECT MIN(rowid) AS place, MAX(started_at) AS newest
+SELECT MIN(rowid) AS place, MAX(started_at) AS newest, COUNT(*) AS calls
 FROM (SELECT rowid, started_at FROM calls WHERE rowid < :before ORDER BY rowid DESC LIMIT :chunk) AS recent
+"""
+# Of one key, by the order in which its rollouts were opened: each of them may still make calls.
+COSTS_OF_KEY = f"""
+SELECT {_USED_BY} FROM rollouts CROSS JOIN calls ON calls.rollout_id = rollouts.rollout_id
+WHERE rollouts.key_id = :key_id AND rollouts.n >= :place AND rollouts.n < :before AND calls.started_at >= :since
+"""
+PLACE_OF_KEY = """
+SELECT MIN(n) AS place, NULL AS newest, CAST(SUM(calls) AS BIGINT) AS calls FROM (
+    SELECT n, calls FROM rollouts WHERE key_id = :key_id AND n < :before ORDER BY n DESC LIMIT :chunk / 20
+) AS recent
 """
 ALL = 2**62
 
@@ -104,6 +113,8 @@ class CostTable:
         self._db = database
         self._prices = Prices(config.prices)
         self._alias = config.policy.alias
+        self._turn = asyncio.Lock()
+        self._under_way: dict[tuple[By, float, str | None], asyncio.Task[Costs]] = {}
 
     async def of_rollout(self, rollout_id: str) -> tuple[Cost, dict[str, Cost]]:
         """Return the cost of a rollout, and of each of its calls by its id."""
@@ -120,18 +131,34 @@ class CostTable:
         return total, calls
 
     async def newest(self, by: By, since: float, key_id: str | None) -> Costs:
-        """Return the costs of the newest calls that began after `since`; with `key_id`, of its rollouts alone."""
-        costs, before = Costs({}, Cost()), ALL
-        for _ in range(MOST // CHUNK):
-            edge = await self._db.one(PLACE_BEFORE, {"before": before, "chunk": CHUNK})
+        """Return the costs of the newest calls that began after `since`; with `key_id`, of its rollouts alone.
+
+        One question is answered at a time, and equal ones together.
+        """
+        question = by, since, key_id
+        if question not in self._under_way:
+            self._under_way[question] = asyncio.create_task(self._in_turn(*question))
+            self._under_way[question].add_done_callback(lambda _: self._under_way.pop(question))
+        return await asyncio.shield(self._under_way[question])
+
+    async def _in_turn(self, by: By, since: float, key_id: str | None) -> Costs:
+        async with self._turn:
+            return await self._newest(by, since, key_id)
+
+    async def _newest(self, by: By, since: float, key_id: str | None) -> Costs:
+        costs, before, looked_at = Costs({}, Cost()), ALL, 0
+        places, calls = (PLACE_BEFORE, COSTS_OF_CALLS) if key_id is None else (PLACE_OF_KEY, COSTS_OF_KEY)
+        while looked_at < MOST:
+            wanted = {"before": before, "chunk": CHUNK, "since": since, "key_id": key_id}
+            edge = await self._db.one(places, wanted)
             if edge is None or edge["place"] is None:
                 break
-            wanted = {"place": edge["place"], "before": before, "since": since, "key_id": key_id}
-            rows = await self._db.all(COSTS_OF_CALLS, wanted)
+            rows = await self._db.all(calls, wanted | {"place": edge["place"]})
             await asyncio.to_thread(self._add, costs, rows, by)
-            if edge["newest"] < since:  # calls that were imported may have begun long before those around them
+            # calls that were imported may have begun long before those around them
+            if edge["newest"] is not None and edge["newest"] < since:
                 break
-            before = edge["place"]
+            before, looked_at = edge["place"], looked_at + edge["calls"]
         else:
             costs.complete = False
         for cost in costs.parts.values():
