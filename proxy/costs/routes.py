@@ -18,7 +18,7 @@ router = APIRouter(tags=["costs"], responses=ERRORS, route_class=AgentRoute)
 class CostSeen(BaseModel):
     """`input_tokens` counts the `cached_tokens` too, `output_tokens` the `reasoning_tokens`.
 
-    `usd` leaves out the `unpriced` calls, of models without a price, and the `unknown`, whose answer had no usage.
+    `usd` leaves out the `unpriced` calls, of models without a price, and what the `unknown` did not tell of.
     """
 
     calls: int

@@ -20,7 +20,7 @@ CHUNK, MOST = 5_000, 200_000  # calls that one statement reads, and all of them
 
 # What a call used, and, where no usage came, how many tokens were recorded.
 _USED = """
-calls.call_id, calls.model, calls.policy_version, calls.status, calls.http_status, calls.usage,
+calls.call_id, calls.model, calls.policy_version, calls.status, calls.http_status, calls.finish_reason, calls.usage,
 calls.prompt_shared + COALESCE(LENGTH(calls.prompt_ids), 0) / 4 AS read,
 COALESCE(LENGTH(calls.token_ids), 0) / 4 AS sampled
 """
@@ -50,7 +50,7 @@ ALL = 2**62
 
 @dataclass(slots=True)
 class Cost:
-    """Calls, their tokens and USD. `unknown`: those of them without a usage; `unpriced`: those without a price."""
+    """Calls, their tokens and USD. `unknown`: those that did not tell all they used; `unpriced`: without a price."""
 
     calls: int = 0
     unknown: int = 0
@@ -58,15 +58,13 @@ class Cost:
     usd: float = 0.0
     used: Used = field(default_factory=Used)
 
-    def add(self, tokens: Used | None, usd: float | None) -> None:
+    def add(self, tokens: Used, usd: float | None, is_known: bool) -> None:
         """Count a call."""
         self.calls += 1
-        if tokens is None:
-            self.unknown += 1
-        else:
-            self.used = self.used.plus(tokens)
-            self.unpriced += usd is None
-            self.usd += usd or 0.0
+        self.unknown += not is_known
+        self.used = self.used.plus(tokens)
+        self.unpriced += usd is None
+        self.usd += usd or 0.0
 
     def plus(self, other: Cost) -> None:
         """Count the calls of another sum."""
@@ -91,19 +89,23 @@ class Costs:
     complete: bool = True
 
 
-def of_call(row: Row, prices: Prices, alias: str) -> tuple[Used | None, float | None]:
-    """Return what a call used and cost. The policy's cost nothing unless `prices` has its alias."""
+def of_call(row: Row, prices: Prices, alias: str) -> tuple[Used, float | None, bool]:
+    """Return what a call used and cost, and whether it told all. The policy's are free unless `prices` has its alias.
+
+    The first event of Anthropic's streams has a usage, too: that of one which was cut ends there.
+    """
     tokens = used(loads_or_none(row["usage"]))
+    was_cut = tokens is not None and row["finish_reason"] is None and row["status"] in ("cancelled", "error")
     if tokens is None and (row["read"] or row["sampled"]):
         tokens = Used(input=row["read"], output=row["sampled"])
     is_policys = row["policy_version"] is not None
     price = prices.configured(alias) if is_policys else prices.of(row["model"])
     if is_policys and price is None:
-        return tokens or Used(), 0.0
+        return tokens or Used(), 0.0, True
     if tokens is None:
         is_billed = row["status"] in ("ok", "cancelled") or (row["status"] == "error" and row["http_status"] == 200)
-        return (None if is_billed else Used()), 0.0
-    return tokens, None if price is None else price.of(tokens)
+        return Used(), 0.0, not is_billed
+    return tokens, None if price is None else price.of(tokens), not was_cut
 
 
 class CostTable:

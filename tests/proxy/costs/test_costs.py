@@ -139,6 +139,13 @@ async def test_what_is_billed_without_a_usage_is_not_free(tmp_path: Path) -> Non
         assert (total.calls, total.unknown, total.unpriced, total.usd) == (5, 2, 0, 0)
 
 
+async def test_a_stream_that_was_cut_after_its_first_usage_is_not_known(tmp_path: Path) -> None:
+    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
+        await record(Store(database), RolloutName("a", "t1", None), "big", MESSAGES, end=("cancelled", 200))
+        total = (await CostTable(database, CONFIG).newest("day", 0.0, None)).total
+        assert (total.calls, total.unknown, total.used.input) == (1, 1, 100)
+
+
 async def test_older_calls_that_were_imported_hide_no_newer_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
