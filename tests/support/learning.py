@@ -113,6 +113,8 @@ class Learning:
         return {
             "reward_mean": mean,
             "reward_std": math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
+            "reward_min": min(rewards),
+            "reward_max": max(rewards),
             "entropy": 2.2 * (1 - solved) + 0.3 + 0.1 * noise(),
             "kl": 0.004 * noise(),
             "kl_base": 0.02 * number + 0.02 * noise(),

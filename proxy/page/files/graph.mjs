@@ -10,7 +10,7 @@ export function Contexts({ calls, credit }) {
   const rows = useMemo(() => lanes(calls), [calls]);
   const seqs = new Map(calls.map(({ call_id, seq }) => [call_id, seq]));
   const isPlain = ({ contexts }, i) => !contexts || i === 0 || (contexts.length === 1 && contexts[0].edge === "continues");
-  if (calls.every(isPlain)) return null;
+  if (calls.every(isPlain)) return calls.length > 0 && html`<p class="why">One context: each call continues the one before. Sub-agents, retries and summaries would be lanes here.</p>`;
   return html`<${Panel} wide title="Contexts" note="A lane is a context, a box is a call: green was pulled up in training, red pushed down, grey left out or rejected.">
     <ol class="lanes">${rows.map(({ call, lane, open }) => {
       const { advantage, box } = credit.get(call.call_id);

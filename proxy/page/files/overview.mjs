@@ -88,7 +88,7 @@ function Numbers({ now, policy }) {
 function Verified({ seen }) {
   const clear = typeof seen.deviations === "number" && !seen.by;
   const probed = typeof seen.probed_at === "number" && html`<span class="reason">probed <${Time} at=${seen.probed_at} />: ${seen.problem ?? "it answers as at first"}</span>`;
-  return html`<${Stat} label="verified" value=${clear ? number(seen.deviations) : seen.verified ? "yes" : "not yet"} unit=${clear && "standard deviations"} warn=${Boolean(seen.problem)} note=${html`${seen.story}${probed}`} />`;
+  return html`<${Stat} label="verified" value=${clear ? number(seen.deviations) : seen.verified ? "yes" : "being verified"} unit=${clear && "standard deviations"} warn=${Boolean(seen.problem)} note=${html`${seen.story}${probed}`} />`;
 }
 
 function Recent({ recent }) {
@@ -110,15 +110,18 @@ function Reasons({ label, counts, of }) {
 
 const column = (steps, name) => steps.map(({ metrics }) => metrics[name] ?? null);
 
+// One standard deviation from the mean, but no farther than the step's rewards go.
+const edge = (sign) => ({ metrics: { reward_mean: mean, reward_std: std, reward_min: least, reward_max: most } }) =>
+  typeof mean === "number" && typeof std === "number" ? Math.max(least ?? -Infinity, Math.min(most ?? Infinity, mean + sign * std)) : null;
+
 function RewardBySteps({ steps, versions = [] }) {
   const shown = useMemo(() => {
     const rising = [...steps].reverse();
-    const [middle, spread] = [column(rising, "reward_mean"), column(rising, "reward_std")];
-    const edge = (sign) => middle.map((value, i) => (value === null || spread[i] === null ? null : value + sign * spread[i]));
+    const [middle, low, high] = [column(rising, "reward_mean"), rising.map(edge(-1)), rising.map(edge(1))];
     const heldOut = ({ evaluation, rewards }) => evaluation?.reward ?? rewards?.eval?.mean ?? null;
     const held = new Map(versions.map((v) => [v.version, heldOut(v)]).filter(([, mean]) => mean !== null));
     const series = [
-      { label: "mean", values: middle, colour: "accent", band: [edge(-1), edge(1)] },
+      { label: "mean", values: middle, colour: "accent", band: [low, high] },
       { label: "held out", values: rising.map(({ version }) => held.get(version) ?? null), colour: "good", scatter: true },
     ];
     return { x: rising.map(({ step }) => step), series: held.size ? series : series.slice(0, 1) };

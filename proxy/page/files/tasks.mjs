@@ -7,7 +7,8 @@ import { Badge, Empty, Failure, Folded, Loaded, Table, Time, link } from "./part
 
 const PAGE = 100;
 const SORTS = { recent: "newest first", mean: "highest mean first", spread: "widest spread first", rollouts: "most rollouts first" };
-const SOLVED_KIND = { always: "good", never: "bad" };
+// The lowest and highest reward of any task tell what a task's rewards are, whatever range they have.
+const SOLVED = { never: ["always the lowest", "bad"], sometimes: ["in between", ""], always: ["always the highest", "good"] };
 const WIDTH = 160;
 const HEIGHT = 28;
 
@@ -15,7 +16,7 @@ const HEIGHT = 28;
 const columnsFor = (scale) => [
   { name: "task", label: "task", cell: ({ task_id }) => html`<a class="id pick" href=${link("rollouts", { task_id })} title=${task_id}>${task_id}</a>` },
   { name: "recent", label: "reward over time", title: "the newest rollouts, oldest first; evaluations are hollow", cell: (row) => html`<${Recent} task=${row} scale=${scale} />` },
-  { name: "solved", label: "solved", cell: ({ solved }) => solved && html`<${Badge} kind=${SOLVED_KIND[solved]}>${solved}<//>` },
+  { name: "solved", label: "rewards", cell: ({ solved }) => solved && html`<${Badge} kind=${SOLVED[solved][1]}>${SOLVED[solved][0]}<//>` },
   { name: "mean", label: "mean", num: true, cell: ({ mean }) => number(mean) },
   { name: "std", label: "std", num: true, title: "standard deviation of its rewards", cell: ({ std }) => number(std) },
   { name: "range", label: "lowest to highest", num: true, cell: ({ min, max }) => (min === null ? "–" : `${number(min)} to ${number(max)}`) },
@@ -37,7 +38,7 @@ function Choice({ params }) {
     <${Folded} label="filters">
     <label>order<select name="sort" onChange=${onChange}>${Object.entries(SORTS).map(option(params.sort))}</select></label>
     <label>mode<select name="mode" onChange=${onChange}>${[["", "any"], ["train", "train"], ["eval", "eval"]].map(option(params.mode))}</select></label>
-    <label>solved<select name="solved" onChange=${onChange}>${["", "never", "sometimes", "always"].map((one) => [one, one || "any"]).map(option(params.solved))}</select></label>
+    <label>rewards<select name="solved" onChange=${onChange}>${[["", "any"], ...Object.entries(SOLVED).map(([one, [words]]) => [one, words])].map(option(params.solved))}</select></label>
     <//>
   </form>`;
 }
@@ -59,7 +60,7 @@ function List({ params }) {
     if (all.length === 0) return html`<${Empty}>No tasks yet. A header <code>X-Task-Id</code>, or <code>lightning-proxy run --tasks FILE -- COMMAND</code>, names the task of a rollout.<//>`;
     return html`<${Counts} tasks=${all} more=${more.cursor !== null} newest=${page.of_newest} />
       <${Table} label="Tasks" columns=${columnsFor(scaleOf(all))} rows=${shown} rowKey=${({ task_id }) => task_id} />
-      ${shown.length === 0 && html`<${Empty}>None of these tasks is ${solved} solved.<//>`}
+      ${shown.length === 0 && html`<${Empty}>No task's rewards are ${SOLVED[solved]?.[0]}. <a href="#/tasks">Show all tasks</a><//>`}
       ${more.cursor !== null && html`<button onClick=${onMore}>Show more tasks</button>`}<${Failure} error=${more.error} />`;
   }}<//>`;
 }
@@ -67,8 +68,9 @@ function List({ params }) {
 function Counts({ tasks, more, newest }) {
   const count = (kind) => tasks.filter(({ solved }) => solved === kind).length;
   const equal = tasks.filter(({ std, rewarded }) => rewarded > 1 && std === 0).length;
-  return html`<p class="muted" role="status">${plural(tasks.length, "task")}${more ? " so far" : ""}${typeof newest === "number" ? ` of the newest ${number(newest)} rollouts` : ""}:
-    ${" "}${count("always")} always solved, ${count("sometimes")} sometimes, ${count("never")} never. ${equal > 0 && `${plural(equal, "task")} always earned the same reward and taught nothing.`}</p>`;
+  const [low, high] = scaleOf(tasks);
+  return html`<p class="muted" role="status">${plural(tasks.length, "task")}${more ? " so far" : ""}${typeof newest === "number" ? ` of the newest ${number(newest)} rollouts` : ""}.
+    ${high > low && ` ${count("always")} always earned the highest reward, ${number(high)}; ${count("never")} always the lowest, ${number(low)}; ${count("sometimes")} in between.`} ${equal > 0 && `${plural(equal, "task")} always earned the same reward and taught nothing.`}</p>`;
 }
 
 function scaleOf(tasks) {

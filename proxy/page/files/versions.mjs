@@ -8,6 +8,7 @@ import { Badge, Empty, Failure, Loaded, Time, link } from "./parts.mjs";
 import { Test, outcome, underWay } from "./promotion.mjs";
 
 const SHOWN = 100;
+const UNDER_WAY = ["publishing", "live"]; // agents' answers verify a live version that is not
 const STATUS_KIND = { live: "accent", candidate: "accent", failed: "bad", rejected: "bad" };
 const LANE = 14;
 const ROW = 38;
@@ -70,7 +71,7 @@ const interval = (found) => found && (found.reward === null ? (found.error ?? "i
 // Whether vLLM was seen to serve it, and how near.
 function Verified({ version, near }) {
   if (version.version === 0) return html`<small class="muted">the base model</small>`;
-  if (!version.verified) return html`<${Badge} kind=${version.status === "live" ? "bad" : ""}>not verified<//>`;
+  if (!version.verified) return UNDER_WAY.includes(version.status) ? html`<${Badge} kind="accent">being verified<//>` : html`<${Badge}>not verified<//>`;
   const { verify_difference: nats, verify_deviations: deviations, verified_by: by } = near ?? {};
   return html`<${Badge} kind="good">verified<//> ${typeof nats === "number" && html`<small title="mean difference of the served log-probabilities from the trainer's">within ${number(nats)} nats</small>`}
     ${by ? html`<small>by ${by}</small>` : typeof deviations === "number" && html`<small>${number(deviations)} standard deviations from the old</small>`}`;

@@ -37,6 +37,7 @@ async def test_a_rollout_is_seen_from_the_overview_to_its_answer(running: Runnin
             await page.keyboard.press("j")
             await page.keyboard.press("Enter")
             await expect(page.locator(".call")).to_contain_text("by base with")
+            await expect(page.locator("main")).to_contain_text("One context: each call continues the one before.")
         assert wrong.seen == []
 
 
@@ -186,3 +187,26 @@ async def test_requests_are_copied_as_commands_that_mean_the_same(running: Runni
     assert (words[1], json.loads(words[-1])) == (f"{system.url}/v1/chat/completions", body)
     texts = [node.value for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Constant)]
     assert json.dumps(body) in [json.dumps(json.loads(one)) for one in texts if str(one).startswith('{"messages')]
+
+
+@needs_browser
+async def test_a_version_is_being_verified_and_the_band_ends_where_rewards_end(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        for reward in (0.0, 1.0):
+            await system.chat(f"r{reward:g}", X_Task_Id="t1")
+            await system.call("POST", "/reward", {"rollout_id": f"r{reward:g}", "reward": reward})
+        step = await store.steps.claim([], 0)
+        rewards = {"reward_mean": 0.9, "reward_std": 0.3, "reward_min": 0.0, "reward_max": 1.0}
+        await store.steps.trained(step, None, {"version": 1, **rewards})
+        await store.versions.set_live(await store.versions.new("merged", step, {}), step)
+        async with browsing(system.url) as (page, wrong):
+            edges = page.get_by_label("Reward by training step,").locator(".edge .u-value")
+            await expect(edges).to_have_text(["0.6", "1"])
+            await expect(page.locator(".stat", has_text="verified")).to_contain_text("being verified")
+            await page.goto(f"{system.url}/#/versions")
+            await expect(page.get_by_role("row", name="live")).to_contain_text("being verified")
+            await page.goto(f"{system.url}/#/tasks")
+            await expect(page.get_by_role("row", name="t1")).to_contain_text("in between")
+        assert wrong.seen == []
