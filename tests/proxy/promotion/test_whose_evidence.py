@@ -193,6 +193,24 @@ async def test_an_evaluators_word_about_a_tenants_rollouts_counts_and_the_tenant
         assert (test["status"], test["evidence"]["metrics"]["reward"]["difference"]) == ("rejected", -1.0)
 
 
+async def test_a_tenants_rollout_is_no_evidence_once_the_evaluators_word_is_taken_back(
+    running: Any, tmp_path: Path
+) -> None:
+    async with gate_closed(running, tmp_path) as system, system.store() as store:
+        tests = PromptTests(store.database)
+        (test,) = await tests.under_way()
+        (name, _, _), _ = await began(system, await key_of(system, "t", scope="own"), n=2)
+        seen = []
+        for value in (1, 0):
+            body = {"rollout_id": name, "reward": value, "name": "human"}
+            given = (await system.call("POST", "/reward", body, **ADMIN))[1]["reward_id"]
+            route = f"/rollouts/{name}/rewards/{given}"
+            seen.append(len(await tests.observed(test)))
+            assert (await system.call("DELETE", route, **ADMIN))[0] == 204
+            seen.append(len(await tests.observed(test)))
+        assert seen == [1, 0, 1, 0]
+
+
 @pytest.mark.parametrize("status", ["failed", "discarded"])
 async def test_a_rollout_that_another_key_ended_has_not_failed(running: Any, tmp_path: Path, status: str) -> None:
     async with gate_closed(running, tmp_path) as system:

@@ -1,0 +1,11 @@
+-- What is evidence by its rewards alone is none once they are taken back (0017_evidence.sql of the core).
+CREATE FUNCTION evidence_taken_back() RETURNS TRIGGER LANGUAGE plpgsql AS $$ BEGIN
+    IF EXISTS (SELECT 1 FROM rewards WHERE rollout_id = OLD.rollout_id AND evidence = 1) THEN
+        RETURN NULL;
+    END IF;
+    UPDATE promotion_rollouts SET evidence = 0 WHERE rollout_id = OLD.rollout_id AND opened_by <> '';
+    UPDATE prompt_test_rollouts SET evidence = 0 WHERE rollout_id = OLD.rollout_id AND opened_by <> '';
+    RETURN NULL;
+END $$;
+CREATE TRIGGER evidence_taken_back AFTER DELETE ON rewards
+    FOR EACH ROW WHEN (OLD.evidence = 1) EXECUTE FUNCTION evidence_taken_back();
