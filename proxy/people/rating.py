@@ -44,7 +44,10 @@ async def get_queue(
 async def take_back_reward(
     request: Request, rollout_id: PathId, reward_id: Annotated[int, Path(ge=0, lt=2**63)]
 ) -> None:
-    """Take back a reward named `human` that was posted with the same key (`proxy.api_keys` are one), or any as an admin."""
+    """Take back a reward named `human` that was posted with the same key, or any as an admin.
+
+    All of `proxy.api_keys` count as one key.
+    """
     p, caller = await parts_for(request, rollout_id), caller_of(request)
     if caller.rollout is not None:
         raise Forbidden("a rollout's own key takes back no reward")
