@@ -36,10 +36,10 @@ class Budget:
         """Return whether nothing further may begin: also where the cost of calls that ended well is not known."""
         return self._most is not None and (self.spent >= self._most or self._unpriced > 0)
 
-    async def begin(self, api: ApiClient) -> None:
-        """Note what rewarders have spent before this run."""
+    async def begin(self, api: ApiClient, earlier: float = 0.0) -> None:
+        """Note what rewarders have spent before this run. `earlier`: what the run that is resumed has cost."""
         if self._most is not None:
-            self._before = await _of_rewarders(api)
+            self._calls, self._before = earlier, await _of_rewarders(api)
 
     async def count(self, api: ApiClient, rollout: Json) -> None:
         """Count a rollout that has ended."""

@@ -132,9 +132,10 @@ class _Run:
                     self.view.say(f"{failed} rollouts of a run that was killed have failed")
                 left, earlier = await self._left(api, size)
                 bar = self.view.bar("rollouts", sum(size - len(task.siblings) for task in left))
-                refill = Refill(self.tasks, self.refill * len(self.tasks), lambda: bar.grow(size))
+                begun, usd = (0, 0.0) if self.kept is None else (self.kept.further, self.kept.usd)
+                refill = Refill(self.tasks, self.refill * len(self.tasks) - begun, lambda: bar.grow(size))
                 try:
-                    await self.budget.begin(api)
+                    await self.budget.begin(api, usd)
                     how = (self.options, self._take(bar), self.gate, refill, self.budget, self._open)
                     return earlier + await run_tasks(api, left, self.runner, *how)
                 finally:
@@ -149,9 +150,9 @@ class _Run:
         await self.kept.look(api)
         return self.kept.left(self.tasks, size), self.kept.results
 
-    def _open(self, rollout_ids: Sequence[str]) -> None:
+    def _open(self, rollout_ids: Sequence[str], beside: str | None) -> None:
         if self.kept is not None:
-            self.kept.opened(rollout_ids)
+            self.kept.opened(rollout_ids, beside)
 
     def _take(self, bar: Bar) -> Callable[[RolloutResult], None]:
         def take(result: RolloutResult) -> None:

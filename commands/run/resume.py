@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from ...proxy.errors import ConfigError
 from ..api_client import ApiClient, ApiError
@@ -17,6 +17,7 @@ from .run import RolloutResult, result_of
 from .tasks import Task
 
 NOT_FOUND = 404
+OPENED = {"rollout_id", "group"}  # all that a line says before there is a result
 BEGINS = '{"rollout_id": '  # each line, the last too, if its run was killed
 
 
@@ -39,7 +40,10 @@ def kept_results(path: Path) -> Iterator[KeptResults]:
 
 
 class KeptResults:
-    """The results of the runs that had this file: those with a reward, and those that await one."""
+    """The results of the runs that had this file: those with a reward, and those that await one.
+
+    `usd`: what their rollouts have cost. `further`: so many groups were opened beyond those of the tasks.
+    """
 
     def __init__(self, file: TextIO) -> None:
         """Raise ValueError, TypeError or KeyError if a line is neither a result nor a rollout that was opened."""
@@ -49,8 +53,10 @@ class KeptResults:
         if not BEGINS.startswith(cut_off[: len(BEGINS)]):
             raise ValueError(cut_off)
         found = {one["rollout_id"]: one for one in map(json.loads, lines)}
-        self._opened = [name for name, one in found.items() if len(one) == 1]  # without a result so far
-        self.results = [RolloutResult(**one) for one in found.values() if len(one) > 1]
+        self._groups = {name: one.get("group", name) for name, one in found.items()}  # the first rollout of each one's
+        self._opened = [name for name, one in found.items() if one.keys() <= OPENED]  # without a result so far
+        self.results = [_result(**one) for one in found.values() if not one.keys() <= OPENED]
+        self.usd, self.further = sum(result.usd for result in self.results), 0
         file.truncate(sum(len(line.encode()) + 1 for line in lines))
 
     async def look(self, api: ApiClient) -> None:
@@ -62,30 +68,43 @@ class KeptResults:
                 if error.status_code != NOT_FOUND:
                     raise
                 continue
+            result = result_of(name, rollout["task_id"], rollout)
+            self.usd += result.usd
             rewarded = rollout["reward"] is not None or rollout.get("awaits_reward")
             if rewarded and rollout["status"] not in ("failed", "discarded"):
-                self.results.append(result_of(name, rollout["task_id"], rollout))
+                self.results.append(result)
 
-    def opened(self, rollout_ids: Sequence[str]) -> None:
-        """Keep the rollouts that may have their reward only when their run has ended."""
-        self._write({"rollout_id": name} for name in rollout_ids)
+    def opened(self, rollout_ids: Sequence[str], beside: str | None) -> None:
+        """Keep the rollouts that may have their reward only when their run has ended. `beside`: one of their group."""
+        group = rollout_ids[0] if beside is None else self._groups[beside]
+        self._groups |= dict.fromkeys(rollout_ids, group)
+        self._write({"rollout_id": name, "group": group} for name in rollout_ids)
 
     def add(self, result: RolloutResult) -> None:
         """Keep a result. One without a reward is looked at again."""
         if result.reward is not None:
-            self._write([{**asdict(result), "answers": {}}])
+            self._write([{**asdict(result), "answers": {}, "group": self._groups[result.rollout_id]}])
 
     def _write(self, kept: Iterable[dict[str, object]]) -> None:
         self._file.write("".join(json.dumps(one) + "\n" for one in kept))
         self._file.flush()
 
     def left(self, tasks: Sequence[Task], group_size: int) -> list[Task]:
-        """Return the tasks that have fewer siblings with a result; each names those that it has."""
-        kept = defaultdict[str, list[str]](list)
+        """Return the tasks whose groups have fewer siblings with a result; each names those that it has.
+
+        Results of other tasks are forgotten. Further groups of a task are completed, too.
+        """
+        known = {task.task_id: task for task in tasks}
+        self.results = [result for result in self.results if result.task_id in known]
+        groups = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
         for result in self.results:
-            kept[result.task_id].append(result.rollout_id)
-        left = []
-        for task in tasks:
-            own, kept[task.task_id] = kept[task.task_id][:group_size], kept[task.task_id][group_size:]
-            left += [replace(task, siblings=tuple(own))] if len(own) < group_size else []
-        return left
+            groups[result.task_id][self._groups[result.rollout_id]].append(result.rollout_id)
+        begun = {name: deque(of_task.values()) for name, of_task in groups.items()}
+        found = [(task, begun[task.task_id].popleft() if begun.get(task.task_id) else []) for task in tasks]
+        further = [(known[name], group) for name, others in begun.items() for group in others]
+        self.further = len(further)
+        return [replace(task, siblings=(*own,)) for task, own in found + further if len(own) < group_size]
+
+
+def _result(*, group: str, **one: Any) -> RolloutResult:
+    return RolloutResult(**one)

@@ -29,6 +29,7 @@ SCORE_POLLS = 8  # rollouts that are looked at in this time
 RESTARTS = 3  # of a run whose machine goes away
 LOST = -9  # its exit code, as if it had been killed
 MOST_UNSCORED = 64  # rollouts that await their rewards while others begin, or four groups
+OnOpen = Callable[[Sequence[str], str | None], None]  # rollouts that were opened, and one that was of their group
 LATE = 124  # that of a program that ran for too long, as of timeout(1)
 
 
@@ -39,7 +40,7 @@ class RolloutResult:
     `answers` maps each model that was asked for to the policy versions that answered, in order. A version is None for
     a model outside the policy. `tokens`: how many were sampled. `calls`: how many were recorded, of whatever status.
     `restarts`: how often its machine went away and the task was begun anew, in another rollout. `named`: its rewards of
-    other names, such as those of a game's seats.
+    other names, such as those of a game's seats. `usd`: what its calls cost.
     """
 
     rollout_id: str
@@ -52,6 +53,7 @@ class RolloutResult:
     calls: int = 0
     restarts: int = 0
     named: Mapping[str, float] = field(default_factory=dict)
+    usd: float = 0.0
 
     @property
     def policy_versions(self) -> tuple[int | None, ...]:
@@ -107,7 +109,7 @@ class TaskRun:
         gate: BacklogGate | None = None,
         refill: Refill | None = None,
         budget: Budget | None = None,
-        on_open: Callable[[Sequence[str]], None] = lambda _: None,
+        on_open: OnOpen = lambda _, __: None,
     ) -> None:
         self._api, self._runner, self._options = api, runner, options
         self._on_result, self._on_open, self._gate = on_result, on_open, gate or BacklogGate()
@@ -159,7 +161,7 @@ class TaskRun:
         rollout_ids = [rollout.rollout_id for rollout in group]
         self._opened.update(zip(rollout_ids, group, strict=True))
         self._journal.opened(rollout_ids)
-        self._on_open(rollout_ids)
+        self._on_open(rollout_ids, join.get("sibling_of"))
         self._gate.opened(rollout_ids)
         self._refill.opened(task, rollout_ids)
         return [Job(task, rollout) for rollout in group]
@@ -223,7 +225,7 @@ class TaskRun:
         (rollout,) = await self._api.open_rollouts(job.task.task_id, options.mode, 1, **join)
         self._opened[rollout.rollout_id] = rollout
         self._journal.opened([rollout.rollout_id])
-        self._on_open([rollout.rollout_id])
+        self._on_open([rollout.rollout_id], old)
         self._gate.ended(old)
         self._gate.opened([rollout.rollout_id])
         self._refill.replaced(old, rollout.rollout_id)
@@ -290,7 +292,7 @@ async def run_tasks(
     gate: BacklogGate | None = None,
     refill: Refill | None = None,
     budget: Budget | None = None,
-    on_open: Callable[[Sequence[str]], None] = lambda _: None,
+    on_open: OnOpen = lambda _, __: None,
 ) -> list[RolloutResult]:
     """Run the agent program for every task and sibling. `tasks` may never end."""
     return await TaskRun(api, runner, options, on_result, gate, refill, budget, on_open).run(tasks)
@@ -309,7 +311,8 @@ def result_of(
     named = {one["name"]: one["reward"] for one in rollout.get("rewards", ()) if one["call_id"] is None}
     named.pop("reward", None)
     end = (code, reason, rollout["reward"], _answers(calls))
-    return RolloutResult(rollout_id, task_id, *end, tokens, len(calls), restarts, named)
+    usd = rollout.get("costs", {}).get("usd", 0.0)
+    return RolloutResult(rollout_id, task_id, *end, tokens, len(calls), restarts, named, usd)
 
 
 def _answers(calls: Iterable[Mapping[str, Any]]) -> dict[str | None, tuple[int | None, ...]]:

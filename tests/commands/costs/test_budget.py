@@ -25,11 +25,23 @@ urllib.request.urlopen(urllib.request.Request(url, body, headers)).close()
 """
 
 
-async def run(system: Any, directory: Path, budget: str) -> Any:
+REWARDED_ONCE = (
+    CALLS_ONCE
+    + """
+if not os.path.exists("rewarded"):
+    open("rewarded", "w").close()
+    body = json.dumps({"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": 1}).encode()
+    url = os.environ["LIGHTNING_URL"] + "/reward"
+    urllib.request.urlopen(urllib.request.Request(url, body, headers)).close()
+"""
+)
+
+
+async def run(system: Any, directory: Path, budget: str, *more: str, program: str = CALLS_ONCE) -> Any:
     agent, tasks = directory / "agent.py", directory / "tasks.jsonl"
-    agent.write_text(CALLS_ONCE)
+    agent.write_text(program)
     tasks.write_text('{"task_id": "t1"}\n{"task_id": "t2"}\n{"task_id": "t3"}\n')
-    options = ("--group-size", "2", "--concurrency", "1", "--budget", budget, "--json", "--tasks", tasks)
+    options = (*more, "--group-size", "2", "--concurrency", "1", "--budget", budget, "--json", "--tasks", tasks)
     return await system.lightning("run", *options, "--", sys.executable, agent)
 
 
@@ -46,6 +58,17 @@ async def test_a_run_within_its_budget_says_what_it_spent(running: Running, tmp_
     async with running(tmp_path, prices={"policy": [100_000, 0]}) as system:
         done = await run(system, tmp_path, "5")
         assert (done.returncode, json.loads(done.stdout)["rollouts"]) == (0, 6), done.stderr
+
+
+async def test_a_run_that_is_resumed_has_what_is_left_of_its_budget(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    async with running(tmp_path, prices={"policy": [100_000, 0]}) as system:
+        for _ in range(2):
+            done = await run(system, tmp_path, "0.5", "--resume", "kept", program=REWARDED_ONCE)
+            assert "0.6 of 0.5 USD are spent" in done.stderr
+        assert len((await system.call("GET", "/rollouts"))[1]["data"]) == 2
 
 
 async def test_a_call_that_was_cut_off_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,45 @@ async def test_a_run_that_is_resumed_asks_for_no_rollout_again_that_has_its_rewa
         async with system.store() as store:
             groups = await store.waiting.groups()
     assert [(group.task_id, group.completed) for group in groups] == [("a", 2), ("c", 2), ("b", 2)]
+
+
+REWARDS_EVERY_OTHER = """
+import json, os, pathlib, urllib.request
+seen = pathlib.Path('seen.txt')
+seen.write_text((seen.read_text() if seen.exists() else '') + 'x')
+assert len(seen.read_text()) not in (2, 4)
+body = {'rollout_id': os.environ['LIGHTNING_ROLLOUT_ID'], 'reward': 1}
+headers = {'Content-Type': 'application/json', 'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}
+url = os.environ['LIGHTNING_URL'] + '/reward'
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+"""
+
+
+async def test_groups_of_one_task_are_resumed_each_on_its_own(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("agent.py").write_text(REWARDS_EVERY_OTHER)
+    Path("tasks.jsonl").write_text('{"task_id": "a"}\n')
+    options = ("--tasks", "tasks.jsonl", "--group-size", "2", "--repeat", "2", "--concurrency", "1", "--resume", "kept")
+    async with running(tmp_path) as system:
+        for ran in ("xxxx", "xxxxxx", "xxxxxx"):
+            code, _, err = await system.lightning("run", *options, "--", sys.executable, "agent.py")
+            assert (code, Path("seen.txt").read_text()) == (0, ran), err
+        async with system.store() as store:
+            groups = await store.waiting.groups()
+    assert [(group.task_id, group.completed) for group in groups] == [("a", 2), ("a", 2)]
+
+
+def test_further_groups_are_completed_and_results_of_other_tasks_forgotten(tmp_path: Path) -> None:
+    file, task = tmp_path / "kept", Task("a", "{}")
+    opened = [{"rollout_id": name, "group": group} for name, group in (("1", "1"), ("2", "1"), ("3", "3"), ("z", "z"))]
+    results = [asdict(RolloutResult(one["rollout_id"], "a", 0, None, 1.0)) | one for one in opened]
+    results[3]["task_id"] = "gone"
+    file.write_text("".join(json.dumps(one) + "\n" for one in [*opened, *results]))
+    with kept_results(file) as kept:
+        assert kept.left([task], 2) == [replace(task, siblings=("3",))]
+        assert (kept.further, [result.rollout_id for result in kept.results]) == (1, ["1", "2", "3"])
 
 
 COUNTS = """
