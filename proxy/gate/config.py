@@ -10,6 +10,8 @@ from ..config.section import Number, Seconds, Section
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
+NO_REWARDS = frozenset({"tool_errors", "truncated", "unrewarded", "answer_tokens", "latency"})  # metrics.py has them
+
 
 class GateConfig(Section):
     """How a new version is tested before it goes live (docs/promotion.md)."""
@@ -24,11 +26,12 @@ class GateConfig(Section):
 
     @model_validator(mode="after")
     def _has_a_range(self) -> GateConfig:
-        for low, high in (self.reward_range, *self.reward_ranges.values()):
+        for name, (low, high) in {"": self.reward_range, **self.reward_ranges}.items():
             if not low < high:
-                raise ValueError(f"reward_range is the lowest and the highest reward, got [{low:g}, {high:g}]")
-        if others := self.reward_ranges.keys() - self.metrics:
-            raise ValueError(f"reward_ranges: {min(others)} is none of metrics")
+                key = f"reward_ranges: {name}" if name else "reward_range"
+                raise ValueError(f"{key} is the lowest and the highest reward, got [{low:g}, {high:g}]")
+        if others := self.reward_ranges.keys() - (self.metrics.keys() - NO_REWARDS):
+            raise ValueError(f"reward_ranges: {min(others)} is no reward in metrics")
         return self
 
 
