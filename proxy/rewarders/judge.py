@@ -84,8 +84,12 @@ class Judge(Rewarder):
         if (known := await self._answers.known(digest)) is not None:
             return known
         await self._answers.require()
-        answer = await self._ask(question)
-        guess = (len(question) // 4, len(answer) // 4)
+        self._answers.under_way.append(guess := (len(question) // 4, 0))
+        try:
+            answer = await self._ask(question)
+        finally:
+            self._answers.under_way.remove(guess)
+        guess = (guess[0], len(answer) // 4)
         await self._answers.spend(*self._used.pop(question, (guess, None)))
         await self._answers.keep(digest, answer, about)
         return answer

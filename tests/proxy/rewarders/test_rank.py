@@ -18,7 +18,7 @@ import pytest
 
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.rewarders.config import BudgetConfig, RewarderConfig
+from lightning_proxy.proxy.rewarders.config import BudgetConfig, JudgeConfig, RewarderConfig
 from lightning_proxy.proxy.rewarders.judge import Judge, usd_of
 from lightning_proxy.proxy.rewarders.kinds import check
 from lightning_proxy.proxy.rewarders.rank import by_place, overlapping, strengths
@@ -258,6 +258,21 @@ async def test_the_judge_of_calls_is_asked_once_for_each_and_stops_at_the_budget
             while "rewards.budget.tokens is spent" not in caplog.text:
                 await asyncio.sleep(0.05)
         assert len(asked) == 4
+
+
+async def test_questions_to_the_judge_of_calls_that_are_under_way_count_for_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def ask(self: Judge, question: str) -> str:
+        await asyncio.sleep(0)
+        return "8"
+
+    monkeypatch.setattr(Judge, "_ask", ask)
+    answers = KeptAnswers("judge", RewarderConfig(kind="judge"), BudgetConfig(tokens=100))
+    judge = Judge(JudgeConfig(model="scripted", concurrency=2), str, answers)
+    found = await asyncio.gather(*(judge.score("a" * 400, i) for i in (0, 1)), return_exceptions=True)
+    assert [type(one).__name__ for one in found] == ["GivenScore", "Away"]
+    assert answers.under_way == []
 
 
 async def test_a_judge_of_calls_whose_price_nobody_knows_has_that_of_the_configuration(
