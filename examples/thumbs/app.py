@@ -29,12 +29,12 @@ def post(path: str, body: Any) -> tuple[Any, Any]:
 def answer(asked: dict[str, str]) -> dict[str, str]:
     """Let the model answer in a conversation, which is a rollout, and get a key for a thumb on this answer."""
     name = asked["conversation"] if asked["conversation"] in conversations else uuid4().hex
-    messages = conversations.setdefault(name, [])
-    messages.append({"role": "user", "content": asked["text"]})
+    messages = [*conversations.get(name, ()), {"role": "user", "content": asked["text"]}]
     said, headers = post(f"/rollouts/{name}/v1/chat/completions", {"model": "policy", "messages": messages})
-    messages.append({"role": "assistant", "content": said["choices"][0]["message"]["content"] or ""})
+    text = said["choices"][0]["message"]["content"] or ""
     made, _ = post(f"/rollouts/{name}/calls/{headers['X-Call-Id']}/reward-key", {})
-    return {"conversation": name, "text": messages[-1]["content"], "key": made["key"]}
+    conversations[name] = [*messages, {"role": "assistant", "content": text}]
+    return {"conversation": name, "text": text, "key": made["key"]}
 
 
 class Chat(BaseHTTPRequestHandler):
@@ -43,11 +43,14 @@ class Chat(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.reply(json.dumps(answer(asked)), "application/json")
+        try:
+            self.reply(json.dumps(answer(asked)), "application/json")
+        except OSError as error:  # the proxy's own refusals, too
+            self.reply(str(error), "text/plain", 502)
 
-    def reply(self, text: str, kind: str) -> None:
+    def reply(self, text: str, kind: str, status: int = 200) -> None:
         body = text.encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

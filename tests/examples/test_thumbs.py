@@ -62,14 +62,19 @@ async def test_a_thumb_is_the_reward_of_its_answer(running: Running, tmp_path: P
                 await down.nth(0).click()  # at once: it waits until a key may change its value
                 await expect(down.nth(0)).to_have_attribute("aria-pressed", "true")
                 await expect(up.nth(0)).to_have_attribute("aria-pressed", "false")
+                system.vllm.fails = 400
+                await page.get_by_label("message").fill("Why?")
+                await page.keyboard.press("Enter")
+                await expect(page.get_by_text("no answer: HTTP Error 400")).to_be_visible()
+                await expect(page.get_by_label("message")).to_have_value("Why?")
             (rollout,) = (await system.call("GET", "/rollouts"))[1]["data"]
             found = (await system.call("GET", f"/rollouts/{rollout['rollout_id']}"))[1]
         finally:
             app.terminate()
             await app.communicate()
-    assert [call["reward"] for call in found["calls"]] == [-1, -1]
+    assert [call["reward"] for call in found["calls"]] == [-1, -1, None]
     assert {one["name"] for one in found["rewards"]} == {"human"}
-    assert [one for one in wrong.seen if not one.startswith(f"request: {system.url}")] == []
+    assert [one for one in wrong.seen if f"request: {system.url}" not in one and "502" not in one] == []
 
 
 async def away(origin: str, route: Route) -> None:
