@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Path, Query, Request, Response
 from pydantic import BaseModel, Field
 
 from ..access.auth import Caller
@@ -13,7 +13,7 @@ from ..control.answers import ERRORS, answers
 from ..control.bodies import Body, Id, PathId
 from ..control.door import AdminRoute, AgentRoute
 from ..control.parts import Parts
-from ..control.requests import caller_of, large_response, parts, parts_for, parts_for_all
+from ..control.requests import Limit, caller_of, large_response, parts, parts_for, parts_for_all
 from ..control.views import record_view
 from ..errors import Conflict
 from ..types import RolloutName, check_id
@@ -21,7 +21,7 @@ from .config import PromptKeys
 from .fields import Version
 from .prompt_tests import PromptTest, PromptTests
 from .splitting import PromptSplit
-from .table import Prompt, PromptTable, Role, TriedOut
+from .table import Kept, Prompt, PromptTable, Role, TriedOut
 
 router = APIRouter(tags=["prompts"], responses=ERRORS, route_class=AgentRoute)
 admins = APIRouter(route_class=AdminRoute)
@@ -94,6 +94,10 @@ class TriedOutList(BaseModel):
     data: list[TriedOut]
 
 
+class KeptList(BaseModel):
+    data: list[Kept]
+
+
 @router.get("/prompts", response_model=None, responses=answers(PromptList))
 async def list_prompts(request: Request) -> Response:
     """All prompts, by name, with their versions."""
@@ -136,6 +140,17 @@ async def list_tried_out(request: Request, name: PathId, run: Id | None = None) 
     await _table(p).get(check_id(name, "name"))
     tried = await _table(p).tried_out(name, run, own=caller.sight.own, key_id=caller.key_id)
     return await large_response(lambda: {"data": [*map(record_view, tried)]})
+
+
+@router.get("/prompts/{name}/versions/{version}/rollouts", response_model=None, responses=answers(KeptList))
+async def list_kept(
+    request: Request, name: PathId, version: Annotated[int, Path(ge=1, lt=2**31)], limit: Limit = 100
+) -> Response:
+    """The newest rollouts that kept a version, and whether each is evidence in its last test."""
+    p, caller = await parts_for_all(request), caller_of(request)
+    (await _table(p).get(check_id(name, "name"))).text_of(version)
+    kept = await _table(p).kept(name, version, limit, caller.sight.key_id)
+    return await large_response(lambda: {"data": [*map(record_view, kept)]})
 
 
 @admins.post("/prompts", response_model=None, responses=answers(PromptSeen))

@@ -74,6 +74,18 @@ SELECT version, mode, AVG(reward) AS mean, COUNT(*) AS rollouts
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
 WHERE name = :name AND reward IS NOT NULL AND (NOT :own OR rollouts.key_id IS :key_id) GROUP BY version, mode
 """
+# `counts`: its group is compared in the version's last test.
+PROMPT_KEPT = """
+SELECT rollouts.rollout_id, rollouts.task_id, mode, status, reward, created_at, EXISTS (
+    SELECT 1 FROM prompt_test_rollouts AS tried WHERE tried.rollout_id = rollouts.rollout_id
+        AND compared = 1 AND tried.evidence = 1 AND test = (
+            SELECT MAX(n) FROM prompt_tests WHERE prompt_tests.name = :name AND :version IN (version, against)
+        )
+) AS counts
+FROM rollout_prompts JOIN rollouts USING (rollout_id)
+WHERE name = :name AND version = :version AND (NOT :own OR rollouts.key_id IS :key_id)
+ORDER BY rollouts.n DESC LIMIT :limit
+"""
 # Oldest first. Whoever opens rollouts can name a run: only the asker's own count, and those of keys that give evidence.
 PROMPT_RUN = Sql(
     """
@@ -152,6 +164,19 @@ class TriedOut:
     status: str
     reward: float | None
     held_out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A rollout that kept a version. `counts`: it is evidence in the last test that the version is part of."""
+
+    rollout_id: str
+    task_id: str | None
+    mode: str
+    status: str
+    reward: float | None
+    created_at: float
+    counts: bool
 
 
 class PromptTable:
@@ -288,6 +313,11 @@ class PromptTable:
         for row in await self._db.all(PROMPT_REWARDS, {"name": name, "own": own, "key_id": key_id}):
             found.setdefault(row["version"], {})[row["mode"]] = {"mean": row["mean"], "rollouts": row["rollouts"]}
         return found
+
+    async def kept(self, name: str, version: int, limit: int, key_id: str | None) -> list[Kept]:
+        """Return the newest rollouts that kept a version. `key_id`: only those that were opened with this key."""
+        wanted = {"name": name, "version": version, "limit": limit, "own": key_id is not None, "key_id": key_id}
+        return [read(Kept, row, counts=bool(row["counts"])) for row in await self._db.all(PROMPT_KEPT, wanted)]
 
     async def tried_out(
         self, name: str, run: str | None, *, own: bool = False, key_id: str | None = None

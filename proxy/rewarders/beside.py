@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..config.root import Config
 from ..control.beside import Beside, Fields
-from .config import RewarderKeys
+from .config import RewarderConfig, RewarderKeys
 from .kinds import made
 from .table import ENOUGH, Checked, KeptAnswers, last_check, spent_by_each
 
@@ -18,20 +19,28 @@ class RewardersBeside(Beside):
 
     async def of_policy(self) -> Fields:
         if self._sources is None:
-            keys, weights = RewarderKeys.of(self.config.rewards), self.config.trainer.reward_weights
-            trains = [(name, one) for name, one in keys.rewarders if one.judges and weights.get(name)]
-            kinds = [one.kind for _, one in keys.rewarders]
+            weights = self.config.trainer.reward_weights
+            trains = [one for one in RewarderKeys.of(self.config.rewards).rewarders if weights.get(one[0])]
             self._sources = {
-                one.kind if kinds.count(one.kind) == 1 else name: await made(
-                    name, one, self.config, KeptAnswers(name, one, keys.budget)
-                ).source()
-                for name, one in trains
+                called(self.config, *one): await source(self.config, *one) for one in trains if one[1].judges
             }
-        found = {kind: await last_check(self.store.database, source) for kind, source in self._sources.items()}
-        return {"warnings": [line for kind, check in found.items() if (line := _warning(kind, check))]}
+        found = {kind: await last_check(self.store.database, by) for kind, by in self._sources.items()}
+        return {"warnings": [line for kind, check in found.items() if (line := warning(kind, check))]}
 
 
-def _warning(kind: str, check: Checked | None) -> str | None:
+def called(config: Config, name: str, one: RewarderConfig) -> str:
+    """Return what commands call a rewarder: its kind, or its name where there are several of the kind."""
+    kinds = [other.kind for _, other in RewarderKeys.of(config.rewards).rewarders]
+    return one.kind if kinds.count(one.kind) == 1 else name
+
+
+async def source(config: Config, name: str, one: RewarderConfig) -> str:
+    """Return the `source` that a rewarder's checks are kept by."""
+    return await made(name, one, config, KeptAnswers(name, one, RewarderKeys.of(config.rewards).budget)).source()
+
+
+def warning(kind: str, check: Checked | None) -> str | None:
+    """Return what to know of a rewarder that trains; None if it was found to agree with people."""
     if check is None or check.labels < ENOUGH:
         why = "nobody checked it" if check is None else f"was checked with {check.labels} labels"
         return (

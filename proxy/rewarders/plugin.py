@@ -9,6 +9,7 @@ from functools import partial
 
 from ..plugins.hooks import Core, Hooks, ProxyPlugin
 from ..prices import Prices
+from . import routes
 from .beside import RewardersBeside
 from .config import JudgeKeys, RewarderKeys
 from .kinds import check, made, readers
@@ -21,6 +22,7 @@ log = logging.getLogger(__name__)
 class RewardersPlugin(ProxyPlugin):
     """Asks `rewards.function` and `rewards.use` about completed rollouts."""
 
+    routers = (routes.router,)
     beside = RewardersBeside
 
     async def check(self) -> None:

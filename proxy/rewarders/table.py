@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..json_text import dumps
 from ..prices import Prices
@@ -35,6 +35,16 @@ STILL_TO_SPEAK = """
 SELECT rollouts.rollout_id FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n
 WHERE NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND rewarder = :rewarder)
 ORDER BY awaiting_rewards.n LIMIT :limit
+"""
+WAIT_FOR = """
+SELECT COUNT(*) AS rollouts FROM awaiting_rewards
+WHERE NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND rewarder = :rewarder)
+"""
+# Of the newest 5,000 rollouts.
+LABELS = """
+SELECT COUNT(DISTINCT rewards.rollout_id) AS rollouts, COUNT(DISTINCT source) AS people
+FROM rollouts CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
+WHERE n > (SELECT MAX(n) FROM rollouts) - 5000 AND name = 'human'
 """
 
 ANSWER = "SELECT answer FROM rewarder_answers WHERE digest = :digest LIMIT 1"
@@ -84,9 +94,22 @@ async def last_check(database: Database, source: str) -> Checked | None:
     return None if row is None else Checked(*(row[name] for name in Checked._fields))
 
 
-async def spent_by_each(database: Database) -> list[dict[str, object]]:
+async def spent_by_each(database: Database) -> list[dict[str, Any]]:
     """Return the tokens and USD that each rewarder has spent."""
     return [{name: row[name] for name in ("name", "tokens", "usd")} for row in await database.all(SPENT_BY_EACH)]
+
+
+async def labels(database: Database) -> dict[str, int]:
+    """Return how many of the newest rollouts people have labelled, and how many people."""
+    row = await database.one(LABELS)
+    assert row is not None  # it counts
+    return {name: row[name] for name in ("rollouts", "people")}
+
+
+async def wait_for(database: Database, rewarder: str) -> int:
+    """Return how many rollouts wait for a rewarder to speak."""
+    row = await database.one(WAIT_FOR, {"rewarder": rewarder})
+    return 0 if row is None else row["rollouts"]
 
 
 class Spoken:

@@ -70,10 +70,12 @@ ROUTES: dict[tuple[str, str], Asked | str] = {
     ("post", "/policy/promote"): Asked(401, 401, 404, 401, body=VERSION),
     ("post", "/policy/rollback"): Asked(401, 401, 409, 401),
     ("get", "/status"): Asked(200, 200, 200, 403),
+    ("get", "/rewarders"): Asked(200, 200, 200, 403),
     ("get", "/prompts"): Asked(200, 200, 200, 403, True),
     ("post", "/prompts"): Asked(401, 401, 200, 401, body={"name": "writer", "text": "Be brief."}),
     ("get", "/prompts/{name}"): Asked(200, 200, 200, 200, True),
     ("get", "/prompts/{name}/rollouts"): Asked(200, 200, 200, 403, query="?run=run"),
+    ("get", "/prompts/{name}/versions/{version}/rollouts"): Asked(200, 200, 200, 403, True),
     ("post", "/prompts/{name}/test"): Asked(401, 401, 404, 401, body=VERSION),
     ("post", "/prompts/{name}/promote"): Asked(401, 401, 404, 401, body=VERSION),
     ("post", "/prompts/{name}/rollback"): Asked(401, 401, 409, 401),
@@ -184,7 +186,11 @@ async def answered(tenants: Tenants, method: str, path: str, asked: Asked | str,
     url = (
         tenants.system.url
         + path.format(
-            rollout_id="gone" if method == "delete" else tenants.theirs, name="writer", call_id="c", reward_id=1
+            rollout_id="gone" if method == "delete" else tenants.theirs,
+            name="writer",
+            version=2,
+            call_id="c",
+            reward_id=1,
         )
         + query
     )
