@@ -13,7 +13,7 @@ export const underWay = (versions) => versions.find(({ promotion }) => promotion
 export function Test({ test }) {
   const { evidence } = test;
   const unweighed = !evidence.metrics;
-  return html`<${Panel} title=${`Version ${test.version} is tested against ${test.against}`} wide>
+  return html`<${Panel} title=${`Version ${test.version} ${test.status === "testing" ? "is" : "was"} tested against ${test.against}`} wide>
     <p>${unweighed ? "Not weighed yet." : html`${number(evidence.rollouts)} of at most ${number(evidence.max_rollouts)} rollouts, ${number(evidence.groups)} groups compared; ${number(evidence.candidate.failed)} of the candidate's and ${number(evidence.live.failed)} of the live version's failed.`}</p>
     ${evidence.waits && html`<p>It may go live, but ${evidence.waits}.</p>`}
     ${!unweighed && html`<${Metrics} evidence=${evidence} />`}<//>`;

@@ -1,0 +1,125 @@
+// Prompts: their versions, which one is live, how tests of them go, and each text beside the one before it.
+import { useData } from "./api.mjs";
+import { useFresh } from "./feed.mjs";
+import { number, signed } from "./format.mjs";
+import { html, useMemo } from "./html.mjs";
+import { Badge, Empty, Facts, LongText, Loaded, Panel, Reward, RolloutLink, Table, Time, link, to } from "./parts.mjs";
+import { Test, outcome } from "./promotion.mjs";
+import { RolloutStatus } from "./rollouts.mjs";
+
+const MOST_LINES = 600; // that are compared one by one
+const MOST_CHARACTERS = 30_000;
+const TEST_KIND = { testing: "accent", promoted: "good", rejected: "bad" };
+
+export const key = "p";
+
+export function View({ more, params }) {
+  const prompts = useData("/prompts");
+  useFresh(["reward", "rollout"], prompts.reload);
+  const [name, version] = more;
+  return html`<${Loaded} of=${prompts}>${({ data }) => {
+    if (name === undefined) return html`<${List} prompts=${data} />`;
+    const prompt = data.find((one) => one.name === name);
+    const chosen = prompt?.versions.find((one) => String(one.version) === version);
+    if (!chosen) return html`<${Empty}>There is no such version. <a href="#/prompts">All prompts</a><//>`;
+    return html`<${One} prompt=${prompt} version=${chosen} beside=${params.beside} />`;
+  }}<//>`;
+}
+
+function List({ prompts }) {
+  return html`<h1 class="hidden">Prompts</h1>
+    ${prompts.length === 0 && html`<${Empty}>No prompts yet. <code>lightning-proxy prompts add NAME FILE</code> adds the agent's own text as version 1.<//>`}
+    ${prompts.map((prompt) => html`<${Prompt} key=${prompt.name} prompt=${prompt} />`)}`;
+}
+
+function Prompt({ prompt }) {
+  const { name, match, versions, test, waiting } = prompt;
+  const columns = [
+    { name: "version", label: "version", cell: ({ version }) => html`<a class="pick" href=${to("prompts", name, version)}>version ${version}</a>` },
+    { name: "status", label: "status", cell: (one) => html`<${Status} version=${one} waiting=${waiting} />` },
+    ...["train", "eval"].map((mode) => ({ name: mode, label: `${mode} reward`, num: true, title: "mean of the rollouts that kept this version", cell: ({ rewards }) => html`<${Mean} of=${rewards[mode]} />` })),
+    { name: "difference", label: "in its last test", num: true, title: "how far it was above the version that was live", cell: ({ promotion }) => html`<${Difference} test=${promotion} />` },
+    { name: "text", label: "text", cell: ({ text }) => html`<div class="words"><span>${text.slice(0, 200)}</span></div>` },
+    { name: "made", label: "made", num: true, cell: ({ created_at }) => html`<${Time} at=${created_at} />` },
+  ];
+  return html`<${Panel} title=${name} note=${`takes the place of the ${match.role} message of ${match.agent ?? "any agent"}`} wide>
+      <${Table} label=${`Versions of ${name}`} columns=${columns} rows=${[...versions].reverse()} rowKey=${({ version }) => version} />
+    <//>
+    ${test && html`<${Test} test=${test} />`}`;
+}
+
+function Status({ version, waiting }) {
+  const { live, promotion } = version;
+  return html`${live && html`<${Badge} kind="accent">live<//> `}${version.version === waiting && html`<${Badge}>tested next<//> `}
+    ${promotion && html`<span title=${outcome(promotion)}><${Badge} kind=${TEST_KIND[promotion.status]}>${promotion.status === "ended" ? "test ended" : promotion.status}<//></span>`}`;
+}
+
+const Mean = ({ of }) => html`<${Reward} value=${of?.mean} />${of && html` <small>of ${number(of.rollouts)}</small>`}`;
+
+function Difference({ test }) {
+  const found = test?.evidence.metrics?.reward;
+  if (!found) return null;
+  return html`${signed(found.difference)}${found.interval && html` <small>${signed(found.interval[0])} to ${signed(found.interval[1])}</small>`}`;
+}
+
+// One version: its text beside another's, how its test went, and the rollouts that kept it.
+function One({ prompt, version, beside }) {
+  const { name, versions } = prompt;
+  const { promotion, rewards } = version;
+  const other = versions.find((one) => String(one.version) === beside) ?? versions.find((one) => one.version === (version.parent ?? version.version - 1));
+  const others = versions.filter((one) => one !== version);
+  const onChange = ({ target }) => (location.hash = `${to("prompts", name, version.version)}?${new URLSearchParams({ beside: target.value })}`);
+  return html`<div class="title-line"><h1>${name} version ${version.version}</h1> <${Status} version=${version} waiting=${prompt.waiting} /> <a href="#/prompts">all prompts</a></div>
+    ${others.length > 0 && html`<form class="filters" onSubmit=${(event) => event.preventDefault()}><label>beside<select name="beside" onChange=${onChange}>${others.map((one) => html`<option value=${one.version} selected=${one === other}>version ${one.version}${one.live ? ", live" : ""}</option>`)}</select></label></form>`}
+    <${Texts} before=${other} after=${version} />
+    <div class="grid">
+      <${Panel} title="About this version"><${Facts} of=${{ made: html`<${Time} at=${version.created_at} />`, from: version.parent && `version ${version.parent}`, comment: version.comment, "train reward": rewards.train && html`<${Mean} of=${rewards.train} />`, "eval reward": rewards.eval && html`<${Mean} of=${rewards.eval} />`, ...version.metrics }} /><//>
+      <${Kept} name=${name} version=${version.version} />
+    </div>
+    ${promotion ? html`${promotion.reason && html`<p>${outcome(promotion)}</p>`}<${Test} test=${promotion} />` : html`<p class="muted">No test compared this version with the live one. With <code>prompts.promotion: gated</code>, <code>lightning-proxy prompts test NAME ${version.version}</code> begins one.</p>`}`;
+}
+
+const KEPT = [
+  { name: "rollout", label: "rollout", cell: ({ rollout_id }) => html`<${RolloutLink} id=${rollout_id} />` },
+  { name: "reward", label: "reward", num: true, cell: ({ reward }) => html`<${Reward} value=${reward} />` },
+  { name: "status", label: "status", cell: ({ status }) => html`<${RolloutStatus} status=${status} />` },
+  { name: "task", label: "task", cell: ({ task_id }) => task_id && html`<a class="id" href=${link("rollouts", { task_id })} title=${task_id}>${task_id}</a>` },
+  { name: "mode", label: "mode", cell: ({ mode }) => mode },
+  { name: "counts", label: "evidence", title: "of the last test that this version is part of", cell: ({ counts }) => counts && html`<${Badge}>evidence<//>` },
+  { name: "opened", label: "opened", num: true, cell: ({ created_at }) => html`<${Time} at=${created_at} />` },
+];
+
+function Kept({ name, version }) {
+  const kept = useData(`/prompts/${encodeURIComponent(name)}/versions/${version}/rollouts`);
+  return html`<${Panel} title="Rollouts that kept it" note="The newest 100." wide><${Loaded} of=${kept}>${({ data }) => (data.length === 0
+    ? html`<${Empty}>None yet. <code>lightning-proxy run --tasks FILE -- COMMAND</code> starts agents.<//>`
+    : html`<${Table} label="Rollouts" columns=${KEPT} rows=${data} rowKey=${({ rollout_id }) => rollout_id} />`)}<//><//>`;
+}
+
+function Texts({ before, after }) {
+  const marked = useMemo(() => before && compared(before.text, after.text), [before?.text, after.text]);
+  const text = (one, side, title) => html`<${Panel} title=${title}>${marked
+    ? html`<pre class="said" dir="auto" tabindex="0" aria-label=${title}>${marked.filter(([mark]) => mark !== side).map(([mark, line]) => (mark ? html`<${mark}>${`${line}\n`}<//>` : `${line}\n`))}</pre>`
+    : html`<${LongText}>${one.text}<//>`}<//>`;
+  if (!before) return text(after, "del", `Version ${after.version}`);
+  return html`<div class="beside">${text(before, "ins", `Version ${before.version}`)}${text(after, "del", `Version ${after.version}`)}</div>`;
+}
+
+// Lines of both texts, [mark, line] in order: `del` for one of the first alone, `ins` for one of the second. Null: too long.
+function compared(first, second) {
+  const [a, b] = [first.split("\n"), second.split("\n")];
+  if (Math.max(a.length, b.length) > MOST_LINES || first.length + second.length > MOST_CHARACTERS) return null;
+  const common = Array.from({ length: a.length + 1 }, () => new Uint16Array(b.length + 1)); // lines that what is left shares
+  for (let i = a.length - 1; i >= 0; i--) {
+    for (let j = b.length - 1; j >= 0; j--) common[i][j] = a[i] === b[j] ? common[i + 1][j + 1] + 1 : Math.max(common[i + 1][j], common[i][j + 1]);
+  }
+  const lines = [];
+  for (let [i, j] = [0, 0]; i < a.length || j < b.length; ) {
+    if (i < a.length && j < b.length && a[i] === b[j]) {
+      lines.push([null, a[i++]]);
+      j++;
+    } else if (j === b.length || (i < a.length && common[i + 1][j] >= common[i][j + 1])) lines.push(["del", a[i++]]);
+    else lines.push(["ins", b[j++]]);
+  }
+  return lines;
+}
