@@ -96,7 +96,17 @@ async def test_axe_finds_nothing_where_there_is_nothing_yet(running: Running, tm
 
 async def test_nothing_is_shown_without_a_command_that_helps(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, browsing(system.url) as (page, _):
-        for view in ("overview", "rollouts", "tasks", "versions", "compare", "costs"):
+        for view in (
+            "overview",
+            "rollouts",
+            "tasks",
+            "versions",
+            "compare",
+            "costs",
+            "evaluations",
+            "prompts",
+            "rewarders",
+        ):
             await show(page, system, view)
             empty = page.locator(".empty")
             await expect(empty.first).to_be_visible()

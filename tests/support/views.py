@@ -26,6 +26,9 @@ VIEWS = {
     "compare?a=0&b=5": "paired tasks",
     "costs": "Calls by day",
     "rate": "Say who you are",
+    "evaluations": "mean of all eval rollouts",
+    "prompts": "No prompts yet",
+    "rewarders": "What a reward counts for in training",
 }
 
 
@@ -44,7 +47,7 @@ async def every(page: Page, system: Any) -> list[str]:
     """Those of VIEWS, and whatever else the page's navigation leads to."""
     await page.goto(system.url)
     links = page.locator("nav a[href^='#/']")
-    await expect(links.first).to_be_visible()
+    await expect(links.first).to_be_attached()  # on a phone they are folded
     return [*dict.fromkeys([*VIEWS, *(href.removeprefix("#/") for href in await links.evaluate_all(HREFS))])]
 
 

@@ -6,7 +6,7 @@ import { startFeed, stopFeed, useFeedState } from "./feed.mjs";
 import { html, render, useEffect, useRef, useState } from "./html.mjs";
 import { Help, useKeyboard } from "./keyboard.mjs";
 import { Overview } from "./overview.mjs";
-import { Empty } from "./parts.mjs";
+import { Empty, Folded } from "./parts.mjs";
 import { Rollout } from "./rollout.mjs";
 import { Rollouts } from "./rollouts.mjs";
 import { Rows } from "./rows.mjs";
@@ -77,8 +77,10 @@ function Header({ view, onHelp, onLogout, theme, onTheme }) {
   return html`<header class="top">
     <a class="brand" href="#/overview">lightning-proxy</a>
     <nav aria-label="Views">
-      ${[...VIEWS.keys()].map((name) => html`<a href=${`#/${name}`} aria-current=${name === view && "page"}>${name}</a>`)}
-      <a href="docs">routes</a>
+      <${Folded} key=${view} label=${`views: ${view}`}>
+        ${[...VIEWS.keys()].map((name) => html`<a href=${`#/${name}`} aria-current=${name === view && "page"}>${name}</a>`)}
+        <a href="docs">routes</a>
+      <//>
     </nav>
     <span class=${`feed ${state}`} title=${meaning} role="status">${state}</span>
     <button onClick=${onTheme} title="Change between light and dark">${theme === "dark" ? "light" : "dark"}</button>
