@@ -21,6 +21,8 @@ COMMANDS = [
     ("rollouts", "diff", "r:1", "r2"),
     ("policy", "list", "--json"),
     ("costs", "--by", "rollout", "--json"),
+    ("prompts", "list", "--json"),
+    ("prompts", "show", "writer"),
 ]
 
 
@@ -33,6 +35,7 @@ async def test_a_store_alone_shows_what_the_proxy_showed(
             assert (await system.chat(name, **key))[0] == 200
         posted = {"rollout_id": "r2", "reward": 0.5}
         assert (await system.call("POST", "/reward", posted, **key))[0] == 200
+        assert (await system.call("POST", "/prompts", {"name": "writer", "text": "You write."}, **key))[0] == 200
         monkeypatch.setenv("LIGHTNING_API_KEY", "agent")
         before = [await system.lightning(*command) for command in COMMANDS]
     monkeypatch.delenv("LIGHTNING_API_KEY")  # whoever can read the file needs none
