@@ -9,6 +9,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from support.browser import browsing, needs_browser
+from support.dashboards import dashboard
 from support.views import Running, every, learned, show
 
 axe = pytest.importorskip("axe_playwright_python", reason="no axe-playwright-python: `make setup` brings it")
@@ -92,6 +93,25 @@ async def test_axe_finds_nothing_where_there_is_nothing_yet(running: Running, tm
                 await show(page, system, view.partition("?")[0].replace("run-004-2-1", one["rollout_id"]))
                 found[view] = await findings(page)
     assert {view: these for view, these in found.items() if these} == {}
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", [{}, PHONE], ids=["desk", "phone"])
+async def test_axe_finds_nothing_on_the_page_of_several_stores(
+    running: Running, tmp_path: Path, scheme: str, size: dict[str, Any]
+) -> None:
+    for name in ("learned", "empty"):
+        (tmp_path / name).mkdir()
+        async with learned(running, tmp_path / name) if name == "learned" else running(tmp_path / name):
+            pass
+        (tmp_path / name / "store.db").rename(tmp_path / name / "lightning.db")
+    async with (
+        dashboard(tmp_path, "2 stores") as (url, key),
+        browsing("about:blank", color_scheme=scheme, **size) as (page, _),
+    ):
+        await page.goto(f"{url}/?key={key}")
+        await expect(page.get_by_role("link", name="learned")).to_be_visible()
+        assert (await findings(page), await page.evaluate(SIDEWAYS)) == ([], [])
 
 
 async def test_nothing_is_shown_without_a_command_that_helps(running: Running, tmp_path: Path) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import signal
 import sqlite3
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, closing
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,35 +18,11 @@ import aiohttp
 
 from lightning_proxy.commands.page.dashboard import IdleFile, end_when_written
 from support.command_line import lightning
+from support.dashboards import dashboard
 from support.postgres import postgres_server
 from support.whole_system import free_port
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
-
-
-@asynccontextmanager
-async def dashboard(store: Path | str, where: str | None = None) -> AsyncIterator[tuple[str, str]]:
-    """Its address and its key. `where`: the store as it is shown."""
-    argv = (sys.executable, "-m", "lightning_proxy", "dashboard", "--store", str(store), "--port", str(free_port()))
-    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        said = (await asyncio.wait_for(process.stdout.readline(), 60)).decode()
-        found = re.search(r"(http://[^/]+)/(?:#/)?\?key=(\S+)", said)
-        assert found is not None and said.startswith(f"{where or store}: "), said
-        async with aiohttp.ClientSession(headers={"Connection": "close"}) as session:
-            while True:
-                try:
-                    alone = "/readyz" if "/#/" in said else "/0/readyz"
-                    async with session.get(f"{found[1]}{alone}") as answer:
-                        assert (await answer.json())["status"] == "alone"
-                    break
-                except aiohttp.ClientConnectionError:
-                    await asyncio.sleep(0.1)
-        yield found[1], found[2]
-    finally:
-        process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), 30) == 0
 
 
 async def test_a_store_alone_can_be_looked_at_and_stays_as_it_is(running: Running, tmp_path: Path) -> None:
