@@ -19,6 +19,7 @@ ON_BOARD = (
     "page",
     "texts",
     "costs",
+    "environments",
     "evaluation",
     "promotion",
     "prompts",

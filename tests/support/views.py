@@ -25,6 +25,7 @@ VIEWS = {
     "versions": "Version 6 is live",
     "compare?a=0&b=5": "paired tasks",
     "costs": "Calls by day",
+    "environments": "reasoning_gym:sums",
     "rate": "Say who you are",
     "evaluations": "mean of all eval rollouts",
     "prompts": "No prompts yet",

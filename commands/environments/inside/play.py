@@ -55,7 +55,7 @@ def tasks(kind: Any, name: str, given: str) -> Iterator[str]:
     arguments = Arguments(json.loads(given))
     wanted, made = arguments.tasks, 0
     for task in kind.tasks(name, arguments):
-        yield json.dumps(task | arguments.shared)
+        yield json.dumps(task | arguments.shared | {"environment": f"{kind.__name__.rpartition('.')[2]}:{name}"})
         made += 1
     if made < wanted:
         print(f"{name} has {made} different tasks of split {arguments.split}, not {wanted}", file=sys.stderr)
@@ -64,6 +64,7 @@ def tasks(kind: Any, name: str, given: str) -> Iterator[str]:
 def episode(kind: Any) -> None:
     """Play the task of this rollout, post its rewards, and end it."""
     task, run = json.loads(os.environ["LIGHTNING_TASK"]), current()
+    run.event("note", name="environment", value=task.get("environment"))
     found = kind.play(task, run)
     measured = [{"name": name, "reward": value} for name, value in found.measured.items()]
     posts = [*measured, *_rewards(found.rewards, run)]

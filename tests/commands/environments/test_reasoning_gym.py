@@ -52,6 +52,9 @@ async def test_an_episode_is_a_rollout_with_rewards_by_name(running: Running, tm
         assert {one["status"] for one in page["data"]} == {"completed"}
         _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
         assert {one["name"]: one["reward"] for one in rollout["rewards"]} == {"format": 1.0, "reward": 1.0}
+        _, seen = await system.call("GET", "/environments")
+        (one,) = seen["data"]
+        assert (one["environment"], one["rollouts"], one["tasks"]) == ("reasoning_gym:sums", 4, 2)
 
 
 async def test_a_question_that_is_drawn_is_the_same_when_it_is_scored(running: Running, tmp_path: Path) -> None:

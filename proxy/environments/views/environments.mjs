@@ -1,0 +1,32 @@
+// Environments: what rollouts earned in each, by seat and measure, with the interval, and how many failed.
+import { useData } from "./api.mjs";
+import { useFresh } from "./feed.mjs";
+import { number, plural } from "./format.mjs";
+import { html } from "./html.mjs";
+import { Empty, Loaded, Panel, Table, Time, link } from "./parts.mjs";
+
+export const key = "n";
+
+const COLUMNS = [
+  { name: "name", label: "reward of", title: "the rollout; a seat, by its agent's name; or what else was measured", cell: ({ name }) => (name === "reward" ? html`<b>the rollout</b>` : name) },
+  { name: "mean", label: "mean", num: true, title: "over tasks", cell: ({ mean }) => html`<b>${number(mean)}</b>` },
+  { name: "interval", label: "95 % interval", num: true, cell: ({ low, high }) => (low === null ? "one task" : `${number(low)} to ${number(high)}`) },
+  { name: "rollouts", label: "rollouts", num: true, cell: ({ rollouts }) => number(rollouts) },
+];
+
+export function View({ params }) {
+  const found = useData("/environments", { mode: params.mode });
+  useFresh(["step"], found.reload);
+  const onChange = (event) => (location.hash = link("environments", event.currentTarget.value ? { mode: event.currentTarget.value } : {}));
+  return html`<h1 class="hidden">Environments</h1>
+    <form class="filters"><label>mode<select name="mode" onChange=${onChange}>${["", "train", "eval"].map((one) => html`<option value=${one} selected=${one === (params.mode ?? "")}>${one || "any"}</option>`)}</select></label></form>
+    <${Loaded} of=${found}>${({ data }) => (data.length > 0
+      ? html`<div class="grid">${data.map((one) => html`<${Environment} key=${one.environment} of=${one} />`)}</div>`
+      : html`<${Empty}>No rollout says which environment it played. <code>lightning-proxy run --environment reasoning_gym:gcd</code> plays one.<//>`)}<//>`;
+}
+
+function Environment({ of }) {
+  const note = html`${plural(of.rollouts, "rollout")} of ${plural(of.tasks, "task")}, ${number(of.running)} running, ${of.failed > 0 ? html`<a href=${link("rollouts", { status: "failed" })}>${number(of.failed)} failed</a>` : "none failed"}, last <${Time} at=${of.last_at} />`;
+  return html`<${Panel} title=${of.environment} note=${note}>
+    ${of.rewards.length > 0 ? html`<${Table} label=${`Rewards of ${of.environment}`} columns=${COLUMNS} rows=${of.rewards} rowKey=${({ name }) => name} />` : html`<${Empty}>Nothing has a reward yet.<//>`}<//>`;
+}
