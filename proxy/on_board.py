@@ -20,6 +20,7 @@ ON_BOARD = (
     "texts",
     "costs",
     "environments",
+    "machine",
     "evaluation",
     "promotion",
     "prompts",

@@ -22,11 +22,10 @@ SELECT recent.*, events.value AS environment FROM (
 WHERE events.kind = 'note' AND events.name = 'environment' ORDER BY recent.n DESC, events.event_id
 """
 EARNED = """
-SELECT rollouts.rollout_id, name, value
+SELECT rollouts.rollout_id, reward_id, name, value
 FROM rollouts CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
 WHERE rollouts.rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids))
       AND call_id IS NULL AND name <> 'reward'
-ORDER BY reward_id
 """
 
 
@@ -47,7 +46,7 @@ class EnvironmentTable:
 
 def _environments(played: Sequence[Row], earned: Sequence[Row]) -> list[dict[str, Any]]:
     by_name: dict[str, dict[str, float]] = {}  # of each rollout, the newest reward of each name
-    for row in earned:
+    for row in sorted(earned, key=lambda row: int(row["reward_id"])):
         by_name.setdefault(row["rollout_id"], {})[row["name"]] = row["value"]
     of: dict[str, dict[str, Row]] = {}  # of each environment, its rollouts
     seen: set[str] = set()

@@ -117,6 +117,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("computed_tokens_per_s", "tokens/s", "`computed_tokens` / `step_s`"),
         ("micro_batches", "count", "forward passes"),
         ("passes_halved", "count", "passes made again as two halves, because memory ran out"),
+        ("memory_gib", "GiB", "the trainer's memory at its peak, since its start: on its GPU, or without one all"),
     ),
     **_group(
         "seconds",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ...proxy.config.trainer import TrainerConfig
@@ -24,6 +26,13 @@ SUMS = (
     "computed_tokens", "padded_tokens", "micro_batches", "passes_halved", "rows_out_of_memory", "guided_tokens",
     "guidance_sum", "guide_gap_sum",
 )  # fmt: skip
+
+
+def peak_memory_gib() -> float:
+    """Return the memory of this process at its peak: what torch took of its GPU, or without one all of it."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 @dataclass(slots=True)
@@ -155,6 +164,7 @@ class StepMetrics:
             "micro_batches": float(self.micro_batches),
             "passes_halved": float(self.passes_halved),
             "rows_out_of_memory": float(self.rows_out_of_memory),
+            "memory_gib": peak_memory_gib(),
             "trained_tokens_per_s": self.trained_tokens / seconds,
             "computed_tokens_per_s": self.computed_tokens / seconds,
             "step_s": seconds,
