@@ -12,13 +12,11 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.preferences.config import PreferenceKeys
-from ...proxy.store.store import Store
 from ..report.batch_metrics import Seen
 from ..tuning.lessons import Lessons, lessons_of
-from ..tuning.rollouts import NothingToLearn, RewardedRollout, RolloutReader, as_sampled, what_was_left_out
-from ..types import Sample, Sift
+from ..tuning.rollouts import NothingToLearn, RewardedRollout, what_was_left_out
+from ..types import Sample
+from .reader import SampledReader
 
 
 class Pair(NamedTuple):
@@ -31,20 +29,8 @@ class Pair(NamedTuple):
 Pairs = Lessons[Pair]
 
 
-class PairReader:
+class PairReader(SampledReader):
     """Reads pairs from the store."""
-
-    def __init__(
-        self,
-        config: TrainerConfig,
-        store: Store,
-        max_tokens: int,
-        vocabulary: int | None = None,
-        sift: Sift | None = None,
-    ) -> None:
-        """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
-        self._config = PreferenceKeys.of(config).dpo
-        self._rollouts = RolloutReader(config, store, as_sampled, max_tokens, vocabulary, sift)
 
     async def read(self, among: Collection[str] | None = None) -> Pairs:
         """Return the pairs of each task, of all rollouts or `among` these. Raises NothingToLearn without any.
@@ -61,7 +47,7 @@ class PairReader:
         if not differing:
             raise NothingToLearn(
                 f"nothing to prefer: in none of {len(tasks)} tasks do two rewarded rollouts differ by "
-                f"{self._config.margin:g} or more (trainer.dpo.margin)"
+                f"{self._dpo.margin:g} or more (trainer.dpo.margin)"
             )
         ordered = self._rollouts.in_order(differing)
         found = [pairs for task in ordered if (pairs := await self._of_task(differing[task], seen))]
@@ -72,7 +58,7 @@ class PairReader:
                 f"nothing to prefer: the rewards of {len(differing)} tasks differ, and no two of their rollouts make a "
                 f"pair: {', '.join(filter(None, reasons)) or 'their answers are the same'}"
             )
-        chosen = lessons_of(found, self._config.held_out, seen)
+        chosen = lessons_of(found, self._dpo.held_out, seen)
         counts = {
             "pairs": float(len(chosen.train)),
             "pairs_held_out": float(len(chosen.held_out)),
@@ -82,13 +68,13 @@ class PairReader:
 
     def _differ(self, rollouts: Sequence[RewardedRollout]) -> bool:
         rewards = [one.reward for one in rollouts]
-        return max(rewards) - min(rewards) >= self._config.margin
+        return max(rewards) - min(rewards) >= self._dpo.margin
 
     async def _of_task(self, rollouts: Sequence[RewardedRollout], seen: Seen) -> list[Pair]:
         rows = [(one.reward, made[0]) for one in rollouts if (made := await self._rollouts.rows(one.rollout, seen))]
         ranked = sorted(rows, key=lambda row: -row[0])
         apart = [(a[0] - b[0], Pair(a[1], b[1])) for a, b in combinations(ranked, 2)]
-        widest = sorted((one for one in apart if one[0] >= self._config.margin), key=lambda one: -one[0])
+        widest = sorted((one for one in apart if one[0] >= self._dpo.margin), key=lambda one: -one[0])
         distinct: dict[Any, Pair] = {}
         for _, pair in widest:
             if pair.chosen.token_ids != pair.rejected.token_ids:
@@ -101,7 +87,7 @@ class PairReader:
         """Up to `dpo.pairs_per_task` of them, each time one whose rollouts are in the fewest pairs yet."""
         used: Counter[str] = Counter()
         found: list[Pair] = []
-        while candidates and len(found) < self._config.pairs_per_task:
+        while candidates and len(found) < self._dpo.pairs_per_task:
             pair = min(candidates, key=lambda p: used[p.chosen.rollout_id] + used[p.rejected.rollout_id])
             candidates.remove(pair)
             used.update([pair.chosen.rollout_id, pair.rejected.rollout_id])

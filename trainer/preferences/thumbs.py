@@ -9,13 +9,11 @@ import hashlib
 from collections.abc import Collection
 from typing import NamedTuple
 
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.preferences.config import PreferenceKeys
-from ...proxy.store.store import Store
 from ..report.batch_metrics import Seen
 from ..tuning.lessons import Lessons, lessons_of
-from ..tuning.rollouts import NothingToLearn, RolloutReader, as_sampled, what_was_left_out
-from ..types import Sample, Sift
+from ..tuning.rollouts import NothingToLearn, what_was_left_out
+from ..types import Sample
+from .reader import SampledReader
 
 
 class Thumb(NamedTuple):
@@ -28,20 +26,8 @@ class Thumb(NamedTuple):
 Thumbs = Lessons[Thumb]
 
 
-class ThumbReader:
+class ThumbReader(SampledReader):
     """Reads rows with thumbs from the store."""
-
-    def __init__(
-        self,
-        config: TrainerConfig,
-        store: Store,
-        max_tokens: int,
-        vocabulary: int | None = None,
-        sift: Sift | None = None,
-    ) -> None:
-        """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
-        self._config = PreferenceKeys.of(config).kto
-        self._rollouts = RolloutReader(config, store, as_sampled, max_tokens, vocabulary, sift)
 
     async def read(self, among: Collection[str] | None = None) -> Thumbs:
         """Return the rows of all rollouts or `among` these; up is a reward above `kto.threshold`.
@@ -53,10 +39,10 @@ class ThumbReader:
         for one in await self._rollouts.rewarded(among, seen):
             rows = await self._rollouts.rows(one.rollout, seen)
             if rows:
-                up = one.reward > self._config.threshold
+                up = one.reward > self._kto.threshold
                 tasks.setdefault(one.task, []).extend(Thumb(row, up) for row in rows)
         found = [tasks[task] for task in self._rollouts.in_order(tasks)]
-        thumbs = lessons_of(found, self._config.held_out, seen)
+        thumbs = lessons_of(found, self._kto.held_out, seen)
         if len(thumbs.train) < 2:
             raise NothingToLearn(
                 f"nothing to learn from: {seen.rollouts} rollouts of mode train are completed and have a reward, with "
