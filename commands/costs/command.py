@@ -18,6 +18,7 @@ from ..show.listing import since_of
 WAYS = ("day", "model", "key", "task", "rollout", "mode")
 STEP = "step"
 SECONDS = ("collect_s", "guide_s", "step_s", "checkpoint_s", "publish_s")  # of the machine; not `wait_s`
+TEACHER = "teacher_tokens"
 Json = Mapping[str, Any]
 
 
@@ -81,17 +82,20 @@ def notes(costs: Json) -> list[str]:
 
 
 def seconds_of(metrics: Json) -> dict[str, float]:
-    """Return the seconds of the machine that a step took, by what for, and how long it waited for rollouts."""
-    parts = {name: metrics[name] for name in (*SECONDS, "wait_s") if isinstance(metrics.get(name), int | float)}
+    """Return the seconds of the machine that a step took, by what for, its wait, and a teacher's tokens."""
+    parts = {
+        name: metrics[name] for name in (*SECONDS, "wait_s", TEACHER) if isinstance(metrics.get(name), int | float)
+    }
     return {"machine_s": sum(parts.get(name, 0.0) for name in SECONDS), **parts}
 
 
 def steps_table(steps: Sequence[Json]) -> Table:
     """Return a line for each step, newest first."""
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    names = ("machine_s", *SECONDS, "wait_s")
-    for name in ("step", *(name.removesuffix("_s") + " s" for name in names)):
+    names, teacher = ("machine_s", *SECONDS, "wait_s"), any(TEACHER in step for step in steps)
+    for name in ("step", *(name.removesuffix("_s") + " s" for name in names), *["teacher's tokens"] * teacher):
         table.add_column(name, justify="right", no_wrap=True)
     for step in steps:
-        table.add_row(str(step["step"]), *(number(step.get(name)) for name in names))
+        tokens = [count(step.get(TEACHER, 0))] * teacher
+        table.add_row(str(step["step"]), *(number(step.get(name)) for name in names), *tokens)
     return table

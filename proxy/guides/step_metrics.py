@@ -12,6 +12,7 @@ GROUPS = {
         ("hints_not_shown", "count", "hints left out: the chat template does not give the recorded prompt again"),
         ("hints_too_long", "count", "hints left out: with them a row is over `trainer.max_sample_tokens`"),
         ("calls_taught", "count", "calls that the teacher scored"),
+        ("teacher_tokens", "count", "tokens that the teacher read and sampled"),
         (
             "calls_not_plain",
             "count",

@@ -76,6 +76,7 @@ class Teacher:
         counts: Counter[str] = Counter()
         samples = tuple(self._with(sample, logprobs.get(self._row(sample), []), counts) for sample in batch.samples)
         metrics = {name: float(counts[name]) for name in COUNTS}
+        metrics["teacher_tokens"] = float(sum(len(row) + 1 for row in logprobs))  # vLLM samples one after each row
         return replace(batch, samples=samples, metrics={**batch.metrics, **metrics})
 
     def _row(self, sample: Sample) -> Row:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.commands.costs.command import seconds_of, steps_table
 from lightning_proxy.proxy import prices
 from lightning_proxy.proxy.apis.usage import Used, used
 from lightning_proxy.proxy.config.root import Config
@@ -224,3 +225,10 @@ async def test_a_terminal_shows_costs_and_the_seconds_of_steps(running: Running,
         assert (await system.lightning("costs", "--by", "step")).returncode == 0
         wrong = await system.lightning("costs", "--by", "colour")
         assert (wrong.returncode, "--by is day" in wrong.stderr) == (2, True)
+
+
+def test_a_teachers_tokens_stand_with_its_step() -> None:
+    steps = [{"step": 1, **seconds_of({"step_s": 2.0, "teacher_tokens": 1234.0})}, {"step": 0, **seconds_of({})}]
+    table = steps_table(steps)
+    assert [*table.columns[-1].cells] == ["1,234", "0"] and table.columns[-1].header == "teacher's tokens"
+    assert len(steps_table(steps[1:]).columns) == len(table.columns) - 1

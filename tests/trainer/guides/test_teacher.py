@@ -108,7 +108,7 @@ async def test_what_a_teacher_says_of_an_answer_is_guidance(server: TeacherServe
             assert guidance.logprobs[3:] == pytest.approx(server.scores(sample.token_ids)[2:], abs=1e-5)
             assert all(map(math.isnan, guidance.logprobs[:3]))
         assert sorted(server.rows) == [(0, 5, 6, 7, 8), (0, 5, 6, 9)]  # equal rows are asked for once
-        assert batch.metrics["calls_taught"] == 3
+        assert (batch.metrics["calls_taught"], batch.metrics["teacher_tokens"]) == (3, 11)
 
 
 async def test_a_teacher_is_not_asked_about_what_it_cannot_say(server: TeacherServer) -> None:
