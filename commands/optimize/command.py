@@ -16,6 +16,7 @@ from rich.console import Console
 
 from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError
+from ...proxy.prices import Prices
 from ...proxy.providers import require_litellm
 from ..api_client import ApiClient
 from ..eval.stats import Comparison, compare
@@ -66,7 +67,8 @@ class OptimizeRequest:
 class Found:
     """The outcome. `mean`s are over the validation tasks; `held_out`: how far the best is above the first there.
 
-    `tested`: the best one was to go live, and new rollouts decide about that (prompts.promotion).
+    `tested`: the best one was to go live, and new rollouts decide about that (prompts.promotion). `reflect_tokens`,
+    `reflect_usd`: of the reflecting model; None without a price.
     """
 
     prompt: str
@@ -79,6 +81,8 @@ class Found:
     before: float
     after: float
     held_out: Comparison | None
+    reflect_tokens: int
+    reflect_usd: float | None
     tested: bool = False
 
 
@@ -181,10 +185,12 @@ class _Optimization:
             raise ConfigError(f"--budget {self.request.budget} is less than one look at the validation tasks")
         first, best = next(iter(job.tried.values())), job.best
         before, after = [await self._held_out(job.scores, one) for one in (first, best)]
+        used, price = job.reflection.used, Prices(self.config.prices).of(self.request.reflect)
         found = Found(
             self.request.prompt, run, best.version, job.scores.taken, len(job.tried), first.mean, best.mean,
             fmean(before), fmean(after),
             compare(after, before, self.request.seed) if best is not first else None,
+            used.input + used.output, None if price is None else price.of(used),
         )  # fmt: skip
         metrics = {"method": self.request.method, "run": run, "validation": best.mean, "held_out": found.after}
         body = {"name": self.request.prompt, "text": best.text, "metrics": metrics, "promote": self.request.promote}
@@ -209,6 +215,8 @@ def summary(found: Found, *, promoted: bool) -> str:
     lines = [
         f"{found.tried} versions of {found.prompt} tried in {found.rollouts} rollouts (run {found.run})",
         f"validation tasks: {found.mean_before:.3f} before, {found.mean_after:.3f} with version {found.version}",
+        f"the reflecting model used {found.reflect_tokens:,} tokens"
+        + ("" if found.reflect_usd is None else f" ({found.reflect_usd:.4g} USD)"),
     ]
     if found.held_out is None:
         return "\n".join([*lines, "no version was better than the first one"])

@@ -104,13 +104,15 @@ async def prepare(system: Any, tmp_path: Path, model: Reflecting, method: str, b
 @pytest.mark.parametrize("method", [pytest.param("apo", marks=pytest.mark.long), "gepa"])
 async def test_a_better_prompt_is_found(running: Running, tmp_path: Path, method: str) -> None:
     agent = [sys.executable, str(tmp_path / "agent.py")]
-    async with running(tmp_path) as system, reflecting() as model:
+    async with running(tmp_path, prices={"openai/m": [1, 2]}) as system, reflecting() as model:
         arguments = await prepare(system, tmp_path, model, method, 60)
         done = await system.lightning(*arguments, "--json", "--", *agent)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["mean_before"] == found["before"] == 0 and found["mean_after"] > 0.3
         assert found["held_out"]["difference"] == found["after"] > 0
+        spent = {name: found[f"reflect_{name}"] for name in ("tokens", "usd")}
+        assert spent == {"tokens": 2 * len(model.asked), "usd": pytest.approx(len(model.asked) * 3e-6)}
         assert 0 < found["rollouts"] <= 60 and found["version"] > 1
         _, prompt = await system.call("GET", "/prompts/writer")
         best = prompt["versions"][found["version"] - 1]

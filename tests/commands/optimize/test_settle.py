@@ -81,8 +81,8 @@ async def test_what_other_runs_saw_counts() -> None:
 
 async def test_the_reflecting_model_is_asked_at_most_so_often(tmp_path: Path) -> None:
     class Answers(Reflection):
-        async def _complete(self, text: str) -> str:
-            return "said"
+        async def _complete(self, text: str) -> tuple[str, None]:
+            return "said", None
 
     for _ in range(2):  # also when the answers are in the file
         model = Answers("m", None, tmp_path / "said.jsonl", most=3)
