@@ -77,7 +77,7 @@ PYTEST := $(BIN)/python -m pytest
 SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test: setup  ## run the tests, a real vLLM included: fifteen minutes on two cores; one file: ARGS=tests/...
-	$(PYTEST) $(SPREAD) -m "not long" $(ARGS)
+	$(PYTEST) $(SPREAD) -m "not long" --ignore tests/long $(ARGS)
 
 # The rooms whose tests run on a PostgreSQL server, too; they are skipped where there is none.
 ON_POSTGRES := $(addprefix tests/proxy/,store recording control conversation contexts prompts page people access rewarders) \

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 from support.paths import ROOT
 
@@ -31,7 +32,7 @@ def private(tree: ast.Module) -> Iterator[str]:
     own = set(defined(tree)) | DOCUMENTED
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
-            known = OURS | DOCUMENTED if of_self(node) else own
+            known = ours() | DOCUMENTED if of_self(node) else own
             yield from {node.attr} - known
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
             name = node.args[1]
@@ -73,12 +74,19 @@ def private_module(module: str) -> Iterator[str]:
         yield module
 
 
-OURS = set[str]().union(*(defined(ast.parse(path.read_text())) for path in FILES))
+@cache
+def trees() -> dict[str, ast.Module]:
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in FILES}
+
+
+@cache
+def ours() -> set[str]:
+    return set[str]().union(*map(defined, trees().values()))
 
 
 def test_the_list_holds_every_private_part_that_the_code_shows() -> None:
     listed = {(file, part) for parts, files, _ in rows() for file in files for part in parts}
-    found = {(str(p.relative_to(ROOT)), part) for p in FILES for part in private(ast.parse(p.read_text()))}
+    found = {(path, part) for path, tree in trees().items() for part in private(tree)}
     assert found - listed == set()
 
 
