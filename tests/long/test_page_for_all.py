@@ -147,6 +147,9 @@ async def test_a_phone_scrolls_nothing_sideways_and_shows_rewards_first(running:
         await page.get_by_role("button", name="filters").click()
         await page.get_by_label("status").select_option("failed")
         await expect(page.get_by_role("button", name="filters: 1")).to_be_visible()
+        await page.get_by_role("button", name="views: rollouts").click()
+        await page.get_by_role("link", name="tasks").click()
+        await expect(page.get_by_role("button", name="views: tasks", expanded=False)).to_be_visible()
         assert wrong.seen == []
     assert {view: these for view, these in found.items() if these} == {}
 

@@ -2,11 +2,12 @@
 import { useData } from "./api.mjs";
 import { useFresh } from "./feed.mjs";
 import { number, signed } from "./format.mjs";
-import { html, useMemo } from "./html.mjs";
+import { html, useEffect, useMemo } from "./html.mjs";
 import { Badge, Empty, Facts, LongText, Loaded, Panel, Reward, RolloutLink, Table, Time, link, to } from "./parts.mjs";
 import { Test, outcome } from "./promotion.mjs";
 import { RolloutStatus } from "./rollouts.mjs";
 
+const EVERY_MS = 15_000; // their rewards are summed up over all rollouts
 const MOST_LINES = 600; // that are compared one by one
 const MOST_CHARACTERS = 30_000;
 const TEST_KIND = { testing: "accent", promoted: "good", rejected: "bad" };
@@ -15,7 +16,11 @@ export const key = "p";
 
 export function View({ more, params }) {
   const prompts = useData("/prompts");
-  useFresh(["reward", "rollout"], prompts.reload);
+  useFresh(["step", "version"], prompts.reload);
+  useEffect(() => {
+    const timer = setInterval(prompts.reload, EVERY_MS);
+    return () => clearInterval(timer);
+  }, [prompts.reload]);
   const [name, version] = more;
   return html`<${Loaded} of=${prompts}>${({ data }) => {
     if (name === undefined) return html`<${List} prompts=${data} />`;
