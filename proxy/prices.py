@@ -13,6 +13,7 @@ from .apis.usage import Used
 from .json_text import loads
 
 MILLION = 1_000_000
+OWN_MACHINES = {"hosted_vllm", "vllm", "ollama", "ollama_chat", "lm_studio", "llamafile"}  # whatever their models are
 
 
 class Price(NamedTuple):
@@ -52,9 +53,10 @@ class Prices:
 
 
 def _litellms(model: str) -> Price | None:
-    """The price in litellm's table, by the whole name, or without its provider."""
-    table = _table()
-    found = table.get(model) or table.get(model.partition("/")[2])
+    """The price in litellm's table, by the whole name, or without its providers."""
+    table, (provider, _, rest) = _table(), model.partition("/")
+    called = [model] if provider in OWN_MACHINES else [model, rest, rest.rpartition("/")[2]]
+    found = next((table[name] for name in called if name in table), None)
     if not isinstance(found, dict) or not isinstance(first := found.get("input_cost_per_token"), int | float):
         return None
     names = ("output_cost_per_token", "cache_read_input_token_cost", "cache_creation_input_token_cost")

@@ -71,6 +71,8 @@ def test_the_first_pattern_counts_and_then_litellms_table(monkeypatch: pytest.Mo
     assert known.of("known-large") == Price(5, 6, 0.5, 5)
     assert known.of("very-large") == Price(7, 8, 7, 7)
     assert known.of("known") == known.of("provider/known") == pytest.approx(Price(1, 2, 1, 1))
+    assert known.of("router/provider/known") == known.of("known")
+    assert known.of("hosted_vllm/known") is None  # a machine of one's own
     assert (known.of("odd"), known.of("new"), known.of(None)) == (None, None, None)
 
 
