@@ -7,8 +7,12 @@ const literal = (value) => JSON.stringify(JSON.stringify(value)); // a JSON text
 
 const urlOf = (path) => new URL(path, location.href.split("#")[0]).href;
 
+const ANTHROPIC = { "anthropic-version": "2023-06-01" };
+const headersOf = (path) => (path.endsWith("/messages") ? ANTHROPIC : {}); // what Anthropic's API demands
+
 export function asCurl(path, body) {
-  const head = `curl ${quoted(urlOf(path))} \\\n  -H "Authorization: Bearer $OPENAI_API_KEY"`;
+  const more = Object.entries(headersOf(path)).map(([name, value]) => ` \\\n  -H ${quoted(`${name}: ${value}`)}`);
+  const head = `curl ${quoted(urlOf(path))} \\\n  -H "Authorization: Bearer $OPENAI_API_KEY"${more.join("")}`;
   if (body === undefined) return head;
   const said = JSON.stringify(body);
   const data = said.length > LONGEST ? `@- <<'END'\n${said}\nEND\n` : quoted(said);
@@ -19,7 +23,8 @@ export function asPython(path, body) {
   const lines = [
     "import json, os, urllib.request",
     "",
-    `headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}`,
+    `headers = {"Authorization": "Bearer " + os.environ.get("OPENAI_API_KEY", "none"), "Content-Type": "application/json"}`,
+    ...Object.entries(headersOf(path)).map(([name, value]) => `headers[${JSON.stringify(name)}] = ${JSON.stringify(value)}`),
     body === undefined ? "body = None" : `body = json.dumps(json.loads(${literal(body)})).encode()`,
     `with urllib.request.urlopen(urllib.request.Request(${JSON.stringify(urlOf(path))}, body, headers)) as answer:`,
     "    print(json.dumps(json.load(answer), indent=2))",

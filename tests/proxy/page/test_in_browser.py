@@ -176,6 +176,7 @@ async def test_requests_are_copied_as_commands_that_mean_the_same(running: Runni
             "([path, body]) => import('/page/requests.mjs').then((m) => [m.asCurl(path, body), m.asPython(path, body)])"
         )
         curl, python = await page.evaluate(made, ["v1/chat/completions", body])
+        for_claude = await page.evaluate(made, ["v1/messages", body])
         long = body | {"n": ["it's"] * 50_000}
         (longer, _) = await page.evaluate(made, ["v1/chat/completions", long])
     (tmp_path / "curl").write_text("#!/bin/sh\ncat\n")
@@ -185,6 +186,9 @@ async def test_requests_are_copied_as_commands_that_mean_the_same(running: Runni
     assert json.loads(ran.stdout) == long
     words = shlex.split(curl)
     assert (words[1], json.loads(words[-1])) == (f"{system.url}/v1/chat/completions", body)
+    assert "anthropic-version: 2023-06-01" in shlex.split(for_claude[0])
+    assert 'headers["anthropic-version"] = "2023-06-01"' in for_claude[1] and ast.parse(for_claude[1])
+    assert "anthropic" not in curl + python and 'os.environ.get("OPENAI_API_KEY", "none")' in python
     texts = [node.value for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Constant)]
     assert json.dumps(body) in [json.dumps(json.loads(one)) for one in texts if str(one).startswith('{"messages')]
 
