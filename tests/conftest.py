@@ -422,7 +422,7 @@ async def _running(tmp_path: Path, **given: Any) -> AsyncIterator[System]:
         await runner.cleanup()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def running() -> Callable[..., AbstractAsyncContextManager[System]]:
     """`async with running(tmp_path, publish="lora", recording={…}) as system:`; more arguments are keys of `proxy:`.
 

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
+import pytest_asyncio
 
 from support import stores
 from support.postgres import postgres_server
 from support.several import several
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 OWN, BETTER = "You are a writer.", "You are a careful writer."
 
@@ -65,14 +67,21 @@ class Two:
             return answer.status, await answer.json()
 
 
-@pytest.fixture
-async def two(running: Running, tmp_path: Path) -> AsyncIterator[Two]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def both(running: Running, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Two]:
+    directory = tmp_path_factory.mktemp("two")
     async with (
-        running(tmp_path, publish="lora") as system,
-        several(system.config, tmp_path, 2) as urls,
+        running(directory, publish="lora") as system,
+        several(system.config, directory, 2) as urls,
         aiohttp.ClientSession() as session,
     ):
         yield Two(system, urls, session)
+
+
+@pytest.fixture
+def two(both: Two) -> Two:
+    both.seen.clear()
+    return both
 
 
 def user(text: str) -> dict[str, str]:
@@ -90,17 +99,17 @@ async def test_calls_of_one_rollout_go_through_both_in_order(two: Two) -> None:
     messages: list[Any] = []
     for turn in range(10):
         messages.append(user(f"question {turn}"))
-        answer = await two.ask(turn % 2, messages, X_Rollout_Id="r1", X_Task_Id="t1")
-        assert (answer.status, answer.rollout) == (200, "r1")
+        answer = await two.ask(turn % 2, messages, X_Rollout_Id="whole", X_Task_Id="t1")
+        assert (answer.status, answer.rollout) == (200, "whole")
         messages.append({"role": "assistant", "content": answer.said})
     assert two.seen[-1] == messages[:-1]
     for proxy in (0, 1):
-        _, rollout = await two.call(proxy, "GET", "/rollouts/r1?requests=whole")
+        _, rollout = await two.call(proxy, "GET", "/rollouts/whole?requests=whole")
         assert [call["seq"] for call in rollout["calls"]] == list(range(10))
         assert [call["request"]["messages"] for call in rollout["calls"]] == two.seen
         assert {(call["status"], call["trainable"]) for call in rollout["calls"]} == {("ok", True)}
-    status, _ = await two.call(0, "POST", "/reward", {"rollout_id": "r1", "reward": 1})
-    _, rollout = await two.call(1, "GET", "/rollouts/r1")
+    status, _ = await two.call(0, "POST", "/reward", {"rollout_id": "whole", "reward": 1})
+    _, rollout = await two.call(1, "GET", "/rollouts/whole")
     assert (status, rollout["status"], rollout["reward"]) == (200, "completed", 1.0)
 
 
