@@ -46,7 +46,7 @@ class HonestServer:
 
     def open(self, path: str) -> Any:
         if (Path(path) / "adapter_config.json").exists():
-            return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(self.base), path)
+            return PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(self.base), path).merge_and_unload()
         return AutoModelForCausalLM.from_pretrained(path)
 
     def load(self, name: str, path: str) -> None:
