@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.load_profile("quick")  # unless --hypothesis-profile names another
 if sys.platform == "linux" and "PYTEST_XDIST_WORKER" not in os.environ:
     reaper.start()
-gc.disable()  # a third of the time of the collection's imports
 
 
-def pytest_collection_finish() -> None:
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    gc.disable()  # a third of the time of the imports
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 class _Hasty:
