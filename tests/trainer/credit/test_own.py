@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +37,17 @@ def config(credit: Any) -> TrainerConfig:
 
 
 GROUP = [sibling(1.0, False, True, True), sibling(0.0, False, False)]
+WON = 0.5 / math.sqrt(0.5)  # the sample's standard deviation of 1 and 0 is √0.5
 
 
 def test_the_example_gives_credit_to_one_call() -> None:
     own = config(f"{EXAMPLES}/hooks/credit.py:first_tool_call")
     check_hooks(own)
-    assert group_advantages(GROUP, own) == [[0.0, 1.0, 0.0], [0.0, -1.0]]
+    assert group_advantages(GROUP, own) == [[0.0, WON, 0.0], [0.0, -WON]]
     assert group_returns(GROUP, own) == [[1.0] * 3, [0.0] * 2]
     by_agent = config({"*": f"{EXAMPLES}/hooks/credit.py:first_tool_call", "planner": "uniform"})
     check_hooks(by_agent)
-    assert group_advantages(GROUP, by_agent) == [[0.0, 1.0, 0.0], [0.0, -1.0]]
+    assert group_advantages(GROUP, by_agent) == [[0.0, WON, 0.0], [0.0, -WON]]
 
 
 @pytest.mark.parametrize(
