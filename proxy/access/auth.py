@@ -64,19 +64,20 @@ class Caller:
         return None if self.rollout is None else self.rollout.rollout_id
 
     @contextmanager
-    def counted(self) -> Iterator[None]:
+    def counted(self, *, reads: bool = False) -> Iterator[None]:
         """Count a request that no model answers, for the duration of the block; but not an admin's.
 
-        Raise RateLimited.
+        One that only `reads` is none of the requests at once. Raise RateLimited.
         """
         if self.limiter is None or self.is_admin:
             yield
             return
-        self.limiter.enter(answers=False)
+        self.limiter.enter(answers=False, reads=reads)
         try:
             yield
         finally:
-            self.limiter.leave()
+            if not reads:
+                self.limiter.leave()
 
     def admit(self, name: RolloutName) -> RolloutName:
         """Return the rollout that a request names, as one of this caller's.

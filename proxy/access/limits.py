@@ -48,13 +48,14 @@ class Limiter:
         self._requests = Bucket(limits.requests_per_minute, now) if limits.requests_per_minute else None
         self._tokens = Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
 
-    def enter(self, *, answers: bool = True) -> None:
+    def enter(self, *, answers: bool = True, reads: bool = False) -> None:
         """Count a request in. Raise RateLimited, and count nothing, if a limit is reached.
 
-        `answers`: a model answers it, so that it needs tokens.
+        `answers`: a model answers it, so that it needs tokens. `reads`: it is none of the requests at once, and does
+        not `leave`.
         """
         now = self._clock()
-        if self._concurrent is not None and self._running >= self._concurrent:
+        if self._concurrent is not None and not reads and self._running >= self._concurrent:
             raise RateLimited(
                 f"rate limit reached: at most {self._concurrent} requests at once; try again when one has ended",
                 retry_after_s=1.0,
@@ -64,7 +65,7 @@ class Limiter:
                 raise _refusal(what, bucket, wait, now)
         if self._requests is not None:
             self._requests.take(1, now)
-        self._running += 1
+        self._running += not reads
 
     def leave(self) -> None:
         self._running -= 1

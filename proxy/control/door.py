@@ -65,7 +65,7 @@ class AgentRoute(APIRoute):
             caller = request.state.caller = await p.keys.authenticate(headers)
             self.require(p.keys, caller)
             with ExitStack() as counting:
-                counting.enter_context(caller.counted())
+                counting.enter_context(caller.counted(reads=request.method == "GET"))
                 try:
                     body = await p.bodies.read(request.receive, headers) if self.body_field else b""
                 except ClientDisconnected:
@@ -96,7 +96,7 @@ def require_may_reward(caller: Caller) -> None:
 
 
 class _UntilSent(Response):
-    """A response whose request counts until all of it has left: a feed's may take days."""
+    """A response whose request counts until all of it has left."""
 
     def __init__(self, response: Response, counting: ExitStack) -> None:
         self._response, self._counting = response, counting
