@@ -51,7 +51,8 @@ def load(setting: str, own: str) -> Callable[..., Any]:
 @contextmanager
 def faults(setting: str, own: str) -> Iterator[None]:
     """Turn an error of the user's function in this block into a ConfigError."""
-    with _as_config_errors(f"{setting} {own}", Path(own.rpartition(":")[0]).expanduser().absolute()):
+    module = sys.modules.get(getattr(load(setting, own), "__module__", ""))
+    with _as_config_errors(f"{setting} {own}", Path(getattr(module, "__file__", None) or "")):
         yield
 
 
@@ -63,6 +64,7 @@ def _as_config_errors(what: str, path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        where = f" (line {lines[-1]})" if lines else ""
+        file = "" if ".py:" in what else f"{path}, "  # a plugin's
+        where = f" ({file}line {lines[-1]})" if lines else ""
         message = " ".join(str(error).split())[:500]
         raise ConfigError(f"{what}: {type(error).__name__}: {message}{where}") from error

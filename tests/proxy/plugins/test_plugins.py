@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.plugins import others
+from lightning_proxy.trainer.credit.own import own_credit
 from lightning_proxy.trainer.hooks import load
 from support.command_line import lightning
 from support.paths import ROOT
@@ -75,6 +77,14 @@ async def test_the_example_rewards_answers_has_a_route_and_assigns_credit(
     with pytest.raises(ValueError, match="brevity is no plugin of yours: add it to plugins"):
         Config(trainer=trainer)
     assert load("trainer.credit", "brevity:shared").__module__ == "brevity"
+
+
+def test_a_fault_in_a_plugins_credit_is_named_with_file_and_line(install: Install, tmp_path: Path) -> None:
+    install("opo", "def broken(group, config):\n    return 1 / 0\n")
+    with pytest.raises(ConfigError) as error:
+        own_credit("opo:broken", [], TrainerConfig())
+    fault = f"ZeroDivisionError: division by zero ({tmp_path}/site/opo.py, line 2)"
+    assert error.value.message == f"trainer.credit opo:broken: {fault}"
 
 
 async def test_the_model_is_shown_a_plugins_rewrite_and_the_record_is_what_it_was_shown(
