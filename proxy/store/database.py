@@ -66,7 +66,7 @@ class Writing:
             log.error("records cannot be written, and requests that need one are refused (503): %s", why)
 
     def succeeded(self) -> None:
-        """Note that a record was written."""
+        """Note that a record was written, or could be."""
         if self._logged:
             log.warning("records can be written again")
         self.why, self._logged = None, False
@@ -75,6 +75,7 @@ class Writing:
         """Raise StoreUnavailable if the newest record could not be written, lately or for lack of room."""
         if self.why is not None and (time.monotonic() < self._at + REFUSED_S or not has_room):
             raise StoreUnavailable(f"the newest record could not be written: {self.why}")
+        self.succeeded()
 
 
 class ConstraintRefused(Exception):

@@ -109,7 +109,7 @@ class SqliteDatabase(Database):
                 await self._in_writers_thread(self._wait_and_do, work)
         except sqlite3.DatabaseError as error:
             self._failed(error)
-        self._place.require()
+        self._require_place()
         self._writes.succeeded()
         self._committed(size)
 
@@ -119,9 +119,16 @@ class SqliteDatabase(Database):
             done = await self._in_writers_thread(self._wait_and_do, lambda db: finish(work(SqliteTransaction(db))))
         except sqlite3.DatabaseError as error:
             self._failed(error)
-        self._place.require()
+        self._require_place()
         self._committed(size)
         return done
+
+    def _require_place(self) -> None:
+        try:
+            self._place.require()
+        except StoreUnavailable as error:
+            self._writes.failed(error.message)
+            raise
 
     def _failed(self, error: sqlite3.DatabaseError) -> NoReturn:
         if type(error) in FAULTS:
@@ -130,7 +137,7 @@ class SqliteDatabase(Database):
 
     async def require_writable(self) -> None:
         """Raise StoreUnavailable unless a record could be committed now to the file at the store's path."""
-        self._place.require()
+        self._require_place()
         try:
             await self._in_writers_thread(self._wait_and_do, _write_the_same)
         except sqlite3.DatabaseError as error:

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.sqlite
 
 
 @pytest.mark.parametrize("how", ["removed", "all removed", "moved", "replaced", "log removed"])
-async def test_nothing_is_acknowledged_that_no_file_will_have(running: Any, tmp_path: Path, how: str) -> None:
+async def test_nothing_is_acknowledged_that_no_file_will_have(
+    running: Any, tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     file, away = tmp_path / "store.db", tmp_path / "away.db"
     async with running(tmp_path) as system:
         assert (await system.chat("before"))[0] == 200
@@ -35,6 +37,8 @@ async def test_nothing_is_acknowledged_that_no_file_will_have(running: Any, tmp_
         assert (await system.call("POST", "/reward", REWARD))[0] == 503
         status, answer = await system.call("GET", "/readyz")
         assert status == 503 and "was removed or replaced" in answer["store"]
+        assert caplog.text.count("records cannot be written") == 1
         if how == "moved":
             away.rename(file)
             assert (await system.chat("again"))[0] == 200, "it has its place again"
+            assert caplog.text.count("records can be written again") == 1
