@@ -7,6 +7,7 @@ that the tests ran with.
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable
 from multiprocessing.connection import wait
@@ -15,6 +16,8 @@ from typing import Any
 
 from uvicorn import Config, Server
 from uvicorn.supervisors import Multiprocess
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 
@@ -49,6 +52,15 @@ class OneServer(Server):
 
 class SeveralServers(Multiprocess):
     """A supervisor of several servers, each in a process of its own."""
+
+    def keep_subprocess_alive(self) -> None:
+        before = [*self.processes]
+        super().keep_subprocess_alive()
+        for old, new in zip(before, self.processes, strict=True):
+            if old is not new:
+                code = old.exitcode or 0
+                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                log.error("worker %s died (%s): another was started", old.pid, how)
 
     def terminate_all(self) -> None:
         for listener in self.sockets:

@@ -60,7 +60,9 @@ class Talker(Client):
                 messages = [*messages, *said]
 
 
-async def test_a_killed_worker_has_lost_no_answer_and_another_takes_its_place(tmp_path: Path) -> None:
+async def test_a_killed_worker_has_lost_no_answer_and_another_takes_its_place(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     async with two_workers(tmp_path) as proxy:
         talkers = [Talker(proxy, f"t{i}", f"r{i % 4}") for i in range(12)]
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -71,6 +73,7 @@ async def test_a_killed_worker_has_lost_no_answer_and_another_takes_its_place(tm
                 before = workers(proxy)
                 os.kill(min(before), signal.SIGKILL)
                 await settled(proxy, 2, without={min(before)})
+                assert f"worker {min(before)} died (signal 9): another was started" in capfd.readouterr().err
             for task in working:
                 task.cancel()
             await asyncio.gather(*working, return_exceptions=True)
