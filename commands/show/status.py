@@ -35,7 +35,7 @@ def show_status(config: Config, *, as_json: bool) -> bool:
     """Print the state of the system and return whether it is ready."""
     url = ApiClient.of(config).url
     status = ask(config, read_status)
-    status["next_step"] = next_step(config.trainer, status["waiting"], time.time())
+    status["next_step"] = next_step(config.trainer, status, time.time())
     if as_json:
         print_json({"url": url, **status})
     else:
@@ -61,9 +61,12 @@ async def read_status(api: ApiClient) -> dict[str, Any]:
     return {"ready": ready, "policy": await api.policy(), "steps": steps, "rewards": rewards, **counts}
 
 
-def next_step(config: TrainerConfig, waiting: int, now: float) -> str:
+def next_step(config: TrainerConfig, status: dict[str, Any], now: float) -> str:
     """Return the condition that the trainer waits for, by its configuration."""
-    schedule, rollouts = config.schedule, f"{count(waiting)} complete rollouts wait"
+    schedule, rollouts = config.schedule, f"{count(status['waiting'])} complete rollouts wait"
+    last = (status["policy"] or {}).get("last_step")
+    if config.max_steps is not None and last is not None and last["step"] >= config.max_steps:
+        return f"none, trainer.max_steps ({config.max_steps}) are done; {rollouts}"
     match schedule.when:
         case "rollouts":
             return f"{rollouts}; a round begins with {count(schedule.every_rollouts)}"

@@ -44,7 +44,7 @@ async def _lines(config: Config, api: ApiClient, console: Console, *, as_json: b
             status = await read_status(api)
             line = status_line(status)
             if as_json:
-                status["next_step"] = next_step(config.trainer, status["waiting"], time.time())
+                status["next_step"] = next_step(config.trainer, status, time.time())
                 print_json({"url": api.url, **status})
         except ApiError as error:
             line = error.message
@@ -78,7 +78,7 @@ async def _page(config: Config, api: ApiClient) -> RenderableType:
         status = await read_status(api)
     except ApiError as error:
         return Group(head, plain(error.message, "red"))
-    status["next_step"] = next_step(config.trainer, status["waiting"], now)
+    status["next_step"] = next_step(config.trainer, status, now)
     steps = status["steps"][-SHOWN_STEPS:]
     table: list[RenderableType] = [plain(""), steps_table(steps)] if len(steps) > 1 else []
     return Group(head, status_view(status, api.url, now), *table)

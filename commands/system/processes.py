@@ -49,11 +49,12 @@ class ChildDied(LightningError):
 class ChildSpec:
     """A program to keep running. `health_url` answers 200 once it is healthy; None: as soon as it runs.
 
-    `may_end`: exit code 0 is no fault. `restarts`: how often it is started again within `RESTARTS_S` when it dies, but
-    never after exit code 2, which means a wrong configuration. When a `vital` program dies more often, the others end
-    with it; another is started again after `RESTARTS_S`. Deaths whose output matches `shortage` do not count: it is
-    tried again for `SHORTAGE_S`. Whenever `progress` returns something new, `start_timeout_s` begins anew. It has also
-    died when its port, once open, is closed for `grace_s`: vLLM can wait for ever for calls that its lost worker had.
+    `may_end`: exit code 0 is no fault; `done` is said then. `restarts`: how often it is started again within
+    `RESTARTS_S` when it dies, but never after exit code 2, which means a wrong configuration. When a `vital` program
+    dies more often, the others end with it; another is started again after `RESTARTS_S`. Deaths whose output matches
+    `shortage` do not count: it is tried again for `SHORTAGE_S`. Whenever `progress` returns something new,
+    `start_timeout_s` begins anew. It has also died when its port, once open, is closed for `grace_s`: vLLM can wait for
+    ever for calls that its lost worker had.
     """
 
     name: str
@@ -63,6 +64,7 @@ class ChildSpec:
     start_timeout_s: float = 600.0
     grace_s: float = 15.0
     may_end: bool = False
+    done: str | None = None
     restarts: int = 0
     vital: bool = True
     shortage: str | None = None
@@ -237,6 +239,8 @@ class Supervisor:
                 await asyncio.sleep(RESTARTS_S)
             size = child.log.stat().st_size
             child.restarted(*await _launch(child.spec, child.log), size)
+        if child.spec.done:
+            self._say(f"{child.spec.name} ended: {child.spec.done}")
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
         """Do `work`. If a child dies for good, cancel the work and raise ChildDied."""

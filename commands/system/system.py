@@ -95,9 +95,12 @@ class System:
             )
             for spec in (vllm, serve):
                 await self._supervisor.wait_healthy(await self._supervisor.start(spec))
+            steps, done = self._config.trainer.max_steps, None
+            if steps is not None and not self._needs_trainer:
+                done = f"trainer.max_steps ({steps}) are done; agents are still served"
             train = ChildSpec(
                 "trainer", self._launch.argv("train"), self._launch.env(), may_end=True, restarts=RESTARTS,
-                vital=self._needs_trainer,
+                vital=self._needs_trainer, done=done,
             )  # fmt: skip
             self.trainer = await self._supervisor.start(train)
             self._stack = stack.pop_all()

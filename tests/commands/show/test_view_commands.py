@@ -238,12 +238,16 @@ async def test_status_shows_the_last_step_and_counts_rollouts(running: Running, 
 
 def test_what_the_trainer_waits_for_is_what_its_schedule_says() -> None:
     now = datetime(2026, 11, 20, 23, 0).timestamp()  # a Friday
+    status: dict[str, Any] = {"waiting": 12, "policy": {"last_step": {"step": 3}}}
     for schedule, said in (
         ({"when": "rollouts", "every_rollouts": 32}, "12 complete rollouts wait; a round begins with 32"),
         ({"when": "times", "at": ["03:00"]}, "12 complete rollouts wait; the next round begins Sat 03:00"),
         ({"when": "idle"}, "12 complete rollouts wait; while the machine is idle"),
     ):
-        assert next_step(TrainerConfig.model_validate({"schedule": schedule}), 12, now) == said
+        assert next_step(TrainerConfig.model_validate({"schedule": schedule}), status, now) == said
+    done = "none, trainer.max_steps (3) are done; 12 complete rollouts wait"
+    assert next_step(TrainerConfig(max_steps=3), status, now) == done
+    assert next_step(TrainerConfig(max_steps=4), status, now).startswith("12 complete")
 
 
 async def test_the_last_steps_are_a_table_at_80_columns_a_route_and_gauges(running: Running, tmp_path: Path) -> None:

@@ -79,9 +79,16 @@ async def test_work_ends_when_a_child_is_killed(tmp_path: Path) -> None:
 
 
 async def test_a_child_that_may_end_does_not_disturb_the_work(tmp_path: Path) -> None:
-    async with Supervisor(tmp_path) as supervisor:
-        child = await supervisor.start(ChildSpec("one", ["true"], may_end=True))
-        assert await supervisor.guard(child.process.wait()) == 0
+    said: list[str] = []
+
+    async def work() -> None:
+        while not said:
+            await asyncio.sleep(0.01)
+
+    async with Supervisor(tmp_path, said.append) as supervisor:
+        await supervisor.start(ChildSpec("one", ["true"], may_end=True, done="all is done"))
+        await supervisor.guard(work())
+        assert said == ["one ended: all is done"]
 
 
 async def test_children_are_ended_newest_first(tmp_path: Path) -> None:
