@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..proxy.config.plugins import load_plugin
+from ..proxy.config.trainer import TrainerConfig
 from ..proxy.errors import ConfigError
 
 
@@ -46,6 +47,21 @@ def load(setting: str, own: str) -> Callable[..., Any]:
     if not callable(function):
         raise ConfigError(f"{setting}: {path} has no function {name}")
     return function
+
+
+def own_functions(config: TrainerConfig) -> Iterator[tuple[str, str]]:
+    """Yield the settings that name a FILE.py:NAME or PLUGIN:NAME, with that name."""
+    credits = [config.credit] if isinstance(config.credit, str) else [*config.credit.values()]
+    named = [*(("credit", name) for name in credits), ("loss", config.loss), ("context_loss", config.context_loss)]
+    for setting, name in named:
+        if name is not None and ":" in name:
+            yield f"trainer.{setting}", name
+
+
+def check_hooks(config: TrainerConfig) -> None:
+    """Raise ConfigError if a function of the user's own cannot be had, before a model is loaded."""
+    for setting, name in own_functions(config):
+        load(setting, name)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from ...proxy.config.root import Config
 from ...proxy.config.section import Section
 from ...proxy.config.wrong import ENV_PREFIX, lines
 from ...proxy.errors import ConfigError, LightningError
+from ...trainer.hooks import check_hooks, own_functions
 from ...trainer.plugins.hooks import Run
 from ...trainer.plugins.on_board import check
 from ..run.executors.choose import runner_for
@@ -101,24 +102,23 @@ def lessons_of(experiment: Experiment, directory: Path) -> list[LessonPlan]:
     """Return all lessons, every variant with the first seed first. ConfigError names the variant and the wrong key."""
     base = read_config(experiment.config)
     config_of(deepcopy(base), path=experiment.config)
-    shared = _shared(experiment)
+    shared = experiment.model_dump(mode="json", exclude={"config", "seeds", "variants"}, exclude_none=True)
     made: dict[str, tuple[Json, Config, Json]] = {}
     problems = []
     for name, changes in experiment.variants.items():
         try:
             settings, config = _variant(name, base, changes, experiment.rollouts)
             alike = config_of(with_own(settings, Path(), 0, 1, 1))
-            made[name] = settings, config, alike.model_dump(mode="json", exclude_defaults=True)
+            kept = alike.model_dump(mode="json", exclude_defaults=True)
+            made[name] = settings, config, {"config": kept, "files": _files(experiment, config)}
         except LightningError as error:
             problems.append(error.message)
     if problems:
         raise ConfigError("\n".join(problems))
     return [
-        LessonPlan(
-            name, seed, directory.absolute() / name / f"seed-{seed}", settings, config, shared | {"config": kept}
-        )
+        LessonPlan(name, seed, directory.absolute() / name / f"seed-{seed}", settings, config, shared | made_with)
         for seed in experiment.seeds
-        for name, (settings, config, kept) in made.items()
+        for name, (settings, config, made_with) in made.items()
     ]
 
 
@@ -136,6 +136,7 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
             raise ConfigError(f"{own}: each run has its own")
         require_model(config)
         check(config, Run())
+        check_hooks(config.trainer)
         upstream = config.policy_upstream
         urls = upstream.urls if upstream is not None and not upstream.servers else ()
         if len(urls) != 1 or urlsplit(urls[0]).port != config.vllm.port:
@@ -165,12 +166,13 @@ def check_agent(experiment: Experiment, config: Config) -> None:
         raise ConfigError(f"agent: {error.message}") from None
 
 
-def _shared(experiment: Experiment) -> Json:
-    """What all lessons rest on beside their configuration. Task files and the agent's own are kept as hashes."""
-    kept = experiment.model_dump(mode="json", exclude={"config", "seeds", "variants"}, exclude_none=True)
-    files = [experiment.tasks, experiment.held_out]
-    files += [path for word in experiment.agent if not (path := Path(word)).is_absolute() and path.is_file()]
-    return kept | {"files": {str(path): hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}}
+def _files(experiment: Experiment, config: Config) -> dict[str, str]:
+    """The hashes of the task files, of those that the agent's command line names, and of the user's own functions'."""
+    own = [name for _, name in own_functions(config.trainer)] + [config.rewards.function or ""]
+    words = [*experiment.agent, *(name.rpartition(":")[0] for name in own)]
+    files = [experiment.tasks, experiment.held_out, *map(Path, words)]
+    found = {str(path): path.expanduser() for path in files}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in found.items() if path.is_file()}
 
 
 def with_own(settings: Json, directory: Path, seed: int, proxy_port: int, vllm_port: int) -> Json:

@@ -111,6 +111,7 @@ def start_up_to_the_third_run(place: Path) -> subprocess.Popen[str]:
         ({"variants": {"a": {"trainer": {"seed": 3}}}}, "variant a: trainer.seed: each run has its own"),
         ({"variants": {"a": {"upstreams": [{"name": "p", "base_url": "http://h:1/v1"}]}}}, "variant a: upstreams: "),
         ({"variants": {"a": {"trainer": {"group_size": 5}}}}, "variant a: trainer.group_size: 16 rollouts"),
+        ({"variants": {"a": {"trainer": {"credit": "no.py:x"}}}}, "variant a: trainer.credit: there is no file "),
         ({"variants": {"../a": {}}}, "variants.../a"),
         ({"minutes": 3}, "rollouts or minutes"),
         ({"rollouts": None}, "rollouts or minutes"),
@@ -183,6 +184,19 @@ def test_ctrl_c_says_how_to_go_on_and_a_second_one_in_the_folder_is_refused(plac
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert said.endswith("lightning-proxy: stopped: 2 of 4 runs are finished; the same command does the others\n")
+
+
+def test_a_run_rests_on_its_own_functions_and_on_the_agents_files_wherever_they_are(place: Path) -> None:
+    function = "def f(group, config):\n    return [[0.0] * len(one.calls) for one in group]\n"
+    for name in ("credit.py", "other.py", "reward.py"):
+        (place / name).write_text(function)
+    variants = {"own": {"trainer": {"credit": {"*": "credit.py:f", "b": f"{place}/other.py:f"}}}, "uniform": {}}
+    (place / "config.yaml").write_text("policy: {model: ./model}\nrewards: {function: reward.py:f}\n")
+    file = write(place, agent=f"python {place}/agent.py", variants=variants)
+    own, uniform = lessons_of(read_experiment(file, place / "config.yaml"), place / "out")[:2]
+    shared = {"tasks.jsonl", "held_out.jsonl", f"{place}/agent.py", "reward.py"}
+    assert set(own.made_with["files"]) == shared | {"credit.py", f"{place}/other.py"}
+    assert set(uniform.made_with["files"]) == shared
 
 
 async def test_a_run_that_fails_is_named_and_the_others_go_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

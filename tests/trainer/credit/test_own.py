@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.types import ModelCall, ToolCall
-from lightning_proxy.trainer.opening import check_hooks
+from lightning_proxy.trainer.hooks import check_hooks
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.credit import group_advantages, group_returns
 from support.paths import EXAMPLES
