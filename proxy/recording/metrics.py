@@ -11,6 +11,7 @@ from typing import Any, get_args
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
+from ..apis.tokens import NOT_THE_POLICY
 from ..store.training import Collapse
 from ..types import CallEnd, CallStatus, CollapseSign
 
@@ -31,7 +32,7 @@ class Metrics:
         self._calls = {status: calls.labels(status) for status in get_args(CallStatus)}
         unrecorded = self.counter("unrecorded_calls", "Calls of which nothing is kept, by how they ended", "status")
         self._unrecorded = {status: unrecorded.labels(status) for status in get_args(CallStatus)}
-        self._untrainable = self.counter("untrainable_calls", "Answered calls unfit for training")
+        self._untrainable = self.counter("untrainable_calls", "Answered calls of the policy unfit for training")
         self.redacted = self.counter("redacted_calls", "Calls that could be trained on but for what was redacted")
         tokens = self.counter("tokens", "Tokens of recorded calls", "kind")
         self._prompt_tokens, self._sampled_tokens = tokens.labels("prompt"), tokens.labels("sampled")
@@ -64,7 +65,7 @@ class Metrics:
             self._unrecorded[end.status].inc()
             return
         self._calls[end.status].inc()
-        if end.status == "ok" and not end.trainable:
+        if end.status == "ok" and end.untrainable_reason not in (None, NOT_THE_POLICY):
             self._untrainable.inc()
         self._prompt_tokens.inc(len(end.prompt_token_ids))
         self._sampled_tokens.inc(sum(len(choice.token_ids) for choice in end.choices))

@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.proxy.apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY
+from lightning_proxy.proxy.recording.metrics import Metrics
+from lightning_proxy.proxy.types import CallEnd
+
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
@@ -49,3 +53,10 @@ async def test_a_step_under_way_says_since_when(running: Running, tmp_path: Path
         assert found["lightning_rollouts_per_step"] == system.config.trainer.rollouts_per_step
         await store.steps.trained(step, None, {})
         assert (await metrics(system))["lightning_step_began_seconds"] == 0
+
+
+def test_calls_of_other_models_than_the_policy_are_not_counted_as_untrainable() -> None:
+    metrics = Metrics()
+    for why in (NOT_THE_POLICY, NO_TOKEN_IDS):
+        metrics.call_ended(CallEnd("c", "r", "ok", {}, 200, (), (), untrainable_reason=why), recorded=True)
+    assert b"lightning_untrainable_calls_total 1.0" in metrics.render()
