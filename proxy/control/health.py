@@ -91,7 +91,7 @@ async def metrics(request: Request) -> Response:
 
 async def _measure_store(p: Parts) -> None:
     seen = await verified(p.store)
-    p.metrics.seen_served(seen.version, seen.deviations, seen.probed_at)
+    p.metrics.seen_served(seen.version, seen.deviations, seen.probed_at, ok=seen.problem is None)
     p.metrics.waiting.set(await waiting(p))
     p.metrics.stopped_for(await p.store.steps.collapse())
     p.metrics.step_began.set(await p.store.steps.under_way_since() or 0)

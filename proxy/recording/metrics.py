@@ -48,6 +48,7 @@ class Metrics:
         deviations = "How clearly the live version's answers were the new weights': standard deviations; 0: not known"
         self._deviations = self.gauge("policy_verify_deviations", deviations)
         self._probed_at = self.gauge("policy_probed_seconds", "Unix time when the live version was last probed")
+        self._probe_ok = self.gauge("policy_probe_ok", "0 if the policy's server answers as with other weights")
         collapsed = "1: publication is stopped, for this sign of collapse"
         self._collapsed = self.gauge("policy_collapsed", collapsed, "sign")
         step = "The last training step's numbers, as docs/metrics.md names them; its own: step"
@@ -82,11 +83,12 @@ class Metrics:
             if isinstance(value, int | float):
                 self._step.labels(name).set(value)
 
-    def seen_served(self, version: int, deviations: float | None, probed_at: float | None) -> None:
-        """Show the live version, and how clearly and when it was seen to be served."""
+    def seen_served(self, version: int, deviations: float | None, probed_at: float | None, *, ok: bool) -> None:
+        """Show the live version, how clearly and when it was seen to be served, and whether it still is."""
         self._live_version.set(version)
         self._deviations.set(deviations or 0.0)
         self._probed_at.set(probed_at or 0.0)
+        self._probe_ok.set(ok)
 
     def stopped_for(self, collapse: Collapse | None) -> None:
         """Show the sign of collapse for which publication is stopped, if any."""

@@ -43,6 +43,11 @@ async def until_it_says(system: Any, status: str) -> dict[str, Any]:
     return dict(view)
 
 
+async def probe_ok(system: Any) -> str:
+    async with system.session.get(system.url + "/metrics") as answer:
+        return re.findall(r"^lightning_policy_probe_ok (\S+)$", await answer.text(), re.M)[0]
+
+
 async def test_weights_that_were_replaced_behind_our_back_are_noticed(running: Any, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
         system.vllm.app._frozen = False
@@ -56,8 +61,10 @@ async def test_weights_that_were_replaced_behind_our_back_are_noticed(running: A
         assert "version 0 did: its log-probabilities differ by" in (await until_it_says(system, "degraded"))["policy"]
         _, answer = await system.call("GET", "/status")
         assert "version 0 did: its log-probabilities differ by" in answer["verified"]["problem"]
+        assert await probe_ok(system) == "0.0"
         system.vllm.weights = theirs
         assert "policy" not in await until_it_says(system, "ready")
+        assert await probe_ok(system) == "1.0"
         back = time.time()
         async with asyncio.timeout(20):
             while (await system.call("GET", "/status"))[1]["verified"]["probed_at"] < back:
