@@ -17,11 +17,12 @@ PACKAGE = "lightning-proxy"
 
 
 def board(config: Config, health: Health) -> dict[str, Any]:
-    """Return all of it as JSON."""
+    """Return all of it as JSON. Without a vLLM upstream, as over a store alone, nothing says what training uses."""
+    training = _training(config.trainer) if config.policy_upstream is not None else []
     return {
         "version": version(PACKAGE),
         "plugins": [{"what": "plugin", "name": name} | _package_of(name) for name in config.plugins],
-        "training": [{"what": what, "name": name} | _source_of(name) for what, name in _training(config.trainer)],
+        "training": [{"what": what, "name": name} | _source_of(name) for what, name in training],
         "upstreams": _upstreams(config, health),
         "rooms": [{"name": room.rpartition(".")[2], "about": _about(room)} for room in ON_BOARD],
     }
@@ -30,7 +31,8 @@ def board(config: Config, health: Health) -> dict[str, Any]:
 def _training(trainer: TrainerConfig) -> list[tuple[str, str]]:
     credits = [trainer.credit] if isinstance(trainer.credit, str) else [*dict.fromkeys(trainer.credit.values())]
     named = [("loss", trainer.loss or trainer.loss_type), ("context_loss", trainer.context_loss)]
-    found = [*(("credit", name) for name in credits), ("baseline", trainer.baseline), *named]
+    baseline = None if isinstance(trainer.credit, str) and ":" in trainer.credit else trainer.baseline
+    found = [*(("credit", name) for name in credits), ("baseline", baseline), *named]
     return [(what, name) for what, name in found if name]
 
 

@@ -24,7 +24,7 @@ export function View() {
   return html`<h1 class="hidden">Plug-ins</h1><${Loaded} of=${found}>${(board) => html`<div class="grid">
     <${Panel} title="Upstreams" wide><${Upstreams} upstreams=${board.upstreams} /><//>
     <${Panel} title="Plug-ins of others"><${Others} plugins=${board.plugins} /><//>
-    <${Panel} title="Training uses"><${Table} label="Training uses" columns=${TRAINING} rows=${board.training} rowKey=${({ what, name }) => `${what} ${name}`} /><//>
+    ${board.training.length > 0 && html`<${Panel} title="Training uses" note="As the proxy's configuration says."><${Table} label="Training uses" columns=${TRAINING} rows=${board.training} rowKey=${({ what, name }) => `${what} ${name}`} /><//>`}
     <${Panel} title="Rooms of the proxy" note=${`On board of lightning-proxy ${board.version}.`} wide><${Facts} of=${Object.fromEntries(board.rooms.map(({ name, about }) => [name, about]))} /><//>
   </div>`}<//>`;
 }

@@ -69,6 +69,8 @@ async def test_the_store_of_a_stopped_proxy_can_be_looked_at_and_gets_no_files_b
         for path in ("/policy", "/policy/versions", "/status", "/rollouts/r1"):
             async with session.get(url + path, headers={"Authorization": f"Bearer {key}"}) as answer:
                 assert answer.status == 200
+        async with session.get(f"{url}/plugins", headers={"Authorization": f"Bearer {key}"}) as answer:
+            assert (await answer.json())["training"] == [], "its configuration is not known here"
         assert [file.name for file in tmp_path.glob("store.db-*") if not file.name.endswith("-keeper")] == []
 
 

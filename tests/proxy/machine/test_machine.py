@@ -16,7 +16,7 @@ from playwright.async_api import Route, expect
 
 from lightning_proxy.commands.plan import keep_plan
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.machine.board import _package_of, _source_of
+from lightning_proxy.proxy.machine.board import _package_of, _source_of, _training
 from lightning_proxy.proxy.machine.hardware import kept_plan
 from lightning_proxy.proxy.machine.servers import numbers
 from lightning_proxy.proxy.types import Limits
@@ -25,6 +25,7 @@ from lightning_proxy.trainer.plan.memory import GIB
 from lightning_proxy.trainer.plan.settle import settle
 from support.browser import browsing, needs_browser
 from support.model_sizes import SIZES
+from support.sections import TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 HOSTILE = "<img src=x onerror=window.hurt=1>\u202e"
@@ -103,6 +104,7 @@ async def test_the_board_lists_upstreams_training_and_rooms(running: Running, tm
 
 def test_a_function_of_ones_own_is_from_its_file_or_package() -> None:
     assert _source_of("credit.py:mine") == {"package": "credit.py", "version": None}
+    assert _training(TrainerConfig(credit="credit.py:mine")) == [("credit", "credit.py:mine"), ("loss", "cispo")]
     assert _package_of("no-such-plugin") == {"package": "no-such-plugin", "version": None}
 
 
