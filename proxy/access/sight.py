@@ -11,11 +11,11 @@ from typing import Any, Literal, NamedTuple
 
 Kind = Literal["policy", "version", "step", "status", "prompt", "prompt version", "step event", "version event"]
 
-# By kind: the fields about everybody's rollouts, with the values for a caller who sees only its own.
+# By kind: the fields about everybody's rollouts, and paths, with the values for a caller who sees only its own.
 OF_ALL: Mapping[Kind, dict[str, Any]] = {
     "policy": {"last_step": None, "collapse": None, "test": None, "best": None, "evaluation": None},
-    "version": {"metrics": {}, "error": None, "promotion": None, "evaluation": None, "best": False},
-    "step": {"metrics": {}},
+    "version": {"path": None, "metrics": {}, "error": None, "promotion": None, "evaluation": None, "best": False},
+    "step": {"checkpoint": None, "metrics": {}},
     "status": {
         "untrainable": {},
         "standstill": None,

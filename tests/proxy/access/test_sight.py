@@ -19,7 +19,7 @@ from lightning_proxy.proxy.types import Limits
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 OPEN = "everybody"
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "SECRET"}]}
-# What tells of the other tenant: its ids, tasks, texts, rewards, and numbers that were made of these.
+# What tells of the other tenant: its ids, tasks, texts, rewards, numbers that were made of these; and paths.
 OF_THEIRS = ("b-task", "SECRET", "0.1234")
 
 
@@ -70,6 +70,9 @@ ROUTES: dict[tuple[str, str], Asked | str] = {
     ("post", "/policy/promote"): Asked(401, 401, 404, 401, body=VERSION),
     ("post", "/policy/rollback"): Asked(401, 401, 409, 401),
     ("get", "/status"): Asked(200, 200, 200, 403),
+    ("get", "/machine"): Asked(403, 200, 200, 403),
+    ("get", "/plugins"): Asked(403, 200, 200, 403),
+    ("get", "/environments"): Asked(200, 200, 200, 403),
     ("get", "/rewarders"): Asked(200, 200, 200, 403),
     ("get", "/prompts"): Asked(200, 200, 200, 403, True),
     ("post", "/prompts"): Asked(401, 401, 200, 401, body={"name": "writer", "text": "Be brief."}),
@@ -123,7 +126,7 @@ async def learned(system: Any, directory: Path, theirs: str) -> None:
     numbers = {"reward_mean": 0.1234, "reward_by_task": {"b-task": 0.1234}}
     async with system.store() as store:
         step = await store.steps.claim([theirs], 0, groups=[ComparedGroup("b-task", [theirs])])
-        await store.steps.trained(step, None, numbers)
+        await store.steps.trained(step, "SECRET/checkpoints/1", numbers)
         failed = await store.versions.new("lora", step, {"reward_mean": 0.1234})
         why = [("UPDATE policy_versions SET error = 'SECRET' WHERE version = :n", [{"n": failed}])]
         await store.database.commit(why)
@@ -144,7 +147,8 @@ async def two_tenants(running: Running, tmp_path: Path) -> AsyncIterator[Tenants
             assert (await system.call("POST", "/prompts", body, **bearer("admin")))[0] == 200
         own, other = await made(system, "own", scope="own"), await made(system, "other", scope="own")
         mine, theirs = await lived(system, own, "a-task", 1), await lived(system, other, "b-task", 2)
-        await learned(system, tmp_path, theirs)
+        (tmp_path / "SECRET").mkdir()
+        await learned(system, tmp_path / "SECRET", theirs)
         rollouts = {}
         for name, more in (("rollout", {}), ("call only", {"may_reward": False})):
             _, (given,) = await system.call("POST", "/rollouts", more, **own)
