@@ -22,9 +22,7 @@ OF_ALL: Mapping[Kind, dict[str, Any]] = {
         "collapse": None,
         "verified": None,
         "plugins": [],
-        "recent": {
-            "calls": 0, "since": None, "by_status": {}, "latency_ms": None, "ttft_ms": None, "response_tokens": 0
-        },
+        "recent": None,
     },
     "prompt": {"test": None},
     "prompt version": {"metrics": {}, "comment": None, "promotion": None},

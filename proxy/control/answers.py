@@ -286,8 +286,8 @@ class Status(BaseModel):
     `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason. `untrainable`: how many
     of the newest 200 calls cannot be, by reason, the policy's alone. `publishing`: why new weights cannot reach the
     policy's server. `standstill`: nothing was learned from the newest rollouts. `collapse`: as in `GET /policy`.
-    `verified`: how the live version was seen to be served; null for a key that sees only its own rollouts.
-    `plugins`: the names of those that the configuration asks for. `recent`: the newest calls, at most 500.
+    `plugins`: the names of those that the configuration asks for. `verified`: how the live version was seen to be
+    served. `recent`: the newest calls, at most 500. Both are null for a key that sees only its own rollouts.
     """
 
     rollouts: dict[Mode, dict[RolloutStatus, int]]
@@ -299,7 +299,7 @@ class Status(BaseModel):
     collapse: Collapse | None
     verified: Verified | None
     plugins: list[str]
-    recent: RecentTraffic
+    recent: RecentTraffic | None
 
 
 class Ready(BaseModel):

@@ -5,6 +5,7 @@ import { html, useEffect, useRef, useState } from "./html.mjs";
 import { Badge, Empty, Loaded, Panel, Stat, Table, link } from "./parts.mjs";
 
 export const key = "y";
+export const ofAll = true; // not for a key that sees its own rollouts alone
 
 const LOOK_MS = 5000;
 const GIB = 2 ** 30;
@@ -83,7 +84,7 @@ function Trainer({ last }) {
 }
 
 function Plan({ plan, peak }) {
-  if (plan === null) return html`<${Empty}>There is no plan: without a GPU, memory is not shared out. <code>lightning-proxy plan --gpus 1x24</code> shows one for other cards.<//>`;
+  if (plan === null) return html`<${Empty}>There is no plan: <code>up</code> makes one on a machine with a GPU. <code>lightning-proxy plan --gpus 1x24</code> shows one for other cards.<//>`;
   const { vllm, trainer } = plan;
   const sum = (side) => Object.values(side).reduce((total, one) => total + one, 0);
   const cell = (value) => (value === undefined ? "" : number(value));

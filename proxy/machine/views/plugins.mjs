@@ -4,6 +4,7 @@ import { html } from "./html.mjs";
 import { Badge, Empty, Facts, Loaded, Panel, Table } from "./parts.mjs";
 
 export const key = "b";
+export const ofAll = true; // not for a key that sees its own rollouts alone
 
 const STATE_KIND = { up: "good", down: "bad" };
 const NAMED = [

@@ -67,6 +67,9 @@ async function answerOf(ask, asksForLogin) {
   throw new ApiError(response.status, body?.error?.message ?? `The proxy answered ${response.status}.`);
 }
 
+// Whether the key sees all rollouts, by the answer of `/status`. Not before that is known.
+export const seesAll = (status) => Boolean(status?.verified);
+
 // Whether the proxy can answer calls. It says so with a 503 as well, which is no error here.
 export async function readiness() {
   return fetch("readyz").then((response) => response.json(), () => ({ status: "away" }));

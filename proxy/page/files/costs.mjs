@@ -1,5 +1,5 @@
 // What calls used and cost, what rewarders spent, and the seconds of the machine that training steps took.
-import { useData } from "./api.mjs";
+import { seesAll, useData } from "./api.mjs";
 import { number, plural, seconds } from "./format.mjs";
 import { html } from "./html.mjs";
 import { Empty, Loaded, Panel, Table, link } from "./parts.mjs";
@@ -39,10 +39,10 @@ export function Costs({ params }) {
   return html`<h1 class="hidden">Costs</h1>
     <form class="filters"><label>by${choose("by", WAYS.map((one) => [one, one]), by)}</label><label>calls of${choose("ago", Object.entries(SINCE), params.ago ?? "")}</label></form>
     <${Loaded} of=${costs}>${(found) => html`<${Panel} title=${`Calls by ${by}`} note=${note(found)} wide><${Parts} found=${found} /><//>`}<//>
-    <div class="grid">
+    ${seesAll(status.data) && html`<div class="grid">
       <${Panel} title="Rewarders" note="What the models that judge have used."><${Rewarders} spent=${status.data?.spent ?? []} /><//>
       <${Panel} title="Training steps" note="Seconds of the machine, without the wait for rollouts."><${Steps} steps=${steps.data?.data ?? []} /><//>
-    </div>`;
+    </div>`}`;
 }
 
 function note({ total, complete }) {

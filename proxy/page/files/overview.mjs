@@ -1,5 +1,5 @@
 // Overview: is it learning, what waits, what is served, and does anything look wrong?
-import { readiness, useData } from "./api.mjs";
+import { readiness, seesAll, useData } from "./api.mjs";
 import { Chart } from "./chart.mjs";
 import { useFresh } from "./feed.mjs";
 import { milliseconds, number, share } from "./format.mjs";
@@ -21,6 +21,7 @@ export function Overview() {
   const policy = useData("/policy");
   const steps = useData("/policy/steps", { limit: 1000, brief: true });
   const versions = useData("/policy/versions");
+  const all = seesAll(status.data);
   useFresh(["call", "reward", "rollout", "step", "version"], status.reload);
   useFresh(["step", "version"], policy.reload);
   useFresh(["step"], steps.reload);
@@ -28,16 +29,16 @@ export function Overview() {
   return html`<h1 class="hidden">Overview</h1>
     <${Loaded} of=${status}>${(now) => html`<${Warnings} now=${now} policy=${policy.data} /><${Numbers} now=${now} policy=${policy.data} />`}<//>
     <div class="grid">
-      <${Panel} title="Reward by training step" note="Mean of each step's rollouts, one standard deviation, and held-out evaluations at the step that made the version." wide>
+      ${all && html`<${Panel} title="Reward by training step" note="Mean of each step's rollouts, one standard deviation, and held-out evaluations at the step that made the version." wide>
         <${Loaded} of=${steps}>${({ data }) => html`<${RewardBySteps} steps=${data} versions=${versions.data?.data} />`}<//>
-      <//>
+      <//>`}
       <${Panel} title="Reward by policy version" note="Mean over the rollouts that began with the version.">
         <${Loaded} of=${versions}>${({ data }) => html`<${RewardByVersions} versions=${data} />`}<//>
       <//>
       <${Panel} title="Happening now"><${Happening} /><//>
-      <${Panel} title="Signs of a collapse" note="By training step. Entropy that falls to 0, or a KL that runs away, comes before the reward falls." wide>
+      ${all && html`<${Panel} title="Signs of a collapse" note="By training step. Entropy that falls to 0, or a KL that runs away, comes before the reward falls." wide>
         <${Loaded} of=${steps}>${({ data }) => html`<${Signs} steps=${data} />`}<//>
-      <//>
+      <//>`}
     </div>`;
 }
 
@@ -69,7 +70,7 @@ function Numbers({ now, policy }) {
   const held = now.rollouts.eval ?? {};
   const live = policy?.live_version;
   return html`<dl class="stats">
-    <${Stat} label="last reward" value=${number(policy?.last_step?.metrics?.reward_mean)} note=${policy?.last_step && `± ${number(policy.last_step.metrics.reward_std)}`} />
+    ${seesAll(now) && html`<${Stat} label="last reward" value=${number(policy?.last_step?.metrics?.reward_mean)} note=${policy?.last_step && `± ${number(policy.last_step.metrics.reward_std)}`} />`}
     <${Stat} label="live version" value=${html`<a href="#/versions">${live ?? "…"}</a>`} note=${policy?.live_at && html`since <${Time} at=${policy.live_at} />, ${policy.publish}`} />
     ${now.verified?.version > 0 && html`<${Verified} seen=${now.verified} />`}
     ${policy?.best && html`<${Stat} label="best version" value=${html`<a href="#/versions">${policy.best.version}</a>`} note=${policy.best.story} />`}

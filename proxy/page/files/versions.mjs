@@ -1,5 +1,5 @@
 // Versions: where each came from, whether it was seen to be served, what it earns; promote and roll back.
-import { post, useData } from "./api.mjs";
+import { post, seesAll, useData } from "./api.mjs";
 import { useFresh } from "./feed.mjs";
 import { number } from "./format.mjs";
 import { html, useMemo, useState } from "./html.mjs";
@@ -17,20 +17,21 @@ export function Versions() {
   const versions = useData("/policy/versions");
   const steps = useData("/policy/steps", { limit: 1000, brief: true });
   const near = useMemo(() => new Map((steps.data?.data ?? []).map(({ metrics }) => [metrics.version, metrics])), [steps.data]);
+  const mayChange = seesAll(useData("/status").data);
   useFresh(["version", "step"], versions.reload);
   useFresh(["step"], steps.reload);
-  return html`<h1 class="hidden">Versions</h1><${Loaded} of=${versions}>${({ data }) => html`<${History} versions=${data} near=${near} reload=${versions.reload} />`}<//>`;
+  return html`<h1 class="hidden">Versions</h1><${Loaded} of=${versions}>${({ data }) => html`<${History} versions=${data} near=${near} mayChange=${mayChange} reload=${versions.reload} />`}<//>`;
 }
 
 // `near`: by version, the numbers of its step, which say how near what was served was to the trainer's weights.
-function History({ versions, near, reload }) {
+function History({ versions, near, mayChange, reload }) {
   const [all, setAll] = useState(false);
   const [asking, setAsking] = useState(null);
   const newest = useMemo(() => [...versions].reverse(), [versions]);
   const shown = all ? newest : newest.slice(0, SHOWN);
   const live = versions.find((version) => version.live);
   const test = underWay(versions);
-  const canGoBack = versions.some((version) => version.promotable && version.version < live?.version);
+  const canGoBack = mayChange && versions.some((version) => version.promotable && version.version < live?.version);
   const onDone = () => {
     setAsking(null);
     reload();
@@ -42,7 +43,7 @@ function History({ versions, near, reload }) {
     <div class="table versions" tabindex="0" role="region" aria-label="Versions"><table>
       <thead><tr><th scope="col">lineage</th><th scope="col" class="num">version</th><th scope="col">status</th><th scope="col">verified</th><th scope="col" class="num">from</th><th scope="col" class="num">step</th><th scope="col" class="num">train reward</th><th scope="col" class="num">eval reward</th><th scope="col" class="num">made</th><th scope="col">action</th></tr></thead>
       <tbody>${shown.map((version, i) => html`<${Version} key=${version.version} version=${version} near=${near.get(version.version)} graph=${i === 0 && html`<${Lineage} versions=${shown} />`} count=${shown.length}
-        onPromote=${() => setAsking({ path: "/policy/promote", body: { version: version.version }, what: `Make version ${version.version} live? The trainer continues from it.`, verb: "Promote" })} />`)}</tbody>
+        onPromote=${mayChange && (() => setAsking({ path: "/policy/promote", body: { version: version.version }, what: `Make version ${version.version} live? The trainer continues from it.`, verb: "Promote" }))} />`)}</tbody>
     </table></div>
     ${newest.length > SHOWN && html`<button onClick=${() => setAll(!all)}>${all ? "Show the newest only" : `Show all ${number(newest.length)} versions`}</button>`}
     ${asking && html`<${Confirm} ...${asking} onDone=${onDone} onClose=${() => setAsking(null)} />`}`;
@@ -61,7 +62,7 @@ function Version({ version, near, graph, count, onPromote }) {
     <td class="num" data-label="train">${reward(rewards.train)}</td>
     <td class="num" data-label="eval" title=${interval(version.evaluation)}>${reward(rewards.eval)}</td>
     <td class="num" data-label="made">${version.created_at > 0 && html`<${Time} at=${version.created_at} />`}</td>
-    <td>${!version.live && (version.promotable ? html`<button onClick=${onPromote}>Promote…</button>` : html`<small class="why">${version.obstacle}</small>`)}</td>
+    <td>${!version.live && (version.promotable ? onPromote && html`<button onClick=${onPromote}>Promote…</button>` : html`<small class="why">${version.obstacle}</small>`)}</td>
   </tr>`;
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import pytest
 from playwright.async_api import Route, expect
 
 from lightning_proxy.proxy.store.training import CallCredit
+from lightning_proxy.proxy.types import Limits
 from support.browser import browsing, needs_browser
 from support.byte_tokens import record, train
 
@@ -214,3 +216,31 @@ async def test_a_version_is_being_verified_and_the_band_ends_where_rewards_end(
             await page.goto(f"{system.url}/#/tasks")
             await expect(page.get_by_role("row", name="t1")).to_contain_text("in between")
         assert wrong.seen == []
+
+
+@needs_browser
+async def test_a_team_is_shown_no_number_that_it_is_not_given_and_offered_nothing_that_it_may_not(
+    running: Running, tmp_path: Path
+) -> None:
+    async with running(tmp_path, publish="lora", api_keys=["agent"]) as system, system.store() as store:
+        team, _ = await store.keys.create("team", "agent", Limits(), recording=True, scope="own")
+        await store.steps.trained(await store.steps.claim([], 0), None, {"reward_mean": 0.5, "step_s": 2.0})
+        await system.candidate(store, tmp_path)
+        async with asyncio.timeout(10):
+            while (await system.chat("r1", Authorization=f"Bearer {team}"))[0] != 200:
+                await asyncio.sleep(0.05)
+        for key, seen in (("agent", 1), (team, 0)):
+            async with browsing(f"{system.url}/#/overview?key={key}") as (page, wrong):
+                await expect(page.locator(".stats")).to_contain_text("training rollouts")
+                for name in ("machine", "plugins"):
+                    await expect(page.get_by_role("link", name=name, exact=True)).to_have_count(seen)
+                for label in ("last reward", "tokens answered", "calls that failed"):
+                    await expect(page.locator(".stat", has_text=label)).to_have_count(seen)
+                await expect(page.get_by_role("heading", name="Signs of a collapse")).to_have_count(seen)
+                await page.goto(f"{system.url}/#/costs")
+                await expect(page.get_by_role("heading", name="Calls by day")).to_have_count(1)
+                await expect(page.get_by_role("heading", name="Training steps")).to_have_count(seen)
+                await page.goto(f"{system.url}/#/versions")
+                await expect(page.get_by_role("row", name="candidate")).to_have_count(1)
+                await expect(page.get_by_role("button", name="Promote…")).to_have_count(seen)
+            assert wrong.seen == []
