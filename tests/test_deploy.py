@@ -160,6 +160,12 @@ def test_the_pod_gets_no_variables_that_look_like_keys_of_ours() -> None:
     assert pod()["enableServiceLinks"] is False
 
 
+def test_the_store_of_the_pod_does_not_grow_for_ever(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(manifests()["ConfigMap"]["data"]["config.yaml"])
+    config = load_config(tmp_path / "config.yaml")
+    assert (config.rollouts.end_after_idle_s, config.store.retention.max_age_days) == (3600, 30)
+
+
 async def test_the_pod_answers_its_probes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kubernetes asks without a key, by the pod's address."""
     settings = yaml.safe_load(manifests()["ConfigMap"]["data"]["config.yaml"])
