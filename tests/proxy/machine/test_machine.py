@@ -91,7 +91,9 @@ async def test_a_key_of_its_own_rollouts_sees_no_machine(running: Running, tmp_p
 
 async def test_the_board_lists_upstreams_training_and_rooms(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system:
-        _, found = await system.call("GET", "/plugins")
+        async with asyncio.timeout(10):  # until its server was first asked
+            while (found := (await system.call("GET", "/plugins"))[1])["upstreams"][0]["state"] == "unknown":
+                await asyncio.sleep(0.05)
         (upstream,) = found["upstreams"]
         assert (upstream["kind"], upstream["state"], upstream["problem"]) == ("vllm", "up", None)
         assert {one["what"]: one["name"] for one in found["training"]} == {
