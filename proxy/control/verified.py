@@ -51,7 +51,7 @@ def _story(live: PolicyVersion, deviations: float | None, by: str | None) -> str
     if live.version == 0:
         return "the base model: there is nothing to verify"
     if not live.verified:
-        return "being verified: merged weights on a single server are compared once they answer agents"
+        return "not verified yet: merged weights on a single server are compared once they answer agents"
     if by is not None:
         return f"by {by} alone: answers did not tell new weights from old"
     if deviations is None:

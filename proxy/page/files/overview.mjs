@@ -89,7 +89,7 @@ function Numbers({ now, policy }) {
 function Verified({ seen }) {
   const clear = typeof seen.deviations === "number" && !seen.by;
   const probed = typeof seen.probed_at === "number" && html`<span class="reason">probed <${Time} at=${seen.probed_at} />: ${seen.problem ?? "it answers as at first"}</span>`;
-  return html`<${Stat} label="verified" value=${clear ? number(seen.deviations) : seen.verified ? "yes" : "being verified"} unit=${clear && "standard deviations"} warn=${Boolean(seen.problem)} note=${html`${seen.story}${probed}`} />`;
+  return html`<${Stat} label="verified" value=${clear ? number(seen.deviations) : seen.verified ? "yes" : "not verified yet"} unit=${clear && "standard deviations"} warn=${Boolean(seen.problem)} note=${html`${seen.story}${probed}`} />`;
 }
 
 function Recent({ recent }) {

@@ -72,7 +72,7 @@ const interval = (found) => found && (found.reward === null ? (found.error ?? "i
 // Whether vLLM was seen to serve it, and how near.
 function Verified({ version, near }) {
   if (version.version === 0) return html`<small class="muted">the base model</small>`;
-  if (!version.verified) return UNDER_WAY.includes(version.status) ? html`<${Badge} kind="accent">being verified<//>` : html`<${Badge}>not verified<//>`;
+  if (!version.verified) return UNDER_WAY.includes(version.status) ? html`<${Badge} kind="accent">not verified yet<//>` : html`<${Badge}>not verified<//>`;
   const { verify_difference: nats, verify_deviations: deviations, verified_by: by } = near ?? {};
   return html`<${Badge} kind="good">verified<//> ${typeof nats === "number" && html`<small title="mean difference of the served log-probabilities from the trainer's">within ${number(nats)} nats</small>`}
     ${by ? html`<small>by ${by}</small>` : typeof deviations === "number" && html`<small>${number(deviations)} standard deviations from the old</small>`}`;

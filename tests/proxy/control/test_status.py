@@ -137,7 +137,7 @@ async def test_status_says_how_the_live_version_was_verified(running: Running, t
             (seen, True, "the new weights are 5.12 standard deviations from the old"),
             (seen | {"verified_by": "its label"}, True, "by its label alone: answers did not tell"),
             (seen | {"version": 1}, True, "it was verified; how clearly is not recorded"),
-            ({}, False, "being verified: merged weights on a single server are compared once they answer agents"),
+            ({}, False, "not verified yet: merged weights on a single server are compared once they answer agents"),
         ], 1):  # fmt: skip
             step = await store.steps.claim([], n - 1)
             await store.steps.trained(step, None, {"version": n, **metrics})

@@ -196,7 +196,7 @@ async def test_requests_are_copied_as_commands_that_mean_the_same(running: Runni
 
 
 @needs_browser
-async def test_a_version_is_being_verified_and_the_band_ends_where_rewards_end(
+async def test_a_version_is_not_verified_yet_and_the_band_ends_where_rewards_end(
     running: Running, tmp_path: Path
 ) -> None:
     async with running(tmp_path) as system, system.store() as store:
@@ -210,9 +210,9 @@ async def test_a_version_is_being_verified_and_the_band_ends_where_rewards_end(
         async with browsing(system.url) as (page, wrong):
             edges = page.get_by_label("Reward by training step,").locator(".edge .u-value")
             await expect(edges).to_have_text(["0.6", "1"])
-            await expect(page.locator(".stat", has_text="verified")).to_contain_text("being verified")
+            await expect(page.locator(".stat", has_text="verified")).to_contain_text("not verified yet")
             await page.goto(f"{system.url}/#/versions")
-            await expect(page.get_by_role("row", name="live")).to_contain_text("being verified")
+            await expect(page.get_by_role("row", name="live")).to_contain_text("not verified yet")
             await page.goto(f"{system.url}/#/tasks")
             await expect(page.get_by_role("row", name="t1")).to_contain_text("in between")
         assert wrong.seen == []
