@@ -79,11 +79,19 @@ function optionsFor({ x, xLabel, series, height, width, sync }) {
     height,
     series: shown,
     bands,
-    scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) } },
+    scales: { x: { time: false, range: rangeOfX }, y: { range: rangeOfY } },
     axes: [axis({ size: 32, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000] }), axis({ size: 52 })],
     cursor: { y: false, ...(sync && { sync: { key: sync } }) },
     legend: { live: true },
   };
+}
+
+const rangeOfX = ({ data: [[first, ...others]] }, low, high) => (others.length === 0 ? [first - 0.5, first + 0.5] : [low, high]);
+
+// From 0: noise does not look like a rise.
+function rangeOfY(_, low, high) {
+  if (typeof low !== "number" || (low === 0 && high === 0)) return [0, 1];
+  return uPlot.rangeNum(Math.min(low, 0), Math.max(high, 0), 0.1, true);
 }
 
 // A value of the legend: the one under the cursor, else the last.

@@ -195,6 +195,31 @@ async def test_requests_are_copied_as_commands_that_mean_the_same(running: Runni
     assert json.dumps(body) in [json.dumps(json.loads(one)) for one in texts if str(one).startswith('{"messages')]
 
 
+KEEP_TEXTS = """
+const own = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...at) {
+  (this.canvas.texts ??= new Set()).add(text);
+  own.call(this, text, ...at);
+};
+"""
+
+
+@needs_browser
+async def test_axes_of_rewards_begin_at_0_and_a_single_version_has_its_place(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        for name, reward in (("r1", 0.0435), ("r2", 0.0455)):
+            await system.chat(name, X_Task_Id="t1")
+            await system.call("POST", "/reward", {"rollout_id": name, "reward": reward})
+        async with browsing(system.url) as (page, wrong):
+            await page.add_init_script(KEEP_TEXTS)
+            await page.reload()
+            chart = page.get_by_label("Reward by policy version,").locator("canvas")
+            await expect(chart).to_be_visible()
+            texts = await chart.evaluate("canvas => [...canvas.texts]")
+    assert wrong.seen == []
+    assert sorted(map(float, texts)) == [0, 0.01, 0.02, 0.03, 0.04]
+
+
 @needs_browser
 async def test_a_version_is_not_verified_yet_and_the_band_ends_where_rewards_end(
     running: Running, tmp_path: Path
