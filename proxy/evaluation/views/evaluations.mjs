@@ -7,6 +7,7 @@ import { html, useMemo, useState } from "./html.mjs";
 import { Badge, Empty, Loaded, Panel, Reward, Stat, Table, Time, link } from "./parts.mjs";
 
 const SHOWN = 100;
+const ELSEWHERE = html`The intervals of <code>lightning-proxy eval</code> are in its report; those of <code>trainer.eval</code> are here.`;
 
 export const key = "e";
 
@@ -26,13 +27,14 @@ function Found({ versions, best }) {
   const done = evaluated.map(({ evaluation }) => evaluation).filter((one) => typeof one?.reward === "number");
   const first = done.find(({ difference }) => difference === null);
   const newest = [...evaluated].reverse();
-  if (evaluated.length === 0) return html`<${Empty}>No version was evaluated on held-out tasks. <code>lightning-proxy eval --tasks FILE --models base,live -- COMMAND</code> compares the live version with the base model; <code>trainer.eval</code> evaluates new versions by itself.<//>`;
+  if (evaluated.length === 0) return html`<${Empty}>${ELSEWHERE} Without <code>trainer.eval</code> there are none.<//>`;
   const columns = columnsFor(first);
   return html`<dl class="stats">
       <${Stat} label="best version" value=${best?.version ?? "–"} note=${best ? `by ${best.judged === "evaluation" ? "held-out tasks" : "its smoothed training reward"}` : "none that can be served is known yet"} />
       ${best && html`<${Stat} label="its reward" value=${number(best.reward)} note=${best.low !== null && interval(best.low, best.high)} />`}
       ${done.length > 0 && html`<${Stat} label="last evaluation" value=${number(done.at(-1).reward)} note=${`version ${done.at(-1).version}, ${interval(done.at(-1).low, done.at(-1).high)}`} />`}
     </dl>
+    ${done.length === 0 && html`<p class="muted">${ELSEWHERE}</p>`}
     ${done.length > 1 && html`<${Panel} title="Held-out reward by version" note="The band is the 95 % interval over tasks."><${Curve} done=${done} /><//>`}
     <${Table} label="Evaluations" columns=${columns} rows=${all ? newest : newest.slice(0, SHOWN)} rowKey=${({ version }) => version} />
     ${newest.length > SHOWN && html`<button onClick=${() => setAll(!all)}>${all ? "Show the newest only" : `Show all ${number(newest.length)}`}</button>`}`;

@@ -43,7 +43,9 @@ async def evaluated(system: Any, directory: Path) -> None:
 @needs_browser
 async def test_each_version_is_seen_with_its_interval_and_the_best_is_named(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, browsing(f"{system.url}/#/evaluations") as (page, wrong):
-        await expect(page.locator(".empty code").first).to_contain_text("lightning-proxy eval --tasks FILE")
+        await expect(page.locator(".empty")).to_contain_text(
+            "lightning-proxy eval are in its report; those of trainer.eval"
+        )
         await evaluated(system, tmp_path)
         await page.reload()
         row = page.get_by_role("row", name="version 2 best")
