@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ...proxy.config.root import Config
+from ...proxy.errors import ConfigError
 from ..api_client import ApiClient
 from ..formats import print_json
 from ..power.serving import check_power, serving_power
@@ -49,6 +50,9 @@ def eval_command(config: Config, request: EvalRequest) -> None:
     models, tasks = parse_models(request.models), read_tasks(request.tasks)
     if request.out is not None:
         check_writable(request.out)
+    counted = [name for name, weight in config.trainer.training_weights.items() if weight]
+    if why_not := config.rewards.not_absolute(counted):
+        raise ConfigError(why_not)
     view = ProgressView(Console(stderr=True))
     runner = runner_for(config, request.command, request.preload, view.say)
     logs, limit_s = logs_directory(request.logs), score_timeout_s(config)

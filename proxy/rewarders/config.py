@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Collection
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
@@ -129,6 +130,13 @@ class RewarderKeys(RewardsConfig):
     def longest_wait_s(self) -> float | None:
         """Return the core's, or as long as models may take."""
         return MODELS_S if self.use else super().longest_wait_s
+
+    def not_absolute(self, names: Collection[str]) -> str | None:
+        """Return why, if `rank` alone gives them. A function may give rewards of any name."""
+        ranked = {name for name, one in self.rewarders if one.kind == "rank"}
+        if self.function is not None or not names or not ranked.issuperset(names):
+            return None
+        return "rank only compares siblings; `eval` needs an absolute reward, such as `rubric`"
 
     @model_validator(mode="after")
     def _can_be_told_apart(self) -> RewarderKeys:

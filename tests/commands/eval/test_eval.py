@@ -19,6 +19,7 @@ from aiohttp import web
 from lightning_proxy.commands.eval.eval import EvalRow, Model, parse_models
 from lightning_proxy.commands.eval.report import Scoring, report
 from lightning_proxy.commands.run.run import RolloutResult
+from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.errors import ConfigError
 from tests.conftest import System
@@ -351,3 +352,15 @@ async def test_a_paced_evaluation_begins_a_rollout_for_each_line_and_ends_with_i
         process.stdin.close()
         assert await process.wait() == 130
         assert not json.loads(e.out.read_text())["complete"]
+
+
+async def test_a_reward_that_only_compares_siblings_is_refused_at_once(running: Running, tmp_path: Path) -> None:
+    rank = {"kind": "rank", "model": "hosted_vllm/m", "api_base": "http://127.0.0.1:9/v1"}
+    async with evaluating(running, tmp_path, rewards={"use": [rank]}) as e:
+        code, _, err = await e.run("live")
+        assert (code, await e.rollouts()) == (2, [])
+        assert (
+            err == "lightning-proxy: rank only compares siblings; `eval` needs an absolute reward, such as `rubric`\n"
+        )
+    posted = Config.model_validate({"rewards": {"use": [rank | {"name": "order"}]}})
+    assert posted.rewards.not_absolute(["order"]) and not posted.rewards.not_absolute(["order", "reward"])
