@@ -56,7 +56,7 @@ def costs_table(costs: Json) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for part in costs["data"]:
         table.add_row(plain(part["name"] or "-"), *_cells(part))
-    table.add_row("all", *_cells(costs["total"]), style="bold")
+    table.add_row("all calls", *_cells(costs["total"]), style="bold")
     for spent in costs["rewarders"]:
         usd = number(spent["usd"], 4) if spent["usd"] else "-"
         table.add_row(plain(f"rewarder {spent['name']}"), "", count(spent["tokens"]), "", "", "", usd)

@@ -38,15 +38,15 @@ export function Costs({ params }) {
     ${options.map(([value, label]) => html`<option value=${value} selected=${value === chosen}>${label}</option>`)}</select>`;
   return html`<h1 class="hidden">Costs</h1>
     <form class="filters"><label>by${choose("by", WAYS.map((one) => [one, one]), by)}</label><label>calls of${choose("ago", Object.entries(SINCE), params.ago ?? "")}</label></form>
-    <${Loaded} of=${costs}>${(found) => html`<${Panel} title=${`Calls by ${by}`} note=${note(found)} wide><${Parts} found=${found} /><//>`}<//>
+    <${Loaded} of=${costs}>${(found) => html`<${Panel} title=${`Calls by ${by}`} note=${note(found, status.data?.spent ?? [])} wide><${Parts} found=${found} /><//>`}<//>
     ${seesAll(status.data) && html`<div class="grid">
       <${Panel} title="Rewarders" note="What the models that judge have used."><${Rewarders} spent=${status.data?.spent ?? []} /><//>
       <${Panel} title="Training steps" note="Seconds of the machine, without the wait for rollouts."><${Steps} steps=${steps.data?.data ?? []} /><//>
     </div>`}`;
 }
 
-function note({ total, complete }) {
-  const said = [`${usd(total)} in all`];
+function note({ total, complete }, spent) {
+  const said = [`${usd(total)} for calls${spent.length > 0 ? `, ${usd(sum(spent))} for rewarders so far` : ""}`];
   if (total.unpriced > 0) said.push(`${plural(total.unpriced, "call")} of models without a price (prices)`);
   if (total.unknown > 0) said.push(`${plural(total.unknown, "answer")} without a usage`);
   if (!complete) said.push("only the newest calls are looked at");
@@ -64,10 +64,13 @@ function Parts({ found }) {
   return html`<${Table} label="Costs" columns=${[{ name: by, label: by, cell: name }, ...NUMBERS]} rows=${data} rowKey=${({ name: one }) => one} />`;
 }
 
+const isUnpriced = ({ usd: value, tokens: n }) => value === 0 && n > 0;
+const sum = (spent) => ({ usd: spent.reduce((all, one) => all + one.usd, 0), unpriced: spent.filter(isUnpriced).length });
+
 const SPENT = [
   { name: "name", label: "rewarder", cell: ({ name }) => name },
   { name: "tokens", label: "tokens", num: true, cell: ({ tokens: n }) => number(n) },
-  { name: "usd", label: "USD", num: true, cell: (row) => (row.usd === 0 && row.tokens > 0 ? "?" : usd(row)) },
+  { name: "usd", label: "USD", num: true, cell: (row) => usd(sum([row])) },
 ];
 
 function Rewarders({ spent }) {

@@ -68,5 +68,10 @@ async def test_rewarders_are_seen_with_weight_agreement_budget_and_queue(running
             await expect(page.get_by_role("row", name="next_message")).to_contain_text("not checked")
             await page.get_by_role("link", name="Rate rollouts").click()
             await expect(page.locator(".empty")).to_contain_text("Say who you are")
+            async with system.store() as store:
+                spent = {"rewarder": "next_message", "tokens": 9, "usd": 0.00065}
+                await store.database.commit([(SPENT_MORE, [spent])])
+            await page.goto(f"{system.url}/#/costs")
+            await expect(page.get_by_text("$0 for calls, $0.00065 + ? for rewarders so far")).to_be_visible()
             assert await page.locator("main img").count() == 0 and await page.evaluate("window.hurt") is None
         assert (wrong.seen, wrong.refused) == ([], [])
