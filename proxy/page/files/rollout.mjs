@@ -21,16 +21,24 @@ export function useRollout(id) {
   return { rollout, rows: rows.data };
 }
 
-export function Rollout({ id }) {
+// `blind(rollout)`: it without the judgements that are not shown yet, or null where all of them are.
+export function Rollout({ id, blind = () => null }) {
   const { rollout, rows } = useRollout(id);
-  return html`<${Loaded} of=${rollout}>${(found) => html`
-    <${RolloutHead} rollout=${found} rows=${rows} part="timeline" />
+  return html`<${Loaded} of=${rollout}>${(found) => {
+    const hidden = blind(found);
+    return html`<${Parts} rollout=${hidden ?? found} rows=${hidden ? null : rows} isBlind=${hidden !== null} />`;
+  }}<//>`;
+}
+
+function Parts({ rollout, rows, isBlind }) {
+  const { rewards, calls, awaits_reward: awaits } = rollout;
+  return html`<${RolloutHead} rollout=${rollout} rows=${rows} part="timeline" />
     <div class="grid">
-      <${Panel} title="Rewards"><${Rewards} rewards=${found.rewards} calls=${found.calls} awaits=${found.awaits_reward} /><//>
-      <${Panel} title="Rollout"><${About} rollout=${found} /><//>
-      <${Panel} title="Siblings" note="The rollouts of its task that it was compared with."><${Group} rows=${rows} id=${id} /><//>
+      <${Panel} title="Rewards" note=${isBlind && "Others' rewards are shown once you have rated the rollout."}>${!(isBlind && rewards.length === 0) && html`<${Rewards} rewards=${rewards} calls=${calls} awaits=${awaits} />`}<//>
+      <${Panel} title="Rollout"><${About} rollout=${rollout} /><//>
+      ${!isBlind && html`<${Panel} title="Siblings" note="The rollouts of its task that it was compared with."><${Group} rows=${rows} id=${rollout.rollout_id} /><//>`}
     </div>
-    <${Timeline} rollout=${found} rows=${rows} />`}<//>`;
+    <${Timeline} rollout=${rollout} rows=${rows} />`;
 }
 
 // Name, state and parts of a rollout: what all of its views begin with.

@@ -23,13 +23,20 @@ export function View({ params }) {
   const one = params.id && [{ rollout_id: params.id }];
   const queue = useData(one || !person ? null : "/people/queue", { person, order });
   return html`<div class="filters">
-      <label>your name<input name="person" value=${person} maxlength="200" onChange=${onPerson} /></label>
+      <label>your name<input name="person" value=${person} maxlength="200" onChange=${onPerson} onKeyDown=${({ key, target }) => key === "Enter" && target.blur()} /></label>
       ${!one && html`<label>order<select onChange=${({ target }) => setOrder(target.value)}>${ORDERS.map((name) => html`<option selected=${name === order}>${name}</option>`)}</select></label>`}
     </div>
     ${!person ? html`<${Empty}>Say who you are: the rewards of several people are kept apart.<//>`
       : one ? html`<${Queue} key=${params.id} rollouts=${one} person=${person} />`
       : html`<${Loaded} of=${queue}>${({ data }) => html`<${Queue} key=${`${person} ${order} ${data[0]?.rollout_id}`} rollouts=${data} person=${person} onMore=${queue.reload} />`}<//>`}`;
 }
+
+// A rollout without what others gave it, until this person has rated it: these labels check the judge.
+const unjudged = (person) => (rollout) => {
+  const own = rollout.rewards.filter(({ name, source }) => name === "human" && source === person);
+  if (own.some(({ call_id }) => call_id === null)) return null;
+  return { ...rollout, reward: null, rewards: own, calls: rollout.calls.map((call) => ({ ...call, reward: null })) };
+};
 
 function Queue({ rollouts, person, onMore }) {
   const [at, setAt] = useState(0);
@@ -101,12 +108,12 @@ function Queue({ rollouts, person, onMore }) {
   return html`<form class="panel filters rate" ref=${form} onSubmit=${onSubmit} aria-label="Rate">
       <b role="status">${call ? `call ${call.seq}` : "the rollout"}</b>
       ${call && html`<button type="button" onClick=${() => setCall(null)}>the rollout instead</button>`}
-      <button type="button" onClick=${() => onRate(1)} aria-label="good">👍 +</button>
-      <button type="button" onClick=${() => onRate(-1)} aria-label="bad">👎 -</button>
+      <button type="button" onClick=${() => onRate(1)}>+ good</button>
+      <button type="button" onClick=${() => onRate(-1)}>− bad</button>
       <label>number (n)<input name="number" type="number" step="any" size="6" /></label><button>give</button>
       <label>comment (c)<input name="comment" maxlength="10000" /></label>
       <button type="button" onClick=${() => go(at + 1)}>skip (s)</button> ${back}
       <small>j and k choose a call</small>
     </form>
-    <${Failure} error=${error} /><${Rollout} key=${id} id=${id} />`;
+    <${Failure} error=${error} /><${Rollout} key=${id} id=${id} blind=${unjudged(person)} />`;
 }

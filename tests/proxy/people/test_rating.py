@@ -61,6 +61,27 @@ async def test_a_reward_that_is_taken_back_counts_no_more(running: Running, tmp_
         assert len((await system.call("GET", "/rollouts/r"))[1]["rewards"]) == 2
 
 
+@needs_browser
+async def test_a_person_sees_what_others_gave_once_she_has_rated(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, **SETTINGS) as system:
+        await completed(system, "r", "It is so.")
+        body = {"rollout_id": "r", "reward": 0.125, "name": "judge", "comment": "because", "final": False}
+        await system.call("POST", "/reward", body)
+        async with browsing(f"{system.url}/#/rate?id=r") as (page, wrong):
+            await page.get_by_label("your name").fill("anna")
+            await page.keyboard.press("Enter")
+            main = page.locator("main")
+            await expect(main).to_contain_text("shown once you have rated")
+            for theirs in ("0.125", "because", "Siblings"):
+                await expect(main).not_to_contain_text(theirs)
+            await page.keyboard.press("+")
+            await expect(page.get_by_text("Nothing is left to rate")).to_be_visible()
+            await page.reload()
+            await expect(page.locator(".rewards")).to_contain_text("0.125")
+            await expect(page.locator(".rewards")).to_contain_text("because")
+    assert wrong.seen == []
+
+
 async def test_nobody_takes_back_what_another_key_gave(running: Running, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"api_keys": ["a", "b"], "admin_keys": ["admin"]}
     a, admin = ({"Authorization": f"Bearer {key}"} for key in ("a", "admin"))
@@ -86,7 +107,6 @@ async def test_a_person_rates_by_keyboard_and_takes_it_back(running: Running, tm
             await page.get_by_label("your name").fill("anna")
             await page.keyboard.press("Enter")
             await expect(page.locator("h1.id")).to_have_text("second")
-            await page.keyboard.press("Escape")
             await page.keyboard.press("j")
             await page.keyboard.press("j")
             await expect(page.get_by_role("form", name="Rate").get_by_role("status")).to_have_text("call 0")
@@ -95,6 +115,7 @@ async def test_a_person_rates_by_keyboard_and_takes_it_back(running: Running, tm
             await page.keyboard.press("Escape")
             await expect(page.locator(".rewards")).to_contain_text("human")
             await page.get_by_role("button", name="the rollout instead").click()
+            await expect(page.get_by_role("form", name="Rate").get_by_role("status")).to_have_text("the rollout")
             await page.keyboard.press("c")
             await page.keyboard.type("well said")
             await page.keyboard.press("Escape")
