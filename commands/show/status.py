@@ -177,6 +177,9 @@ def _not_trained_on(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
         reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in untrainable.items())
         hint = "\n`lightning-proxy doctor` says what the policy server lacks" if NO_TOKEN_IDS in untrainable else ""
         yield "not trained on", plain(f"of the newest {count(NEWEST)} calls: {reasons}{hint}", "yellow")
+    if unrewarded := status.get("unrewarded"):
+        seen = f"{count(unrewarded)} completed of the newest {count(NEWEST)} rollouts: rewarders gave them none"
+        yield "no reward", plain(f"{seen}; the proxy's log says where one failed", "yellow")
     if standstill := status["standstill"]:
         yield "standstill", plain(standstill["story"], "yellow")
 

@@ -21,7 +21,7 @@ NOTHING: dict[str, Any] = {
         "problem": None, "story": "the base model: there is nothing to verify",
     },
 }  # fmt: skip
-OF_SIDE_ROOMS = {"contexts", "spent"}
+OF_SIDE_ROOMS = {"contexts", "spent", "unrewarded"}
 NO_CALLS = {"calls": 0, "since": None, "by_status": {}, "latency_ms": None, "ttft_ms": None, "response_tokens": 0}
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 

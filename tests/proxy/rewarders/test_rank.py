@@ -156,6 +156,8 @@ async def test_an_answer_that_cannot_be_read_is_asked_for_once_more(
         assert await values(system, await group(system, "worth 1", "worth 2", task="once")) == [0.0, 1.0]
         judge.wrong = 2
         assert await values(system, await group(system, "worth 3", "worth 4", task="twice")) == [None, None]
+        assert (await system.call("GET", "/status"))[1]["unrewarded"] == 2
+        assert "2 completed of the newest 200 rollouts" in " ".join((await system.lightning("status")).stdout.split())
     assert len(judge.asked) == 4
     assert caplog.text.count("its answer cannot be read") == 2
 
