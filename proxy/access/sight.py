@@ -17,6 +17,7 @@ OF_ALL: Mapping[Kind, dict[str, Any]] = {
     "version": {"path": None, "metrics": {}, "error": None, "promotion": None, "evaluation": None, "best": False},
     "step": {"checkpoint": None, "metrics": {}},
     "status": {
+        "per_step": None,
         "untrainable": {},
         "standstill": None,
         "collapse": None,

@@ -287,11 +287,13 @@ class Status(BaseModel):
     of the newest 200 calls cannot be, by reason, the policy's alone. `publishing`: why new weights cannot reach the
     policy's server. `standstill`: nothing was learned from the newest rollouts. `collapse`: as in `GET /policy`.
     `plugins`: the names of those that the configuration asks for. `verified`: how the live version was seen to be
-    served. `recent`: the newest calls, at most 500. Both are null for a key that sees only its own rollouts.
+    served. `recent`: the newest calls, at most 500. `per_step`: how many rollouts a training step takes. The last three
+    are null for a key that sees only its own rollouts.
     """
 
     rollouts: dict[Mode, dict[RolloutStatus, int]]
     waiting: int
+    per_step: int | None
     dropped: dict[str, int]
     untrainable: dict[str, int]
     publishing: str | None

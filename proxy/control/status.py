@@ -27,7 +27,7 @@ async def get_status(request: Request) -> dict[str, Any]:
 
     `publishing` says why new weights could not be published; `standstill`, that nothing was learned lately; `collapse`,
     that publication is stopped, and why. `verified`: how the live version was seen to be served, and when last.
-    `recent` sums up the newest 500 calls.
+    `recent` sums up the newest 500 calls. A training step takes `per_step` of those that wait.
     For a key that sees only its own rollouts, the answer counts these alone.
     """
     p, sight = await parts_for_all(request), caller_of(request).sight
@@ -43,6 +43,7 @@ async def get_status(request: Request) -> dict[str, Any]:
     view = {
         "rollouts": rollouts,
         "waiting": waits,
+        "per_step": p.config.trainer.rollouts_per_step,
         "dropped": dict(dropped.most_common()),
         "publishing": None if p.swap is None else p.swap.why_not_published(),
         "untrainable": await p.store.calls.untrainable(NEWEST),

@@ -76,7 +76,7 @@ function Numbers({ now, policy }) {
     ${policy?.best && html`<${Stat} label="best version" value=${html`<a href="#/versions">${policy.best.version}</a>`} note=${policy.best.story} />`}
     ${policy?.test && html`<${Stat} label="candidate" value=${html`<a href="#/versions">${policy.test.version}</a>`} note=${`tested with ${number(policy.test.evidence.rollouts ?? 0)} rollouts`} />`}
     <${Stat} label="training steps" value=${number(policy?.steps)} note=${policy?.last_step && html`last <${Time} at=${policy.last_step.finished_at} />`} />
-    <${Stat} label="waiting for the trainer" value=${number(now.waiting)} unit="rollouts" />
+    <${Stat} label="waiting for the trainer" value=${number(now.waiting)} unit=${now.per_step ? `of ${number(now.per_step)} rollouts` : "rollouts"} note=${now.per_step && "that a step takes"} />
     <${Stat} label="training rollouts" value=${number(train.completed ?? 0)} note=${`${number(train.running ?? 0)} running, ${number(train.failed ?? 0)} failed`} />
     <${Stat} label="evaluation rollouts" value=${number(held.completed ?? 0)} note=${`${number(held.running ?? 0)} running`} />
     ${now.recent && html`<${Recent} recent=${now.recent} />`}
@@ -89,17 +89,18 @@ function Numbers({ now, policy }) {
 function Verified({ seen }) {
   const clear = typeof seen.deviations === "number" && !seen.by;
   const probed = typeof seen.probed_at === "number" && html`<span class="reason">probed <${Time} at=${seen.probed_at} />: ${seen.problem ?? "it answers as at first"}</span>`;
-  return html`<${Stat} label="verified" value=${clear ? number(seen.deviations) : seen.verified ? "yes" : "not verified yet"} unit=${clear && "standard deviations"} warn=${Boolean(seen.problem)} note=${html`${seen.story}${probed}`} />`;
+  return html`<${Stat} label="verified" value=${seen.problem ? "in doubt" : seen.verified ? "yes" : "not verified yet"} unit=${clear && !seen.problem && "vLLM serves the new weights"} warn=${Boolean(seen.problem)} note=${html`${seen.story}${probed}`} />`;
 }
 
 function Recent({ recent }) {
   const passed = recent.since ? Math.max(1, Date.now() / 1000 - recent.since) : null;
-  const failed = recent.calls - (recent.by_status.ok ?? 0) - (recent.by_status.incomplete ?? 0);
-  const others = Object.entries(recent.by_status).filter(([status]) => status !== "ok");
+  const { ok = 0, incomplete: running = 0, ...others } = recent.by_status;
+  const failed = recent.calls - ok - running;
+  const kinds = Object.entries(others).map(([status, count]) => `${count} ${status}`);
   return html`<${Stat} label="calls" value=${passed ? number((60 * recent.calls) / passed) : "0"} unit="/ min" note=${recent.since && html`newest ${number(recent.calls)}, since <${Time} at=${recent.since} />`} />
     <${Stat} label="tokens answered" value=${passed ? number((recent.response_tokens ?? 0) / passed) : "0"} unit="/ s" note=${`${number(recent.response_tokens ?? 0)} in these calls`} />
     <${Stat} label="latency, median" value=${milliseconds(recent.latency_ms)} note=${`first token ${milliseconds(recent.ttft_ms)}`} />
-    <${Stat} label="calls that failed" value=${share(failed, recent.calls)} warn=${failed > 0} note=${others.map(([status, count]) => `${count} ${status}`).join(", ") || "none"} />`;
+    <${Stat} label="calls that failed" value=${share(failed, recent.calls - running)} warn=${failed > 0} note=${html`${kinds.join(", ") || "none"}${running > 0 && html`<span class="reason">${running} under way</span>`}`} />`;
 }
 
 function Reasons({ label, counts, of }) {

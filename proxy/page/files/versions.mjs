@@ -75,7 +75,7 @@ function Verified({ version, near }) {
   if (!version.verified) return UNDER_WAY.includes(version.status) ? html`<${Badge} kind="accent">not verified yet<//>` : html`<${Badge}>not verified<//>`;
   const { verify_difference: nats, verify_deviations: deviations, verified_by: by } = near ?? {};
   return html`<${Badge} kind="good">verified<//> ${typeof nats === "number" && html`<small title="mean difference of the served log-probabilities from the trainer's">within ${number(nats)} nats</small>`}
-    ${by ? html`<small>by ${by}</small>` : typeof deviations === "number" && html`<small>${number(deviations)} standard deviations from the old</small>`}`;
+    ${by ? html` <small>by ${by}</small>` : typeof deviations === "number" && html`<small> · ${number(deviations)} standard deviations from the old</small>`}`;
 }
 
 // The tree of versions, newest on top: each stands below those that were trained from it.

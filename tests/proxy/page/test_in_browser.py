@@ -221,6 +221,24 @@ async def test_axes_of_rewards_begin_at_0_and_a_single_version_has_its_place(run
 
 
 @needs_browser
+async def test_the_overview_says_each_number_once_and_of_what(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        await system.chat("r1")
+        status = (await system.call("GET", "/status"))[1]
+        status["recent"] |= {"calls": 10, "by_status": {"incomplete": 7, "ok": 2, "error": 1}}
+        status["verified"] |= {"version": 1, "deviations": 3.93, "story": "3.93 standard deviations from the old"}
+        async with browsing("data:text/html,") as (page, _):
+            await page.route("**/status", lambda route: route.fulfill(json=status))
+            await page.goto(system.url)
+            for label, text in {
+                "waiting for the trainer": "0 of 64 rollouts",
+                "calls that failed": "33.3 %1 error7 under way",
+                "verified": "yes vLLM serves the new weights3.93 standard deviations from the old",
+            }.items():
+                await expect(page.locator(".stat", has_text=label)).to_contain_text(text)
+
+
+@needs_browser
 async def test_a_version_is_not_verified_yet_and_the_band_ends_where_rewards_end(
     running: Running, tmp_path: Path
 ) -> None:
