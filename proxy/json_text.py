@@ -158,8 +158,8 @@ def loads(text: str | bytes) -> Any:
     return loads_in_turns(text)
 
 
-def loads_rounded(text: bytes) -> Any:
-    """Decode a JSON text as `loads` does, but for long numbers, which become floats."""
+def loads_rounded(text: str | bytes) -> Any:
+    """Decode a JSON text as `loads` does, but long numbers become floats. A text made of floats loses nothing."""
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..json_text import dumps, loads, loads_or_none
+from ..json_text import dumps, loads_or_none, loads_rounded
 from ..store.database import Row
 from ..store.reports.feed import Feed
 
@@ -87,7 +87,7 @@ class FeedEvents(Feed):
 def _happened(n: int, kind: str, row: Row) -> Happened:
     data = {name: value for name, value in dict(row).items() if name != "ref"}
     if kind == "step":
-        data["reward"] = loads(data.pop("metrics")).get("reward_mean")
+        data["reward"] = loads_rounded(data.pop("metrics")).get("reward_mean")
     if kind == "version":
         data |= {"live": bool(data["live"]), "verified": bool(data["verified"])}
         data["evidence"] = loads_or_none(data["evidence"])

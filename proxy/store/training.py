@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..aside import aside
-from ..json_text import dumps, loads
+from ..json_text import dumps, loads_rounded
 from ..types import CollapseSign, PolicyVersion, Rollout
 from .database import Database, Row, Sql, Transaction
 from .rollouts import ALL, read_rollout
@@ -336,4 +336,4 @@ async def _join(db: Transaction, groups: Sequence[ComparedGroup]) -> None:
 
 
 def _read_step(row: Row) -> Step:
-    return read(Step, row, metrics=loads(row["metrics"]))
+    return read(Step, row, metrics=loads_rounded(row["metrics"]))

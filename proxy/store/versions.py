@@ -9,7 +9,7 @@ from typing import Any
 
 from ..aside import aside
 from ..errors import NotFound
-from ..json_text import dumps, loads
+from ..json_text import dumps, loads, loads_rounded
 from ..types import PolicyVersion, PublishMode, VersionStatus
 from .database import Database, Row, Transaction
 from .rows import read
@@ -192,5 +192,5 @@ class PolicyVersions:
 
 
 def read_version(row: Row) -> PolicyVersion:
-    adapters, metrics = loads(row["adapters"]), loads(row["metrics"])
+    adapters, metrics = loads(row["adapters"]), loads_rounded(row["metrics"])
     return read(PolicyVersion, row, verified=bool(row["verified"]), adapters=adapters, metrics=metrics)
