@@ -36,8 +36,8 @@ class BacklogGate:
 class Backlog(BacklogGate):
     """Opens no group while `limit` of the opened rollouts are not yet in the live weights.
 
-    A group has `group_size` rollouts, and the limit is at least one group. A rollout stops counting when it ended
-    without a reward, when the trainer will not take it, or when the version of the step that took it is live.
+    A group has `group_size` rollouts, and the limit is at least one group. A rollout stops counting when it ended and
+    nobody will reward it, when the trainer will not take it, or when the version of the step that took it is live.
     A rollout that the trainer dropped counts until the trainer's next step is live: a rollout opened earlier in its
     place would be answered by the old weights.
 
@@ -115,4 +115,4 @@ def _is_waited_for(rollout: Mapping[str, Any], published: int) -> bool:
         return rollout["dropped_by"] is not None and rollout["dropped_by"] > published
     if rollout["step"] is not None:
         return rollout["step"] > published
-    return rollout["status"] == "completed" and rollout["reward"] is not None
+    return rollout["status"] == "completed" and (rollout["reward"] is not None or rollout.get("awaits_reward", False))

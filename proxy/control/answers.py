@@ -63,8 +63,12 @@ class Opened(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedRollout(Rollout):
-    """With `words`: first words of its first request and last answer, model, key's name, mean latency of its calls."""
+    """With `words`: first words of its first request and last answer, model, key's name, mean latency of its calls.
 
+    `awaits_reward`: as in the answer about one rollout.
+    """
+
+    awaits_reward: bool
     question: str | None = None
     answer: str | None = None
     model: str | None = None

@@ -128,14 +128,17 @@ async def list_rollouts(
     else:
         page, following = await p.store.rollouts.search(filters, sought, limit, position)
     following_cursor = None if following is None else str(following)
-    found = await p.store.summaries.of([one.rollout_id for one in page]) if words else None
-    return await large_response(lambda: {"data": [*_listed(page, found)], "next_cursor": following_cursor})
+    names = [one.rollout_id for one in page]
+    awaiting = await p.store.endings.await_still(names)
+    found = await p.store.summaries.of(names) if words else None
+    return await large_response(lambda: {"data": [*_listed(page, awaiting, found)], "next_cursor": following_cursor})
 
 
-def _listed(page: list[Rollout], found: dict[str, Summary] | None) -> Iterator[dict[str, Any]]:
+def _listed(page: list[Rollout], awaiting: set[str], found: dict[str, Summary] | None) -> Iterator[dict[str, Any]]:
     """Each rollout of a page, with its words if they were asked for."""
     for one in page:
-        yield record_view(one) | ({} if found is None else words_view(found.get(one.rollout_id)))
+        words = {} if found is None else words_view(found.get(one.rollout_id))
+        yield record_view(one) | {"awaits_reward": one.rollout_id in awaiting} | words
 
 
 @router.get("/{rollout_id}", response_model=None, responses=answers(RolloutDetail))
@@ -147,7 +150,7 @@ async def get_rollout(request: Request, rollout_id: PathId, requests: Requests =
     """
     p = await parts_for(request, rollout_id)
     # Before the rewards: who sees that they are awaited no more sees them.
-    awaits = await p.store.endings.awaits(rollout_id)
+    awaits = bool(await p.store.endings.await_still([rollout_id]))
     rollout = await p.store.rollouts.get(rollout_id)
     calls = await p.store.calls.of(rollout_id, short=requests == "short")
     rewards = await p.store.rewards.of(rollout_id)

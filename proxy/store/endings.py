@@ -14,6 +14,7 @@ from typing import Any
 
 from ..config.rollouts import RolloutsConfig
 from ..errors import LightningError
+from ..json_text import dumps
 from .database import Database, Transaction, in_passing
 from .retention import ABANDONED_S, LOOK
 
@@ -46,8 +47,9 @@ ROLLOUTS_AWAITING = """
 SELECT rollouts.rollout_id FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n
 ORDER BY awaiting_rewards.n LIMIT :limit
 """
-ROLLOUT_AWAITS = """
-SELECT 1 FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+ROLLOUTS_AWAIT = """
+SELECT rollout_id FROM rollouts
+WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND n IN (SELECT n FROM awaiting_rewards)
 """
 
 
@@ -89,9 +91,10 @@ class Endings:
         """Return the rollouts that await the reward function, oldest first."""
         return [row["rollout_id"] for row in await self._db.all(ROLLOUTS_AWAITING, {"limit": limit})]
 
-    async def awaits(self, rollout_id: str) -> bool:
-        """Return whether this rollout still awaits the reward function."""
-        return await self._db.one(ROLLOUT_AWAITS, {"rollout_id": rollout_id}) is not None
+    async def await_still(self, rollout_ids: Sequence[str]) -> set[str]:
+        """Return those of these rollouts that still await the reward function."""
+        rows = await self._db.all(ROLLOUTS_AWAIT, {"rollout_ids": dumps(rollout_ids)})
+        return {row["rollout_id"] for row in rows}
 
 
 async def _end_some(idle: Sequence[dict[str, Any]], db: Transaction, until: float) -> tuple[int, int]:
