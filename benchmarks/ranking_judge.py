@@ -8,6 +8,7 @@
     python benchmarks/ranking_judge.py curve /tmp/ranked/lightning.db
 
 The policy learns from the order alone. The agent's own rewards are recorded beside it, and `curve` prints these.
+A rubric whose questions are those of CRITERIA is answered, too: rightly with the chance `--agreement`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ from agent import score
 
 NOISE = [0.02 * 1.15**i for i in range(60)]  # standard deviations that are tried
 SUM = re.compile(r"What is (\d+)\+(\d+)\?")
+ASKED = "\n\nThe question: "
+CRITERIA = {
+    "Is the sum right?": lambda text, right: str(right) in re.findall(r"\d+", text),
+    "Is the answer a number and nothing else?": lambda text, _: text.strip().isdecimal(),
+}
 
 
 def alike(truth: Sequence[float], said: Sequence[float]) -> float:
@@ -48,7 +54,21 @@ def judged(truth: Sequence[float], agreement: float, seed: str) -> list[float]:
 
 
 def answer(system: str, text: str, agreement: float) -> dict[str, Any]:
-    """Return the judge's answer to a question of the rewarder `rank`."""
+    """Return the judge's answer to a question of the rewarder `rank` or `rubric`."""
+    return (said if ASKED in text else ordered)(system, text, agreement)
+
+
+def said(_: str, text: str, agreement: float) -> dict[str, Any]:
+    """Return yes or no."""
+    happened, question = text.rsplit(ASKED, 1)
+    (a, b), written = map(int, SUM.findall(happened)[0]), happened.rpartition("assistant: ")[2]
+    is_so = CRITERIA[question](written.rpartition("\n<<")[0], a + b)
+    is_wrong = random.Random(hashlib.sha256(text.encode()).hexdigest()).random() > agreement
+    return {"reason": "a script says so", "answer": "no" if is_so == is_wrong else "yes"}
+
+
+def ordered(system: str, text: str, agreement: float) -> dict[str, Any]:
+    """Return the order of the attempts."""
     (mark,) = re.findall(r"lines that begin with (<<\S+)", system)
     found = re.findall(rf"^{re.escape(mark)} (.*?)>>\n(.*?)\n{re.escape(mark)} end>>$", text, re.DOTALL | re.MULTILINE)
     a, b = map(int, SUM.findall(found[0][1])[0])
