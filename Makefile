@@ -125,7 +125,7 @@ bench-several: setup  ## 1, 2 and 4 proxies over one PostgreSQL beside SQLite, a
 bench-page: setup  ## how long the routes that the page reads take with a long run in the store: half a minute
 	$(BIN)/python benchmarks/page.py $(ARGS)
 
-bench-credit: setup  ## what each credit strategy, choice of agents, baseline and loss learns: small problems, two minutes
+bench-credit: setup  ## what each credit strategy, choice of agents, baseline and loss learns: small problems, four minutes
 	$(BIN)/python benchmarks/credit.py $(ARGS)
 
 bench-promotion: setup  ## how often the gate before a new version is wrong, and how many pairs it takes: minutes

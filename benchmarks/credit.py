@@ -1,21 +1,26 @@
-"""What each credit strategy, choice of agents, baseline and loss learns on small problems: five seeds each, in tables.
+"""What each credit strategy, choice of agents, baseline and loss learns on small problems, each at its best rate.
 
-The policy is a table: a softmax over two actions for each state, trained by plain REINFORCE. Rollouts are the records
-that the proxy would have made of it, and their advantages come from the trainer's own credit and baselines. A state is
-all that the policy sees: in an agent whose prompts hold its whole history, `anchor` finds fewer calls to compare.
-The judge is a script (scripted_judge.py). Losses take steps on rollouts of the policy as it was BEHIND steps ago: on
-those of the present one all have the same gradient. Every decision is an answer of one token.
+The policy is a table: a softmax over two actions for each state, trained by gradient descent. Rollouts are the records
+that the proxy would have made of it; advantages and losses are the trainer's own. A rate is chosen for every number, by
+seeds that are not among those reported: at one rate for all, a baseline that divides by nothing would only seem slow.
+A state is all that the policy sees: in an agent whose prompts hold its whole history, `anchor` and `gagpo` find fewer
+calls to compare. The judge is a script (scripted_judge.py). Losses take steps on rollouts of the policy as it was
+BEHIND steps ago: on those of the present one all have the same gradient. Every decision is an answer of one token.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from statistics import fmean, stdev
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from random import Random
+from statistics import fmean, stdev, variance
+from typing import NamedTuple
 
 import torch
 from results_page import Page, option
@@ -32,11 +37,11 @@ from lightning_proxy.trainer.step.losses import policy_loss
 from lightning_proxy.trainer.step.own_loss import own_loss
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 
-SEEDS = range(5)
+SEEDS = range(8)
+CHOOSING = range(100, 104)  # the seeds by which a rate is chosen
+RATES = (3, 10, 30, 100, 300, 1000, 3000)
 SIBLINGS = 8
-GROUPS = 100
-RATE = 0.1
-EVALUATED = 500  # rollouts after training
+STEPS = 24
 
 STRATEGIES = {
     "uniform": {"credit": "uniform"},
@@ -45,6 +50,7 @@ STRATEGIES = {
     "discounted, 0": {"credit": "discounted", "discount": 0.0},
     "anchor, 0.9": {"credit": "anchor", "discount": 0.9},
     "anchor, 0": {"credit": "anchor", "discount": 0.0},
+    "gagpo, 0.9": {"credit": f"{Path(__file__).with_name('gagpo.py')}:gagpo", "discount": 0.9},
     "rae": {"credit": "rae"},
     "judge, 0.9 (scripted)": {"credit": "judge", "discount": 0.9, "judge": {"model": "scripted"}},
     "judge, 0 (scripted)": {"credit": "judge", "discount": 0.0, "judge": {"model": "scripted"}},
@@ -63,79 +69,56 @@ BOTH_NAMES = {"reward_weights": {"right": 1.0, "style": 1.0}}
 NAMES = {"uniform (their sum)": BOTH_NAMES, "gdpo": {"credit": "gdpo", **BOTH_NAMES}}
 SETTINGS = type(Config().trainer)  # with the keys and names of side rooms
 BASELINES = {name: {"credit": "discounted", "discount": 0.9, "baseline": name} for name in SETTINGS.known("baseline")}
-BASELINE_GROUPS = 4  # in a step: reinforce_pp compares all rollouts of it
+BASELINE_GROUPS = 4  # in a step, each of another task: reinforce_pp compares all rollouts of it
 OF_LOSSES = {"credit": "discounted", "discount": 0.9}
 LOSSES = {
     **{name: {"loss_type": name, **OF_LOSSES} for name in ("cispo", "grpo", "sapo", "vespo")},
     **{name: {"loss": name, **OF_LOSSES} for name in SETTINGS.known("loss")},
 }
-LOSS_RATE = 4.0
-BEHIND = 20  # steps
+BEHIND = 4  # steps
 
 
-Advantages = Sequence[Sequence[float | None]]
-
-
+@dataclass
 class Policy:
-    """The probability of action 1 in each state is the logistic function of the state's parameter."""
+    """The probability of action 1 in each state is the logistic function of the state's parameter.
 
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-        self.parameters: defaultdict[int, float] = defaultdict(float)
+    `random` decides its actions and what the world does. `task` is the number of the group in its step.
+    """
 
-    def at(self, parameters: Mapping[int, float]) -> Policy:
-        """Return the policy with other parameters, and the same chance."""
-        other = Policy(0)
-        other._random, other.parameters = self._random, defaultdict(float, parameters)
-        return other
+    random: Random
+    parameters: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    task: int = 0
 
     def probability(self, state: int) -> float:
-        return 1 / (1 + math.exp(-self.parameters[state]))
+        return (1 + math.tanh(self.parameters[state] / 2)) / 2
 
     def act(self, state: int) -> int:
-        return int(self._random.random() < self.probability(state))
+        return int(self.chance(self.probability(state)))
 
     def chance(self, probability: float) -> bool:
-        """Chance of the world, from the policy's own seed."""
-        return self._random.random() < probability
+        return self.random.random() < probability
 
-    def draw(self, kinds: int) -> int:
-        return self._random.randrange(kinds)
-
-    def learn(self, episodes: Sequence[Episode], advantages: Advantages, rate: float) -> None:
-        """One step along the advantage-weighted gradient of log-probabilities, every rollout with the same weight."""
-        steps: defaultdict[int, float] = defaultdict(float)
-        for episode, own in zip(episodes, advantages, strict=True):
-            trained = [(decision, a) for decision, a in zip(episode.decisions, own, strict=True) if a is not None]
-            for (state, action), of_call in trained:
-                steps[state] += of_call * (action - self.probability(state)) / len(trained)
-        for state, step in steps.items():
-            self.parameters[state] += rate * step
-
-    def learn_by_loss(
-        self, episodes: Sequence[Episode], advantages: Sequence[Sequence[float]], config: JudgeKeys, sampler: Policy
+    def learn(
+        self, rollouts: Sequence[Sequence[tuple[int, int, float]]], config: JudgeKeys, sampler: Policy, rate: float
     ) -> None:
-        """One step down the gradient of the trainer's loss; every rollout weighs the same, whichever loss it is."""
-        decisions = [decision for episode in episodes for decision in episode.decisions]
-        states = sorted({state for state, _ in decisions})
-        parameters = torch.tensor([self.parameters[state] for state in states], requires_grad=True)
-        sampled = torch.tensor([sampler.parameters[state] for state in states])
-        places = torch.tensor([states.index(state) for state, _ in decisions])
-        signs = torch.tensor([[2.0 * action - 1] for _, action in decisions])
-        logprobs, before = (
-            torch.nn.functional.logsigmoid(signs * values[places, None]) for values in (parameters, sampled)
-        )
-        lengths = [len(episode.decisions) for episode in episodes for _ in episode.decisions]
+        """One step down the trainer's loss on the (state, action, advantage) of rollouts, which all weigh the same."""
+        calls = [(*call, 1 / len(calls) / len(rollouts)) for calls in rollouts for call in calls]
+        states, actions, advantages, weights = zip(*calls, strict=True)
+        known = {state: i for i, state in enumerate(dict.fromkeys(states))}
+        parameters = torch.tensor([self.parameters[state] for state in known], requires_grad=True)
+        sampled = torch.tensor([sampler.parameters[state] for state in known])
+        places, signs = torch.tensor([[known[state]] for state in states]), _column(actions) * 2 - 1
+        logprobs, before = (torch.nn.functional.logsigmoid(signs * of[places]) for of in (parameters, sampled))
         inputs = {
             "completion_mask": torch.ones_like(before),
             "old_per_token_logps": before,
-            "advantages": torch.tensor([[value] for own in advantages for value in own]),
-            "token_weights": 1 / torch.tensor(lengths)[:, None] / len(episodes),
+            "advantages": _column(advantages),
+            "token_weights": _column(weights),
         }
         (own_loss if config.loss else policy_loss)(logprobs, inputs, config).backward()
         assert parameters.grad is not None
-        for state, slope in zip(states, parameters.grad.tolist(), strict=True):
-            self.parameters[state] -= LOSS_RATE * slope
+        for state, slope in zip(known, parameters.grad.tolist(), strict=True):
+            self.parameters[state] -= rate * slope
 
 
 @dataclass
@@ -177,15 +160,19 @@ class Problem:
     play: Callable[[Policy], Episode]
     idle: frozenset[int] = frozenset()
 
+    def groups(self, policy: Policy, tasks: int, siblings: int = SIBLINGS) -> list[list[Episode]]:
+        return [[self.play(replace(policy, task=task)) for _ in range(siblings)] for task in range(tasks)]
+
     def sibling(self, episode: Episode, config: JudgeKeys) -> Sibling:
         found = episode.sibling()
         return judged(found, config, self.idle) if config.judged else found
 
 
 def delayed(policy: Policy) -> Episode:
-    """Six questions, each with a right answer; what share was right is said at the end only."""
+    """Six questions, each with a right answer; a reward of 1 at the end is as likely as the share that was right."""
     episode = Episode()
-    episode.final = episode.score = fmean(episode.act(policy, state) for state in range(6))
+    episode.score = fmean(episode.act(policy, state) for state in range(6))
+    episode.final = float(policy.chance(episode.score))
     return episode
 
 
@@ -211,7 +198,7 @@ def early(policy: Policy) -> Episode:
 def varied(policy: Policy) -> Episode:
     """Three questions of four kinds, as chance will have it; a right answer is worth 1, the kind itself up to 9."""
     episode = Episode()
-    kinds = [policy.draw(4) for _ in range(3)]
+    kinds = [policy.random.randrange(4) for _ in range(3)]
     answers = [episode.act(policy, kind) for kind in kinds]
     episode.rewards = {i: answer + 3.0 * kind for i, (answer, kind) in enumerate(zip(answers, kinds, strict=True))}
     episode.score = fmean(answers)
@@ -228,10 +215,13 @@ def two_names(policy: Policy) -> Episode:
 
 
 def sparse(policy: Policy) -> Episode:
-    """A corridor of eight rooms: action 1 goes on, 0 back to the room before; 1 for its end within 30 calls, else 0."""
+    """A corridor of eight rooms: action 1 goes on, 0 back to the room before; 1 for its end within 30 calls, else 0.
+
+    In a fifth of calls the action turns into the other.
+    """
     episode, room = Episode(final=0.0), 0
     for _ in range(30):
-        room = room + 1 if episode.act(policy, room) else max(0, room - 1)
+        room = room + 1 if episode.act(policy, room) != policy.chance(0.2) else max(0, room - 1)
         if room == 8:
             episode.final = episode.score = 1.0
             break
@@ -262,6 +252,13 @@ def last_rewarded(policy: Policy) -> Episode:
     return episode
 
 
+def unequal(policy: Policy) -> Episode:
+    """Four tasks, of 1, 2, 4 and 6 questions of their own: 1 if all answers to a task are right, else 0."""
+    episode, length = Episode(), (1, 2, 4, 6)[policy.task]
+    episode.final = episode.score = float(min(episode.act(policy, 10 * length + i) for i in range(length)))
+    return episode
+
+
 PROBLEMS = (
     Problem("delayed reward", delayed),
     Problem("noisy reward of each action", noisy),
@@ -269,6 +266,7 @@ PROBLEMS = (
     Problem("equal sums, sooner is better", early, frozenset({1})),
     Problem("sparse, long horizon", sparse),
 )
+BASELINE_PROBLEMS = (*PROBLEMS, Problem("tasks of differing difficulty", unequal))
 LOSS_PROBLEMS = (PROBLEMS[0], PROBLEMS[2], PROBLEMS[4])
 TWO_AGENTS = (
     Problem("each is rewarded: planner, executor", each_rewarded),
@@ -276,58 +274,89 @@ TWO_AGENTS = (
 )
 
 
-def trained(problem: Problem, config: JudgeKeys, seed: int, groups: int) -> list[float]:
-    """The mean scores of a policy that was trained on `GROUPS` groups, `groups` in a step."""
-    policy = Policy(seed)
-    # Anchor's advantages are sums of two: it is not to win by longer steps.
-    rate = RATE / (1 + config.anchor_weight) if config.credit == "anchor" else RATE
-    for _ in range(GROUPS // groups):
-        episodes = [[problem.play(policy) for _ in range(SIBLINGS)] for _ in range(groups)]
-        if config.baseline in advantage.ACROSS_TASKS:
-            episodes = [[episode for group in episodes for episode in group]]
-        siblings = [[problem.sibling(episode, config) for episode in group] for group in episodes]
-        advantages = [
-            [[one and one.advantage for one in own] for own in group_credit(group, config)] for group in siblings
-        ]
-        for group, own in zip(episodes, advantages, strict=True):
-            policy.learn(group, own, rate)
-    return mean_scores(problem, policy, EVALUATED)
+class Way(NamedTuple):
+    """How many groups a step has, and how many steps old the policy is that they were sampled from."""
+
+    groups: int = 1
+    behind: int = 0
 
 
-def trained_by_loss(problem: Problem, config: JudgeKeys, seed: int, behind: int) -> list[float]:
-    """The mean scores of a policy that takes `GROUPS` steps by the configured loss, on rollouts `behind` steps old."""
-    policy = Policy(seed)
-    earlier = deque([dict(policy.parameters)], maxlen=behind + 1)
-    for _ in range(GROUPS):
-        sampler = policy.at(earlier[0])
-        episodes = [problem.play(sampler) for _ in range(SIBLINGS)]
-        credit = group_credit([problem.sibling(episode, config) for episode in episodes], config)
-        advantages = [[one.advantage if one else 0.0 for one in own] for own in credit]
-        policy.learn_by_loss(episodes, advantages, config, sampler)
-        earlier.append(dict(policy.parameters))
-    return mean_scores(problem, policy, EVALUATED)
+def trained(problem: Problem, config: JudgeKeys, way: Way, rate: float, seed: int) -> list[float]:
+    """The mean scores of all rollouts of `STEPS` steps: the sooner the policy learns, the higher."""
+    policy, played = Policy(Random(seed)), []
+    earlier = deque([policy.parameters.copy()], maxlen=way.behind + 1)
+    for _ in range(STEPS):
+        sampler = Policy(policy.random, earlier[0])
+        groups = problem.groups(sampler, way.groups)
+        played += groups
+        rollouts = []
+        for group in [[*chain(*groups)]] if config.baseline in advantage.ACROSS_TASKS else groups:
+            credit = group_credit([problem.sibling(episode, config) for episode in group], config)
+            for episode, own in zip(group, credit, strict=True):
+                calls = zip(episode.decisions, own, strict=True)
+                rollouts.append([(*decision, of.advantage) for decision, of in calls if of])
+        policy.learn(rollouts, config, sampler, rate)
+        earlier.append(policy.parameters.copy())
+    return mean_scores(played)
 
 
-def mean_scores(problem: Problem, policy: Policy, rollouts: int) -> list[float]:
-    return [fmean(scores) for scores in zip(*(problem.play(policy).scores for _ in range(rollouts)), strict=True)]
+def mean_scores(groups: Sequence[Sequence[Episode]]) -> list[float]:
+    return [fmean(scores) for scores in zip(*(one.scores for group in groups for one in group), strict=True)]
+
+
+class Cell(NamedTuple):
+    """The scores of each seed, and the rate."""
+
+    seeds: list[list[float]]
+    rate: float
+
+    @property
+    def means(self) -> list[float]:
+        return [fmean(scores) for scores in self.seeds]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.means)
+
+    def text(self, best: Cell) -> str:
+        """In bold if it is not told apart from the best: by more than two standard errors, and by more than 0.01."""
+        scores = ", ".join(f"{fmean(of):.2f} ± {stdev(of):.2f}" for of in zip(*self.seeds, strict=True))
+        error = math.sqrt((variance(self.means) + variance(best.means)) / len(SEEDS))
+        is_below = best.mean - self.mean > max(2 * error, 0.01)
+        return f"{scores} at {self.rate}" if is_below else f"**{scores}** at {self.rate}"
+
+
+def at_best_rate(problem: Problem, settings: Mapping[str, object], way: Way) -> Cell:
+    config = JudgeKeys.of(SETTINGS.model_validate(settings))
+
+    def at(rate: float, seeds: Sequence[int]) -> Cell:
+        return Cell([trained(problem, config, way, rate, seed) for seed in seeds], rate)
+
+    return at(max((at(rate, CHOOSING) for rate in RATES), key=lambda cell: min(cell.means)).rate, SEEDS)
 
 
 def show(
-    page: Page, title: str, rows: Mapping[str, Mapping[str, object]], problems: Sequence[Problem], groups: int = 1,
-    way: Callable[[Problem, JudgeKeys, int, int], list[float]] = trained,
-) -> None:  # fmt: skip
+    page: Page, title: str, rows: Mapping[str, Mapping[str, object]], problems: Sequence[Problem], way: Way = Way()
+) -> None:
     """Train on every problem with every row's settings, and add what came of it to the page."""
-    before = [[f"{score:.2f}" for score in mean_scores(problem, Policy(0), 5 * EVALUATED)] for problem in problems]
-    cells = {"untrained": before}
-    for name, settings in track(rows.items(), description=title, transient=True):
-        config = JudgeKeys.of(SETTINGS.model_validate(settings))
-        cells[name] = [
-            [f"{fmean(of):.2f} ± {stdev(of):.2f}" for of in zip(*seeds, strict=True)]
-            for problem in problems
-            for seeds in [[way(problem, config, seed, groups) for seed in SEEDS]]
-        ]
+    asked = [(problem, settings, way) for settings in rows.values() for problem in problems]
+    with ProcessPoolExecutor(initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = pool.map(at_best_rate, *zip(*asked, strict=True))
+        cells = list(track(found, title, len(asked), transient=True))
+    wide = len(problems)
+    best = [max(cells[i::wide], key=lambda cell: cell.mean) for i in range(wide)]
+    shown = {name: cells[i * wide : (i + 1) * wide] for i, name in enumerate(rows)}
+    texts = {name: [cell.text(top) for cell, top in zip(row, best, strict=True)] for name, row in shown.items()}
+    before = (mean_scores(problem.groups(Policy(Random(0)), way.groups, 2500)) for problem in problems)
+    untrained = (", ".join(f"{score:.2f}" for score in scores) for scores in before)
     head = (title, *(problem.title for problem in problems))
-    page.table("", head, ([name, *(", ".join(scores) for scores in row)] for name, row in cells.items()))
+    page.table("", head, [["untrained", *untrained], *([name, *row] for name, row in texts.items())])
+    nowhere = [name for name, row in texts.items() if not any("**" in text for text in row)]
+    page.text([f"Among the best of no column: {', '.join(nowhere) or 'none'}."])
+
+
+def _column(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32)[:, None]
 
 
 def _call(position: int, state: int, action: int, agent: str | None) -> ModelCall:
@@ -339,16 +368,27 @@ def _call(position: int, state: int, action: int, agent: str | None) -> ModelCal
     )  # fmt: skip
 
 
+ABOUT = [
+    f"Mean score of all rollouts of {STEPS} steps of gradient descent; ±: standard deviation over {len(SEEDS)} seeds.",
+    f"The rate is that of {', '.join(map(str, RATES))} of which the worst of {len(CHOOSING)} other seeds is best.",
+    "Bold: not told apart from the best of the column; of two numbers, by their mean.",
+    "",
+    "`gagpo` is no part of the product ([gagpo.py](../gagpo.py)). `rae`, which is for games, compares a rollout with",
+    "the siblings before it. `echo` is not here: it learns from what tools write, and these problems have no tools.",
+]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     option(parser, "credit")
     options = parser.parse_args()
-    page = Page("What each credit strategy, choice of agents and baseline learns")
+    page = Page("What each credit strategy, choice of agents, baseline and loss learns at its best rate")
+    page.text(ABOUT)
     show(page, "strategy", STRATEGIES, PROBLEMS)
     show(page, "agents", AGENTS, TWO_AGENTS)
-    show(page, "baseline", BASELINES, PROBLEMS, BASELINE_GROUPS)
+    show(page, "baseline", BASELINES, BASELINE_PROBLEMS, Way(groups=BASELINE_GROUPS))
     show(page, "rewards of two names", NAMES, [Problem("right, style", two_names)])
-    show(page, f"loss, {BEHIND} steps behind", LOSSES, LOSS_PROBLEMS, BEHIND, trained_by_loss)
+    show(page, f"loss, {BEHIND} steps behind", LOSSES, LOSS_PROBLEMS, Way(behind=BEHIND))
     page.save(options.page)
 
 
