@@ -22,6 +22,7 @@ from ..store.keys import ROLLOUT_KEY_PREFIX, StoredKey, hash_key
 from ..store.rollouts import RolloutKey
 from ..store.store import Store
 from ..types import Limits, RolloutName, Sender
+from .audit import log_change, log_keys
 from .limits import Limiter
 from .sight import Sight
 
@@ -37,7 +38,7 @@ class Caller:
     """The sender of a request: its rollout, if the key was made for one, and its right to use a keyless upstream.
 
     `key_id`: the stored key that it comes down to, if one. `own`: it sees and rewards only what was opened with it.
-    `evidence`: its rewards count where a new version is tested.
+    `evidence`: its rewards count where a new version is tested. `name`: what the log calls its key.
     """
 
     rollout: RolloutKey | None
@@ -48,6 +49,12 @@ class Caller:
     is_admin: bool = False
     own: bool = False
     evidence: bool = False
+    name: str | None = None
+
+    def log_change(self, change: str) -> None:
+        """Log what this caller changed, by the name and id of its key."""
+        key = f"key {self.name}" + f" (id {self.key_id})" * (self.key_id is not None) if self.name else "no key"
+        log_change(f"{change}, by {key}", key=self.name, key_id=self.key_id)
 
     @property
     def sender(self) -> Sender:
@@ -111,8 +118,8 @@ class Keys:
         self._default = _limits(config.limits)
         # Keys are looked up by a keyed digest, so the time of a look-up reveals nothing about them.
         self._salt = secrets.token_bytes(32)
-        self._configured = self._of_config(config.api_keys, is_admin=False)
-        self._configured |= self._of_config(config.admin_keys, is_admin=True)
+        self._configured = self._of_config(config.api_keys, "proxy.api_keys", is_admin=False)
+        self._configured |= self._of_config(config.admin_keys, "proxy.admin_keys", is_admin=True)
         self._callers = self._configured
         self._stored: list[StoredKey] = []
         self._by_id: dict[str, Caller] = {}
@@ -141,9 +148,11 @@ class Keys:
         failing, changes = False, self._store.database.changes("keys")
         while True:
             await changes.wait(REFRESH_S)
+            before = self._stored
             try:
                 await self.refresh()
                 failing = False
+                log_keys(before, self._stored)
             except StoreUnavailable as error:
                 if not failing:
                     log.warning("the keys cannot be read again: %s", error)
@@ -177,15 +186,16 @@ class Keys:
         if not caller.is_admin and (self._has_admins or caller.own or caller.rollout is not None):
             raise Unauthorized("an admin key is needed: send it as 'Authorization: Bearer …'", code="invalid_api_key")
 
-    def _of_config(self, keys: list[SecretStr], *, is_admin: bool) -> dict[bytes, Caller]:
-        limiters = ((hash_key(key.get_secret_value()), _limiter(self._default)) for key in keys)
+    def _of_config(self, keys: list[SecretStr], section: str, *, is_admin: bool) -> dict[bytes, Caller]:
         caller = partial(Caller, None, False, is_admin=is_admin, evidence=is_admin)
-        return {self._digest(hashed): caller(limiter) for hashed, limiter in limiters}
+        hashed = {f"{section}[{n}]": hash_key(key.get_secret_value()) for n, key in enumerate(keys)}
+        return {self._digest(h): caller(_limiter(self._default), name=name) for name, h in hashed.items()}
 
     def _caller(self, key: StoredKey) -> Caller:
         limiter, is_admin = _limiter(key.limits | self._default), key.role == "admin"
         evidence = is_admin or key.evaluator
-        return Caller(None, False, limiter, key.recording, key.key_id, is_admin, key.scope == "own", evidence)
+        own = key.scope == "own"
+        return Caller(None, False, limiter, key.recording, key.key_id, is_admin, own, evidence, key.name)
 
     def _digest(self, key_hash: str) -> bytes:
         return hashlib.blake2b(key_hash.encode(), key=self._salt, digest_size=32).digest()
@@ -204,7 +214,7 @@ class Keys:
             self._rollouts.popitem(last=False)
         # Where none is needed, a rollout's key might as well be left out.
         evidence = found.evidence or (self._anybody.evidence and not self.required)
-        return Caller(found, False, giver.limiter, giver.recorded, found.key_id, evidence=evidence)
+        return Caller(found, False, giver.limiter, giver.recorded, found.key_id, evidence=evidence, name=giver.name)
 
 
 def _keys(headers: Mapping[str, str]) -> list[str]:

@@ -109,15 +109,16 @@ async def compare(request: Request, a: Number, b: Number, mode: Mode | None = No
 @admins.post("/promote", response_model=None, responses=answers(PolicyVersion))
 async def promote(request: Request, body: PromoteBody) -> dict[str, Any]:
     """Make a version live; the trainer continues from it."""
-    p = parts(request)
-    return version_view(await _swap(p).promote(body.version), body.version)
+    live = await _swap(parts(request)).promote(body.version)
+    caller_of(request).log_change(f"version {body.version} was promoted")
+    return version_view(live, body.version)
 
 
 @admins.post("/rollback", response_model=None, responses=answers(PolicyVersion))
 async def rollback(request: Request) -> dict[str, Any]:
     """Make the version before the live one live again; the trainer continues from it."""
-    p = parts(request)
-    live = await _swap(p).rollback()
+    live = await _swap(parts(request)).rollback()
+    caller_of(request).log_change(f"the policy was rolled back to version {live.version}")
     return version_view(live, live.version)
 
 

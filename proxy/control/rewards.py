@@ -37,6 +37,9 @@ async def post_reward(
     rewards = await aside(len(sent), lambda: [*map(partial(_reward, p), bodies, places)])
     answer = await p.store.rewards.post(rewards, own_key(request, idempotency_key), sent, caller.sender)
     p.metrics.rewards.inc(len(answer))
+    if caller.is_admin:
+        for rollout_id in await p.store.rewards.changed([one["reward_id"] for one in answer]):
+            caller.log_change(f"the reward of rollout {rollout_id} was changed")
     return json_response(answer if isinstance(body, list) else answer[0])
 
 

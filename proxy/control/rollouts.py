@@ -243,6 +243,7 @@ async def delete_rollout(request: Request, rollout_id: PathId) -> None:
     p = parts(request)
     await p.store.rollouts.delete(check_id(rollout_id, "rollout_id"))
     p.forget(rollout_id, "request")
+    caller_of(request).log_change(f"rollout {rollout_id} was deleted")
 
 
 router.include_router(admins)

@@ -190,6 +190,7 @@ async def promote_prompt(request: Request, name: PathId, body: PromptVersionBody
     """Make a version live now. Rollouts that have begun keep theirs. A test of the prompt ends."""
     p = parts(request)
     await _table(p).promote(check_id(name, "name"), body.version)
+    caller_of(request).log_change(f"version {body.version} of prompt {name} was promoted")
     return await _live(p, name, caller_of(request))
 
 
@@ -198,6 +199,7 @@ async def rollback_prompt(request: Request, name: PathId) -> Response:
     """Make the version before the live one live again. A test of the prompt ends."""
     p = parts(request)
     await _table(p).rollback(check_id(name, "name"))
+    caller_of(request).log_change(f"prompt {name} was rolled back")
     return await _live(p, name, caller_of(request))
 
 

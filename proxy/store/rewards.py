@@ -28,6 +28,13 @@ ROLLOUT_OFFER_AGAIN = """
 UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL
 WHERE rollout_id = :rollout_id OR (group_id = :group_id AND status <> 'running' AND (NOT :own OR key_id IS :key_id))
 """
+# A range is one post's, up to others' that PostgreSQL counted in between.
+CHANGED = """
+SELECT DISTINCT rollout_id FROM rewards AS new WHERE reward_id BETWEEN :first AND :last AND EXISTS (
+    SELECT 1 FROM rewards AS old WHERE old.rollout_id = new.rollout_id AND old.name = new.name
+    AND old.reward_id < new.reward_id AND COALESCE(old.call_id, '') = COALESCE(new.call_id, '')
+) ORDER BY rollout_id
+"""
 
 
 class Rewards:
@@ -50,6 +57,11 @@ class Rewards:
         """Return the number of the newest reward; it grows with every reward."""
         row = await self._db.one("SELECT MAX(reward_id) AS n FROM rewards")
         return None if row is None else row["n"]
+
+    async def changed(self, reward_ids: Sequence[int]) -> list[str]:
+        """Return the rollouts of rewards that came in the place of earlier ones. `reward_ids`: those of one post."""
+        span = {"first": min(reward_ids, default=0), "last": max(reward_ids, default=0)}
+        return [row["rollout_id"] for row in await self._db.all(CHANGED, span)]
 
     async def post(
         self, rewards: Sequence[Reward], key: str | None = None, body: bytes = b"", by: Sender = OPERATOR

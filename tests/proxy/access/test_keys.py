@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable
@@ -125,6 +126,39 @@ async def test_once_there_was_an_admins_key_agents_are_no_admins(running: Runnin
         await revoke(system, "ops")
         assert await becomes(system, 401, **bearer(admin))
         assert await promotes(agent) == 401
+
+
+async def test_changes_are_logged_with_the_key_that_made_them_and_never_the_key_itself(
+    running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_proxy.audit")
+    async with running(tmp_path, admin_keys=["in-the-file"], api_keys=["agents"]) as system:
+        secret = await create(system, "ops", role="admin")
+        assert await noticed(system, secret)
+        await system.chat("r1", **bearer("agents"))
+        for value in (0.0, 1.0):
+            reward = {"rollout_id": "r1", "reward": value}
+            assert (await system.call("POST", "/reward", reward, **bearer(secret)))[0] == 200
+        assert (await system.call("DELETE", "/rollouts/r1", **bearer(secret)))[0] == 204
+        assert (await system.call("POST", "/policy/promote", {"version": 0}, **bearer("in-the-file")))[0] == 200
+        await revoke(system, "ops")
+        assert await becomes(system, 401, **bearer(secret))
+        async with opened(system.config.store) as database:
+            (ops,) = await Keyring(database).all()
+            await Keyring(database).purge()
+        while "purged" not in caplog.text:
+            await asyncio.sleep(0.05)
+    told, key = [record.getMessage() for record in caplog.records], f"key ops (id {ops.key_id})"
+    assert [line for line in told if line.startswith("key ")] == [
+        f"{key} was created (admin, scope all)", f"{key} was revoked", f"{key} was purged",
+    ]  # fmt: skip
+    for change in (
+        f"the reward of rollout r1 was changed, by {key}",
+        f"rollout r1 was deleted, by {key}",
+        "version 0 was promoted, by key proxy.admin_keys[0]",
+    ):
+        assert told.count(change) == 1, told
+    assert not any(word in line for line in told for word in (secret, "in-the-file"))
 
 
 async def test_a_revoked_key_ends_the_rollouts_keys_that_it_asked_for(running: Running, tmp_path: Path) -> None:
