@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import logging
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Literal
 
 from ..proxy.types import CallEnd, CallStart
@@ -29,7 +32,32 @@ class _Text(logging.Formatter):
         shown = text if record.exc_info or "\n" in text else plain(text).plain
         colour = getattr(record, "colour", "") if sys.stderr.isatty() else ""
         shown = f"\x1b[{colour}m{shown}\x1b[0m" if colour else shown
-        return f"{time.strftime('%H:%M:%S', time.localtime(record.created))} {shown}"
+        return f"{time.strftime(time_format(sys.stderr.isatty()), time.localtime(record.created))} {shown}"
+
+
+def time_format(on_terminal: bool) -> str:
+    """Return how a line's time is written: with the date where it is kept."""
+    return "%H:%M:%S" if on_terminal else "%Y-%m-%d %H:%M:%S"
+
+
+class _Once(logging.Filter):
+    """Lets a line that every worker has pass in one of them: the first, and after its death another."""
+
+    def __init__(self, shared: Path) -> None:
+        super().__init__()
+        self._file = (shared / "first").open("w")
+        self._is_first = False
+
+    def close(self) -> None:
+        """Let another worker be the first."""
+        self._file.close()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if getattr(record, "once", False) and not self._is_first:
+            with suppress(BlockingIOError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._is_first = True
+        return self._is_first or not getattr(record, "once", False)
 
 
 class _Json(logging.Formatter):
@@ -41,12 +69,15 @@ class _Json(logging.Formatter):
         return json.dumps(entry | getattr(record, "fields", {}), ensure_ascii=False)
 
 
-def set_up(format: LogFormat) -> None:
-    """Send all that is logged to stderr, in this format."""
+def set_up(format: LogFormat, shared: Path | None = None) -> None:
+    """Send all that is logged to stderr, in this format. `shared`: the directory of several workers."""
     handler = logging.StreamHandler()
     handler.setFormatter(_Json() if format == "json" else _Text())
+    if shared is not None:
+        handler.addFilter(_Once(shared))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    log.setLevel(logging.INFO)
+    for name in (log.name, "lightning_proxy.audit"):
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def say(message: str, **fields: Any) -> None:
@@ -76,6 +107,7 @@ class CallLines:
         waiting, counts, self._waiting, self._counts, self._timer = self._waiting, self._counts, [], Counter(), None
         for start, end in waiting:
             fields = {"event": "call", "call_id": end.call_id, "rollout_id": end.rollout_id, "status": end.status}
+            fields["key_id"] = start.rollout.key_id
             log.info("%s", call_line(start, end), extra={"fields": fields, "colour": COLOURS.get(end.status, "")})
         if counts.total() > (len(waiting) if self._each else 0):
             by_status = ", ".join(f"{count(n)} {status}" for status, n in counts.items())
@@ -88,7 +120,8 @@ def call_line(start: CallStart, end: CallEnd) -> str:
     version = "" if start.policy_version is None or end.fallback else f"version {start.policy_version}"
     facts = [
         f"{end.status:<9} {start.endpoint}", f"rollout {end.rollout_id}",
-        f"task {start.rollout.task_id}" if start.rollout.task_id else "", version or (start.model or ""),
+        f"task {start.rollout.task_id}" if start.rollout.task_id else "",
+        f"key {start.rollout.key_id}" if start.rollout.key_id else "", version or (start.model or ""),
         f"{len(end.prompt_token_ids)}+{tokens} tokens" if tokens else "", duration(end.latency_ms / 1000),
         "" if end.status != "error" else f"HTTP {end.http_status}: {(end.error or '')[:200]}",
         f"not trainable: {end.untrainable_reason}" if end.status == "ok" and end.untrainable_reason else "",

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
@@ -147,7 +148,9 @@ def _tell_of_stopping(proxy: ProxyConfig, running: int) -> None:
 
 
 def _worker(config: dict[str, Any], shown: Shown) -> ASGIApp:
-    set_up(shown.format)
+    from ..proxy.recording.metrics import SHARED
+
+    set_up(shown.format, Path(os.environ[SHARED]))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal reaches all; the supervisor passes it on
     return _app(Config.model_validate(config), CallLines(each=shown.calls))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from collections.abc import Mapping
 from datetime import datetime
@@ -17,12 +18,13 @@ from rich.table import Column
 from rich.text import Text
 
 from ..formats import plain
-from ..lines import LogFormat
+from ..lines import LogFormat, time_format
 from ..show.steps import step_line
 from .processes import STILL, WAITING
 from .reason import last_line
 
 POLL_S = 0.5
+DATE = re.compile(r"^\d{4}-\d\d-\d\d (?=\d\d:)")
 
 
 class UpView:
@@ -34,6 +36,7 @@ class UpView:
     def __init__(self, console: Console, logs: Path, format: LogFormat = "text") -> None:
         self.console, self._format = console, format
         self._is_live = console.is_terminal and format == "text"
+        self._time = time_format(self._is_live)
         columns = (
             SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn(), _LastLine(logs)
         )  # fmt: skip
@@ -73,7 +76,7 @@ class UpView:
             self._print(step_line(step, metrics).plain, event="step", step=step, metrics=dict(metrics))
         else:
             line = step_line(step, metrics, self.console.width - len("00:00:00 ") if self._is_live else None)
-            self.console.print(plain(time.strftime("%H:%M:%S "), "dim") + line, soft_wrap=True)
+            self.console.print(plain(time.strftime(f"{self._time} "), "dim") + line, soft_wrap=True)
 
     async def follow(self, log: Path) -> None:
         """Show the lines that are added to a log, until cancelled. They have their own times."""
@@ -89,7 +92,8 @@ class UpView:
                 size = file.tell()
             *lines, rest = (rest + added.decode(errors="replace")).split("\n")
             for line in lines:
-                self.console.print(plain(line), soft_wrap=True, highlight=False)
+                shown = DATE.sub("", line) if self._is_live else line
+                self.console.print(plain(shown), soft_wrap=True, highlight=False)
 
     def _print(self, what: str, style: str = "", **fields: Any) -> None:
         if self._format == "json":
@@ -97,7 +101,7 @@ class UpView:
             line = json.dumps({"time": at, "level": "info", "message": what, **fields}, ensure_ascii=False)
             self.console.print(plain(line), soft_wrap=True, highlight=False)
         else:
-            self.console.print(plain(f"{time.strftime('%H:%M:%S')} {what}", style), soft_wrap=True, highlight=False)
+            self.console.print(plain(f"{time.strftime(self._time)} {what}", style), soft_wrap=True, highlight=False)
 
 
 class _LastLine(ProgressColumn):

@@ -15,6 +15,8 @@ from .base import through
 
 log = logging.getLogger(__name__)
 
+ONCE = {"once": True}  # every worker sees it, and one of them logs it
+
 Server = tuple[str, str]  # the upstream's name, and one of its URLs
 
 
@@ -32,9 +34,9 @@ class Health:
     def report(self, upstream: str, url: str, problem: str | None) -> None:
         server = (upstream, url)
         if problem is not None and self._problems.get(server) is None:
-            log.warning("upstream %s, %s is down: %s", upstream, replica_name(url), problem)
+            log.warning("upstream %s, %s is down: %s", upstream, replica_name(url), problem, extra=ONCE)
         elif problem is None and self._problems.get(server) is not None:
-            log.warning("upstream %s, %s is up again", upstream, replica_name(url))
+            log.warning("upstream %s, %s is up again", upstream, replica_name(url), extra=ONCE)
         self._problems[server] = problem
 
     def is_down(self, upstream: UpstreamConfig) -> bool:

@@ -274,7 +274,7 @@ def test_serve_says_where_it_listens_also_on_a_port_of_the_systems_choice(tmp_pa
         assert serve.stderr is not None
         # That vLLM is away may be found, and said, before.
         said = next((line for line in serve.stderr if "is not reachable" not in line and " is down: " not in line), "")
-        told = r"\d\d:\d\d:\d\d serving: OPENAI_BASE_URL=(\S+)/v1; records in records.db; Ctrl-C stops\n"
+        told = r"[\d-]{10} \d\d:\d\d:\d\d serving: OPENAI_BASE_URL=(\S+)/v1; records in records.db; Ctrl-C stops\n"
         url = re.fullmatch(told, said)
         try:
             assert url is not None, said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.lines import call_line
+from lightning_proxy.commands.lines import _Once, call_line
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
 
 REFUSING = {"name": "policy", "kind": "openai", "base_url": "http://127.0.0.1:9/v1"}
@@ -41,7 +42,7 @@ def served(directory: Path, *options: str) -> list[str]:
 
 def test_lines_have_times_and_a_failed_call_is_told(tmp_path: Path) -> None:
     lines = served(tmp_path)
-    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines), lines
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines), lines
     assert sum("error" in line and "rollout r1" in line and "HTTP 502" in line for line in lines) == 1, lines
     assert any(line.endswith("1 call: 1 error\n") for line in lines), lines
 
@@ -54,9 +55,19 @@ def test_programs_get_a_json_object_a_line(tmp_path: Path) -> None:
     assert all({"time", "level", "message"} <= line.keys() for line in found)
 
 
+def test_what_every_worker_sees_is_logged_by_one_of_them(tmp_path: Path) -> None:
+    first, second = _Once(tmp_path), _Once(tmp_path)
+    shared, own = (logging.makeLogRecord({"once": once}) for once in (True, False))
+    assert [one.filter(shared) for one in (first, second, first)] == [True, False, True]
+    assert first.filter(own) and second.filter(own)
+    first.close()
+    assert second.filter(shared)
+    second.close()
+
+
 def test_a_call_is_one_line() -> None:
-    start = CallStart("c1", RolloutName("r1", "t1"), "chat/completions", "policy", 3, {}, 0.0)
+    start = CallStart("c1", RolloutName("r1", "t1", key_id="k1"), "chat/completions", "policy", 3, {}, 0.0)
     end = CallEnd("c1", "r1", "ok", {}, 200, (1, 2, 3), latency_ms=1200.0, untrainable_reason="no token ids")
     assert call_line(start, end) == (
-        "ok        chat/completions  rollout r1  task t1  version 3  1.2s  not trainable: no token ids"
+        "ok        chat/completions  rollout r1  task t1  key k1  version 3  1.2s  not trainable: no token ids"
     )

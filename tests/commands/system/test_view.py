@@ -41,8 +41,8 @@ def test_elsewhere_than_on_a_terminal_every_line_has_its_time() -> None:
         view.step(4, STEP)
         assert view.serve_options == ("--log-format", "text")
     lines = out.getvalue().splitlines()
-    assert [line[9:] for line in lines[:2]] == ["waiting for vllm", "vllm is ready after 12s"]
-    assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
+    assert [line[20:] for line in lines[:2]] == ["waiting for vllm", "vllm is ready after 12s"]
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines)
     assert "step 4" in lines[2] and "reward 0.500" in lines[2]
 
 
