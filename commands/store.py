@@ -64,6 +64,27 @@ def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="w
     path = configuration(context).store.path.expanduser().absolute()
     run(file, path)
     typer.echo(f"{path} is as {file} was")
+    if missing := missing_weights(path):
+        typer.echo(missing, err=True)
+
+
+def missing_weights(store: Path) -> str | None:
+    """Return the problem if the live version's weights, which no backup has, are not where the store says."""
+    import sqlite3
+    from contextlib import closing
+
+    from ..proxy.store.sqlite.copies import only_read
+    from ..proxy.store.versions import VERSION_LIVE_NOW
+
+    with closing(only_read(store)) as connection:
+        connection.row_factory = sqlite3.Row
+        live = connection.execute(VERSION_LIVE_NOW).fetchone()
+    if live is None or live["version"] == 0 or (live["path"] and Path(live["path"]).is_dir()):
+        return None
+    return (
+        f"policy version {live['version']} is live, and its weights are not at {live['path']}: copy policy.directory "
+        "there, or go back to the base model with `lightning-proxy policy promote 0`"
+    )
 
 
 @app.command("migrate")

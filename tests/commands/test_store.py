@@ -41,6 +41,20 @@ async def test_a_store_is_copied_while_it_is_in_use_and_made_again_from_the_copy
     assert refused.returncode == 1 and "there is a store at" in refused.stderr
 
 
+async def test_a_restored_store_says_which_weights_are_missing(running: Running, tmp_path: Path) -> None:
+    copy, weights = tmp_path / "copy.db", tmp_path / "weights"
+    weights.mkdir()
+    async with running(tmp_path) as system:
+        async with system.store() as store:
+            version = await system.earlier_version(store, weights)
+            await store.versions.set_live(version)
+        assert (await system.lightning("store", "backup", copy)).returncode == 0
+    assert not (await asyncio.to_thread(elsewhere, tmp_path / "one", "restore", copy)).stderr
+    (weights / f"v{version}").rmdir()
+    done = await asyncio.to_thread(elsewhere, tmp_path / "other", "restore", copy)
+    assert done.returncode == 0 and f"policy version {version} is live, and its weights are not at " in done.stderr
+
+
 def test_what_is_no_backup_is_not_restored(tmp_path: Path) -> None:
     (tmp_path / "text.db").write_text("no store at all")
     for name in ("text.db", "missing.db"):
