@@ -21,7 +21,6 @@ from typer.core import TyperGroup
 
 from lightning_proxy.cli import app
 from lightning_proxy.proxy.config.file import load_config
-from lightning_proxy.proxy.config.server import ProxyConfig
 from support.paths import ROOT
 from support.served import proxy_in_front
 
@@ -76,7 +75,7 @@ def test_an_image_runs_a_command_that_is_there_with_keys_that_are_there(
         monkeypatch.setenv(name, value)
     config = load_config()
     assert config.proxy.host == "0.0.0.0"
-    assert one(target, "EXPOSE") == str(config.proxy.port)
+    assert one(target, "EXPOSE") == str(config.proxy.port) == environment(target)["LIGHTNING_PROXY__PORT"]
     assert json.loads(one(target, "ENTRYPOINT")) == ["lightning-proxy"]
     require_command(json.loads(one(target, "CMD")))
 
@@ -87,7 +86,7 @@ def test_an_image_installs_the_wheel_with_extras_that_are_there(target: str) -> 
     (copied,) = (rest for word, rest in instructions(target) if word == "COPY")
     assert copied == "--from=wheel /wheels /wheels"
     (extras,) = re.findall(r"\[([\w,]+)\]", one(target, "RUN"))
-    assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
+    assert {"providers", "postgres", "otel"} <= set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
     assert "--wheel-dir /wheels" in one("wheel", "RUN")
 
 
@@ -108,10 +107,11 @@ def test_the_image_of_the_proxy_has_a_python_that_was_tested() -> None:
 async def test_an_image_is_healthy_while_it_serves(tmp_path: Path, target: str) -> None:
     command = json.loads(one(target, "HEALTHCHECK").partition(" CMD ")[2])
     async with proxy_in_front(tmp_path) as proxy:
-        here = [sys.executable, *(part.replace(f":{ProxyConfig().port}/", f":{proxy.port}/") for part in command[1:])]
-        assert subprocess.run(here, capture_output=True).returncode == 1
+        here = [sys.executable, *command[1:]]
+        given = environment(target) | {"LIGHTNING_PROXY__PORT": str(proxy.port)}
+        assert subprocess.run(here, capture_output=True, env=given).returncode == 1
         await proxy.start()
-        assert subprocess.run(here, capture_output=True).returncode == 0
+        assert subprocess.run(here, capture_output=True, env=given).returncode == 0
 
 
 def test_the_service_starts_a_command_that_is_there_and_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
