@@ -22,7 +22,8 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, help="Make and revoke the 
 T = TypeVar("T")
 Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 Name = Annotated[str, typer.Argument(metavar="NAME")]
-Number = Annotated[int | None, typer.Option(metavar="N", min=1, max=2**31 - 1, help="default: proxy.limits")]
+PER_WORKER = "in each worker; default: proxy.limits"
+Number = Annotated[int | None, typer.Option(metavar="N", min=1, max=2**31 - 1, help=PER_WORKER)]
 
 
 @app.command()

@@ -144,7 +144,7 @@ function RewardByVersions({ versions }) {
     ].filter(({ values }) => values.some((value) => value !== null));
     return { x: rewarded.map(({ version }) => version), series };
   }, [versions]);
-  if (shown.x.length === 0) return html`<${Empty}>No rollout has a reward yet. Post one: <code>curl --json '{"rollout_id": "ID", "reward": 1}' ${location.origin}/reward</code><//>`;
+  if (shown.x.length === 0) return html`<${Empty}>No rollout that began with a version of the policy has a reward yet. Post one: <code>curl --json '{"rollout_id": "ID", "reward": 1}' ${location.origin}/reward</code><//>`;
   return html`<${Chart} label="Reward by policy version" xLabel="version" height=${240} ...${shown} />`;
 }
 
