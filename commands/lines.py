@@ -9,12 +9,13 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
+from ..proxy.apis.values import SAID, message_of_error, named_error
 from ..proxy.types import CallEnd, CallStart
 from .formats import count, duration, plain
 
@@ -88,8 +89,9 @@ def say(message: str, **fields: Any) -> None:
 class CallLines:
     """Logs calls that have ended: each, or only their number and each that failed."""
 
-    def __init__(self, *, each: bool) -> None:
-        self._each = each
+    def __init__(self, *, each: bool, redacted: Callable[[str], str] = str) -> None:
+        """`redacted`: takes secrets out of what an upstream says of an error."""
+        self._each, self._redacted = each, redacted
         self._waiting: list[tuple[CallStart, CallEnd]] = []
         self._counts: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
@@ -108,13 +110,14 @@ class CallLines:
         for start, end in waiting:
             fields = {"event": "call", "call_id": end.call_id, "rollout_id": end.rollout_id, "status": end.status}
             fields["key_id"] = start.rollout.key_id
-            log.info("%s", call_line(start, end), extra={"fields": fields, "colour": COLOURS.get(end.status, "")})
+            line, colour = call_line(start, end, self._redacted), COLOURS.get(end.status, "")
+            log.info("%s", line, extra={"fields": fields, "colour": colour})
         if counts.total() > (len(waiting) if self._each else 0):
             by_status = ", ".join(f"{count(n)} {status}" for status, n in counts.items())
             say(f"{count(counts.total())} call{'s' * (counts.total() != 1)}: {by_status}", event="calls", **counts)
 
 
-def call_line(start: CallStart, end: CallEnd) -> str:
+def call_line(start: CallStart, end: CallEnd, redacted: Callable[[str], str] = str) -> str:
     """Return one ended call in one line."""
     tokens = sum(len(choice.token_ids) for choice in end.choices)
     version = "" if start.policy_version is None or end.fallback else f"version {start.policy_version}"
@@ -123,7 +126,15 @@ def call_line(start: CallStart, end: CallEnd) -> str:
         f"task {start.rollout.task_id}" if start.rollout.task_id else "",
         f"key {start.rollout.key_id}" if start.rollout.key_id else "", version or (start.model or ""),
         f"{len(end.prompt_token_ids)}+{tokens} tokens" if tokens else "", duration(end.latency_ms / 1000),
-        "" if end.status != "error" else f"HTTP {end.http_status}: {(end.error or '')[:200]}",
+        "" if end.status != "error" else f"HTTP {end.http_status}: {redacted(_reason(end))[:200]}",
         f"not trainable: {end.untrainable_reason}" if end.status == "ok" and end.untrainable_reason else "",
     ]  # fmt: skip
     return "  ".join(filter(None, facts))
+
+
+def _reason(end: CallEnd) -> str:
+    """The upstream's own words, if it refused the call and said why."""
+    said = end.response if (end.http_status or 0) >= 400 else None
+    if isinstance(said, dict):
+        return message_of_error(named_error(said) or said).removeprefix(SAID)
+    return said if isinstance(said, str) else end.error or ""

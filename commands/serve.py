@@ -93,7 +93,7 @@ def _serve_here(config: Config, shown: Shown) -> None:
 
     from .stopping import OneServer
 
-    lines = CallLines(each=shown.calls)
+    lines = _lines(config, shown)
     uvicorn = Uvicorn(_app(config, lines), **uvicorn_options(config.proxy))
     server = OneServer(uvicorn, partial(_tell, config), partial(_tell_of_stopping, config.proxy))
     # Having ended as it was asked to, uvicorn raises the signal again: SIGTERM is then no failure either.
@@ -153,7 +153,15 @@ def _worker(config: dict[str, Any], shown: Shown) -> ASGIApp:
     set_up(shown.format, Path(os.environ[SHARED]))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal reaches all; the supervisor passes it on
-    return _app(Config.model_validate(config), CallLines(each=shown.calls))
+    known = Config.model_validate(config)
+    return _app(known, _lines(known, shown))
+
+
+def _lines(config: Config, shown: Shown) -> CallLines:
+    from ..proxy.recording.redact import Redactor
+
+    redact = config.recording.redact.model_copy(update={"secrets": True})  # a log is read by more than the store is
+    return CallLines(each=shown.calls, redacted=Redactor(redact, config.keys()).text)
 
 
 def _app(config: Config, lines: CallLines) -> ASGIApp:

@@ -113,6 +113,9 @@ _MESSAGES = ("message", "detail", "error_msg", "error_message", "msg")
 _BESIDE = frozenset({"code", "status", "status_code", "type", "param", "request_id", "error_code", "object", "success"})
 
 
+SAID = "the upstream sent an error: "
+
+
 def error_in(raw: bytes, event: Json) -> Any:
     """Return the error that an event has or is, also without an `error` field; None if there is none."""
     if (error := named_error(event)) is not None:
@@ -141,4 +144,4 @@ def message_of_error(error: Any) -> str:
     if isinstance(error, dict):
         message = next((error[name] for name in _MESSAGES if error.get(name)), None)
         error = dumps(error) if message is None else message
-    return f"the upstream sent an error: {error}"[:1000]
+    return f"{SAID}{error}"[:1000]

@@ -71,3 +71,11 @@ def test_a_call_is_one_line() -> None:
     assert call_line(start, end) == (
         "ok        chat/completions  rollout r1  task t1  key k1  version 3  1.2s  not trainable: no token ids"
     )
+
+
+@pytest.mark.parametrize("said", [{"error": {"message": "too long"}}, {"message": "too long"}, "too long"])
+def test_a_refused_calls_line_has_the_upstreams_reason_without_secrets(said: Any) -> None:
+    start = CallStart("c1", RolloutName("r1"), "chat/completions", "m", None, {}, 0.0)
+    end = CallEnd("c1", "r1", "error", said, 400, (), error="the upstream answered 400", latency_ms=1.0)
+    line = call_line(start, end, lambda text: text.replace("long", "***"))
+    assert line.endswith("HTTP 400: too ***")
