@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -73,9 +74,10 @@ def run_command(config: Config, request: RunRequest) -> None:
         group_size, request.concurrency, cast(Mode, request.mode), logs_directory(request.logs),
         score_timeout_s=score_timeout_s(config), timeout_s=config.run.timeout_s,
     )  # fmt: skip
-    wrong = too_small(trainer, tasks, group_size) or too_few(trainer, tasks, group_size)
-    if request.mode == "train" and wrong is not None:
+    wrong = too_small(trainer, tasks, group_size) if request.mode == "train" else None
+    if wrong is not None:
         console.print(wrong, markup=False, style="yellow")
+    few = partial(too_few, trainer, tasks, group_size) if request.mode == "train" and wrong is None else None
     api = ApiClient.of(config, patience_s=60)
     gate: BacklogGate | None = None
     if request.ahead is not None:
@@ -83,7 +85,7 @@ def run_command(config: Config, request: RunRequest) -> None:
         gate = Backlog(api, limit, group_size, view.say)
     budget = Budget(request.budget)
     with nullcontext() if request.resume is None else kept_results(request.resume) as kept:
-        run = _Run(api, tasks, runner, options, view, gate, request.refill, budget, kept)
+        run = _Run(api, tasks, runner, options, view, gate, request.refill, budget, kept, few)
         results = run_until_signal(run.work())
     if request.as_json:
         print_json(summarize(results) | budget.summary())
@@ -111,7 +113,10 @@ def logs_directory(path: Path | None) -> Path | None:
 
 @dataclass(slots=True)
 class _Run:
-    """The work of the command. `warnings`: lines to print at its end."""
+    """The work of the command. `warnings`: lines to print at its end.
+
+    `too_few`: what is wrong with its number of groups beside so many rollouts that wait.
+    """
 
     api: ApiClient
     tasks: list[Task]
@@ -122,6 +127,7 @@ class _Run:
     refill: int
     budget: Budget
     kept: KeptResults | None
+    too_few: Callable[[int], str | None] | None
     warnings: list[str] = field(default_factory=list)
 
     async def work(self) -> list[RolloutResult]:
@@ -130,6 +136,8 @@ class _Run:
             async with self.api as api:
                 if failed := await fail_left(api, self.runner):
                     self.view.say(f"{failed} rollouts of a run that was killed have failed")
+                if self.too_few and (wrong := self.too_few((await api.request("GET", "/status")).get("waiting", 0))):
+                    self.view.console.print(wrong, markup=False, style="yellow")
                 left, earlier = await self._left(api, size)
                 bar = self.view.bar("rollouts", sum(size - len(task.siblings) for task in left))
                 begun, usd = (0, 0.0) if self.kept is None else (self.kept.further, self.kept.usd)

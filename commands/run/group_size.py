@@ -31,14 +31,19 @@ def too_small(config: TrainerConfig, tasks: Sequence[Task], group_size: int) -> 
     )
 
 
-def too_few(config: TrainerConfig, tasks: Sequence[Task], group_size: int) -> str | None:
-    """Return what to do where there are fewer groups than a step takes; None if there are enough of them."""
-    wanted, siblings = config.tasks_per_step, Counter(task.task_id for task in tasks).values()
+def too_few(config: TrainerConfig, tasks: Sequence[Task], group_size: int, waiting: int = 0) -> str | None:
+    """Return what to do where there are fewer groups than a step takes; None if there are enough of them.
+
+    `waiting`: rollouts of complete groups that wait for the trainer already.
+    """
+    siblings, there = Counter(task.task_id for task in tasks).values(), waiting // config.group_size
     groups = len(tasks) if group_size > 1 else sum(of_task // config.group_size for of_task in siblings)
-    if not 0 < groups < wanted or config.schedule.when in ("rollouts", "times"):  # a round's last step may be small
+    missing = config.tasks_per_step - there
+    if not 0 < groups < missing or config.schedule.when in ("rollouts", "times"):  # a round's last step may be small
         return None
+    comes = f"{groups} {'group comes' if groups == 1 else 'groups come'} of this" + f", {there} wait" * (there > 0)
     return (
-        f"{groups} {'group comes' if groups == 1 else 'groups come'} of this, and a step takes {wanted} "
+        f"{comes}, and a step takes {config.tasks_per_step} "
         f"(trainer.tasks_per_step): if no others come, it waits {duration(config.group_timeout_s)} for them; "
-        f"add tasks, or --repeat {math.ceil(wanted / groups)}"
+        f"add tasks, or --repeat {math.ceil(missing / groups)}"
     )

@@ -128,21 +128,23 @@ def test_a_group_size_is_judged_by_what_the_trainer_compares(
 
 
 @pytest.mark.parametrize(
-    ("trainer", "size", "passes", "told"),
+    ("trainer", "size", "passes", "waiting", "told"),
     [
-        ({}, 8, 3, "6 groups come of this, and a step takes 8"),
-        ({}, 8, 4, None),
-        ({"tasks_per_step": 2}, 8, 1, None),
-        ({"group_size": 4}, 1, 4, "2 groups come of this"),
-        ({"lone_rollouts": "running"}, 1, 1, None),
-        ({"schedule": {"when": "rollouts"}}, 8, 1, None),
+        ({}, 8, 3, 0, "6 groups come of this, and a step takes 8"),
+        ({}, 8, 3, 15, "6 groups come of this, 1 wait, and a step takes 8"),
+        ({}, 8, 3, 16, None),
+        ({}, 8, 4, 0, None),
+        ({"tasks_per_step": 2}, 8, 1, 0, None),
+        ({"group_size": 4}, 1, 4, 0, "2 groups come of this"),
+        ({"lone_rollouts": "running"}, 1, 1, 0, None),
+        ({"schedule": {"when": "rollouts"}}, 8, 1, 0, None),
     ],
 )
 def test_the_number_of_groups_is_judged_by_what_a_step_takes(
-    trainer: dict[str, Any], size: int, passes: int, told: str | None
+    trainer: dict[str, Any], size: int, passes: int, waiting: int, told: str | None
 ) -> None:
     tasks = [Task("t1", "{}"), Task("t2", "{}")] * passes
-    found = too_few(TrainerConfig.model_validate(trainer), tasks, size)
+    found = too_few(TrainerConfig.model_validate(trainer), tasks, size, waiting)
     assert (found or "").startswith(told or "") and (found is None) == (told is None)
 
 
