@@ -6,7 +6,9 @@ import asyncio
 import os
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,11 +16,13 @@ import aiohttp
 
 from ..proxy.errors import LightningError
 from ..proxy.json_text import loads
+from ..proxy.store.sqlite.locks import keeping
 from .formats import address
 from .signals import run_until_signal
 
 if TYPE_CHECKING:
     from ..proxy.config.root import Config
+    from ..proxy.config.server import StoreConfig
     from ..proxy.types import Mode
 
 T = TypeVar("T")
@@ -39,8 +43,8 @@ class ApiError(LightningError):
 class ProxyNotThere(ApiError):
     """Nothing listens where the proxy should be."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(f"no proxy answers at {url}; start it with `lightning-proxy serve`")
+    def __init__(self, url: str, what_helps: str = "start it with `lightning-proxy serve`") -> None:
+        super().__init__(f"no proxy answers at {url}; {what_helps}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,21 @@ def ask(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
 
     async def run() -> T:
         async with ApiClient.of(config) as api:
-            return await work(api)
+            try:
+                return await work(api)
+            except ProxyNotThere:
+                if not up_runs(config.store):
+                    raise
+                raise ProxyNotThere(api.url, "`up` is under way, and starts it once vLLM answers") from None
 
     return run_until_signal(run())
+
+
+def up_runs(store: StoreConfig) -> bool:
+    """Return whether an `up` on this machine holds its lock on the store's file."""
+    path = None if store.is_postgres else store.path.expanduser()
+    if path is None or not Path(f"{path}-up").exists():
+        return False
+    with suppress(OSError), keeping(path, "up") as nobody_does:
+        return not nobody_does
+    return False

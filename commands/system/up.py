@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from ...proxy.config.root import Config
+from ...proxy.store.sqlite.locks import keeping
 from ...trainer.plan.settle import settle
 from ..formats import address
 from ..lines import LogFormat
@@ -32,12 +35,23 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console, log_f
             view.say(warning, "yellow")
         await put_back_left(config, view.say)
         parts = System(config, launch, logs, view.say, needs_trainer=False, serve_options=view.serve_options)
-        async with parts as system:
+        async with _told_to_others(config), parts as system:
             root = f"http://{address(config.proxy.host, config.proxy.port)}"
             ready = f"ready: OPENAI_BASE_URL={root}/v1, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops"
             view.say(ready, "bold")
             view.say(f"look at it in a browser: {root}/")
             await system.guard(_show(config, logs, view))
+
+
+@asynccontextmanager
+async def _told_to_others(config: Config) -> AsyncIterator[None]:
+    """Hold the lock that tells other commands why the proxy is not there yet."""
+    with ExitStack() as stack:
+        if not config.store.is_postgres:
+            path = config.store.path.expanduser()
+            path.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(keeping(path, "up"))
+        yield
 
 
 async def _show(config: Config, logs: Path, view: UpView) -> None:
