@@ -65,7 +65,7 @@ class Opened(BaseModel):
 class ListedRollout(Rollout):
     """With `words`: first words of its first request and last answer, model, key's name, mean latency of its calls.
 
-    `awaits_reward`: as in the answer about one rollout.
+    `awaits_reward`: as in the answer about one rollout. `last_call`, with `words`: the status of its last call.
     """
 
     awaits_reward: bool
@@ -74,6 +74,7 @@ class ListedRollout(Rollout):
     model: str | None = None
     key: str | None = None
     latency_ms: float | None = None
+    last_call: CallStatus | None = None
 
 
 class RolloutPage(BaseModel):

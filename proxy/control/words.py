@@ -16,7 +16,7 @@ WORDS = 200  # characters
 def words_view(summary: Summary | None) -> dict[str, Any]:
     """Return the fields that a rollout has in a list with `words`."""
     if summary is None:
-        return dict.fromkeys(("question", "answer", "model", "key", "latency_ms"))
+        return dict.fromkeys(("question", "answer", "model", "key", "latency_ms", "last_call"))
     stored = loads_or_none(summary.request) if summary.request else None
     request = stored.get("new") if isinstance(stored, dict) else None
     return {
@@ -25,6 +25,7 @@ def words_view(summary: Summary | None) -> dict[str, Any]:
         "model": summary.model,
         "key": summary.key_name,
         "latency_ms": summary.latency_ms,
+        "last_call": summary.last_call,
     }
 
 

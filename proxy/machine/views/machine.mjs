@@ -51,7 +51,7 @@ function Waiting({ queue, servers }) {
   const said = servers.filter(({ running }) => typeof running === "number");
   const sum = (name) => said.reduce((total, one) => total + (one[name] ?? 0), 0);
   return html`<dl class="stats">
-    <${Stat} label="rollouts that run" value=${html`<a href=${link("rollouts", { status: "running" })}>${number(queue.running)}</a>`} note="agents at work" />
+    <${Stat} label="rollouts not ended" value=${html`<a href=${link("rollouts", { status: "running" })}>${number(queue.running)}</a>`} note="agents at work, and what nobody ends" />
     <${Stat} label="calls at vLLM" value=${said.length ? number(sum("running")) : "–"} note=${said.length ? `${number(sum("waiting"))} more wait for a place` : "no vLLM says"} />
     <${Stat} label="wait for a reward" value=${number(queue.for_reward)} note="completed rollouts" />
     <${Stat} label="groups not full" value=${number(queue.groups)} note="some of their rollouts have not ended" />

@@ -30,7 +30,9 @@ export function Time({ at }) {
 
 export const Badge = ({ kind, children }) => html`<span class=${`badge ${kind ?? ""}`}>${children}</span>`;
 
-export const RolloutLink = ({ id }) => html`<a class="id pick" href=${to("rollouts", id)} title=${id}>${id}</a>`;
+const MADE = /^[0-9a-f]{32}$/; // an id that the proxy gave, of which the beginning is enough
+
+export const RolloutLink = ({ id }) => html`<a class="id pick" href=${to("rollouts", id)} title=${id}>${MADE.test(id) ? id.slice(0, 8) : id}</a>`;
 
 export function Failure({ error, again }) {
   if (!error) return null;

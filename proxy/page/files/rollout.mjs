@@ -46,7 +46,7 @@ export function RolloutHead({ rollout, rows, part }) {
   const parts = [["timeline", to("rollouts", rollout.rollout_id)], ["training row", to("rollouts", rollout.rollout_id, "rows")], ["side by side", to("rollouts", rollout.rollout_id, "beside")], ["rate", link("rate", { id: rollout.rollout_id })]];
   return html`<div class="title-line">
       <a href="#/rollouts" title="all rollouts (u)">rollouts</a> / <h1 class="id">${rollout.rollout_id}</h1>
-      <${RolloutStatus} status=${rollout.status} /> <${Badge}>${rollout.mode}<//>
+      <${RolloutStatus} status=${rollout.status} call=${rollout.calls?.at(-1)?.status} /> <${Badge}>${rollout.mode}<//>
       <span>reward <${Reward} value=${rollout.reward} />${rollout.reward !== null && rollout.own_reward === null && " of its calls"}</span>
     </div>
     <p class="why">${fate(rollout, rows)}</p>
@@ -61,7 +61,7 @@ function fate(rollout, rows) {
   }
   if (rollout.dropped) return `Not trained: ${rollout.dropped}${rollout.dropped_by ? ` (before step ${rollout.dropped_by})` : ""}.`;
   if (rollout.mode === "eval") return "An evaluation: it is never trained on.";
-  if (rollout.status === "running") return "It still runs: a reward for the whole rollout ends it.";
+  if (rollout.status === "running") return "It has not ended: a reward for the whole rollout ends it. rollouts.end_after_idle_s ends what nobody ends.";
   return rollout.status === "completed" ? "It waits for the trainer." : `It ended as ${rollout.status}${rollout.reason ? `: ${rollout.reason}` : ""}.`;
 }
 

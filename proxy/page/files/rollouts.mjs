@@ -12,12 +12,16 @@ const SINCE = { "": "any time", 3600: "last hour", 86400: "last day", 604800: "l
 const STATUS = ["", "running", "completed", "failed", "discarded"];
 const STATUS_KIND = { completed: "good", failed: "bad", discarded: "bad" };
 
-export const RolloutStatus = ({ status }) => html`<${Badge} kind=${STATUS_KIND[status]}>${status}<//>`;
+// `call`: the status of its last call. Nobody may end a rollout of a single call, which then runs on with no agent.
+export function RolloutStatus({ status, call }) {
+  const open = status === "running" && !["incomplete", undefined, null].includes(call);
+  return html`<${Badge} kind=${STATUS_KIND[status]}>${open ? "not ended" : status}<//>${open && call === "error" && html` <${Badge} kind="bad">last call failed<//>`}`;
+}
 
 const COLUMNS = [
   { name: "rollout", label: "rollout", cell: ({ rollout_id }) => html`<${RolloutLink} id=${rollout_id} />` },
   { name: "reward", label: "reward", num: true, value: (row) => row.reward, cell: (row) => html`<${Reward} value=${row.reward} />` },
-  { name: "status", label: "status", value: (row) => row.status, cell: (row) => html`<${RolloutStatus} status=${row.status} />` },
+  { name: "status", label: "status", value: (row) => row.status, cell: (row) => html`<${RolloutStatus} status=${row.status} call=${row.last_call} />` },
   { name: "words", label: "question and answer", cell: (row) => html`<div class="words"><span>${row.question}</span><span class="muted">${row.answer}</span></div>` },
   { name: "task", label: "task", value: (row) => row.task_id, cell: ({ task_id }) => task_id && html`<a class="id" href=${link("rollouts", { task_id })} title=${task_id}>${task_id}</a>` },
   { name: "agent", label: "agent", value: (row) => row.agent, cell: (row) => row.agent },
@@ -107,7 +111,7 @@ function Found({ rows, order, onOrder, path, filtered, more, onMore }) {
   const [chosen, setChosen] = useState(new Set());
   const choose = (ids, isChosen) => setChosen((before) => new Set([...[...before].filter((id) => !ids.includes(id)), ...(isChosen ? ids : [])]));
   const box = (label, ids) => html`<input type="checkbox" aria-label=${label} checked=${ids.length > 0 && ids.every((id) => chosen.has(id))} onChange=${(event) => choose(ids, event.currentTarget.checked)} />`;
-  const shown = COLUMNS.filter(({ name }) => name !== "key" || rows.some(({ key }) => key));
+  const shown = COLUMNS.filter(({ name }) => !["agent", "key"].includes(name) || rows.some((row) => row[name]));
   const [first, ...others] = shown;
   const columns = [{ ...first, cell: (row) => html`${box(`choose ${row.rollout_id}`, [row.rollout_id])} ${first.cell(row)}` }, ...others];
   const { sorted, sort, onSort } = useSort(COLUMNS, rows, order, onOrder);

@@ -11,7 +11,7 @@ from ..database import Database
 LARGE = 100_000  # characters; larger requests and answers are not read
 # Mean latency of the first calls: a rollout may have thousands.
 SUMMARIES = """
-SELECT rollouts.rollout_id, began.model,
+SELECT rollouts.rollout_id, began.model, ended.status AS last_call,
        (SELECT name FROM keys WHERE keys.key_id = rollouts.key_id) AS key_name,
        CASE WHEN LENGTH(began.request) <= :large THEN began.request END AS request,
        CASE WHEN LENGTH(ended.response) <= :large THEN ended.response END AS response,
@@ -32,6 +32,7 @@ class Summary(NamedTuple):
     request: str | None
     response: str | None
     latency_ms: float | None
+    last_call: str | None = None
 
 
 class Summaries:

@@ -56,7 +56,7 @@ async def test_lists_have_words_and_are_filtered_by_version_step_and_model(runni
         await system.chat("r1")
         assert "question" not in (await listed(system, ""))[0]
         newest = (await listed(system, "?words=true"))[0]
-        assert newest["question"] == "hi"
+        assert (newest["question"], newest["last_call"]) == ("hi", "ok")
         assert newest["answer"].startswith("by base with")
         assert newest["latency_ms"] > 0
         for query, names in (

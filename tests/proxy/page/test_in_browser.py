@@ -160,6 +160,7 @@ async def test_rollouts_that_are_chosen_are_rewarded_together(running: Running, 
             await system.chat(name)
         async with browsing(f"{system.url}/#/rollouts") as (page, wrong):
             await expect(page.locator(".words").first).to_contain_text("hi<b onclick=alert(1)>")
+            await expect(page.locator("tbody .badge", has_text="not ended")).to_have_count(3)
             await page.get_by_label("choose r1").check()
             await page.get_by_label("choose r2").check()
             chosen = page.locator(".chosen-rows")
