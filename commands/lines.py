@@ -109,7 +109,7 @@ class CallLines:
         waiting, counts, self._waiting, self._counts, self._timer = self._waiting, self._counts, [], Counter(), None
         for start, end in waiting:
             fields = {"event": "call", "call_id": end.call_id, "rollout_id": end.rollout_id, "status": end.status}
-            fields["key_id"] = start.rollout.key_id
+            fields |= {"key_id": start.rollout.key_id} if start.rollout.key_id else {}
             line, colour = call_line(start, end, self._redacted), COLOURS.get(end.status, "")
             log.info("%s", line, extra={"fields": fields, "colour": colour})
         if counts.total() > (len(waiting) if self._each else 0):
