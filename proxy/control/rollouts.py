@@ -37,7 +37,7 @@ from .row_answers import TrainingRows
 from .training_rows import Forest, TrainedRow, prefix_runs, rows_of
 from .transitions import transitions
 from .views import credit_view, record_view, rollout_detail
-from .words import words_view
+from .words import words_in, words_view
 
 Requests = Literal["short", "whole"]
 
@@ -130,7 +130,7 @@ async def list_rollouts(
     following_cursor = None if following is None else str(following)
     names = [one.rollout_id for one in page]
     awaiting = await p.store.endings.await_still(names)
-    found = await p.store.summaries.of(names) if words else None
+    found = await p.store.summaries.of(names, words_in) if words else None
     return await large_response(lambda: {"data": [*_listed(page, awaiting, found)], "next_cursor": following_cursor})
 
 

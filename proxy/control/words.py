@@ -7,7 +7,7 @@ from typing import Any
 from ..apis.tools import dicts
 from ..conversation.new_messages import called, text
 from ..json_text import loads_or_none
-from ..store.reports.summaries import Summary
+from ..store.reports.summaries import Summary, Words
 from .transitions import answer_in
 
 WORDS = 200  # characters
@@ -17,16 +17,20 @@ def words_view(summary: Summary | None) -> dict[str, Any]:
     """Return the fields that a rollout has in a list with `words`."""
     if summary is None:
         return dict.fromkeys(("question", "answer", "model", "key", "latency_ms", "last_call"))
-    stored = loads_or_none(summary.request) if summary.request else None
-    request = stored.get("new") if isinstance(stored, dict) else None
     return {
-        "question": _first_words(_question(request)),
-        "answer": _first_words(_answer(loads_or_none(summary.response))),
+        **summary.words._asdict(),
         "model": summary.model,
         "key": summary.key_name,
         "latency_ms": summary.latency_ms,
         "last_call": summary.last_call,
     }
+
+
+def words_in(request: str | None, response: str | None) -> Words:
+    """Return the first words of a first request and a last answer, which are JSON as it is stored."""
+    stored = loads_or_none(request) if request else None
+    asked = stored.get("new") if isinstance(stored, dict) else None
+    return Words(_first_words(_question(asked)), _first_words(_answer(loads_or_none(response))))
 
 
 def _question(request: Any) -> str:

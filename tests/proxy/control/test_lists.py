@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.control.words import words_view
-from lightning_proxy.proxy.store.reports.summaries import Summary
+from lightning_proxy.proxy.control.words import words_in, words_view
+from lightning_proxy.proxy.store.reports.summaries import AT_ONCE, Summary, Words
 from support.byte_tokens import record, train
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -36,7 +36,7 @@ CALL = {"function": {"name": "add", "arguments": "{}"}}
 )  # fmt: skip
 def test_the_first_words_of_every_api_are_found(request_: Any, response: Any, question: Any, answer: Any) -> None:
     stored = json.dumps({"new": request_}), json.dumps(response)
-    view = words_view(Summary("m", "k", *stored, 5.0))
+    view = words_view(Summary(words_in(*stored), "m", "k", 5.0, "ok"))
     assert (view["question"], view["answer"]) == (question, answer)
     assert (view["model"], view["key"], view["latency_ms"]) == ("m", "k", 5.0)
 
@@ -46,6 +46,23 @@ async def listed(system: Any, query: str) -> list[Any]:
     assert status == 200, page
     rollouts: list[Any] = page["data"]
     return rollouts
+
+
+async def test_texts_are_read_again_only_after_a_further_call(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        read: list[str | None] = []
+
+        def words(request: str | None, response: str | None) -> Words:
+            read.append(request)
+            return words_in(request, response)
+
+        for name in [f"r{n}" for n in range(AT_ONCE + 1)]:
+            await system.chat(name)
+        names = [row["rollout_id"] for row in await listed(system, "")]
+        assert {one.words.question for one in (await store.summaries.of(names, words)).values()} == {"hi"}
+        await system.chat("r1")
+        found = await store.summaries.of(names, words)
+        assert (len(found), len(read)) == (AT_ONCE + 1, AT_ONCE + 2)
 
 
 async def test_lists_have_words_and_are_filtered_by_version_step_and_model(running: Running, tmp_path: Path) -> None:
