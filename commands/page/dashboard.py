@@ -7,7 +7,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,10 +29,11 @@ HOST = "127.0.0.1"
 _NONE = UpstreamConfig(name="none", kind="openai", base_url=f"http://{HOST}:9/v1")
 
 
-def dashboard(stores: Sequence[StoreConfig], port: int) -> None:
+def dashboard(find: Callable[[], Sequence[StoreConfig]], port: int, *, is_folder: bool) -> None:
     """Serve the page until Ctrl-C. LightningError if the port is taken, or a store cannot be read.
 
-    Whoever has the address that is printed can look: it holds a key that is made for this once.
+    Whoever has the address that is printed can look: it holds a key that is made for this once. `is_folder`: `find` may
+    return further stores later.
     """
     from uvicorn import Config as Settings
     from uvicorn import Server
@@ -40,31 +41,55 @@ def dashboard(stores: Sequence[StoreConfig], port: int) -> None:
     from ...proxy.page.dashboard import create_dashboard
     from ...proxy.page.several import create_dashboards
 
-    paths = [store.path.expanduser().absolute() for store in stores if not store.is_postgres]
-    if missing := next((path for path in paths if not path.is_file()), None):
+    places = _Places(find)
+    stores = places.find()
+    if missing := next((path for path in _files(stores) if not path.is_file()), None):
         raise LightningError(f"there is no store at {missing}: name one with --store FILE")
     for store in stores:
         asyncio.run(_require_readable(store))
     require_free_port(HOST, port, "--port")
     key = secrets.token_urlsafe(16)
     proxy = ProxyConfig(port=port, api_keys=[SecretStr(key)])
-    configs = [Config(store=store, proxy=proxy, upstreams=[_NONE]) for store in stores]
-    if len(stores) == 1:
-        app, what, where = create_dashboard(configs[0]), stores[0].where, "#/"
+
+    def named() -> list[tuple[str, Config]]:
+        now = places.find()
+        configs = [Config(store=store, proxy=proxy, upstreams=[_NONE]) for store in now]
+        return list(zip(_names(now), configs, strict=True))
+
+    if len(stores) == 1 and not is_folder:
+        app, what, where = create_dashboard(named()[0][1]), stores[0].where, "#/"
     else:
-        app = create_dashboards(list(zip(_names(stores), configs, strict=True)), key)
-        what, where = f"{len(stores)} stores", ""
+        app, what, where = create_dashboards(named, key), f"{len(stores)} store{'s' * (len(stores) > 1)}", ""
     server = Server(Settings(app, host=HOST, port=port, **UVICORN))
     typer.echo(f"{what}: http://{HOST}:{port}/{where}?key={key}")
     typer.echo("Ctrl-C stops. Nothing is written to the store.", err=True)
-    idle = [IdleFile(path) for path in paths if not is_in_use(path)]  # a PostgreSQL server notifies of changes
-    threading.Thread(target=end_when_written, args=(idle, server), daemon=True).start()
+    threading.Thread(target=end_when_written, args=(places.idle, server), daemon=True).start()
     with suppress(KeyboardInterrupt):
         server.run()
-    if written := next((file for file in idle if file.is_written()), None):
+    if written := next((file for file in places.idle if file.is_written()), None):
         raise LightningError(
             f"{written.path} is in use again, so the page would be out of date: start the dashboard again"
         )
+
+
+def _files(stores: Iterable[StoreConfig]) -> list[Path]:
+    return [store.path.expanduser().absolute() for store in stores if not store.is_postgres]
+
+
+class _Places:
+    """The stores that are shown, found anew at each look. `idle`: those that nobody used when they were first seen."""
+
+    def __init__(self, find: Callable[[], Sequence[StoreConfig]]) -> None:
+        self._find = find
+        self._seen: set[Path] = set()
+        self.idle: list[IdleFile] = []
+
+    def find(self) -> Sequence[StoreConfig]:
+        stores = self._find()
+        new = {*_files(stores)} - self._seen
+        self._seen |= new
+        self.idle += [IdleFile(path) for path in new if not is_in_use(path)]
+        return stores
 
 
 def stores_at(place: str) -> list[StoreConfig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,7 +31,11 @@ def dashboard(
     from .dashboard import dashboard as run
     from .dashboard import stores_at
 
-    run([store for one in store for store in stores_at(one)] if store else [configuration(context).store], port)
+    if store is None:
+        run(lambda: [configuration(context).store], port, is_folder=False)
+    else:
+        is_folder = any(Path(one).is_dir() for one in store)
+        run(lambda: [found for one in store for found in stores_at(one)], port, is_folder=is_folder)
 
 
 def add_to(commands: typer.Typer) -> None:

@@ -147,6 +147,25 @@ async def test_the_stores_of_a_folder_are_listed_and_each_has_its_page(running: 
                 assert [one["rollout_id"] for one in (await answer.json())["data"]] == [rollout]
 
 
+async def test_a_folders_list_has_new_stores_and_held_out_rewards(running: Running, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        async with running(tmp_path / name) as system:
+            await system.chat("r1", X_Rollout_Mode="eval")
+            await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 0.25})
+    (tmp_path / "a" / "store.db").rename(tmp_path / "a" / "lightning.db")
+    async with dashboard(tmp_path, "1 store") as (url, key), aiohttp.ClientSession() as session:
+        (tmp_path / "b" / "store.db").rename(tmp_path / "b" / "lightning.db")
+        async with session.get(f"{url}/?key={key}") as answer:
+            listed = await answer.text()
+        assert re.findall(r'href="(./)#/\?key=[^"]+">([^<]+)</a>', listed) == [("0/", "a"), ("1/", "b")]
+        assert listed.count('<td data-label="held out">0.25</td>') == 2
+        async with session.get(f"{url}/1/rollouts", headers={"Authorization": f"Bearer {key}"}) as answer:
+            assert [one["rollout_id"] for one in (await answer.json())["data"]] == ["r1"]
+        async with session.get(f"{url}/2/") as answer:
+            assert answer.status == 404
+
+
 async def test_a_store_on_a_server_can_be_looked_at(running: Running, tmp_path: Path) -> None:
     with postgres_server() as server:
         url = server.new_database()
