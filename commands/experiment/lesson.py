@@ -49,7 +49,7 @@ class Lesson:
     async def run(self) -> Json:
         """Return what is kept of the lesson. LightningError has the reason from a log; AgentFails is one."""
         config = self.prepare()
-        async with Supervisor(self.logs) as servers:
+        async with Supervisor(self.logs, self.say) as servers:
             with self.timed("start"):
                 for command, path in (("vllm", f"{config.vllm.port}/health"), ("serve", f"{config.proxy.port}/readyz")):
                     url, limit = f"http://127.0.0.1:{path}", config.vllm.start_timeout_s
@@ -59,6 +59,7 @@ class Lesson:
 
     async def stages(self, config: Config) -> Json:
         """Do all that is done while vLLM and proxy serve, and return what is kept."""
+        self.say("the held-out tasks are evaluated")
         before = await self.evaluate("before")
         self.say(f"held out {before['mean_reward']:.3f}; training")
         async with ApiClient.of(config, patience_s=60) as api:
