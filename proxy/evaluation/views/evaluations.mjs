@@ -18,7 +18,7 @@ export function View() {
   useFresh(["version", "step"], versions.reload);
   return html`<h1 class="hidden">Evaluations</h1>
     <${Loaded} of=${versions}>${({ data }) => html`<${Found} versions=${data} best=${policy.data?.best} />`}<//>
-    <${Panel} title="Experiments"><p class="muted">Each run of <code>lightning-proxy experiment</code> has a store of its own. <code>lightning-proxy dashboard --store lightning-experiments/NAME</code> shows their curves.</p><//>`;
+    <${Panel} title="Experiments"><p class="muted">Each run of <code>lightning-proxy experiment FILE</code> has a store of its own. The same command prints the table of finished runs again, with intervals. <code>lightning-proxy dashboard --store lightning-experiments/NAME</code> shows their curves, and what held-out tasks earned before and after.</p><//>`;
 }
 
 function Found({ versions, best }) {

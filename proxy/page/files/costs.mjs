@@ -2,7 +2,7 @@
 import { seesAll, useData } from "./api.mjs";
 import { number, plural, seconds } from "./format.mjs";
 import { html } from "./html.mjs";
-import { Empty, Loaded, Panel, Table, link } from "./parts.mjs";
+import { Empty, Loaded, Panel, Start, Table, link } from "./parts.mjs";
 
 const WAYS = ["day", "model", "key", "task", "rollout", "mode"];
 const SINCE = { "": "any time", 86400: "last day", 604800: "last week", 2592000: "last 30 days" };
@@ -55,7 +55,7 @@ function note({ total, complete }, spent) {
 
 function Parts({ found }) {
   const { by, data, total } = found;
-  if (total.calls === 0) return html`<${Empty}>No calls yet. <code>lightning-proxy run --tasks FILE -- COMMAND</code> starts agents.<//>`;
+  if (total.calls === 0) return html`<${Empty}>No calls yet. <${Start} /><//>`;
   const name = ({ name: one }) => {
     if (one === null) return "–";
     if (by === "task") return html`<a class="id" href=${link("rollouts", { task_id: one })}>${one}</a>`;

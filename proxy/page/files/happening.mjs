@@ -2,7 +2,7 @@
 import { listen, useFeedState } from "./feed.mjs";
 import { milliseconds, number } from "./format.mjs";
 import { html, useEffect, useState } from "./html.mjs";
-import { Badge, Empty, RolloutLink, Time } from "./parts.mjs";
+import { Badge, Empty, RolloutLink, Start, Time } from "./parts.mjs";
 
 const KEPT = 40;
 const FAILED = new Set(["error", "cancelled"]);
@@ -23,7 +23,7 @@ export function Happening() {
   }), []);
   if (state === "off") return html`<${Empty}>This key has no feed. The numbers above are read every few seconds.<//>`;
   if (events.length === 0) {
-    return html`<${Empty}>Nothing has happened since you opened this page. <code>lightning-proxy run --tasks FILE -- COMMAND</code> starts agents.<//>`;
+    return html`<${Empty}>Nothing has happened since you opened this page. <${Start} /><//>`;
   }
   return html`<ol class="happening">${events.map(({ key, kind, data, at }) => html`<li key=${key}><span>${SAID[kind](data)}</span><${Time} at=${at} /></li>`)}</ol>`;
 }

@@ -16,6 +16,13 @@ const SIGNS = [
   ["staleness_mean", "staleness", "versions"],
 ];
 
+const LEARNT = [
+  ["groups_equal", "groups with equal returns", "teach nothing"],
+  ["ratio_mean", "trainer's probability over sampler's", "near 1"],
+  ["merge_rate", "calls that continue a row", "share"],
+  ["not_followed_share", "calls left out", "share"],
+];
+
 export function Overview() {
   const status = useData("/status");
   const policy = useData("/policy");
@@ -37,7 +44,10 @@ export function Overview() {
       <//>
       <${Panel} title="Happening now"><${Happening} /><//>
       ${all && html`<${Panel} title="Signs of a collapse" note="By training step. Entropy that falls to 0, or a KL that runs away, comes before the reward falls." wide>
-        <${Loaded} of=${steps}>${({ data }) => html`<${Signs} steps=${data} />`}<//>
+        <${Loaded} of=${steps}>${({ data }) => html`<${Signs} steps=${data} of=${SIGNS} warns />`}<//>
+      <//>`}
+      ${all && steps.data?.data.some(({ metrics }) => LEARNT.some(([name]) => name in metrics)) && html`<${Panel} title="What steps learn from" note="By training step." wide>
+        <${Signs} steps=${steps.data.data} of=${LEARNT} />
       <//>`}
     </div>`;
 }
@@ -148,14 +158,14 @@ function RewardByVersions({ versions }) {
   return html`<${Chart} label="Reward by policy version" xLabel="version" height=${240} ...${shown} />`;
 }
 
-function Signs({ steps }) {
+function Signs({ steps, of, warns }) {
   const charts = useMemo(() => {
     const rising = [...steps].reverse();
     const x = rising.map(({ step }) => step);
-    return SIGNS.map(([name, label, unit]) => ({ name, label, unit, x, values: column(rising, name) })).filter(({ values }) => values.some((value) => value !== null));
+    return of.map(([name, label, unit]) => ({ name, label, unit, x, values: column(rising, name) })).filter(({ values }) => values.some((value) => value !== null));
   }, [steps]);
   if (charts.length === 0) return html`<${Empty}>They are shown from the first training step. <code>lightning-proxy doctor</code> says what that waits for.<//>`;
-  const warned = steps.filter(({ metrics }) => metrics.warnings).slice(0, 3);
+  const warned = warns ? steps.filter(({ metrics }) => metrics.warnings).slice(0, 3) : [];
   return html`${warned.map(({ step, metrics }) => html`<p class="warned"><${Badge} kind="bad">step ${step}<//> ${Object.values(metrics.warnings).join("; ")}</p>`)}
     <div class="small-charts">${charts.map(({ name, label, unit, x, values }) => html`<${Sign} key=${name} label=${label} unit=${unit} x=${x} values=${values} />`)}</div>`;
 }

@@ -1,6 +1,7 @@
 // The small parts that all views share.
+import { readiness } from "./api.mjs";
 import { absolute, ago, NONE, number, text } from "./format.mjs";
-import { html, useState } from "./html.mjs";
+import { html, useEffect, useState } from "./html.mjs";
 
 const SHOWN = 1200; // characters of a long text, until it is asked for
 const SCROLLS = /^[^]{500}|(.*\n){20}/; // what may not fit into its place: the keyboard has to reach it to scroll
@@ -44,6 +45,15 @@ export function Failure({ error, again }) {
 
 // What is not there yet, and the one command that helps.
 export const Empty = ({ children }) => html`<div class="empty">${children}</div>`;
+
+// How to begin. Over a store alone nothing begins.
+export function Start() {
+  const [alone, setAlone] = useState(false);
+  useEffect(() => {
+    readiness().then(({ status }) => setAlone(status === "alone"));
+  }, []);
+  return alone ? "This is a store alone." : html`<code>lightning-proxy run --tasks FILE -- COMMAND</code> starts agents.`;
+}
 
 // What is folded on a phone, and opens by a button. The others do not see the button.
 export function Folded({ label, children }) {

@@ -3,7 +3,7 @@ import { useData } from "./api.mjs";
 import { useFresh } from "./feed.mjs";
 import { number, signed } from "./format.mjs";
 import { html, useEffect, useMemo } from "./html.mjs";
-import { Badge, Empty, Facts, LongText, Loaded, Panel, Reward, RolloutLink, Table, Time, link, to } from "./parts.mjs";
+import { Badge, Empty, Facts, Loaded, LongText, Panel, Reward, RolloutLink, Start, Table, Time, link, to } from "./parts.mjs";
 import { Test, outcome } from "./promotion.mjs";
 import { RolloutStatus } from "./rollouts.mjs";
 
@@ -97,7 +97,7 @@ const KEPT = [
 function Kept({ name, version }) {
   const kept = useData(`/prompts/${encodeURIComponent(name)}/versions/${version}/rollouts`);
   return html`<${Panel} title="Rollouts that kept it" note="The newest 100." wide><${Loaded} of=${kept}>${({ data }) => (data.length === 0
-    ? html`<${Empty}>None yet. <code>lightning-proxy run --tasks FILE -- COMMAND</code> starts agents.<//>`
+    ? html`<${Empty}>None yet. <${Start} /><//>`
     : html`<${Table} label="Rollouts" columns=${KEPT} rows=${data} rowKey=${({ rollout_id }) => rollout_id} />`)}<//><//>`;
 }
 

@@ -248,12 +248,13 @@ async def test_a_version_is_not_verified_yet_and_the_band_ends_where_rewards_end
             await system.chat(f"r{reward:g}", X_Task_Id="t1")
             await system.call("POST", "/reward", {"rollout_id": f"r{reward:g}", "reward": reward})
         step = await store.steps.claim([], 0)
-        rewards = {"reward_mean": 0.9, "reward_std": 0.3, "reward_min": 0.0, "reward_max": 1.0}
+        rewards = {"reward_mean": 0.9, "reward_std": 0.3, "reward_min": 0.0, "reward_max": 1.0, "merge_rate": 0.5}
         await store.steps.trained(step, None, {"version": 1, **rewards})
         await store.versions.set_live(await store.versions.new("merged", step, {}), step)
         async with browsing(system.url) as (page, wrong):
             edges = page.get_by_label("Reward by training step,").locator(".edge .u-value")
             await expect(edges).to_have_text(["0.6", "1"])
+            await expect(page.get_by_label("calls that continue a row, 1 steps. Last: value 0.5.")).to_have_count(1)
             await expect(page.locator(".stat", has_text="verified")).to_contain_text("not verified yet")
             await page.goto(f"{system.url}/#/versions")
             await expect(page.get_by_role("row", name="live")).to_contain_text("not verified yet")
