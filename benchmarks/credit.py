@@ -38,7 +38,7 @@ from lightning_proxy.trainer.step.own_loss import own_loss
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 
 SEEDS = range(8)
-CHOOSING = range(100, 104)  # the seeds by which a rate is chosen
+CHOOSING = range(100, 106)  # the seeds by which a rate is chosen
 RATES = (3, 10, 30, 100, 300, 1000, 3000)
 SIBLINGS = 8
 STEPS = 24
@@ -52,6 +52,8 @@ STRATEGIES = {
     "anchor, 0": {"credit": "anchor", "discount": 0.0},
     "gagpo, 0.9": {"credit": f"{Path(__file__).with_name('gagpo.py')}:gagpo", "discount": 0.9},
     "rae": {"credit": "rae"},
+}
+JUDGES = {
     "judge, 0.9 (scripted)": {"credit": "judge", "discount": 0.9, "judge": {"model": "scripted"}},
     "judge, 0 (scripted)": {"credit": "judge", "discount": 0.0, "judge": {"model": "scripted"}},
 }
@@ -319,11 +321,10 @@ class Cell(NamedTuple):
         return fmean(self.means)
 
     def text(self, best: Cell) -> str:
-        """In bold if it is not told apart from the best: by more than two standard errors, and by more than 0.01."""
+        """In bold if it is below the best by at most two standard errors of a difference, or 0.01."""
         scores = ", ".join(f"{fmean(of):.2f} ± {stdev(of):.2f}" for of in zip(*self.seeds, strict=True))
-        error = math.sqrt((variance(self.means) + variance(best.means)) / len(SEEDS))
-        is_below = best.mean - self.mean > max(2 * error, 0.01)
-        return f"{scores} at {self.rate}" if is_below else f"**{scores}** at {self.rate}"
+        margin = max(2 * math.sqrt(2 * variance(best.means) / len(SEEDS)), 0.01)
+        return f"**{scores}** at {self.rate}" if self.mean >= best.mean - margin else f"{scores} at {self.rate}"
 
 
 def at_best_rate(problem: Problem, settings: Mapping[str, object], way: Way) -> Cell:
@@ -371,7 +372,7 @@ def _call(position: int, state: int, action: int, agent: str | None) -> ModelCal
 ABOUT = [
     f"Mean score of all rollouts of {STEPS} steps of gradient descent; ±: standard deviation over {len(SEEDS)} seeds.",
     f"The rate is that of {', '.join(map(str, RATES))} of which the worst of {len(CHOOSING)} other seeds is best.",
-    "Bold: not told apart from the best of the column; of two numbers, by their mean.",
+    "Bold: below the best of the column by at most two standard errors; of two numbers, by their mean.",
     "",
     "`gagpo` is no part of the product ([gagpo.py](../gagpo.py)). `rae`, which is for games, compares a rollout with",
     "the siblings before it. `echo` is not here: it learns from what tools write, and these problems have no tools.",
@@ -385,6 +386,7 @@ def main() -> None:
     page = Page("What each credit strategy, choice of agents, baseline and loss learns at its best rate")
     page.text(ABOUT)
     show(page, "strategy", STRATEGIES, PROBLEMS)
+    show(page, "strategy with a judge", JUDGES, PROBLEMS)
     show(page, "agents", AGENTS, TWO_AGENTS)
     show(page, "baseline", BASELINES, BASELINE_PROBLEMS, Way(groups=BASELINE_GROUPS))
     show(page, "rewards of two names", NAMES, [Problem("right, style", two_names)])

@@ -160,7 +160,7 @@ def test_the_credit_benchmark_shows_what_uniform_cannot_learn(monkeypatch: pytes
 
     for name, low, high in (("uniform", 0, 0.6), ("discounted, 0.9", 0.9, 1), ("anchor, 0.9", 0.9, 1)):
         assert low <= scores(credit.STRATEGIES[name], "equal sums, sooner is better")[0] <= high, name
-    judged = scores(credit.STRATEGIES["judge, 0 (scripted)"], "delayed reward")[0]
+    judged = scores(credit.JUDGES["judge, 0 (scripted)"], "delayed reward")[0]
     assert judged > scores(credit.STRATEGIES["discounted, 0"], "delayed reward")[0] + 0.1
     # Two agents: with rewards of their own, and with the executor's for both.
     own, team = credit.AGENTS["uniform, by agent (own)"], credit.AGENTS["uniform, all as one"]
