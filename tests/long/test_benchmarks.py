@@ -304,3 +304,10 @@ def test_the_reward_for_length_is_for_length_alone(monkeypatch: pytest.MonkeyPat
 
     assert [longer(rollout("x" * n)) for n in (0, 30, 90)] == [0.0, 0.5, 1.0]
     assert longer({"calls": []}) is None
+
+
+def test_a_policy_that_says_one_word_to_all_questions_gets_its_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    one_word: Any = import_module("one_word")
+    end = one_word.run({"learning_rate": 1e-2}, seed=0, batches=60)
+    assert end.equal > 0.5 and 0.55 < end.last <= end.best < 0.75
