@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml
 	if [ -n "$$driver" ] && [ "$${driver%%.*}" -lt $(DRIVER) ]; then \
 	    echo "NVIDIA driver $$driver is too old for CUDA 13: install $(DRIVER) or newer, or run without the GPU: make setup GPU=" >&2; exit 1; \
 	fi
-	@echo "setting up $(VENV): a minute, longer while packages are downloaded"
+	@echo "setting up $(VENV): two minutes, mostly silent; longer while packages are downloaded"
 	@links="$${PIP_FIND_LINKS:-$$($(PYTHON) -m pip config get global.find-links 2>/dev/null || true)}"; \
 	[ -z "$$links" ] || export UV_FIND_LINKS="$${UV_FIND_LINKS:-$$(xargs <<<"$$links" | tr ' ' ',')}"; \
 	uv="$$(command -v uv || true)"; \

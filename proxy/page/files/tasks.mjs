@@ -70,7 +70,7 @@ function Counts({ tasks, more, newest }) {
   const equal = tasks.filter(({ std, rewarded }) => rewarded > 1 && std === 0).length;
   const [low, high] = scaleOf(tasks);
   return html`<p class="muted" role="status">${plural(tasks.length, "task")}${more ? " so far" : ""}${typeof newest === "number" ? ` of the newest ${number(newest)} rollouts` : ""}.
-    ${high > low && ` ${count("always")} always earned the highest reward, ${number(high)}; ${count("never")} always the lowest, ${number(low)}; ${count("sometimes")} in between.`} ${equal > 0 && `${plural(equal, "task")} always earned the same reward and taught nothing.`}</p>`;
+    ${high > low && ` ${count("always")} always earned the highest reward seen, ${number(high)}; ${count("never")} always the lowest, ${number(low)}; ${count("sometimes")} in between.`} ${equal > 0 && `${plural(equal, "task")} always earned the same reward and taught nothing.`}</p>`;
 }
 
 function scaleOf(tasks) {
