@@ -16,7 +16,6 @@ import aiohttp
 
 from ..proxy.errors import LightningError
 from ..proxy.json_text import loads
-from ..proxy.store.sqlite.locks import keeping
 from .formats import address
 from .signals import run_until_signal
 
@@ -180,6 +179,8 @@ def up_runs(store: StoreConfig) -> bool:
     path = None if store.is_postgres else store.path.expanduser()
     if path is None or not Path(f"{path}-up").exists():
         return False
+    from ..proxy.store.sqlite.locks import keeping
+
     with suppress(OSError), keeping(path, "up") as nobody_does:
         return not nobody_does
     return False
