@@ -167,6 +167,8 @@ async def post_prompt(request: Request, body: PromptBody) -> Response:
     prompt = await _table(p).get(body.name)
     if is_gated and body.promote and version != prompt.live:
         await _tests(p).begin(body.name, version)
+    elif body.promote and not is_gated:
+        caller_of(request).log_change(f"version {version} of prompt {body.name} was promoted")
     view = await _view(p, prompt, version, caller_of(request))
     return await large_response(lambda: view)
 
