@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from random import Random
 from statistics import fmean, stdev, variance
 from typing import NamedTuple
@@ -50,7 +49,7 @@ STRATEGIES = {
     "discounted, 0": {"credit": "discounted", "discount": 0.0},
     "anchor, 0.9": {"credit": "anchor", "discount": 0.9},
     "anchor, 0": {"credit": "anchor", "discount": 0.0},
-    "gagpo, 0.9": {"credit": f"{Path(__file__).with_name('gagpo.py')}:gagpo", "discount": 0.9},
+    "gagpo, 0.9": {"credit": "gagpo", "discount": 0.9},
     "rae": {"credit": "rae"},
 }
 JUDGES = {
@@ -374,8 +373,8 @@ ABOUT = [
     f"The rate is that of {', '.join(map(str, RATES))} of which the worst of {len(CHOOSING)} other seeds is best.",
     "Bold: below the best of the column by at most two standard errors; of two numbers, by their mean.",
     "",
-    "`gagpo` is no part of the product ([gagpo.py](../gagpo.py)). `rae`, which is for games, compares a rollout with",
-    "the siblings before it. `echo` is not here: it learns from what tools write, and these problems have no tools.",
+    "`rae`, which is for games, compares a rollout with the siblings before it.",
+    "`echo` is not here: it learns from what tools write, and these problems have no tools.",
 ]
 
 

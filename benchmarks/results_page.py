@@ -2,6 +2,7 @@
 
 A benchmark fills a `Page` with tables and saves it if `--page` is given.
 `python benchmarks/results_page.py FILE.json` makes the page again from figures that were measured before.
+`findings` there are lines written by hand: what the tables show. They stay when figures are measured again.
 """
 
 from __future__ import annotations
@@ -44,10 +45,14 @@ class Page:
         print("\n" + "\n".join(_lines(part)), flush=True)
 
     def save(self, page: Path | None) -> None:
-        """Write the figures and the page, if `page` names one."""
+        """Write the figures and the page, if `page` names one, with the findings that are there."""
         if page is not None:
             page.parent.mkdir(parents=True, exist_ok=True)
-            page.with_suffix(".json").write_text(json.dumps(self.figures, indent=1, ensure_ascii=False) + "\n")
+            file = page.with_suffix(".json")
+            if file.exists() and (findings := json.loads(file.read_text()).get("findings")):
+                self.figures["findings"] = findings
+                print(f"\nRead the findings in {file} again: they were written before.")
+            file.write_text(json.dumps(self.figures, indent=1, ensure_ascii=False) + "\n")
             page.write_text(markdown(self.figures))
 
 
@@ -77,7 +82,9 @@ def machine() -> str:
 def markdown(figures: dict[str, Any]) -> str:
     """Return the page of the figures that `Page.save` wrote."""
     how = f"`{figures['command']}`\non {figures['machine']}, commit {figures['commit']}, {figures['date']}."
-    return "\n\n".join([f"# {figures['title']}", how, *("\n".join(_lines(part)) for part in figures["parts"])]) + "\n"
+    parts = [{"lines": figures["findings"]}] if "findings" in figures else []
+    parts += figures["parts"]
+    return "\n\n".join([f"# {figures['title']}", how, *("\n".join(_lines(part)) for part in parts)]) + "\n"
 
 
 def _lines(part: dict[str, Any]) -> list[str]:

@@ -39,3 +39,14 @@ def test_a_run_writes_its_page_and_its_figures(tmp_path: Path) -> None:
     assert "In ms:\n\n| what | ms |\n| --- | --- |\n| a call | 1.5 |\n\nNothing else.\n" in text
     assert (tmp_path / "new" / "costs.json").is_file()
     assert f"commit {page.figures['commit']}, {page.figures['date']}" in text
+
+
+def test_findings_stay_when_figures_are_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "costs.md"
+    path.with_suffix(".json").write_text(json.dumps({"findings": ["A call costs", "nothing."]}))
+    page = results_page.Page("What it costs")
+    page.table("", ("what",), [("a call",)])
+    page.save(path)
+    assert path.read_text().endswith(".\n\nA call costs\nnothing.\n\n| what |\n| --- |\n| a call |\n")
+    page.save(path)
+    assert json.loads(path.with_suffix(".json").read_text())["findings"] == ["A call costs", "nothing."]
