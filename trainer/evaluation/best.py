@@ -10,6 +10,7 @@ from ...proxy.store.training import Step
 from ..types import BesideSteps
 
 NEWEST = 32  # steps whose rewards are smoothed; a version that was the best before them keeps what it had
+SAME = 1e-6
 REACH = 2  # steps to each side of one that count with it
 
 
@@ -34,9 +35,14 @@ def smoothed(steps: Sequence[Step]) -> dict[int, float]:
 
     The newest steps are still to come beside two of them. Rewards of 0, 1, 0, 0 in four steps of versions 0 to 3, with
     as many rollouts each: version 0 gets the mean of the first three, 1/3, and version 1 that of all, 1/4.
+
+    Nothing if all steps have the same reward, as where siblings are only ranked: it tells no version from another.
     """
     counted = [step for step in sorted(steps, key=lambda one: one.step) if step.metrics.get("rollouts")]
     counted = [step for step in counted if "reward_mean" in step.metrics and "method" not in step.metrics]
+    means = [step.metrics["reward_mean"] for step in counted]
+    if max(means, default=0.0) - min(means, default=0.0) < SAME:
+        return {}
     found = {}
     for place, step in enumerate(counted[:-REACH]):
         near = [one.metrics for one in counted[max(0, place - REACH) : place + REACH + 1]]

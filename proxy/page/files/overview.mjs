@@ -46,7 +46,7 @@ export function Overview() {
       ${all && html`<${Panel} title="Signs of a collapse" note="By training step. Entropy that falls to 0, or a KL that runs away, comes before the reward falls." wide>
         <${Loaded} of=${steps}>${({ data }) => html`<${Signs} steps=${data} of=${SIGNS} warns />`}<//>
       <//>`}
-      ${all && steps.data?.data.some(({ metrics }) => LEARNT.some(([name]) => name in metrics)) && html`<${Panel} title="What steps learn from" note="By training step." wide>
+      ${all && steps.data?.data.some(({ metrics }) => LEARNT.some(([name]) => name in metrics)) && html`<${Panel} title="What steps learn from" note="By training step." wide="all">
         <${Signs} steps=${steps.data.data} of=${LEARNT} />
       <//>`}
     </div>`;

@@ -11,7 +11,7 @@ export const to = (...parts) => `#/${parts.map(encodeURIComponent).join("/")}`;
 export const link = (view, params) => `#/${view}?${new URLSearchParams(params)}`;
 
 export function Panel({ title, note, wide, children }) {
-  return html`<section class=${wide ? "panel wide" : "panel"}>
+  return html`<section class=${`panel${wide ? " wide" : ""}${wide === "all" ? " all" : ""}`}>
     ${title && html`<header><h2>${title}</h2>${note && html`<p class="muted">${note}</p>`}</header>`} ${children}
   </section>`;
 }

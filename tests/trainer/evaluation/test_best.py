@@ -32,6 +32,10 @@ def test_steps_without_rewards_of_training_do_not_count() -> None:
     assert smoothed([step(1, 1.0), step(2, None), step(3, 0.5, method="sft"), step(4, 0.5), step(5, 0.4, 0)]) == {}
 
 
+def test_ranks_name_no_version_the_best() -> None:
+    assert smoothed([step(n, 0.5 + n * 1e-9) for n in range(1, 8)]) == {}
+
+
 async def test_the_files_of_the_best_version_stay(base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     async with bench(base, tmp_path, "lora", collapse={"action": "off"}) as b:
