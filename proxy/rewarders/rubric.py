@@ -51,7 +51,9 @@ def read_criteria(file: Path) -> list[Criterion]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{file}: no YAML: {' '.join(str(error).split())}") from None
+        mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+        problem = f"{error.problem}, line {mark.line + 1}, column {mark.column + 1}" if mark else type(error).__name__
+        raise ConfigError(f"{file}: no YAML: {problem}; put texts with ? or : in quotes") from None
     except ValidationError as error:
         wrong = error.errors()[0]
         where = ".".join(map(str, wrong["loc"]))

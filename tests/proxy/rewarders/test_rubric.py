@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -13,6 +14,7 @@ from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.rewarders.rubric import read_criteria
 from lightning_proxy.proxy.rewarders.texts import Said, messages_of
 from support.judging import ScriptedJudge, attempts, judging
+from support.paths import ROOT
 from support.rewarded_by import completed, rewards
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -128,6 +130,12 @@ async def test_what_an_agent_writes_is_data(running: Running, tmp_path: Path, ho
         assert hostile in seen["What happened"] and len(seen) == 1
 
 
+def test_the_rubric_of_the_docs_is_read(tmp_path: Path) -> None:
+    (text,) = re.findall(r"^criteria:\n(?:  .*\n)+", (ROOT / "docs/rewards.md").read_text(), re.MULTILINE)
+    (tmp_path / "rubric.yaml").write_text(text)
+    assert [one.scale for one in read_criteria(tmp_path / "rubric.yaml")] == ["yes/no", "0-4", "yes/no"]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -135,7 +143,7 @@ async def test_what_an_agent_writes_is_data(running: Running, tmp_path: Path, ho
         ("criteria: [{name: a}]", "criteria.0: a criterion has either a question or a program"),
         ("criteria: [{name: a, question: Q, scale: 1-10}]", "criteria.0.scale: Input should be 'yes/no' or '0-4'"),
         ("criteria: [{name: a, question: Q, wieght: 2}]", "criteria.0.wieght: Extra inputs are not permitted"),
-        ("criteria: [", "no YAML: "),
+        ("criteria: [{name: a, question: Is it?}]", "column 37; put texts with ? or : in quotes"),
         ("- a", "criteria: Input should be a valid dictionary"),
     ],
 )
