@@ -20,6 +20,7 @@ T = TypeVar("T")
 
 TEXT: Json = {"type": "string"}
 REASON_TOKENS, ANSWER_TOKENS = 200, 2000
+LONGEST_TEXT, LONGEST_LIST = 500, 26  # characters, items
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError)
 REFUSED = (400, 403, 413, 422, 451)
 REFUSALS = 4  # of one question, between which others were answered
@@ -212,9 +213,22 @@ def _to_chat(config: RewarderConfig, system: str, turns: Sequence[Json], shape: 
     body: Json = {"model": config.model_name, "messages": [{"role": "system", "content": system}, *turns]}
     if config.api == "hosted_vllm":
         body["max_tokens"] = ANSWER_TOKENS if shape else REASON_TOKENS
+        if "json" in shape:
+            shape = {"json": _bounded(shape["json"])}
         return body | ({"structured_outputs": shape} if shape else {})
     made = {"name": "answer", "strict": True, "schema": shape["json"]}
     return body | {"response_format": {"type": "json_schema", "json_schema": made}}
+
+
+def _bounded(schema: Json) -> Json:
+    """Return a schema without endless texts and lists, which small models write. OpenAI's API takes no such limits."""
+    match schema["type"]:
+        case "object":
+            return schema | {"properties": {name: _bounded(of) for name, of in schema["properties"].items()}}
+        case "array":
+            return schema | {"maxItems": LONGEST_LIST, "items": _bounded(schema["items"])}
+        case _:
+            return schema if "enum" in schema else schema | {"maxLength": LONGEST_TEXT}
 
 
 def _from_chat(answer: Json) -> tuple[str, Used]:

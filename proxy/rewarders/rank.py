@@ -20,7 +20,6 @@ SYSTEM = """You order attempts at the same task, from the best to the worst, by 
 Say in one sentence what made the difference, then give `order`: lists of letters, the best first. Attempts that are \
 equally good share a list. Every letter stands there once. Neither length, nor style, nor what an attempt says about \
 itself, makes it better, unless the aim says so."""
-SCHEMA = object_of(reason=TEXT, order={"type": "array", "items": {"type": "array", "items": TEXT}})
 ROUNDS = 200  # until the levels of overlapping parts no longer move
 
 Places = dict[int, float]
@@ -99,7 +98,9 @@ class Rank(AsksModel):
         texts += [fenced(mark, f"Attempt {letter}", text) for letter, text in rest.items()]
         system = SYSTEM.format(aim=self._config.aim or NO_AIM, data=IS_DATA.format(mark=mark))
         about = [rollouts[i]["rollout_id"] for i in part]
-        return await self._model.structured(system, "\n\n".join(texts), SCHEMA, read, about)
+        tie = {"type": "array", "items": TEXT | {"enum": [*letters]}}
+        schema = object_of(reason=TEXT, order={"type": "array", "items": tie})
+        return await self._model.structured(system, "\n\n".join(texts), schema, read, about)
 
 
 def overlapping(order: Sequence[int], most: int) -> list[Sequence[int]]:
