@@ -10,9 +10,8 @@ from ..proxy.config.trainer import TrainerConfig
 
 log = logging.getLogger(__name__)
 
-LORA_RATE, WIDTH, ALPHA = 5e-5, 2000, 32  # the rate of an adapter with this alpha, on a model of this width
+RATE, WIDTH, ALPHA = {"lora": 1.5e-4, "full": 5e-6}, 2000, 32  # at this width; of an adapter, at this alpha
 EXPONENT = 0.781
-LORA_OVER_FULL = 10.0
 HIGH_RATE = 2e-5  # for a full model
 
 
@@ -27,18 +26,19 @@ class Rate:
 def automatic_rate(width: int, weights: Literal["lora", "full"] = "lora", alpha: int = ALPHA) -> float:
     """Return the learning rate of AdamW, to two digits, for RL on a model whose hidden states have `width` numbers.
 
-    LoRA: 5e-5 · (2000 / width)^0.781 · (32 / alpha). All weights: a tenth of that at alpha 32.
+    LoRA: 1.5e-4 · (2000 / width)^0.781 · (32 / alpha). All weights: 5e-6 · (2000 / width)^0.781.
 
-    - 5e-5 for LoRA at alpha 32, and a tenth for all weights: TRL's guide "LoRA Without Regret". Its table has 1e-5.
+    - 1.5e-4: three times the 5e-5 of TRL's guide "LoRA Without Regret". benchmarks/results/rates.md has both, a
+      sixtieth and nine times. 5e-6 for all weights is a tenth of the guide's rate, as it says.
     - The power of the width: Tinker cookbook's `hyperparam_utils` until 2026, fitted to supervised runs of Llama.
-      The cookbook's recipes of RL take 1e-4 for 1B and 2e-5 for 8B, where this has 4.9e-5 and 2.9e-5.
+      The cookbook's recipes of RL take 1e-4 for 1B and 2e-5 for 8B, where this has 1.5e-4 and 8.6e-5.
     - The rank does not count: PEFT scales by alpha / rank, and so the best rate hardly depends on it (Schulman et al.
       2025, https://thinkingmachines.ai/blog/lora/). 32 / alpha keeps the size of the first step.
 
-    Width 576 and alpha 32: 5e-5 · 3.47^0.781 = 5e-5 · 2.64 = 1.3e-4; all weights: 1.3e-5.
+    Width 576 and alpha 32: 1.5e-4 · 3.47^0.781 = 1.5e-4 · 2.64 = 4.0e-4; all weights: 1.3e-5.
     """
-    of_lora = LORA_RATE * (WIDTH / width) ** EXPONENT
-    return float(f"{of_lora * ALPHA / alpha if weights == 'lora' else of_lora / LORA_OVER_FULL:.1e}")
+    scaled = RATE[weights] * (WIDTH / width) ** EXPONENT
+    return float(f"{scaled * ALPHA / alpha if weights == 'lora' else scaled:.1e}")
 
 
 def rate_of(config: TrainerConfig, width: int, kept: float | None = None) -> Rate:

@@ -16,7 +16,7 @@ from ...proxy.conversation.new_messages import body
 from ...proxy.conversation.transcript import read
 from ...proxy.errors import ConfigError
 from ...proxy.rewarders.rank import Rank
-from ...proxy.rewarders.rewarder import Away, Given, Rewarder, decisions
+from ...proxy.rewarders.rewarder import Away, Given, Rewarder, decisions, together
 from ...proxy.rewarders.table import Checked, KeptAnswers, keep_check
 from ...proxy.store.opening import open_database
 from ..api_client import ApiClient
@@ -80,12 +80,15 @@ class AskedAgain:
 
 def check_rewarder(config: Config, which: str, options: CheckOptions, *, as_json: bool) -> None:
     """Print how a rewarder agrees with people's labels, and keep that it was checked."""
-    source, found, again = run_until_signal(_checked(config, which, options))
+    source, found, again, silent = run_until_signal(_checked(config, which, options))
     if as_json:
-        print_json({"source": source, **asdict(found), "verdict": found.verdict, "again": asdict(again)})
+        more = {"verdict": found.verdict, "again": asdict(again), "without_score": len(silent)}
+        print_json({"source": source, **asdict(found), **more})
         return
     url = ApiClient.of(config).url
     print(f"{source}: {found.labels} labels named {options.label}")
+    if silent:
+        print(f"{len(silent)} more have no score: {silent[0]}")
     print(f"pairs ordered alike: {found.alike:.2f} ({found.low:.2f} to {found.high:.2f}) of {found.pairs}")
     print(", ".join(f"{HIGH_OR_LOW[name]}: {n}" for name, n in found.confusion.items()))
     score, label = found.length
@@ -99,7 +102,8 @@ def check_rewarder(config: Config, which: str, options: CheckOptions, *, as_json
     print(found.verdict)
 
 
-async def _checked(config: Config, which: str, options: CheckOptions) -> tuple[str, Agreement, AskedAgain]:
+async def _checked(config: Config, which: str, options: CheckOptions) -> tuple[str, Agreement, AskedAgain, list[str]]:
+    """The rewarder's source, its agreement, what another order changed, and why rollouts have no score."""
     async with opened(config, which) as (rewarder, answers), ApiClient.of(config) as api:
         groups = await _labelled(api, options)
         ids = [[rollout["rollout_id"] for rollout, _ in group] for group in groups]
@@ -107,17 +111,21 @@ async def _checked(config: Config, which: str, options: CheckOptions) -> tuple[s
         try:
             unknown = [[one] for group in ids for one in group] if not in_groups else ids
             await say_price(api, rewarder, unknown, 2 if in_groups else 1)
-            labelled = [one for group in groups for one in await _scored(rewarder, source, group)]
+            asked = await together(_scored(rewarder, source, group) for group in groups)
+            labelled, silent = [one for scored, _ in asked for one in scored], [why for _, whys in asked for why in whys]
             found = agreement(labelled, within_tasks=in_groups, threshold=options.threshold)
             again = await _asked_again(config, which, rewarder, groups, answers)
         except Away as error:
             raise ConfigError(f"{rewarder.label}: {error}") from None
+    if found is None and silent:
+        raise ConfigError(f"{source} cannot be trained on: {len(silent)} of {len(silent) + len(labelled)} rollouts "
+                          f"have no score: {silent[0]}")  # fmt: skip
     if found is None:
         of = " of one task" if in_groups else ""
         raise ConfigError(f"no two rollouts{of} have different rewards named {options.label}: label some first, as in "
                           f"`lightning-proxy reward ID 1 --name {options.label}`")  # fmt: skip
     await _keep(config, Checked(source, time.time(), found.labels, found.alike, found.low, found.high))
-    return source, found, again
+    return source, found, again, silent
 
 
 async def _keep(config: Config, checked: Checked) -> None:
@@ -148,14 +156,18 @@ def _value(rewards: Sequence[Json], by: str, wanted: str) -> float | None:
     return fmean(own) if own else sum(newest.values()) if newest else None
 
 
-async def _scored(rewarder: Rewarder, source: str, group: Sequence[tuple[Json, float]]) -> list[Labelled]:
-    """The group with its scores: those that were recorded, where all of it has them; or else the rewarder is asked."""
+async def _scored(
+    rewarder: Rewarder, source: str, group: Sequence[tuple[Json, float]]
+) -> tuple[list[Labelled], list[str]]:
+    """The group with its scores, recorded ones if all of it has them; or else the rewarder is asked. Its errors."""
     scores = [_value(rollout["rewards"], "source", source) for rollout, _ in group]
+    given: list[Given] = []
     if None in scores:
         given = await rewarder.reward([rollout for rollout, _ in group])
-        scores = [sum(score.value for score in one.scores) if one.scores else None for one in given]
+        scores = [_sum(one) if one.scores else None for one in given]
     return [Labelled(rollout["rollout_id"], rollout["task_id"], label, score, _length(rollout))
-            for (rollout, label), score in zip(group, scores, strict=True) if score is not None]  # fmt: skip
+            for (rollout, label), score in zip(group, scores, strict=True) if score is not None
+            ], [one.error for one in given if one.error]  # fmt: skip
 
 
 def _length(rollout: Json) -> int:
@@ -175,9 +187,10 @@ async def _asked_again(
     alike, halves = [], []
     if isinstance(rewarder, Rank):
         async with opened(config, which, LATER, answers) as (other, _):
-            for group in groups:
-                rollouts = [rollout for rollout, _ in group]
-                given, again = await rewarder.reward(rollouts), await other.reward(rollouts)
+            rollouts_of = [[rollout for rollout, _ in group] for group in groups]
+            known = await together(map(rewarder.reward, rollouts_of))
+            found = await together(map(other.reward, rollouts_of))
+            for rollouts, given, again in zip(rollouts_of, known, found, strict=True):
                 if any(one.error for one in (*given, *again)):
                     continue
                 first, second = [*map(_sum, given)], [*map(_sum, again)]

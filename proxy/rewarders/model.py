@@ -20,7 +20,6 @@ T = TypeVar("T")
 
 TEXT: Json = {"type": "string"}
 REASON_TOKENS, ANSWER_TOKENS = 200, 2000
-LONGEST_TEXT, LONGEST_LIST = 500, 26  # characters, items
 UNREADABLE = (ValueError, LookupError, TypeError, AttributeError)
 REFUSED = (400, 403, 413, 422, 451)
 REFUSALS = 4  # of one question, between which others were answered
@@ -53,15 +52,19 @@ class JudgeModel:
         self._answered, self._refused = 0, dict[str, set[int]]()  # for each question: at how many answers
 
     async def structured(
-        self, system: str, text: str, schema: Json, read: Callable[[Json], T], about: Sequence[str]
+        self, system: str, text: str, schema: Json, pattern: str, read: Callable[[Json], T], about: Sequence[str]
     ) -> T:
-        """Return what `read` makes of an answer of this JSON schema. Raise NoReward if it raises ValueError twice."""
+        """Return what `read` makes of an answer of this JSON schema. Raise NoReward if it raises ValueError twice.
+
+        `pattern` is what a vLLM is asked for instead: a schema leaves small models endless white space and lists.
+        """
 
         def found(answer: str) -> T:
             said = answer.rpartition("</think>")[2]
             return read(loads(said[max(0, said.find("{")) : said.rfind("}") + 1]))
 
-        return await self._twice(system, _turns(text), {"json": schema}, found, about)
+        shape = {"regex": pattern} if self._config.api == "hosted_vllm" else {"json": schema}
+        return await self._twice(system, _turns(text), shape, found, about)
 
     async def choose(self, system: str, text: str, choices: Sequence[str], about: Sequence[str]) -> tuple[str, str]:
         """Return which of the choices the model answers, and its reason. Raise NoReward if it answers none twice."""
@@ -73,7 +76,7 @@ class JudgeModel:
 
         if self._config.api != "hosted_vllm":
             schema = object_of(reason=TEXT, answer=TEXT | {"enum": [*choices]})
-            return await self.structured(system, text, schema, read, about)
+            return await self.structured(system, text, schema, "", read, about)
         # Small models write a choice more surely than JSON.
         asked = f"{text}\n\nSay why in one or two sentences."
         reason = await self._ask(system, _turns(asked), {}, about)
@@ -213,22 +216,9 @@ def _to_chat(config: RewarderConfig, system: str, turns: Sequence[Json], shape: 
     body: Json = {"model": config.model_name, "messages": [{"role": "system", "content": system}, *turns]}
     if config.api == "hosted_vllm":
         body["max_tokens"] = ANSWER_TOKENS if shape else REASON_TOKENS
-        if "json" in shape:
-            shape = {"json": _bounded(shape["json"])}
         return body | ({"structured_outputs": shape} if shape else {})
     made = {"name": "answer", "strict": True, "schema": shape["json"]}
     return body | {"response_format": {"type": "json_schema", "json_schema": made}}
-
-
-def _bounded(schema: Json) -> Json:
-    """Return a schema without endless texts and lists, which small models write. OpenAI's API takes no such limits."""
-    match schema["type"]:
-        case "object":
-            return schema | {"properties": {name: _bounded(of) for name, of in schema["properties"].items()}}
-        case "array":
-            return schema | {"maxItems": LONGEST_LIST, "items": _bounded(schema["items"])}
-        case _:
-            return schema if "enum" in schema else schema | {"maxLength": LONGEST_TEXT}
 
 
 def _from_chat(answer: Json) -> tuple[str, Used]:

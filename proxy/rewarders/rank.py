@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from statistics import fmean
 from string import ascii_uppercase
@@ -20,6 +20,7 @@ SYSTEM = """You order attempts at the same task, from the best to the worst, by 
 Say in one sentence what made the difference, then give `order`: lists of letters, the best first. Attempts that are \
 equally good share a list. Every letter stands there once. Neither length, nor style, nor what an attempt says about \
 itself, makes it better, unless the aim says so."""
+REASON = r'[^"\\\n\r\t]{1,500}'
 ROUNDS = 200  # until the levels of overlapping parts no longer move
 
 Places = dict[int, float]
@@ -100,7 +101,14 @@ class Rank(AsksModel):
         about = [rollouts[i]["rollout_id"] for i in part]
         tie = {"type": "array", "items": TEXT | {"enum": [*letters]}}
         schema = object_of(reason=TEXT, order={"type": "array", "items": tie})
-        return await self._model.structured(system, "\n\n".join(texts), schema, read, about)
+        return await self._model.structured(system, "\n\n".join(texts), schema, pattern_of(letters), read, about)
+
+
+def pattern_of(letters: Collection[str]) -> str:
+    """Return the pattern of an answer: a reason, and as many letters as there are, in lists."""
+    one = f'"[{"".join(letters)}]"'
+    order = rf"\[\[{one}((, |\], \[){one}){{{len(letters) - 1}}}\]\]"
+    return rf'\{{"reason": "{REASON}", "order": {order}\}}'
 
 
 def overlapping(order: Sequence[int], most: int) -> list[Sequence[int]]:

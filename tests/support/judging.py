@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-# Of the question, by the model's input: `system`, `text` (the first message), and the JSON schema or choices, if any.
+# Of the question, by the model's input: `system`, `text` (the first message), and the JSON schema, pattern or choices, if any.
 Think = Callable[[str, str, Any], Any]
 
 
@@ -33,7 +33,7 @@ class ScriptedJudge:
         made = body.get("response_format", {}).get("json_schema", {})
         shape = body.get("structured_outputs") or {"json": made.get("schema")}
         system, first, *_ = body["messages"]
-        said = self._said(system["content"], first["content"], shape.get("json") or shape.get("choice"))
+        said = self._said(system["content"], first["content"], next(iter(shape.values())))
         usage = {"prompt_tokens": 100, "completion_tokens": 10, "total_tokens": 110}
         choice = {"index": 0, "message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
         return web.json_response({"id": "x", "object": "chat.completion", "choices": [choice], "usage": usage})

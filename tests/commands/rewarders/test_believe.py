@@ -106,6 +106,21 @@ async def test_a_judge_that_goes_by_the_place_is_found_out(running: Running, tmp
         assert "its order may be chance" in warned
 
 
+async def test_rollouts_without_a_score_are_said_with_the_reason(running: Running, tmp_path: Path) -> None:
+    def cannot_order_three(system: str, text: str, shape: Any) -> Any:
+        return "I would rather not say." if "Attempt C" in text else by_number(system, text, shape)
+
+    async with judging(cannot_order_three) as judge, running(tmp_path) as system:
+        system.config = system.config.model_copy(update={"rewards": type(system.config.rewards)(**rank(judge))})
+        await labelled(system, 0, 1, 2, task="three")
+        done = await system.lightning("rewards", "check", "rank")
+        assert done.returncode == 2
+        assert "cannot be trained on: 3 of 3 rollouts have no score: openai/m: its answer cannot be read" in done.stderr
+        await labelled(system, 0, 1, task="two")
+        shown = (await system.lightning("rewards", "check", "rank")).stdout
+        assert "2 labels named human\n3 more have no score: openai/m: its answer cannot be read" in shown
+
+
 async def unchecked(system: Any) -> list[str]:
     from lightning_proxy.proxy.rewarders.beside import RewardersBeside
 
