@@ -26,7 +26,7 @@ CONTENT = re.compile(r'"content": "(\d+)"')
 def answer(asked: str, idle: Set[int]) -> str:
     """Action 1 is right in every state; in those that are `idle`, no action matters."""
     shown, _, number = asked.rpartition("\n\nThe number for step ")
-    state, action = map(int, CONTENT.findall(shown.split("\n\n")[int(number.rstrip(":")) - 1]))
+    state, action = map(int, CONTENT.findall(shown.split("\n\n")[int(number.rstrip(":"))]))
     if state in idle:
         return NEITHER
     is_wrong = hashlib.sha256(asked.encode()).digest()[0] < WRONG

@@ -25,15 +25,17 @@ def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
         return float(np.mean(values)), float(np.std(values))
 
 
-def bootstrap_mean(values: Sequence[float], seed: int) -> Interval:
+def bootstrap_mean(values: Sequence[float], seed: int, weights: Sequence[float] | None = None) -> Interval:
     """Return the 95 % interval of the mean of `values`, one per task, by the percentile bootstrap over tasks.
 
-    With only one task it has no width.
+    With only one task it has no width. `weights`: what each task counts for in the mean; the same by default.
     """
     tasks, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
+    counts = np.ones(len(tasks)) if weights is None else np.asarray(weights, dtype=float)
     at_once = max(1, MEMORY // len(tasks))
     sizes = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]
     with np.errstate(all="ignore"):
-        means = [tasks[rng.integers(0, len(tasks), (size, len(tasks)))].mean(axis=1) for size in sizes]
+        drawn = [rng.integers(0, len(tasks), (size, len(tasks))) for size in sizes]
+        means = [(tasks * counts)[one].sum(axis=1) / counts[one].sum(axis=1) for one in drawn]
         low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
     return Interval(float(low), float(high))

@@ -65,7 +65,8 @@ def agreement(found: Sequence[Labelled], *, within_tasks: bool, threshold: float
     for one, other in pairs:
         for unit in (one.task_id,) if many else (one.rollout_id, other.rollout_id):
             by_unit[str(unit)].append(_alike(one, other))
-    interval = bootstrap_mean([fmean(values) for values in by_unit.values()], seed=0)
+    means, sizes = [*map(fmean, by_unit.values())], [*map(len, by_unit.values())]
+    interval = bootstrap_mean(means, seed=0, weights=sizes)
     high_label = _middle([one.label for one in found])
     high_score = _middle([one.score for one in found]) if threshold is None else threshold
     confusion = dict.fromkeys(("right high", "right low", "wrong high", "wrong low"), 0)

@@ -10,15 +10,17 @@ from statistics import fmean
 from typing import Any
 
 import typer
+from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from ...proxy.config.root import Config
 from ...proxy.conversation.new_messages import body
 from ...proxy.conversation.transcript import read
 from ...proxy.errors import ConfigError
 from ...proxy.rewarders.rank import Rank
-from ...proxy.rewarders.rewarder import Away, Given, Rewarder, decisions, together
+from ...proxy.rewarders.rewarder import Away, Given, Rewarder, decisions
 from ...proxy.rewarders.table import Checked, KeptAnswers, keep_check
 from ...proxy.store.opening import open_database
+from ...trainer.waiting import all_of
 from ..api_client import ApiClient
 from ..formats import number, print_json
 from ..show.listing import collect
@@ -27,11 +29,14 @@ from .agreement import Agreement, Labelled, agreement, same_order
 from .ask import opened, read_rollouts, say_price
 
 Json = dict[str, Any]
+Group = Sequence[tuple[Json, float]]  # siblings, with their labels
 HIGH_OR_LOW = {
     "right high": "judge high, people high", "right low": "judge low, people low",
     "wrong high": "judge high, people low", "wrong low": "judge low, people high",
 }  # fmt: skip
 LATER = "another order"
+HUMAN = "human"
+SAYS_NOTHING = "it gives them nothing"
 
 
 def try_rewarder(config: Config, which: str, rollout_ids: Sequence[str], *, as_json: bool) -> None:
@@ -65,7 +70,7 @@ async def _tried(config: Config, which: str, rollout_ids: Sequence[str]) -> tupl
 class CheckOptions:
     """The options of `check`. `label`: the name of the rewards that are taken for the truth."""
 
-    label: str = "human"
+    label: str = HUMAN
     limit: int = 500
     threshold: float | None = None
 
@@ -105,27 +110,38 @@ def check_rewarder(config: Config, which: str, options: CheckOptions, *, as_json
 async def _checked(config: Config, which: str, options: CheckOptions) -> tuple[str, Agreement, AskedAgain, list[str]]:
     """The rewarder's source, its agreement, what another order changed, and why rollouts have no score."""
     async with opened(config, which) as (rewarder, answers), ApiClient.of(config) as api:
-        groups = await _labelled(api, options)
-        ids = [[rollout["rollout_id"] for rollout, _ in group] for group in groups]
         source, in_groups = await rewarder.source(), rewarder.in_groups
+        groups = await _labelled(api, options, source)
+        if in_groups:
+            groups = [group for group in groups if len(group) > 1]
+        _require_pairs(groups, options, within_tasks=in_groups)
+        ids = [[rollout["rollout_id"] for rollout, _ in group] for group in groups]
         try:
             unknown = [[one] for group in ids for one in group] if not in_groups else ids
             await say_price(api, rewarder, unknown, 2 if in_groups else 1)
-            asked = await together(_scored(rewarder, source, group) for group in groups)
-            labelled, silent = [one for scored, _ in asked for one in scored], [why for _, whys in asked for why in whys]
+            asked = await all_of(_scored(rewarder, source, group) for group in groups)
+            labelled = [one for scored, _ in asked for one in scored]
+            silent = [why for _, reasons in asked for why in reasons]
             found = agreement(labelled, within_tasks=in_groups, threshold=options.threshold)
             again = await _asked_again(config, which, rewarder, groups, answers)
         except Away as error:
             raise ConfigError(f"{rewarder.label}: {error}") from None
-    if found is None and silent:
-        raise ConfigError(f"{source} cannot be trained on: {len(silent)} of {len(silent) + len(labelled)} rollouts "
-                          f"have no score: {silent[0]}")  # fmt: skip
     if found is None:
-        of = " of one task" if in_groups else ""
-        raise ConfigError(f"no two rollouts{of} have different rewards named {options.label}: label some first, as in "
-                          f"`lightning-proxy reward ID 1 --name {options.label}`")  # fmt: skip
-    await _keep(config, Checked(source, time.time(), found.labels, found.alike, found.low, found.high))
+        raise ConfigError(f"{source}: too few labelled rollouts have a score: {len(silent)} of "
+                          f"{len(silent) + len(labelled)} have none: {next(iter(silent), SAYS_NOTHING)}")  # fmt: skip
+    if options.label == HUMAN:
+        await _keep(config, Checked(source, time.time(), found.labels, found.alike, found.low, found.high))
     return source, found, again, silent
+
+
+def _require_pairs(groups: Sequence[Group], options: CheckOptions, *, within_tasks: bool) -> None:
+    """Raise ConfigError unless two labels differ: of one task, where a rewarder compares siblings."""
+    labels = [{label for _, label in group} for group in groups]
+    if max(map(len, labels if within_tasks else [set[float]().union(*labels)]), default=0) > 1:
+        return
+    of = " of one task" if within_tasks else ""
+    raise ConfigError(f"no two rollouts{of} have different rewards named {options.label}: label some first, as in "
+                      f"`lightning-proxy reward ID 1 --name {options.label}`")  # fmt: skip
 
 
 async def _keep(config: Config, checked: Checked) -> None:
@@ -139,35 +155,50 @@ async def _keep(config: Config, checked: Checked) -> None:
         await database.close()
 
 
-async def _labelled(api: ApiClient, options: CheckOptions) -> list[list[tuple[Json, float]]]:
-    """The newest completed rollouts with a label, by task; those without a task are alone."""
+async def _labelled(api: ApiClient, options: CheckOptions, source: str) -> list[list[tuple[Json, float]]]:
+    """The newest completed rollouts with a label, by task; those without a task are alone.
+
+    What the rewarder of this source gave, or an earlier version of it, is no label.
+    """
+    own = source.partition("@")[0]
     groups: dict[str, list[tuple[Json, float]]] = defaultdict(list)
     for listed in (await collect(api, {"status": "completed"}, options.limit))[0]:
         for rollout in await read_rollouts(api, [listed["rollout_id"]]):
-            if (label := _value(rollout["rewards"], "name", options.label)) is not None:
+            others = [one for one in rollout["rewards"] if (one["source"] or "").partition("@")[0] != own]
+            if (label := _label(others, options.label)) is not None:
                 groups[rollout["task_id"] or rollout["rollout_id"]].append((rollout, label))
     return list(groups.values())
 
 
-def _value(rewards: Sequence[Json], by: str, wanted: str) -> float | None:
+def _label(rewards: Sequence[Json], name: str) -> float | None:
     """The mean over sources of the newest reward of the rollout, or else the sum of its calls'."""
-    newest = {(one["source"], one["call_id"]): one["reward"] for one in rewards if one[by] == wanted}
+    newest = {(one["source"], one["call_id"]): one["reward"] for one in rewards if one["name"] == name}
     own = [value for (_, call_id), value in newest.items() if call_id is None]
     return fmean(own) if own else sum(newest.values()) if newest else None
 
 
-async def _scored(
-    rewarder: Rewarder, source: str, group: Sequence[tuple[Json, float]]
-) -> tuple[list[Labelled], list[str]]:
+def _recorded(rewards: Sequence[Json], source: str) -> float | None:
+    """The sum of what a source gave, the newest of each name and call."""
+    newest = {(one["name"], one["call_id"]): one["reward"] for one in rewards if one["source"] == source}
+    return sum(newest.values()) if newest else None
+
+
+async def _scored(rewarder: Rewarder, source: str, group: Group) -> tuple[list[Labelled], list[str]]:
     """The group with its scores, recorded ones if all of it has them; or else the rewarder is asked. Its errors."""
-    scores = [_value(rollout["rewards"], "source", source) for rollout, _ in group]
+    scores = [_recorded(rollout["rewards"], source) for rollout, _ in group]
     given: list[Given] = []
     if None in scores:
-        given = await rewarder.reward([rollout for rollout, _ in group])
+        given = await _patiently(rewarder, [rollout for rollout, _ in group])
         scores = [_sum(one) if one.scores else None for one in given]
     return [Labelled(rollout["rollout_id"], rollout["task_id"], label, score, _length(rollout))
             for (rollout, label), score in zip(group, scores, strict=True) if score is not None
-            ], [one.error for one in given if one.error]  # fmt: skip
+            ], [one.error or SAYS_NOTHING for one in given if not one.scores]  # fmt: skip
+
+
+@retry(retry=retry_if_exception_type(Away), stop=stop_after_attempt(4), wait=wait_exponential(2), reraise=True)
+async def _patiently(rewarder: Rewarder, rollouts: Sequence[Json]) -> list[Given]:
+    """What a rewarder gives. It is asked again where it is away for seconds; what it answered is not paid for again."""
+    return await rewarder.reward(rollouts)
 
 
 def _length(rollout: Json) -> int:
@@ -180,7 +211,7 @@ async def _asked_again(
     config: Config,
     which: str,
     rewarder: Rewarder,
-    groups: Sequence[Sequence[tuple[Json, float]]],
+    groups: Sequence[Group],
     answers: KeptAnswers,
 ) -> AskedAgain:
     """Whether the order in which siblings are shown matters: for a rewarder of groups."""
@@ -188,8 +219,8 @@ async def _asked_again(
     if isinstance(rewarder, Rank):
         async with opened(config, which, LATER, answers) as (other, _):
             rollouts_of = [[rollout for rollout, _ in group] for group in groups]
-            known = await together(map(rewarder.reward, rollouts_of))
-            found = await together(map(other.reward, rollouts_of))
+            known = await all_of(_patiently(rewarder, rollouts) for rollouts in rollouts_of)
+            found = await all_of(_patiently(other, rollouts) for rollouts in rollouts_of)
             for rollouts, given, again in zip(rollouts_of, known, found, strict=True):
                 if any(one.error for one in (*given, *again)):
                     continue

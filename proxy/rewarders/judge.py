@@ -15,6 +15,7 @@ from ..providers import import_litellm, require_litellm
 from .config import JudgeConfig
 from .rewarder import Away, GivenScore, Json, Rewarder, decisions, together
 from .table import KeptAnswers, Used
+from .texts import IS_DATA, fenced, mark_for
 
 JUDGE = "judge"
 MAX_TEXT = 2000  # characters of a message that the judge is shown
@@ -124,10 +125,13 @@ def usd_of(litellm: Any, answer: Any) -> float | None:
 
 def transcript(steps: Sequence[Json], clean: Callable[[str], str] = str) -> str:
     """Return every step in clean words: the model's last input and its answer. Long ones are cut."""
-    return "\n\n".join(
-        f"Step {i}\nsaw: {_text(_seen(call['request']), clean)}\nanswered: {_text(answer_in(call['response']), clean)}"
-        for i, call in enumerate(steps, 1)
-    )
+    texts = [
+        f"saw: {_text(_seen(call['request']), clean)}\nanswered: {_text(answer_in(call['response']), clean)}"
+        for call in steps
+    ]
+    mark = mark_for(*texts)
+    steps_of = (fenced(mark, f"Step {i}", text) for i, text in enumerate(texts, 1))
+    return "\n\n".join([IS_DATA.format(mark=mark), *steps_of])
 
 
 def question(shown: str, step: int) -> str:

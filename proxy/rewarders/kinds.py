@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from ..config.root import Config
@@ -21,8 +21,7 @@ from .table import KeptAnswers
 
 def made(name: str, one: RewarderConfig, config: Config, answers: KeptAnswers, shuffle: str = "") -> Rewarder:
     """Return one rewarder of a configuration, which gives rewards of this name."""
-    redact = config.recording.redact.model_copy(update={"secrets": True})
-    clean = Redactor(redact, config.keys()).text
+    clean = without_secrets(config)
     model = JudgeModel(one, answers, clean)
     match one.kind:
         case "function":
@@ -35,6 +34,11 @@ def made(name: str, one: RewarderConfig, config: Config, answers: KeptAnswers, s
             return Rubric(name, one, model, config.rewards)
         case _:
             return NextMessage(name, one, model)
+
+
+def without_secrets(config: Config) -> Callable[[str], str]:
+    """Return what takes secrets, and what `recording.redact` names, out of a text that a judge reads."""
+    return Redactor(config.recording.redact.model_copy(update={"secrets": True}), config.keys()).text
 
 
 def named(config: Config, which: str) -> tuple[str, RewarderConfig]:

@@ -60,7 +60,7 @@ class JudgeModel:
         """
 
         def found(answer: str) -> T:
-            said = answer.rpartition("</think>")[2]
+            said = answer if answer.lstrip().startswith("{") else answer.rpartition("</think>")[2]
             return read(loads(said[max(0, said.find("{")) : said.rfind("}") + 1]))
 
         shape = {"regex": pattern} if self._config.api == "hosted_vllm" else {"json": schema}

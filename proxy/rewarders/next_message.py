@@ -22,7 +22,7 @@ NO = re.compile(
     r"""((no|nope|nein|non|não|nee|stop)(?=\s*([,.!;:，。！]|$))
         (?!\s*,?\s*(problem|worries|need|rush|thank|danke|merci|gracias|obrigad|grazie|dank|bedankt))
     |wrong|incorrect|undo|revert|(that|this|it)('s|\s+is|\s+was)?\s+(wrong|not\s+(right|correct|what|it|true|working)|incorrect)|not\s+what
-    |(that|it)\s+(doesn't|does\s+not|didn't)|falsch|das\s+(ist|war)\s+(falsch|nicht)|stimmt\s+nicht|rückgängig
+    |(that|it)\s+(doesn't|does\s+not|didn't)(?!\s+matter)|falsch|das\s+(ist|war)\s+(falsch|nicht)|stimmt\s+nicht|rückgängig
     |faux|c'est\s+(faux|pas)|ce\s+n'est\s+pas|annule|incorrecto|eso\s+no|está\s+(mal|errado)|deshaz|errado|desfaz
     |sbagliato|annulla|fout|klopt\s+niet)\b
     |不对|不是|错了|不行|撤销|違う|違います|いいえ|間違|元に戻|아니|틀렸|취소""",
@@ -32,6 +32,11 @@ THANKS = re.compile(
     r"""\b(thanks|thank\s+you|thx|perfect|great|awesome|(that|it)\s+works|exactly|danke|perfekt|super|klasse|genau
     |merci|parfait|génial|gracias|perfecto|genial|obrigad[oa]|perfeito|grazie|perfetto|ottimo|bedankt|dank\s+je|perfect)\b
     |谢谢|太好了|完美|ありがとう|完璧|감사|고마|완벽""",
+    re.IGNORECASE | re.VERBOSE,
+)
+NOT = re.compile(
+    r"""\b(not|never|cannot|doubt|far\s+from|\w+n't|nicht|kein\w*|pas|jamais|não|nunca|non|niet|geen)\b|n[’']t\b
+    |不(?!错)|没(?!问题|关系|事)|ない|않|안\s|못""",
     re.IGNORECASE | re.VERBOSE,
 )
 BUT = re.compile(r"\b(but|however|aber|mais|pero|mas|porém|ma|però|maar)\b|但|不过|でも|しかし|하지만", re.IGNORECASE)
@@ -51,7 +56,7 @@ class UserReply(NamedTuple):
 class NextMessage(AsksModel):
     """Goes by rules in several languages, or asks a model if there is one."""
 
-    question = SYSTEM + NO.pattern + THANKS.pattern + BUT.pattern
+    question = SYSTEM + NO.pattern + THANKS.pattern + NOT.pattern + BUT.pattern
 
     async def scores(self, rollout: Json) -> list[GivenScore]:
         def found() -> list[UserReply]:
@@ -72,13 +77,22 @@ class NextMessage(AsksModel):
 
 
 def by_rules(reply: UserReply) -> int:
-    """Return -1, 0 or 1 by what the message begins with, thanks in it, or that it is the same request again."""
+    """Return -1, 0 or 1 by what the message begins with, thanks in it, or that it is the same request again.
+
+    A "no" with thanks is 0. Irony is not seen.
+    """
     text = reply.message.strip()
-    if NO.match(text) or _same(text, reply.request.strip()):
+    if _same(text, reply.request.strip()):
         return -1
     sentences = SENTENCE_END.split(text)
-    thanks = any(THANKS.search(one) and not one.endswith(("?", "？")) for one in (sentences[0], sentences[-1]))
-    return 1 if thanks and not BUT.search(text) else 0
+    thanks = any(_thanks(one) for one in (sentences[0], sentences[-1])) and not BUT.search(text)
+    if NO.match(text):
+        return 0 if thanks else -1
+    return 1 if thanks else 0
+
+
+def _thanks(sentence: str) -> bool:
+    return bool(THANKS.search(sentence)) and not NOT.search(sentence) and not sentence.endswith(("?", "？"))
 
 
 def replies(rollout: Json) -> Iterator[UserReply]:

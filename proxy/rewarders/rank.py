@@ -20,7 +20,7 @@ SYSTEM = """You order attempts at the same task, from the best to the worst, by 
 Say in one sentence what made the difference, then give `order`: lists of letters, the best first. Attempts that are \
 equally good share a list. Every letter stands there once. Neither length, nor style, nor what an attempt says about \
 itself, makes it better, unless the aim says so."""
-REASON = r'[^"\\\n\r\t]{1,500}'
+REASON = r'[^"\\\x00-\x1f]{1,500}'
 ROUNDS = 200  # until the levels of overlapping parts no longer move
 
 Places = dict[int, float]

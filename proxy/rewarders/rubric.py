@@ -76,6 +76,10 @@ class Rubric(AsksModel):
             for one in self._criteria if one.program
         }  # fmt: skip
 
+    async def source(self) -> str:
+        versions = [(await program.load()).version for program in self._programs.values()]
+        return ".".join([await super().source(), *versions])
+
     async def check(self) -> None:
         await together(program.check() for program in self._programs.values())
 

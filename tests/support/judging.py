@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-# Of the question, by the model's input: `system`, `text` (the first message), and the JSON schema, pattern or choices, if any.
+# Of the question: `system`, `text` (the first message), and the JSON schema, pattern or choices, if there are any.
 Think = Callable[[str, str, Any], Any]
 
 

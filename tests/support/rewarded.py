@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
@@ -85,7 +86,7 @@ class Traffic:
         if getattr(config, "judged", False):
             from lightning_proxy.trainer.rewarders.judge import StepJudge
 
-            judge = StepJudge(config, self.store).missing
+            judge = StepJudge(Config.model_validate({"trainer": settings}), self.store).missing
         collector = Collector(config, self.store, judge=judge)
         return await collector.next_batch(0, fewer=True)
 

@@ -128,7 +128,7 @@ class Bench:
         if getattr(config.trainer, "judged", False):
             from lightning_proxy.trainer.rewarders.judge import StepJudge
 
-            judge = {"judge": StepJudge(config.trainer, self.store).missing}
+            judge = {"judge": StepJudge(config, self.store).missing}
         return runs(config, self.store, self.trainer, self._publisher(config), **judge)
 
     def _publisher(self, config: Config) -> Publisher:

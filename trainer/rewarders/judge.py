@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...proxy.config.root import Config
 from ...proxy.control.views import call_view
 from ...proxy.rewarders.config import BudgetConfig, JudgeKeys, RewarderConfig
 from ...proxy.rewarders.judge import Judge, transcript
+from ...proxy.rewarders.kinds import without_secrets
 from ...proxy.rewarders.rewarder import Away
 from ...proxy.rewarders.table import StoredAnswers
 from ...proxy.store.store import Store
@@ -20,13 +22,14 @@ from ..waiting import JudgeError, all_of
 class StepJudge:
     """Asks the judge for scores of the calls that it has not scored yet, of agents whose credit is its own."""
 
-    def __init__(self, config: JudgeKeys, store: Store) -> None:
+    def __init__(self, whole: Config, store: Store) -> None:
+        config = JudgeKeys.of(whole.trainer)
         spent = StoredAnswers(store.database, JUDGE, RewarderConfig(kind="judge"), BudgetConfig())
         self._judge = Judge(config.judge, answers=spent)
         self._model = config.judge.model
         self._agents = TrainedAgents(config.agents)
         self._credit = config.credit
-        self._store = store
+        self._store, self._clean = store, without_secrets(whole)
 
     async def missing(self, calls: Sequence[ModelCall], rewards: Sequence[Reward]) -> list[Reward]:
         """Score the calls of a rollout that this model has not scored yet; store and return the scores.
@@ -38,7 +41,7 @@ class StepJudge:
         wanted = [
             (i, call) for i, call in enumerate(steps) if call.call_id not in known and self._is_judged(call.agent)
         ]
-        shown = transcript([call_view(call) for call in steps]) if wanted else ""
+        shown = transcript([call_view(call) for call in steps], self._clean) if wanted else ""
         try:
             return await all_of(self._score(call, i, shown) for i, call in wanted)
         except Away as error:

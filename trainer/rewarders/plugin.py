@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ...proxy.providers import require_litellm
 from ...proxy.rewarders.config import JudgeKeys
 from ..plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
+
+log = logging.getLogger(__name__)
 
 
 class JudgePlugin(TrainerPlugin):
@@ -22,7 +25,11 @@ class JudgePlugin(TrainerPlugin):
         from .judge import StepJudge
 
         config = JudgeKeys.of(core.config.trainer)
-        yield TrainerHooks(judge=StepJudge(config, core.store).missing if config.judged else None)
+        if not config.judged:
+            yield TrainerHooks()
+            return
+        log.info("trainer.judge: %s reads rollouts", config.judge.model)
+        yield TrainerHooks(judge=StepJudge(core.config, core.store).missing)
 
 
 plugin = JudgePlugin

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
@@ -115,7 +116,7 @@ async def test_rollouts_without_a_score_are_said_with_the_reason(running: Runnin
         await labelled(system, 0, 1, 2, task="three")
         done = await system.lightning("rewards", "check", "rank")
         assert done.returncode == 2
-        assert "cannot be trained on: 3 of 3 rollouts have no score: openai/m: its answer cannot be read" in done.stderr
+        assert "too few labelled rollouts have a score: 3 of 3 have none: openai/m: its answer cannot" in done.stderr
         await labelled(system, 0, 1, task="two")
         shown = (await system.lightning("rewards", "check", "rank")).stdout
         assert "2 labels named human\n3 more have no score: openai/m: its answer cannot be read" in shown
@@ -136,6 +137,48 @@ async def test_without_labels_one_line_says_how_to_make_some(running: Running, t
         done = await system.lightning("rewards", "check", "rank")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert "`lightning-proxy reward ID 1 --name human`" in done.stderr
+
+
+async def test_a_rewarders_own_scores_are_no_labels(running: Running, tmp_path: Path) -> None:
+    """They have the name `reward`, too. A check with other labels than people's ends no warning."""
+    async with judging(by_number) as judge, running(tmp_path, rewards=rank(judge)) as system:
+        for task in range(10):
+            await labelled(system, 1, 0, task=f"t{task}-")
+            for i in (0, 1):
+                own = {"rollout_id": f"t{task}-{i}", "reward": i, "source": "rank:openai/m@of-before"}
+                await system.call("POST", "/reward", own)
+        done = await system.lightning("rewards", "check", "rank", "--label", "reward")
+        assert done.returncode == 2 and "no two rollouts of one task have different rewards named reward" in done.stderr
+        for task in range(10):
+            for i in (0, 1):
+                truth = {"rollout_id": f"t{task}-{i}", "reward": 1 - i, "name": "reward", "source": "env"}
+                await system.call("POST", "/reward", truth)
+        found = json.loads((await system.lightning("rewards", "check", "rank", "--label", "reward", "--json")).stdout)
+        assert (found["labels"], found["alike"]) == (20, 0.0)
+        assert "nobody checked it" in (await unchecked(system))[0]
+
+
+async def test_labels_of_different_tasks_are_no_pairs_for_a_judge_of_siblings(running: Running, tmp_path: Path) -> None:
+    async with judging(by_number) as judge, running(tmp_path) as system:
+        for i in range(3):
+            await labelled(system, i, task=f"t{i}")
+        system.config = system.config.model_copy(update={"rewards": type(system.config.rewards)(**rank(judge))})
+        done = await system.lightning("rewards", "check", "rank")
+        assert "no two rollouts of one task have different rewards named human" in done.stderr and judge.asked == []
+
+
+async def test_a_judge_that_is_away_for_a_moment_is_asked_again(running: Running, tmp_path: Path) -> None:
+    async with judging(by_number) as judge, running(tmp_path) as system:
+        for task in range(2):
+            await labelled(system, 0, 1, task=f"t{task}-")
+        system.config = system.config.model_copy(update={"rewards": type(system.config.rewards)(**rank(judge))})
+        judge.status = 429
+        waiting = asyncio.ensure_future(system.lightning("rewards", "check", "rank"))
+        while len(judge.asked) < 2:
+            await asyncio.sleep(0.05)
+        judge.status = 200
+        done = await waiting
+        assert done.returncode == 0, done.stderr
 
 
 def measured(labels: list[float], scores: list[float], lengths: list[int], tasks: int = 1) -> Agreement:
@@ -161,6 +204,17 @@ def test_a_score_that_goes_by_length_is_seen() -> None:
     score, label = found.length
     assert score == pytest.approx(1.0) and label is not None and abs(label) < 0.2
     assert found.verdict.startswith("it should not be trained on")
+
+
+def test_the_interval_is_that_of_the_share_of_pairs() -> None:
+    """One task of ten labels that are ordered backwards, and seven of two that are ordered rightly."""
+    labels, scores, tasks = [*range(10)], [*range(10, 0, -1)], ["long"] * 10
+    for task in range(7):
+        labels, scores, tasks = [*labels, 0, 1], [*scores, 0, 1], [*tasks, *[f"short {task}"] * 2]
+    rows = zip(labels, scores, tasks, strict=True)
+    found = agreement([Labelled(f"r{i}", task, a, b, 1) for i, (a, b, task) in enumerate(rows)], within_tasks=True)
+    assert found is not None and (found.pairs, found.alike) == (52, pytest.approx(7 / 52))
+    assert found.low < found.alike < found.high and found.verdict.startswith("it should not be trained on")
 
 
 def test_few_labels_are_told_and_equal_ones_are_none() -> None:

@@ -62,8 +62,9 @@ async def test_siblings_are_rewarded_by_place_and_ties_share_one(running: Runnin
         if shape == "structured_outputs":  # small models end neither texts, nor lists, nor white space by themselves
             pattern = re.compile(asked[shape]["regex"])
             assert pattern.fullmatch('{"reason": "so", "order": [["A"], ["B", "C"]]}')
-            for wrong in ('{"reason": "so", "order": [["A"], ["B"]]}', '{"reason": "so", \n "order": [["A", "B", "C"]]}'):
-                assert not pattern.fullmatch(wrong)
+            assert not pattern.fullmatch('{"reason": "so", "order": [["A"], ["B"]]}')
+            assert not pattern.fullmatch('{"reason": "s\x0bo", "order": [["A"], ["B", "C"]]}')
+            assert not pattern.fullmatch('{"reason": "so", \n "order": [["A", "B", "C"]]}')
         header = "x-api-key" if model == "anthropic/m" else "Authorization"
         assert asked["headers"][header].endswith("secret-of-the-judge")
 
@@ -141,6 +142,14 @@ async def test_json_within_words_is_read_and_a_wrong_order_is_no_order(
         assert await values(system, await group(system, "worth 1", "worth 2")) == [0.0, 1.0]
         assert await values(system, await group(system, "worth 9", "worth 2", task="u")) == [None, None]
     assert "its answer cannot be read ('order')" in caplog.text
+
+
+async def test_a_reason_may_quote_marks_of_thinking(running: Running, tmp_path: Path) -> None:
+    def quotes(system: str, text: str, shape: Any) -> Any:
+        return by_number(system, text, shape) | {"reason": "A wrote </think>, {B} did not"}
+
+    async with judging(quotes) as judge, running(tmp_path, rewards={"use": [rank(judge)]}) as system:
+        assert await values(system, await group(system, "worth 1", "worth 2")) == [0.0, 1.0]
 
 
 async def test_a_question_that_is_too_long_is_an_error_of_its_rollouts(

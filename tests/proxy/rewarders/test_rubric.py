@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.proxy.rewarders.config import BudgetConfig, RewarderConfig
+from lightning_proxy.proxy.rewarders.kinds import made
 from lightning_proxy.proxy.rewarders.rubric import read_criteria
+from lightning_proxy.proxy.rewarders.table import KeptAnswers
 from lightning_proxy.proxy.rewarders.texts import Said, messages_of
 from support.judging import ScriptedJudge, attempts, judging
 from support.paths import ROOT
@@ -86,6 +90,18 @@ async def test_the_reward_is_the_weighted_mean_and_the_reasons_are_its_comment(
             assert {"choice": ["yes", "no"]} in shapes and {"choice": ["0", "1", "2", "3", "4"]} in shapes
         else:
             assert len(judge.asked) == 2, "a question for each criterion"
+
+
+async def test_another_program_is_another_source(tmp_path: Path) -> None:
+    (tmp_path / "rubric.yaml").write_text("criteria: [{name: short, program: 'checks.py:short'}]")
+    one, config = RewarderConfig(kind="rubric", file=tmp_path / "rubric.yaml"), Config()
+    sources = []
+    for most in (1, 2, 2):
+        (tmp_path / "checks.py").write_text(f"def short(rollout):\n    return len(rollout['calls']) < {most}\n")
+        rewarder = made("reward", one, config, KeptAnswers("reward", one, BudgetConfig()))
+        sources.append(await rewarder.source())
+        await rewarder.close()
+    assert sources[0] != sources[1] == sources[2]
 
 
 async def test_a_criterion_that_has_no_answer_is_an_error_of_its_rollout_alone(
