@@ -10,7 +10,7 @@ from ..proxy.config.trainer import TrainerConfig
 
 log = logging.getLogger(__name__)
 
-RATE, WIDTH, ALPHA = {"lora": 1.5e-4, "full": 5e-6}, 2000, 32  # at this width; of an adapter, at this alpha
+RATE, WIDTH, ALPHA = {"lora": 7.5e-5, "full": 5e-6}, 2000, 32  # at this width; of an adapter, at this alpha
 EXPONENT = 0.781
 HIGH_RATE = 2e-5  # for a full model
 
@@ -26,16 +26,16 @@ class Rate:
 def automatic_rate(width: int, weights: Literal["lora", "full"] = "lora", alpha: int = ALPHA) -> float:
     """Return the learning rate of AdamW, to two digits, for RL on a model whose hidden states have `width` numbers.
 
-    LoRA: 1.5e-4 · (2000 / width)^0.781 · (32 / alpha). All weights: 5e-6 · (2000 / width)^0.781.
+    LoRA: 7.5e-5 · (2000 / width)^0.781 · (32 / alpha). All weights: 5e-6 · (2000 / width)^0.781.
 
-    - 1.5e-4: three times the 5e-5 of TRL's guide "LoRA Without Regret". benchmarks/results/rates.md has both, a
-      sixtieth and nine times. 5e-6 for all weights is a tenth of the guide's rate, as it says.
+    - 7.5e-5: half as much again as TRL's guide "LoRA Without Regret" has, by the runs of benchmarks/results/rates.md.
+      All weights: a tenth of the guide's 5e-5, as it says.
     - The power of the width: Tinker cookbook's `hyperparam_utils` until 2026, fitted to supervised runs of Llama.
-      The cookbook's recipes of RL take 1e-4 for 1B and 2e-5 for 8B, where this has 1.5e-4 and 8.6e-5.
+      The cookbook's recipes of RL take 1e-4 for 1B and 2e-5 for 8B, where this has 7.4e-5 and 4.3e-5.
     - The rank does not count: PEFT scales by alpha / rank, and so the best rate hardly depends on it (Schulman et al.
       2025, https://thinkingmachines.ai/blog/lora/). 32 / alpha keeps the size of the first step.
 
-    Width 576 and alpha 32: 1.5e-4 · 3.47^0.781 = 1.5e-4 · 2.64 = 4.0e-4; all weights: 1.3e-5.
+    Width 576 and alpha 32: 7.5e-5 · 3.47^0.781 = 7.5e-5 · 2.64 = 2.0e-4; all weights: 1.3e-5.
     """
     scaled = RATE[weights] * (WIDTH / width) ** EXPONENT
     return float(f"{scaled * ALPHA / alpha if weights == 'lora' else scaled:.1e}")

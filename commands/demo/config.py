@@ -71,7 +71,6 @@ def write_config(directory: Path, model: Path, options: DemoOptions) -> Path:
         "trainer": {
             "group_size": GROUP_SIZE,
             "tasks_per_step": TASKS_PER_STEP,
-            "learning_rate": 2e-4,
             "lora_rank": 16,
             "poll_s": 0.1,
             "max_steps": options.steps,

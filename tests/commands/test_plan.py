@@ -52,7 +52,7 @@ def test_plan_shows_settings_and_memory(tmp_path: Path) -> None:
     found = json.loads(out)
     assert code == 0 and sum(found["vllm_gib"].values()) + sum(found["trainer_gib"].values()) < 24
     assert found["settings"]["vllm.max_model_len"] == found["settings"]["trainer.max_sample_tokens"]
-    assert found["settings"]["trainer.learning_rate"] == 1.2e-4
+    assert found["settings"]["trainer.learning_rate"] == 6.2e-5
     code, out, _ = lightning("plan", "--model", str(tmp_path), "--gpus", "1x24")
     assert code == 0 and "KV cache" in out and "vllm.gpu_memory_utilization" in out
     code, _, err = lightning("plan", "--model", str(tmp_path), "--gpus", "1x12")
