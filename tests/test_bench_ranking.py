@@ -29,7 +29,7 @@ class Scripted(JudgeModel):
         self._config = RewarderConfig(kind="rank", model="openai/script")
         self.clean = str
 
-    async def structured(self, system: str, text: str, schema: Any, read: Any, about: Any) -> Any:
+    async def structured(self, system: str, text: str, schema: Any, pattern: str, read: Any, about: Any) -> Any:
         return read(answer(system, text, 1.0))
 
 

@@ -262,7 +262,7 @@ async def test_the_judge_of_calls_is_asked_once_for_each_and_stops_at_the_budget
 
     monkeypatch.setattr("lightning_proxy.proxy.rewarders.scoring.RETRY_S", 0.05)
     monkeypatch.setattr(Judge, "_ask", ask)
-    settings = {"rewards": {"use": [{"kind": "judge"}], "budget": {"tokens": 100}}}
+    settings = {"rewards": {"use": [{"kind": "judge"}], "budget": {"tokens": 300}}}
     async with running(tmp_path, trainer={"judge": {"model": "scripted"}}, **settings) as system:
         for _ in range(2):
             await system.chat("r")
