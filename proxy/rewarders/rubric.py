@@ -67,7 +67,9 @@ class Rubric(AsksModel):
         super().__init__(name, config, model)
         assert config.file is not None
         file = config.file.expanduser()
-        self._criteria, self.question = read_criteria(file), SYSTEM + file.read_text()
+        self._criteria = read_criteria(file)
+        programs = (file.parent / one.program.rpartition(":")[0] for one in self._criteria if one.program)
+        self.question = "".join([SYSTEM, *(each.read_text() for each in (file, *programs) if each.is_file())])
         self.questions = sum(one.question is not None for one in self._criteria)
         if config.model is None and self.questions:
             raise ConfigError(f"{self.label}: the questions of {file} need a model")
@@ -75,10 +77,6 @@ class Rubric(AsksModel):
             one.name: Function(rewards.model_copy(update={"function": str(file.parent / one.program)}))
             for one in self._criteria if one.program
         }  # fmt: skip
-
-    async def source(self) -> str:
-        versions = [(await program.load()).version for program in self._programs.values()]
-        return ".".join([await super().source(), *versions])
 
     async def check(self) -> None:
         await together(program.check() for program in self._programs.values())
