@@ -6,6 +6,7 @@ import json
 import random
 import re
 import runpy
+import shutil
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from math import gcd
@@ -19,70 +20,7 @@ from lightning_proxy.proxy.apis.tokens import ONLY_RECORDED
 from support.command_line import lightning
 from tests.conftest import System
 
-TASKSET = """
-import verifiers.v1 as vf
-
-
-class SumData(vf.TaskData):
-    answer: int
-
-
-class Calculator(vf.Toolset[vf.ToolsetConfig]):
-    TOOL_PREFIX = "calculator"
-
-    @vf.tool
-    def add(self, a: int, b: int) -> str:
-        \"\"\"Add two numbers.\"\"\"
-        return str(a + b)
-
-
-class SumTaskConfig(vf.TaskConfig):
-    tools: vf.ToolsetConfig = vf.ToolsetConfig()
-
-
-class SumTask(vf.Task[SumData, vf.State, SumTaskConfig]):
-    @classmethod
-    def toolsets(cls, config):
-        return [Calculator(config.tools)]
-
-    @vf.reward(weight=0.5)
-    async def right(self, trace: vf.Trace) -> float:
-        return float(trace.last_reply == str(self.data.answer))
-
-    @vf.metric
-    async def turns(self, trace: vf.Trace) -> float:
-        return float(trace.num_turns)
-
-
-class SumsConfig(vf.TasksetConfig):
-    most: int = 20
-    task: SumTaskConfig = SumTaskConfig()
-
-
-class SumsTaskset(vf.Taskset[SumTask, SumsConfig]):
-    def load(self):
-        return [SumTask(SumData(prompt=f"{n} + 1?", answer=n + 1), self.config.task) for n in range(self.config.most)]
-
-
-if __name__ == "__main__":
-    Calculator.run()
-
-__all__ = ["SumsTaskset"]
-"""
-PACKAGE = """
-[project]
-name = "sums"
-version = "1"
-description = "Sums with a calculator"
-dependencies = ["verifiers"]
-
-[build-system]
-requires = ["setuptools"]
-build-backend = "setuptools.build_meta"
-
-[tool.setuptools]
-py-modules = ["sums"]
-"""
+TASKSET = Path(__file__).parents[3] / "examples" / "taskset"
 # Votes for, kills, protects and looks at somebody of those whom the game names.
 VOTES = r"""
 import random, re
@@ -165,23 +103,20 @@ async def test_a_game_of_textarena(running: Running, tmp_path: Path, installed: 
 async def test_a_taskset_of_verifiers_with_tools(
     running: Running, tmp_path: Path, installed: Callable[..., None]
 ) -> None:
-    package = tmp_path / "package"
-    package.mkdir()
-    (package / "sums.py").write_text(TASKSET)
-    (package / "pyproject.toml").write_text(PACKAGE)
-    installed("verifiers", "--with", str(package))
+    shutil.copytree(TASKSET, tmp_path / "taskset")
+    installed("verifiers", "--with", str(tmp_path / "taskset"))
     listed = lightning("environments", "verifiers").stdout
-    assert " ".join(listed.splitlines()[-1].split()) == "sums Sums with a calculator"
+    assert " ".join(listed.splitlines()[-1].split()) == "word-problems Word problems with a calculator"
 
     def answer(body: dict[str, Any]) -> dict[str, Any]:
-        first, last = body["messages"][0], body["messages"][-1]
-        if first["role"] == "system":  # the played user
-            (question,) = re.findall(r"\d+ \+ 1\?", first["content"])
+        first, last = body["messages"][0]["content"], body["messages"][-1]
+        if "###DONE###" in first:  # the played user
+            (question,) = re.findall(r".+ has .+\?|.+ buys .+\?", first)
             return {"role": "assistant", "content": "###DONE###" if last["content"].isdigit() else question}
         if last["role"] == "tool":
             return {"role": "assistant", "content": last["content"]}
-        given = json.dumps({"a": int(last["content"].partition(" ")[0]), "b": 1})
-        call = {"id": "c1", "type": "function", "function": {"name": "calculator_add", "arguments": given}}
+        given = json.dumps({"expression": expression(last["content"])})
+        call = {"id": "c1", "type": "function", "function": {"name": "calculator", "arguments": given}}
         return {"role": "assistant", "content": None, "tool_calls": [call]}
 
     async def streamed(request: web.Request) -> web.Response:
@@ -197,9 +132,9 @@ async def test_a_taskset_of_verifiers_with_tools(
 
     async with running(tmp_path) as system:
         system.vllm.odd = streamed
-        options = ("--environment", "verifiers:sums", "--environment-args", '{"tasks": 2}')
+        options = ("--environment", "verifiers:word-problems", "--environment-args", '{"tasks": 2}')
         code, out, err = await system.lightning("run", *options, "--mode", "eval", "--json")
-        assert (code, code or json.loads(out)["mean_reward"]) == (0, 0.5), err
+        assert (code, code or json.loads(out)["mean_reward"]) == (0, 1.0), err
         _, page = await system.call("GET", "/rollouts")
         _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
         code, _, err = await system.lightning(
@@ -210,9 +145,16 @@ async def test_a_taskset_of_verifiers_with_tools(
         _, played = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
     assert [call["agent"] for call in rollout["calls"]] == ["agent", "agent"]
     rewards = {one["name"]: one["reward"] for one in rollout["rewards"]}
-    assert rewards == {"agent.turns": 2.0, "agent.right": 0.5, "reward": 0.5}
+    assert rewards == {"agent.turns": 2.0, "agent.right": 1.0, "reward": 1.0}
     assert {(call["agent"], call["untrainable_reason"] == ONLY_RECORDED) for call in played["calls"]} == {
         ("assistant", False),
         ("user", True),
     }
-    assert played["reward"] == 0.5
+    assert played["reward"] == 1.0
+
+
+def expression(problem: str) -> str:
+    x, y, z = re.findall(r"\d+", problem)
+    if "gives" in problem:
+        return f"{x} + {y} - {z}"
+    return f"{x} * {y} + {z}" if "boxes" in problem else f"{x} + {y} * {z}"
