@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import importlib.util
 import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from .put_back import put_back_left
 from .vllm import require_model, visible_gpus
 
 LAUNCHER_POLL_S = 1.0
+M_ARENA_MAX = -8  # of malloc.h
 
 
 def train(
@@ -67,7 +70,17 @@ def prepared(config: Config, run: Run) -> Config:
         _prepare_gpu(settled.trainer_devices)
     # torch's threads spin at barriers by default, which starves vLLM's on the same cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    one_heap()
     return settled.config
+
+
+def one_heap() -> None:
+    """Have all threads take memory from one heap. By itself glibc gives autograd's thread another.
+
+    Each heap keeps what a pass took: passes of 2,048 tokens came to 11 GiB with two, and come to 6 with one.
+    """
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def quiet() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,24 @@ def test_a_judge_without_litellm_is_refused_before_anything_starts(
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None if name == "litellm" else ...)
     with pytest.raises(ConfigError, match=r"trainer.judge needs litellm: pip install 'lightning-proxy\[providers\]'"):
         train(Config.model_validate(settings), once=True)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc alone has a heap for each thread")
+def test_all_threads_take_memory_from_one_heap() -> None:
+    program = """
+import ctypes, threading
+from lightning_proxy.commands.train import one_heap
+
+c = ctypes.CDLL(None)
+one_heap()
+threads = [threading.Thread(target=c.malloc, args=(4096,)) for _ in range(3)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+c.fdopen.restype = ctypes.c_void_p
+c.malloc_info(0, ctypes.c_void_p(c.fdopen(1, b"w")))
+c.fflush(None)
+"""
+    alone = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    shared = program.replace("one_heap()\nthreads", "threads")
+    apart = subprocess.run([sys.executable, "-c", shared], capture_output=True, text=True, check=True)
+    assert alone.stdout.count("<heap nr=") == 1 < apart.stdout.count("<heap nr=")

@@ -20,6 +20,8 @@ CONTEXT = 0.7 * GIB
 SERVING = 1.6 * GIB
 # Of all that the trainer asks for, the allocator loses about so much in pieces that nothing fits into.
 LOSS = 0.04
+# On a CPU, glibc's heap grows to so many times what a pass takes, as measured with passes of 6,900 tokens.
+HEAP = 1.6
 # The logits of a piece of a pass: 2**24 in float32, and tensors computed from them.
 LOGITS = 6 * 2**24 * FLOAT32
 

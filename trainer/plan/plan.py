@@ -95,7 +95,7 @@ def pass_on_cpu(
         return bisect_right(
             range(1, most + 1),
             room,
-            key=lambda n: memory.training_pass(shape, n, checkpointing=checkpointing, width=width),
+            key=lambda n: memory.HEAP * memory.training_pass(shape, n, checkpointing=checkpointing, width=width),
         )
 
     sample = min(wanted.max_sample_tokens or shape.context, most)

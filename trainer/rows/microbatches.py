@@ -38,7 +38,7 @@ class TreeCost:
     """The cost of computing a tree, in units of a node's work in the linear layers.
 
     `attention` is the work for a node and one that it sees: itself and its ancestors. At most `max_nodes` fit into one
-    pass. Nodes over `comfortable` cost a tenth of their work, for the memory that they take.
+    pass. Nodes over `comfortable` cost a quarter of their work, for the memory that they take.
     """
 
     attention: float
@@ -61,7 +61,7 @@ class TreeCost:
 # The fixed cost of a forward and backward pass, in nodes. It prefers fewer passes where nothing else decides.
 _PASS_COST = 1.0
 # A cut that saves a node of memory may take so much more work.
-_MEMORY_COST = 0.1
+_MEMORY_COST = 0.25
 
 
 def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]:

@@ -110,7 +110,7 @@ def test_without_a_gpu_or_sizes_there_are_defaults(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("gib", "tokens", "checkpointing"),
-    [(64.0, 6250, False), (32.0, 8192, True), (24.0, 4300, True), (8.0, 1, True)],
+    [(64.0, 3900, False), (32.0, 8192, True), (24.0, 2700, True), (8.0, 1, True)],
 )
 def test_without_a_gpu_the_machines_memory_bounds_a_pass(gib: float, tokens: int, checkpointing: bool) -> None:
     shape = shape_of(SIZES["Qwen2.5-1.5B"])

@@ -130,6 +130,14 @@ def test_memory_is_saved_where_little_is_computed_twice_for_it() -> None:
     assert len(micro_batches(samples("a", [[*trunk, *answer] for answer in answers]), cost)) == 1
 
 
+def test_calls_that_only_share_a_games_rules_make_no_large_pass() -> None:
+    """158 calls of a game took 13.6 GiB in one pass, and no less time than in nine."""
+    rules = list(range(1000, 1145))
+    calls = samples("a", [[*rules, *range(n * 40, n * 40 + 40)] for n in range(158)])
+    made = micro_batches(calls, TreeCost(0.0, max_nodes=8192, comfortable=1024))
+    assert max(len(batch.tree) for batch in made) < 1100
+
+
 def test_thousands_of_samples_are_cut_quickly() -> None:
     rng = np.random.default_rng(0)
     given = samples("a", [[1, 2, 3, *rng.integers(0, 50, 20).tolist()] for _ in range(3000)])
