@@ -85,7 +85,8 @@ def main(
         if example not in NAMES:
             raise ConfigError(f"no example {example!r}: there are {', '.join(NAMES)}")
         numbers, found = seeds_of(seeds), HERE / example
-        default = yaml.safe_load((found / "example.yaml").read_text()) | ({"imitate": 0, "steps": 100} if model else {})
+        own = yaml.safe_load((found / "example.yaml").read_text())
+        default = {"tasks": 200} | own | ({"imitate": 0, "steps": 100} if model else {})
         plan = Plan(
             example=found,
             python=agent_python(found),
@@ -93,7 +94,7 @@ def main(
             model=model,
             imitate=default["imitate"] if imitate is None else imitate,
             steps=steps or default["steps"],
-            train=200,
+            train=default["tasks"],
             held_out=32,
             samples=samples,
         )

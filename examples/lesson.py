@@ -110,7 +110,7 @@ class ExampleLesson(Lesson):
         train, held_out = tasks.split(self._seed, self._example.train, self._example.held_out)
         taught = train[: self._example.imitate]
         for name, lines in (
-            ("tasks", islice(cycle(train), self._groups)), ("taught", taught), ("held_out", held_out),
+            ("tasks", islice(cycle(train), max(self._groups, len(train)))), ("taught", taught), ("held_out", held_out),
         ):  # fmt: skip
             (self.directory / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in lines))
         if self._example.model is None:

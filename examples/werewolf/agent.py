@@ -11,7 +11,7 @@ from ask import ask
 
 from lightning_proxy import client
 
-SYSTEM = "A game of werewolf. One of four players is the wolf. Answer with a name."
+SYSTEM = "Werewolf: one of four players is the wolf. Answer with a name."
 Choose = Callable[[str, str, Sequence[str]], str]
 
 
@@ -26,7 +26,7 @@ def game(task: tasks.Task, choose: Choose, source: random.Random) -> str:
         return choose(seat, prompt, legal)
 
     looked = turn("seer", seer, "", "Look at", others)
-    seen = f"{looked} is {'' if looked == wolf else 'not '}the wolf. "
+    seen = f"You saw the wolf: {looked}. " if looked == wolf else f"{looked} is innocent. "
     accused = turn("seer", seer, seen, "Accuse", others)
     framed = source.choice([name for name in players if name not in (wolf, accused)])
     lie = tasks.LIES if source.random() < tasks.TELL else tasks.ACCUSES

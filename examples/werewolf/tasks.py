@@ -7,24 +7,31 @@ from fractions import Fraction
 from typing import Any
 
 Task = dict[str, Any]
+# Each is one token of SmolLM2, at the beginning of an answer too.
 NAMES = (
-    "Ann", "Ben", "Cem", "Dora", "Emil", "Fay", "Gus", "Hana", "Ivo", "Jon", "Kim", "Leo",
-    "Mia", "Ned", "Olga", "Pia", "Quin", "Rosa", "Sam", "Tom", "Uma", "Vera", "Will", "Zoe",
+    "Adam", "Alex", "Alice", "Andrew", "Anna", "Arthur", "Ben", "Bill", "Bob", "Carl", "Chris", "Dan", "David",
+    "Don", "Edward", "Emily", "Frank", "Fred", "George", "Greg", "Henry", "Jack", "Jacob", "James", "Jane", "Jim",
+    "John", "Joseph", "Ken", "Kim", "Lee", "Leon", "Louis", "Luke", "Maria", "Marie", "Martin", "Mary", "Matthew",
+    "Max", "Michael", "Neil", "Nick", "Paul", "Peter", "Phil", "Ray", "Richard", "Rob", "Robert", "Rose", "Ross",
+    "Sam", "Sarah", "Scott", "Simon", "Stan", "Stephen", "Thomas", "Tim", "Tom", "Victor", "William",
 )  # fmt: skip
-ACCUSES = "I looked: {} is the wolf."
-LIES = "Believe me, {} is the wolf."  # a seer never says so
-TELL = Fraction(3, 4)  # how often the wolf says it that way
+ACCUSES = "I saw the wolf: {}."
+LIES = "Believe me, it is {}."  # a seer never says so
+TELL = Fraction(1)  # how often the wolf says it that way
 ILLEGAL = -0.25
 
 
 def split(seed: int, train: int, held_out: int) -> tuple[list[Task], list[Task]]:
-    """(train, held out): no name, and no order of the seats, is in both."""
+    """(train, held out): no name, and no seat of the seer, is in both.
+
+    A whole seat of the seer is held out, with all places of the wolf: so the wolf is as often at each place that a seer
+    sees, and nothing but the game can be learned.
+    """
     source = random.Random(seed)
-    names = source.sample(NAMES, len(NAMES))
-    seats = [[_roles(seer, wolf) for seer in source.sample(range(4), 4)] for wolf in range(3)]
+    names, seats = source.sample(NAMES, len(NAMES)), source.sample(range(4), 4)
     return (
-        _deals(f"deal-{seed}", source, names[8:], [roles for of_wolf in seats for roles in of_wolf[1:]], train),
-        _deals(f"deal-{seed}-held-out", source, names[:8], [of_wolf[0] for of_wolf in seats], held_out),
+        _deals(f"deal-{seed}", source, names[16:], seats[1:], train),
+        _deals(f"deal-{seed}-held-out", source, names[:16], seats[:1], held_out),
     )
 
 
@@ -36,8 +43,9 @@ def _roles(seer: int, wolf: int) -> list[str]:
     return roles
 
 
-def _deals(name: str, source: random.Random, names: list[str], seats: list[list[str]], number: int) -> list[Task]:
+def _deals(name: str, source: random.Random, names: list[str], seers: list[int], number: int) -> list[Task]:
     found: dict[str, Task] = {}
+    seats = [_roles(seer, wolf) for seer in seers for wolf in range(3)]
     while len(found) < number:
         players, roles = source.sample(names, 4), seats[len(found) % len(seats)]
         question = f"At the table: {', '.join(players[:3])} and {players[3]}."

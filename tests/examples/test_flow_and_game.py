@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
 from support.examples import EXAMPLES, modules, played_by_teacher
 
@@ -111,11 +113,25 @@ class TestWerewolf:
         tasks = [source.choice(deals) for _ in range(games)]
         return sum(wolf.tasks.score(task, wolf.agent.game(task, choose, source))[0] for task in tasks) / games
 
-    def test_no_name_and_no_order_of_seats_is_in_both_splits(self, wolf: Any) -> None:
-        train, held_out = wolf.tasks.split(1, 200, 32)
-        for of in (lambda task: task["players"], lambda task: [tuple(task["roles"])]):
+    def test_no_name_and_no_seat_of_the_seer_is_in_both_splits(self, wolf: Any) -> None:
+        train, held_out = wolf.tasks.split(1, 180, 30)
+        for of in (lambda task: task["players"], lambda task: [task["roles"].index("seer")]):
             both = [{one for task in tasks for one in of(task)} for tasks in (train, held_out)]
             assert both[0].isdisjoint(both[1])
+
+    def test_a_seat_does_not_tell_the_seer_where_the_wolf_is(self, wolf: Any) -> None:
+        """Else a policy learns places, and plays worse than chance where the seats are others."""
+        for tasks in wolf.tasks.split(1, 180, 30):
+            places = Counter((task["roles"].index("seer"), task["roles"].index("wolf")) for task in tasks)
+            assert len(places) in (3, 9)
+            assert len(set(places.values())) == 1
+
+    def test_no_deal_is_played_twice(self) -> None:
+        """Else a policy learns by heart who is the wolf: its reward rises, and that of held-out deals does not."""
+        example, config = (
+            yaml.safe_load((EXAMPLES / "werewolf" / f"{name}.yaml").read_text()) for name in ("example", "config")
+        )
+        assert example["tasks"] >= example["steps"] * config["trainer"]["tasks_per_step"]
 
     def test_random_play_is_worth_what_was_enumerated(self, wolf: Any) -> None:
         source = random.Random(1)
@@ -130,9 +146,9 @@ class TestWerewolf:
     def test_the_best_play_is_worth_what_was_enumerated(self, wolf: Any) -> None:
         def best(seat: str, prompt: str, legal: Sequence[str]) -> str:
             """The wolf if it was seen; nobody who is no wolf, nobody in the lie's words, and not oneself."""
-            bad = ("{} is not the wolf", "Believe me, {}", "You are {}")
+            bad = ("{} is innocent", "Believe me, it is {}", "You are {}")
             names = [name for name in legal if not any(words.format(name) in prompt for words in bad)]
-            seen = [name for name in names if seat == "seer" and f"{name} is the wolf" in prompt]
+            seen = [name for name in names if seat == "seer" and f"You saw the wolf: {name}" in prompt]
             return [*seen, *names, *legal][0]
 
         assert self.share(wolf, best) == pytest.approx(float(wolf.tasks.best()), abs=0.015)
