@@ -103,7 +103,7 @@ class ExampleLesson(Lesson):
         return super().prepare()
 
     def write_tasks(self) -> None:
-        """Write the tasks of this seed, and a model with a chat template that knows tools."""
+        """Write this seed's tasks, again where the steps need more, and a model whose chat template knows tools."""
         sys.path.insert(0, str(self._example.example))
         import tasks
 

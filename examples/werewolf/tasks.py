@@ -24,8 +24,7 @@ ILLEGAL = -0.25
 def split(seed: int, train: int, held_out: int) -> tuple[list[Task], list[Task]]:
     """(train, held out): no name, and no seat of the seer, is in both.
 
-    A whole seat of the seer is held out, with all places of the wolf: so the wolf is as often at each place that a seer
-    sees, and nothing but the game can be learned.
+    With a whole seat of the seer held out, no seat of a seer tells it where the wolf is.
     """
     source = random.Random(seed)
     names, seats = source.sample(NAMES, len(NAMES)), source.sample(range(4), 4)
