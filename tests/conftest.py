@@ -28,6 +28,7 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.policy.mode import has_gpu
 from lightning_proxy.proxy.policy.operator import KEY_HEADER
+from lightning_proxy.proxy.policy.swap import swap_lock
 from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
 from support import fuzzing, network, reaper, stores  # noqa: F401  (fuzzing registers the profiles)
@@ -345,7 +346,10 @@ class System:
             await database.close()
 
     async def earlier_version(self, store: Store, directory: Path, adapters: Sequence[str] = ()) -> int:
-        """A version that was live once and can be promoted again."""
+        """A version that was live once and can be promoted again.
+
+        The proxy's watch must not see it live: no server was ever given its weights.
+        """
         publish = self.config.policy.publish
         assert publish != "auto"
         version = await store.versions.new(publish, 1, {})
@@ -354,8 +358,9 @@ class System:
             part.mkdir()
         served = f"policy-v{version}"
         await store.versions.saved(version, str(path), served, {name: f"{served}.{name}" for name in adapters})
-        await store.versions.set_live(version, 1)
-        await store.versions.set_live(0)
+        async with swap_lock(Path(self.config.policy.directory)):
+            await store.versions.set_live(version, 1)
+            await store.versions.set_live(0)
         return version
 
     async def candidate(self, store: Store, directory: Path) -> int:
