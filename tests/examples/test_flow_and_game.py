@@ -1,4 +1,4 @@
-"""examples/agentflow and examples/werewolf: their rules, what chance and the best play are worth, and a real run."""
+"""examples/agentflow and examples/werewolf: their rules, what chance and the best play are worth, and rollouts."""
 
 from __future__ import annotations
 
