@@ -373,7 +373,7 @@ ABOUT = [
     f"The rate is that of {', '.join(map(str, RATES))} of which the worst of {len(CHOOSING)} other seeds is best.",
     "Bold: below the best of the column by at most two standard errors; of two numbers, by their mean.",
     "",
-    "`rae`, which is for games, compares a rollout with the siblings before it.",
+    "`rae`, which is for games, compares a rollout with those of its step before it. A step has one task here.",
     "`echo` is not here: it learns from what tools write, and these problems have no tools.",
 ]
 
