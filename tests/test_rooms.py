@@ -67,7 +67,7 @@ SHARED = {"proxy": {"gate"}, "trainer": {"tuning", "algorithms"}, "commands": se
 # What each top-level package may import besides itself.
 BELOW = {"proxy": set[str](), "trainer": {"proxy"}, "commands": {"proxy", "trainer", "client"}, "client": set[str]()}
 
-MOST_LINES, MOST_FUNCTION_LINES, MOST_FILES, MOST_WORDS = 500, 40, 20, 25
+MOST_LINES, MOST_FUNCTION_LINES, MOST_FILES, MOST_WORDS = 900, 60, 24, 25
 
 
 def modules(top: str) -> list[Path]:
