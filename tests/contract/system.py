@@ -1,0 +1,285 @@
+"""Starts the product for the tests of this folder, and is the only file here that imports it.
+
+`in_this_process`: the app behind a real server, in a thread (0.3 s to start). `served`: `serve` as a process, to be
+killed and started again. `up`: the whole system as a user starts it, with a real vLLM. Everything else that a test
+does goes through HTTP, the command line, files, environment variables and `lightning_proxy.client`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+import yaml
+from aiohttp import web
+
+from contract.vllm import PlayedVllm
+from lightning_proxy.commands.serve import uvicorn_options
+from lightning_proxy.proxy.app import create_app
+from lightning_proxy.proxy.config.file import load_config
+from support.stores import store_url
+
+Json = dict[str, Any]
+CLI = [sys.executable, "-m", "lightning_proxy.cli"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back for a request, whole."""
+
+    status: int
+    headers: httpx.Headers
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body or b"null")
+
+    @property
+    def error(self) -> Json:
+        error: Json = self.json["error"]
+        return error
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command of the command line left."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.stdout)
+
+
+@dataclass
+class Proxy:
+    """A proxy at a URL. `directory` has its configuration, store and policy; `vllm` is the played server behind it."""
+
+    url: str
+    directory: Path
+    vllm: PlayedVllm | None = None
+    client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=60, trust_env=False))
+
+    @property
+    def config(self) -> Path:
+        return self.directory / "config.yaml"
+
+    def call(self, method: str, path: str, body: Any = None, key: str | None = None, **headers: str) -> Answer:
+        """Send a request. `body`: bytes, or what becomes JSON; `headers`: with `_` for `-`."""
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        if body is not None:
+            names = {"Content-Type": "application/json"} | names
+        if key is not None:
+            names["Authorization"] = f"Bearer {key}"
+        content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        got = self.client.request(method, self.url + path, content=content, headers=names)
+        return Answer(got.status_code, got.headers, got.content)
+
+    def get(self, path: str, key: str | None = None) -> Any:
+        """Return the JSON of a route that must answer with 200."""
+        answer = self.call("GET", path, key=key)
+        assert answer.status == 200, answer.body
+        return answer.json
+
+    def post(self, path: str, body: Any = None, key: str | None = None, **headers: str) -> Answer:
+        return self.call("POST", path, body, key, **headers)
+
+    def chat(self, rollout: str | None, *messages: Json, key: str | None = None, **fields: Any) -> Answer:
+        """Ask the policy in a named rollout; without messages, "hi"."""
+        body = {"model": "policy", "messages": list(messages) or [{"role": "user", "content": "hi"}], **fields}
+        prefix = "" if rollout is None else f"/rollouts/{rollout}"
+        return self.post(f"{prefix}/v1/chat/completions", body, key)
+
+    def rollout(self, rollout: str, key: str | None = None) -> Json:
+        found: Json = self.get(f"/rollouts/{rollout}?requests=whole", key)
+        return found
+
+    def run(self, *arguments: str | Path, stdin: str | None = None, **environment: str) -> Done:
+        """Run a command of the command line with this proxy's configuration, in its directory."""
+        return lightning("--config", self.config, *arguments, cwd=self.directory, stdin=stdin, **environment)
+
+
+def lightning(*arguments: str | Path, cwd: Path, stdin: str | None = None, **environment: str) -> Done:
+    """Run `lightning-proxy` as a process."""
+    done = subprocess.run(
+        [*CLI, *map(str, arguments)], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=240, check=False,
+        env=os.environ | {"COLUMNS": "80"} | environment,
+    )  # fmt: skip
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def write_config(directory: Path, upstream: str, port: int, **sections: Json | list[Json]) -> None:
+    """Write a configuration with one vLLM as the policy's server. `sections` replace keys of its sections."""
+    defaults: Json = {
+        "proxy": {"port": port},
+        "store": {"url": store_url(directory)},
+        "upstreams": [{"name": "policy", "kind": "vllm", "base_url": upstream}],
+        "policy": {"publish": "merged", "directory": str(directory / "policy")},
+    }
+    for name, section in sections.items():
+        defaults[name] = {**defaults.get(name, {}), **section} if isinstance(section, dict) else section
+    (directory / "config.yaml").write_text(yaml.safe_dump(defaults))
+
+
+@contextmanager
+def in_this_process(directory: Path, vllm: PlayedVllm | None = None, **sections: Any) -> Iterator[Proxy]:
+    """Run the app behind a real server, and the played vLLM, in a thread."""
+    vllm = vllm or PlayedVllm(directory)
+    started, ended, running = threading.Event(), threading.Event(), Proxy("", directory, vllm)
+
+    async def serve() -> None:
+        async with _listening(vllm.app) as upstream:
+            write_config(directory, f"{upstream}/v1", free_port(), **sections)
+            config = load_config(running.config)
+            server = uvicorn.Server(uvicorn.Config(create_app(config), **uvicorn_options(config.proxy)))
+            task = asyncio.create_task(server.serve())
+            while not server.started and not task.done():
+                await asyncio.sleep(0.01)
+            running.url = f"http://127.0.0.1:{config.proxy.port}"
+            started.set()
+            await asyncio.to_thread(ended.wait)
+            server.should_exit = True
+            await task
+
+    thread = threading.Thread(target=asyncio.run, args=[serve()])
+    thread.start()
+    try:
+        while not started.wait(0.1):
+            assert thread.is_alive(), "the proxy did not start"
+        yield running
+    finally:
+        running.client.close()
+        ended.set()
+        thread.join(60)
+
+
+@contextmanager
+def played(vllm: PlayedVllm) -> Iterator[str]:
+    """Serve a played vLLM in a thread; yields its root URL."""
+    started, ended, url = threading.Event(), threading.Event(), ""
+
+    async def serve() -> None:
+        nonlocal url
+        async with _listening(vllm.app) as url:
+            started.set()
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=asyncio.run, args=[serve()])
+    thread.start()
+    try:
+        assert started.wait(30)
+        yield url
+    finally:
+        ended.set()
+        thread.join(30)
+
+
+class Process:
+    """`lightning-proxy COMMAND` in a directory with a configuration, in a session of its own."""
+
+    def __init__(self, directory: Path, command: str, *options: str) -> None:
+        self.directory, self.argv = directory, [*CLI, "--config", str(directory / "config.yaml"), command, *options]
+        self.log = directory / f"{command}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self, **environment: str) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.argv, stdout=log, stderr=log, cwd=self.directory, start_new_session=True,
+                env=os.environ | environment,
+            )  # fmt: skip
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def end(self, number: signal.Signals = signal.SIGTERM, seconds: float = 60) -> int:
+        """Send it a signal, and return its exit code. SIGKILL ends all that it started, too."""
+        assert self.process is not None
+        with suppress(ProcessLookupError):
+            if number is signal.SIGKILL:
+                os.killpg(self.process.pid, number)
+            else:
+                self.process.send_signal(number)
+        return self.process.wait(seconds)
+
+
+@dataclass
+class Served(Proxy):
+    """`lightning-proxy serve` as a process, which can be killed and started again."""
+
+    process: Process = None  # type: ignore[assignment]
+
+    def start(self, **environment: str) -> None:
+        self.process.start(**environment)
+        self.wait_for("/healthz", 60)
+
+    def wait_for(self, path: str, seconds: float) -> None:
+        def answers() -> bool:
+            assert self.process.running, self.process.log.read_text()
+            with suppress(httpx.HTTPError):
+                return self.client.get(self.url + path).status_code == 200
+            return False
+
+        wait_until(answers, seconds, f"{path} answers")
+
+
+@contextmanager
+def served(directory: Path, vllm: PlayedVllm | None = None, **sections: Any) -> Iterator[Served]:
+    """Run `serve` as a process in front of a played vLLM."""
+    vllm = vllm or PlayedVllm(directory)
+    with played(vllm) as upstream:
+        port = free_port()
+        write_config(directory, f"{upstream}/v1", port, **sections)
+        proxy = Served(f"http://127.0.0.1:{port}", directory, vllm, process=Process(directory, "serve"))
+        try:
+            proxy.start()
+            yield proxy
+        finally:
+            proxy.client.close()
+            proxy.process.end(signal.SIGKILL)
+
+
+@asynccontextmanager
+async def _listening(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def free_port() -> int:
+    """Return a port below those that the system gives out by itself, or a test beside this one may get it meanwhile."""
+    while True:
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            return int(listener.getsockname()[1])
+
+
+def wait_until(condition: Any, seconds: float, what: str) -> None:
+    """Look again and again until it is true; fail after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.1)

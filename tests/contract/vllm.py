@@ -1,0 +1,139 @@
+"""A played vLLM: a base model, adapters, merged weights under a label, and one chat route that returns tokens.
+
+Attributes of `PlayedVllm` choose how it goes wrong; `answer` says what the model answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+Json = dict[str, Any]
+PROMPT, ANSWER, LOGPROBS = [1, 2, 3], [5, 6], [-0.5, -1.5]
+
+
+class PlayedVllm:
+    """vLLM as an agent and the proxy's policy see it, served by `app`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.answer: Callable[[Json], Json] = self._by_model  # the message, from the request
+        self.status = 200  # of each answer of a model
+        self.returns_token_ids = True
+        self.delay_s = 0.0  # before an answer, and before each later chunk of a stream
+        self.breaks_after: int | None = None  # chunks of a stream
+        self.requests: list[Json] = []  # what models were asked, with "path" and "headers"
+        self.adapters: dict[str, str] = {}
+        self.weights, self.label, self.paused = str(root), "default", False
+        self.app = web.Application()
+        self.app.router.add_get("/v1/models", self._models)
+        self.app.router.add_get("/weight_info", self._weight_info)
+        self.app.router.add_get("/is_paused", self._is_paused)
+        self.app.router.add_post("/v1/chat/completions", self._chat)
+        self.app.router.add_post("/v1/chat/completions/render", self._render)
+        self.app.router.add_post("/tokenize", self._tokenize)
+        self.app.router.add_post("/v1/load_lora_adapter", self._load)
+        for path in ("pause", "resume", "collective_rpc", "update_weight_version", "reset_prefix_cache"):
+            self.app.router.add_post(f"/{path}", self._operate)
+
+    def _by_model(self, body: Json) -> Json:
+        return {"role": "assistant", "content": f"by {body['model']} with {Path(self.weights).name}"}
+
+    async def _models(self, _: web.Request) -> web.Response:
+        base = {"id": "base", "object": "model", "parent": None, "root": str(self.root), "max_model_len": 512}
+        adapters = [{"id": n, "object": "model", "parent": "base", "root": p} for n, p in self.adapters.items()]
+        return web.json_response({"object": "list", "data": [base, *adapters]})
+
+    async def _weight_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.label})
+
+    async def _is_paused(self, _: web.Request) -> web.Response:
+        return web.json_response({"is_paused": self.paused})
+
+    async def _operate(self, request: web.Request) -> web.Response:
+        body = await request.json() if request.can_read_body else {}
+        match request.path:
+            case "/pause" | "/resume":
+                self.paused = request.path == "/pause"
+            case "/collective_rpc":
+                assert self.paused, "weights are replaced only while requests are frozen"
+                self.weights = body["kwargs"]["weights_path"]
+            case "/update_weight_version":
+                self.label = body["new_version"]
+        return web.json_response({})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.adapters[body["lora_name"]] = body["lora_path"]
+        return web.Response(text="ok")
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append({"path": request.path, "headers": dict(request.headers), **body})
+        await asyncio.sleep(self.delay_s)
+        if self.status != 200:
+            return web.json_response({"error": {"message": "busy", "type": "server_error"}}, status=self.status)
+        if body["model"] not in {"base", *self.adapters}:
+            error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
+            return web.json_response({"error": error}, status=404)
+        if body.get("stream"):
+            return await self._stream(request, body)
+        return web.json_response(self._whole(body))
+
+    def _whole(self, body: Json) -> Json:
+        choice = {"index": 0, "message": self.answer(body), "finish_reason": "stop", "token_ids": ANSWER}
+        choice["logprobs"] = {"content": [_logprob(value) for value in LOGPROBS]}
+        usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(ANSWER), "total_tokens": 5}
+        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": usage}
+        if not self.returns_token_ids:
+            return answer | {"choices": [{k: v for k, v in choice.items() if k != "token_ids"}]}
+        return answer | {"choices": [choice | {"index": i} for i in range(body.get("n") or 1)], "prompt_token_ids": PROMPT}
+
+    def _chunks(self, body: Json) -> Iterator[Json]:
+        whole = self._whole(body)
+        (choice,) = whole["choices"]
+        head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
+        words = (choice["message"]["content"] or "").split(" ", 1)
+        for i, token in enumerate(choice.get("token_ids", ANSWER)):
+            delta = {"content": words[i] if i < len(words) else ""} | ({"role": "assistant"} if i == 0 else {})
+            one = {"index": 0, "delta": delta, "logprobs": {"content": [_logprob(LOGPROBS[i])]}, "finish_reason": None}
+            if self.returns_token_ids:
+                one["token_ids"] = [token]
+            yield head | {"choices": [one]} | ({"prompt_token_ids": PROMPT} if i == 0 else {})
+        yield head | {"choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}]}
+        if (body.get("stream_options") or {}).get("include_usage"):
+            yield head | {"choices": [], "usage": whole["usage"]}
+
+    async def _stream(self, request: web.Request, body: Json) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for place, chunk in enumerate(self._chunks(body)):
+            if place == self.breaks_after:
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+            await asyncio.sleep(self.delay_s)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _render(self, request: web.Request) -> web.Response:
+        most = (await request.json()).get("max_tokens") or 500
+        return web.json_response({"token_ids": PROMPT, "sampling_params": {"max_tokens": most}})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        """A byte is a token; a turn is its text and an end."""
+        body = await request.json()
+        if "prompt" in body:
+            return web.json_response({"tokens": list(body["prompt"].encode())})
+        text = "".join(f"<{m['role']}>{m['content']}|" for m in body["messages"]) + "<assistant>"
+        return web.json_response({"tokens": list(text.encode())})
+
+
+def _logprob(value: float) -> Json:
+    return {"token": "x", "logprob": value, "bytes": [120], "top_logprobs": [{"token": "x", "logprob": value}]}

@@ -1,0 +1,115 @@
+"""The trainer's door for the tests of this folder, and the only file here that imports the product.
+
+In go plain values, such as JSON has: settings of the section `trainer`, and rows. A row is
+`{"rollout", "adapter", "answers": [{"prompt", "ids", "logprobs", "advantage", "sampling"?, "result"?, "teacher"?}]}`.
+`prompt` is all that the model was shown, as token ids. It begins with the row so far: the last answer's prompt and ids.
+`result` is [start, end) of what a tool wrote within the prompt, `teacher` {"logprobs", "weight"} a guide's scores.
+Out come gradients as float64 tensors, by adapter and name, and metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.trainer.step.trainer import LightningTrainer
+from lightning_proxy.trainer.types import Batch, Guidance, Sample, Sampling
+
+Json = dict[str, Any]
+Weights = dict[str, Tensor]
+PLAIN: Json = {
+    "learning_rate": 1e-6, "lora_rank": 4, "lora_alpha": 8, "report_to": [], "dtype": "float32", "threads": 1,
+    "max_sample_tokens": 256, "max_grad_norm": 1e9,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step computed: gradients by adapter and name, those of the weights that it trains, and its metrics."""
+
+    gradients: dict[str, Weights]
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """A trainer of a model in a directory. Full weights are an adapter named `default`."""
+
+    def __init__(self, model: Path, settings: Json, adapters: Mapping[str, Sequence[str]] | None = None) -> None:
+        full = settings.get("weights") == "full"
+        policy = {"model": str(model), "directory": str(model.parent / "policy"), "adapters": adapters or {}}
+        policy["publish"] = "merged" if full else "lora"
+        config = Config.model_validate({"trainer": PLAIN | settings, "policy": policy})
+        self._trainer = LightningTrainer(config.trainer, config.policy)
+        self._trainer.entropy.load({"coef": config.trainer.entropy.coef, "is_low": True})
+        self.settings: Json = config.trainer.model_dump()
+
+    def move(self, seed: int, scale: float) -> dict[str, Weights]:
+        """Add noise to the weights that are trained; return them in float64, by adapter and name in the base model."""
+        noise = torch.Generator().manual_seed(seed)
+        sets = self._trainer.weight_sets
+        sets.set({
+            name: {key: w + torch.randn(w.shape, generator=noise) * scale for key, w in sorted(weights.items())}
+            for name, weights in sets.all_weights().items()
+        })  # fmt: skip
+        return {n: {_name(k, n): w.double() for k, w in ws.items()} for n, ws in sets.all_weights().items()}
+
+    def step(self, rows: Sequence[Json], compared: Mapping[str, int]) -> Taken:
+        """Compute the gradients of a step. `compared`: the rollouts that were compared, by adapter."""
+        samples = tuple(map(_sample, rows))
+        rollouts = tuple(dict.fromkeys(sample.rollout_id for sample in samples))
+        batch = Batch(1, samples, rollouts, {}, sum(compared.values()), dict(compared))
+        self._trainer.forward_backward(batch)
+        gradients: dict[str, Weights] = {name: {} for name in self._trainer.weight_sets.names}
+        for key, parameter in self._trainer.policy_model.named_parameters():
+            if parameter.grad is not None:
+                adapter = next((name for name in gradients if f".{name}." in key), "default")
+                gradients[adapter][_name(key, adapter)] = parameter.grad.double()
+        return Taken(gradients, self._trainer.optim_step())
+
+    def close(self) -> None:
+        self._trainer.close()
+
+
+def _name(key: str, adapter: str) -> str:
+    return key.removeprefix("base_model.model.").replace(f".{adapter}.", ".").replace(".base_layer.", ".")
+
+
+def _sample(row: Json) -> Sample:
+    last = row["answers"][-1]
+    ids = [*last["prompt"], *last["ids"]]
+    lists: dict[str, list[Any]] = {
+        "mask": [0] * len(ids), "logprobs": [0.0] * len(ids), "advantages": [0.0] * len(ids),
+        "temperatures": [1.0] * len(ids),
+    }  # fmt: skip
+    shaped, results, scores, weight = [], [], [float("nan")] * len(ids), 0.0
+    for answer in row["answers"]:
+        start, end = len(answer["prompt"]), len(answer["prompt"]) + len(answer["ids"])
+        assert ids[:end] == [*answer["prompt"], *answer["ids"]], "an answer's prompt is the row before it"
+        sampling = _sampling(answer.get("sampling", {}))
+        lists["mask"][start:end] = [1] * (end - start)
+        lists["logprobs"][start:end] = answer["logprobs"]
+        lists["advantages"][start:end] = [answer["advantage"]] * (end - start)
+        lists["temperatures"][start:end] = [sampling.temperature] * (end - start)
+        if not sampling.is_plain:
+            shaped.append((start, end, sampling))
+        if answer.get("result"):
+            results.append(tuple(answer["result"]))
+        if answer.get("teacher"):
+            scores[start:end], weight = answer["teacher"]["logprobs"], answer["teacher"]["weight"]
+    return Sample(
+        row["rollout"], "task", tuple(ids), *(tuple(lists[name]) for name in lists), adapter=row["adapter"],
+        shaped=tuple(shaped), results=tuple(results), guidance=(Guidance(tuple(scores), weight),) if weight else (),
+    )  # fmt: skip
+
+
+def _sampling(given: Json) -> Sampling:
+    tuples = {"allowed": tuple(given["allowed"])} if "allowed" in given else {}
+    if "bias" in given:
+        tuples["bias"] = tuple((token, value) for token, value in given["bias"])
+    return Sampling(**(given | tuples))

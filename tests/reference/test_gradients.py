@@ -1,0 +1,100 @@
+"""The gradients of a step are those of an independent float64 computation, for every loss, weighting, mask and term."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from reference.door import Trainer
+from reference.loss import Policy, loss
+from reference.worlds import SAMPLING, World, save_model
+
+Json = dict[str, Any]
+TOLERANCE = 5e-5  # of the greatest gradient; float32 against float64
+AGENTS = {"writer": ["writer"]}
+MASK = {"mask": {"tv": 0.02, "kl": 0.005, "ratio_low": 0.7, "ratio_high": 1.5}}
+FAR: Json = {"noise": 1.5}
+ALL: Json = {"sampling": [*SAMPLING], "noise": 0.6}
+
+# By name: settings, and how the world is made. Those of SMALL run in `make test`.
+CASES: dict[str, tuple[Json, Json]] = {
+    "cispo": ({}, FAR),
+    "grpo": ({"loss_type": "grpo"}, FAR),
+    "sapo": ({"loss_type": "sapo"}, FAR),
+    "vespo": ({"loss_type": "vespo"}, {}),
+    "dapo": ({"loss_type": "dapo"}, FAR),
+    "bnpo": ({"loss_type": "bnpo"}, FAR),
+    "dr_grpo": ({"loss_type": "dr_grpo"}, FAR),
+    "luspo": ({"loss_type": "luspo", "importance_level": "sequence"}, FAR),
+    "gspo": ({"loss_type": "grpo", "importance_level": "sequence", "clip_low": 3e-4, "clip_high": 4e-4}, {}),
+    "cispo by answers": ({"importance_level": "sequence"}, FAR),
+    "sapo by answers": ({"loss_type": "sapo", "importance_level": "sequence"}, FAR),
+    "dppo_tv": ({"loss": "dppo_tv", **MASK}, FAR),
+    "dppo_kl": ({"loss": "dppo_kl", **MASK}, FAR),
+    "icepop": ({"loss": "icepop", **MASK}, FAR),
+    "token weighting": ({"weighting": "token"}, {}),
+    "rollout weighting": ({"loss_type": "dapo", "weighting": "rollout"}, {}),
+    "sequence weighting": ({"weighting": "sequence"}, {}),
+    "kl": ({"loss_type": "grpo", "kl_coef": 0.3}, {}),
+    "kl of shaped samples": ({"kl_coef": 0.2}, ALL),
+    "entropy": ({"entropy": {"coef": 0.3}}, {}),
+    "entropy of shaped samples": ({"entropy": {"coef": 0.1}}, ALL),
+    "echo": ({"context_loss": "echo", "echo_weight": 0.5}, {"results": True}),
+    "teacher": ({}, {"teacher": True}),
+    "small passes": ({"loss_type": "dapo", "max_tokens_per_batch": 30}, ALL),
+    "checkpointing": ({"gradient_checkpointing": True, "kl_coef": 0.1}, {}),
+    "full weights": ({"weights": "full", "kl_coef": 0.1, "entropy": {"coef": 0.1}}, ALL),
+    "full weights, echo": ({"weights": "full", "context_loss": "echo"}, {"results": True}),
+    **{f"sampled by {name}": ({"loss_type": "grpo"}, {"sampling": [name], "noise": 0.6}) for name in SAMPLING},
+}
+SMALL = {"cispo", "grpo", "vespo", "luspo", "dppo_kl", "icepop", "sequence weighting", "kl of shaped samples", "echo",
+         "entropy", "teacher", "full weights", "sampled by mixed"}  # fmt: skip
+
+
+def parameters() -> list[Any]:
+    every = [(name, kind) for name in CASES for kind in ("llama", "qwen2")]
+    small = [(name, "llama") for name in CASES if name in SMALL]
+    return [pytest.param(*one, id=" ".join(one), marks=[] if one in small else [pytest.mark.long]) for one in every]
+
+
+@pytest.mark.parametrize(("name", "kind"), parameters())
+def test_gradients_are_those_of_float64(name: str, kind: str, tmp_path: Path) -> None:
+    settings, world = CASES[name]
+    compare(settings, world, kind, tmp_path, None)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", pytest.param("dapo", marks=pytest.mark.long)])
+def test_each_adapter_gets_the_gradients_of_its_own_rows(loss_type: str, tmp_path: Path) -> None:
+    compare({"loss_type": loss_type, "kl_coef": 0.1}, {}, "llama", tmp_path, AGENTS)
+
+
+def compare(settings: Json, world: Json, kind: str, directory: Path, adapters: Json | None) -> None:
+    model = save_model(kind, directory / "model")
+    trainer = Trainer(model, settings, adapters)
+    weights = trainer.move(3, 0.02 if settings.get("weights") == "full" else 0.08)
+    c = trainer.settings
+    policies = {name: Policy(model, own, c["lora_alpha"] / c["lora_rank"]) for name, own in weights.items()}
+    rows = World(1, policies, **world).rows()
+    compared = dict.fromkeys(policies, 8)  # three of them taught nothing
+    taken = trainer.step(rows, compared)
+    total, outside = 0.0, 0
+    for name, policy in policies.items():
+        expected, left_out = loss(policy, [row for row in rows if row["adapter"] == name], compared[name], c)
+        expected.backward()
+        total, outside = total + float(expected.detach()), outside + left_out
+        assert error(taken.gradients[name], policy.weights) < TOLERANCE
+    assert taken.metrics["loss"] == pytest.approx(total, rel=1e-4, abs=1e-5)
+    assert taken.metrics["outside_tokens"] == outside
+    trainer.close()
+
+
+def error(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> float:
+    """The greatest difference of two gradients, in parts of the greatest gradient."""
+    expected = {name: w.grad for name, w in weights.items() if w.grad is not None}
+    most = max(float(grad.abs().max()) for grad in expected.values())
+    assert most > 0 and found.keys() <= weights.keys()
+    none = torch.zeros(())
+    return max(float((found.get(name, none) - grad).abs().max()) for name, grad in expected.items()) / most
