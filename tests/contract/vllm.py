@@ -92,7 +92,10 @@ class PlayedVllm:
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": usage}
         if not self.returns_token_ids:
             return answer | {"choices": [{k: v for k, v in choice.items() if k != "token_ids"}]}
-        return answer | {"choices": [choice | {"index": i} for i in range(body.get("n") or 1)], "prompt_token_ids": PROMPT}
+        return answer | {
+            "choices": [choice | {"index": i} for i in range(body.get("n") or 1)],
+            "prompt_token_ids": PROMPT,
+        }
 
     def _chunks(self, body: Json) -> Iterator[Json]:
         whole = self._whole(body)

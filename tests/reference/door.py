@@ -5,21 +5,36 @@ In go plain values, such as JSON has: settings of the section `trainer`, and row
 `prompt` is all that the model was shown, as token ids. It begins with the row so far: the last answer's prompt and ids.
 `result` is [start, end) of what a tool wrote within the prompt, `teacher` {"logprobs", "weight"} a guide's scores.
 Out come gradients as float64 tensors, by adapter and name, and metrics.
+A rollout of a group is `{"rewards", "calls": [{"prompt", "agent", "rewards", "answered", "at"}]}`, rewards by name.
+Out come advantages: one for each call, None where a call is not trained on.
+A lesson of fine-tuning is a row (sft), {"chosen", "rejected"} (dpo) or {"row", "up"} (kto).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.proxy.types import ModelCall, Reward
+from lightning_proxy.trainer.credit.rewards import training_rules
+from lightning_proxy.trainer.credit.strategies import group_credit
+from lightning_proxy.trainer.preferences.dpo import DPO
+from lightning_proxy.trainer.preferences.kto import KTO
+from lightning_proxy.trainer.preferences.pairs import Pair
+from lightning_proxy.trainer.preferences.thumbs import Thumb
+from lightning_proxy.trainer.sft.sft import SFT
 from lightning_proxy.trainer.step.trainer import LightningTrainer
-from lightning_proxy.trainer.types import Batch, Guidance, Sample, Sampling
+from lightning_proxy.trainer.tuning.fit import tune
+from lightning_proxy.trainer.tuning.lessons import Lessons
+from lightning_proxy.trainer.types import Batch, Guidance, RolloutRewards, Sample, Sampling, Sibling
 
 Json = dict[str, Any]
 Weights = dict[str, Tensor]
@@ -72,8 +87,55 @@ class Trainer:
                 gradients[adapter][_name(key, adapter)] = parameter.grad.double()
         return Taken(gradients, self._trainer.optim_step())
 
+    def tune(self, method: str, lessons: Sequence[Json]) -> list[tuple[Weights, Weights]]:
+        """Fine-tune on lessons; return the weights before each optimizer step, and the gradients that it takes."""
+        recipe: Any = {"sft": SFT, "dpo": DPO, "kto": KTO}[method]
+        taken: list[tuple[Weights, Weights]] = []
+        parts: dict[str, Callable[[Json], Any]] = {
+            "sft": _sample,
+            "dpo": lambda one: Pair(_sample(one["chosen"]), _sample(one["rejected"])),
+            "kto": lambda one: Thumb(_sample(one["row"]), one["up"]),
+        }
+
+        def note(*_: object) -> None:
+            named = self._trainer.policy_model.named_parameters()
+            of = {_name(key, "default"): p for key, p in named if p.requires_grad}
+            gradients = {key: p.grad.double() for key, p in of.items() if p.grad is not None}
+            taken.append(({key: p.detach().double().clone() for key, p in of.items()}, gradients))
+
+        hook = register_optimizer_step_pre_hook(note)
+        try:
+            with TemporaryDirectory() as directory:
+                given: Any = Lessons(tuple(map(parts[method], lessons)), (), {})
+                assert tune(recipe, self._trainer, given, Path(directory), lambda: False) is not None
+        finally:
+            hook.remove()
+        return taken
+
     def close(self) -> None:
         self._trainer.close()
+
+
+def advantages(settings: Json, group: Sequence[Json]) -> list[list[float | None]]:
+    """Return the advantages of a group's calls, rollout by rollout."""
+    config = Config.model_validate({"trainer": PLAIN | settings}).trainer
+    rules = training_rules(config)
+    siblings = []
+    for number, one in enumerate(group):
+        rewards = [Reward(str(number), value, name=name) for name, value in one["rewards"].items()]
+        for place, call in enumerate(one["calls"]):
+            named = call["rewards"].items()
+            rewards += [Reward(str(number), value, call_id=f"{number}-{place}", name=name) for name, value in named]
+        calls = [_call(f"{number}-{place}", call) for place, call in enumerate(one["calls"])]
+        siblings.append(Sibling(calls, RolloutRewards.counted(rewards, rules)))
+    return [[one and one.advantage for one in credited] for credited in group_credit(siblings, config)]
+
+
+def _call(call_id: str, call: Json) -> ModelCall:
+    values: Json = dict.fromkeys(field.name for field in fields(ModelCall))
+    values |= {"call_id": call_id, "agent": call["agent"], "prompt_token_ids": tuple(call["prompt"]), "request": {}}
+    values |= {"status": "ok" if call["answered"] else "error", "started_at": call["at"], "tool_calls": ()}
+    return ModelCall(**values)
 
 
 def _name(key: str, adapter: str) -> str:

@@ -43,7 +43,8 @@ class Policy:
         low, high = ".lora_A.weight", ".lora_B.weight"
         names = [name.removesuffix(low) for name in self.weights if name.endswith(low)]
         return {
-            f"{name}.weight": held[f"{name}.weight"] + self._scale * self.weights[name + high] @ self.weights[name + low]
+            f"{name}.weight": held[f"{name}.weight"]
+            + self._scale * self.weights[name + high] @ self.weights[name + low]
             for name in names
         }
 
