@@ -61,7 +61,7 @@ class Policy:
 
 
 def shaped(logits: Tensor, sampling: Json, prompt: Sequence[int], before: Sequence[int]) -> Tensor:
-    """Return the log-probabilities that vLLM samples from: allowed tokens, bias, penalties, temperature, min-p, k, p."""
+    """Return the log-probabilities that vLLM samples from. It applies its parameters in this order."""
     logits = logits.clone()
     if "allowed" in sampling:
         allowed = torch.full_like(logits, -math.inf)
