@@ -31,6 +31,7 @@ from lightning_proxy.proxy.policy.operator import KEY_HEADER
 from lightning_proxy.proxy.policy.swap import swap_lock
 from lightning_proxy.proxy.store.opening import open_database
 from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.proxy.types import Limits
 from support import fuzzing, network, reaper, stores  # noqa: F401  (fuzzing registers the profiles)
 from support.command_line import Done, lightning
 from support.left_open import LeftOpen
@@ -335,6 +336,16 @@ class System:
     async def chat(self, rollout_id: str, **headers: str) -> tuple[int, Any]:
         body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
         return await self.call("POST", f"/rollouts/{rollout_id}/v1/chat/completions", body, **headers)
+
+    async def key(self, name: str, role: Any = "agent", **more: Any) -> dict[str, str]:
+        """The header of a new key, once the proxy knows it."""
+        async with self.store() as store:
+            key, _ = await store.keys.create(name, role, Limits(), recording=True, **more)
+        header = {"Authorization": f"Bearer {key}"}
+        async with asyncio.timeout(10):
+            while [(await self.call("GET", "/rollouts", **one))[0] for one in ({}, header)] != [401, 200]:
+                await asyncio.sleep(0.05)
+        return header
 
     @asynccontextmanager
     async def store(self) -> AsyncIterator[Store]:

@@ -40,23 +40,20 @@ GIVEN = """
 SELECT 1 FROM rewards
 WHERE reward_id = :reward_id AND rollout_id = :rollout_id AND name = :name AND (:any OR key_id IS :key_id)
 """
-# Of the newest 5,000 rollouts, those that this person has not rated.
-_NEWEST = "n > (SELECT MAX(n) FROM rollouts) - 5000"
-_UNRATED = f"""
-FROM rollouts WHERE {_NEWEST} AND status IN ('completed', 'failed') AND calls > 0 AND (NOT :own OR key_id IS :key_id)
-    AND NOT EXISTS (
-        SELECT 1 FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id AND name = :name AND source = :person
-    )
+# Of the newest 5,000 rollouts that were opened with one key, or of all, those that this person has not rated.
+_OF_KEY = "SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT 5000"
+_OF_ALL = "SELECT * FROM rollouts WHERE n > (SELECT MAX(n) FROM rollouts) - 5000"
+QUEUE = """
+WITH seen AS ({seen})
+SELECT rollout_id, task_id, reward FROM seen
+WHERE status IN ('completed', 'failed') AND calls > 0 AND NOT EXISTS (
+    SELECT 1 FROM rewards WHERE rewards.rollout_id = seen.rollout_id AND name = :name AND source = :person
+)
+ORDER BY {order} LIMIT :limit
 """
-QUEUE_NEWEST = f"SELECT rollout_id, task_id, reward {_UNRATED} ORDER BY n DESC LIMIT :limit"
-QUEUE_RANDOM = f"SELECT rollout_id, task_id, reward {_UNRATED} ORDER BY RANDOM() LIMIT :limit"
 # A reward in the middle says least.
-QUEUE_UNCERTAIN = f"""
-SELECT rollout_id, task_id, reward {_UNRATED}
-ORDER BY reward IS NULL, ABS(reward - (SELECT (MIN(reward) + MAX(reward)) / 2 FROM rollouts WHERE {_NEWEST})), n DESC
-LIMIT :limit
-"""
-QUEUES: dict[Order, str] = {"newest": QUEUE_NEWEST, "random": QUEUE_RANDOM, "uncertain": QUEUE_UNCERTAIN}
+_UNCERTAIN = "reward IS NULL, ABS(reward - (SELECT (MIN(reward) + MAX(reward)) / 2 FROM seen)), n DESC"
+ORDERS: dict[Order, str] = {"newest": "n DESC", "random": "RANDOM()", "uncertain": _UNCERTAIN}
 
 
 class PeopleTable:
@@ -97,8 +94,8 @@ class PeopleTable:
 
     async def queue(self, person: str, order: Order, limit: int, key_id: str | None) -> Sequence[Row]:
         """Return rollouts that a person has not rated. `key_id`: only those that were opened with this key."""
-        row = {"person": person, "name": NAME, "limit": limit, "own": key_id is not None, "key_id": key_id}
-        return await self._db.all(QUEUES[order], row)
+        statement = QUEUE.format(seen=_OF_ALL if key_id is None else _OF_KEY, order=ORDERS[order])
+        return await self._db.all(statement, {"person": person, "name": NAME, "limit": limit, "key_id": key_id})
 
     async def take_back(self, rollout_id: str, reward_id: int, key_id: str | None, *, of_any: bool) -> None:
         """Delete a person's reward that was posted with this key, or with `any`. Raise NotFound."""

@@ -24,8 +24,8 @@ async def rated(system: Any, rollout: str, value: float, person: str = "anna", *
     return reward_id
 
 
-async def queue(system: Any, person: str = "anna", order: str = "newest") -> list[str]:
-    status, answer = await system.call("GET", f"/people/queue?person={person}&order={order}")
+async def queue(system: Any, person: str = "anna", order: str = "newest", **key: str) -> list[str]:
+    status, answer = await system.call("GET", f"/people/queue?person={person}&order={order}", **key)
     assert status == 200, answer
     return [one["rollout_id"] for one in answer["data"]]
 
@@ -44,6 +44,22 @@ async def test_a_queue_has_what_its_person_has_not_rated(running: Running, tmp_p
         assert await queue(system, "anna") == ["none", "high", "low"]
         assert await queue(system, "ben") == ["none", "high", "middle", "low"]
         assert (await system.call("GET", "/people/queue?person=anna&order=best"))[0] == 422
+
+
+async def test_what_others_do_changes_nothing_in_the_queue_of_an_own_key(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, **SETTINGS) as system:
+        own, plain = [await system.key(name, scope=scope) for name, scope in (("own", "own"), ("plain", "all"))]
+        for name, value, key in (
+            ("low", 0.0, own), ("middle", 0.4, own), ("high", 1.0, own), ("other", 9.0, plain)
+        ):  # fmt: skip
+            assert (await system.chat(name, **key))[0] == 200
+            body = {"rollout_id": name, "reward": value}
+            assert (await system.call("POST", "/reward", body, **key))[0] == 200
+        assert await queue(system, order="uncertain", **own) == ["middle", "high", "low"], "its own middle: 0.5"
+        async with system.store() as store:  # far more of others are newer
+            await store.database.commit([("UPDATE rollouts SET n = n + 6000 WHERE rollout_id = 'other'", [{}])])
+        assert await queue(system, **own) == ["high", "middle", "low"]
+        assert await queue(system, **plain) == ["other"]
 
 
 async def test_a_reward_that_is_taken_back_counts_no_more(running: Running, tmp_path: Path) -> None:
