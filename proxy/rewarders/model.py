@@ -38,8 +38,8 @@ class _Refused(Away):
 class JudgeModel:
     """The model that a rewarder asks, at a vLLM or in OpenAI's or Anthropic's API. Close it at the end.
 
-    `clean` takes secrets out of what another company reads. Clean a text before it is shortened: half a secret is
-    not known for one.
+    `clean` takes secrets out of what another company reads. Clean each text before it is shortened and stands between
+    marks: half a secret is not known for one, and a pattern may match a mark.
     """
 
     def __init__(self, config: RewarderConfig, answers: KeptAnswers, clean: Callable[[str], str]) -> None:
@@ -109,7 +109,6 @@ class JudgeModel:
 
     async def _ask(self, system: str, turns: Sequence[Json], shape: Json, about: Sequence[str]) -> str:
         """The model's answer, from before if it was asked this. Raise Away, NoReward."""
-        system, turns = self.clean(system), [turn | {"content": self.clean(turn["content"])} for turn in turns]
         question = dumps([self._config.model, self._config.address, system, turns, shape])
         digest = hashlib.sha256(question.encode()).hexdigest()
         async with self._slots:

@@ -29,7 +29,7 @@ def messages_of(rollout: Json, clean: Callable[[str], str]) -> list[Said]:
     """Return the messages of a rollout's conversations in order as clean texts, each once."""
     turns = additions(read_each(decisions(rollout)))
     new = (message for turn, messages in turns for message in (*messages, *turn.answer))
-    return [Said(" ".join(str(one.get("role", "item")).split()), clean(text_of(one))) for one in new]
+    return [Said(clean(" ".join(str(one.get("role", "item")).split())), clean(text_of(one))) for one in new]
 
 
 def written(mark: str, messages: Iterable[Said], most: int) -> str:

@@ -270,6 +270,20 @@ async def test_secrets_are_not_read_elsewhere_and_the_log_names_the_reader(
     assert "rewards.use: rank: openai/m at 127.0.0.1 reads rollouts" in caplog.text
 
 
+async def test_what_is_redacted_takes_no_mark_away(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.rewarders.config.RewarderConfig.is_elsewhere", True)
+    settings: dict[str, Any] = {"recording": {"redact": {"patterns": ["[0-9a-f]{16}", r"password:\s*\S+( end>>)?"]}}}
+    async with judging(by_number) as judge:
+        settings |= {"rewards": {"use": [rank(judge)], "budget": {"tokens": 10**6}}}
+        async with running(tmp_path, **settings) as system:
+            ids = await group(system, "worth 1", "worth 2, password: abc", "worth 3\nthe password:")
+            assert await values(system, ids) == [0.0, 0.5, 1.0]
+        text = judge.asked[0]["messages"][-1]["content"]
+        assert "abc" not in text and len(re.findall("^<<[0-9a-f]{16} end>>$", text, re.MULTILINE)) == 4
+
+
 async def test_while_the_judge_is_away_one_group_at_a_time_is_tried(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
