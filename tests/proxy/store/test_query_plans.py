@@ -54,7 +54,7 @@ WHOLE = {
 # Sort what belongs to a few steps, one test, rollout or tool-call id, a page of tasks, the newest calls or rollouts, or
 # a key's newest rollouts.
 SORTS = {
-    "ROLLOUT_REWARDS_OF_KEY", "ROLLOUT_COUNTS_OF_KEY", 
+    "ROLLOUT_REWARDS_OF_KEY", "ROLLOUT_COUNTS_OF_KEY",
     "REWARDS_SINCE_VERSION", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE",
     "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "COMPARED_WITH",
     "LABELS", "PROMPT_BEFORE", "PROMPT_KEPT", "PROMPT_REWARDS", "PROMPT_RUN", "POLICY observed", "POLICY rewards",
