@@ -6,15 +6,14 @@ What the agent and the model see is never changed. Ids (of rollouts, tasks, agen
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..apis.tools import tool_calls
 from ..config.server import RedactConfig
 from ..json_text import dumps
 from ..types import CallEnd, CallStart, Choice, Event
-from .secret_shapes import SHAPES, SecretShape
 
 MASK = "[redacted]"
 REASON = "redacted"
@@ -29,28 +28,85 @@ _TOKENS = frozenset(
 )
 
 
+class SecretShape(NamedTuple):
+    """A kind of secret. Its pattern begins with the text `hint`, and takes a time that is linear in the text.
+
+    Python finds a text quickly, and tries a pattern that begins with anything else at every character.
+    """
+
+    hint: str
+    pattern: re.Pattern[str]
+    instead: str | Callable[[re.Match[str]], str] = MASK
+
+
+def _token(hint: str, then: str, inside: str = "A-Za-z0-9", **more: Any) -> SecretShape:
+    r"""A token that begins neither after a letter ("risk-…") nor after another sign from `inside`.
+
+    It may begin after an escape: JSON in a string has "\nsk-…", a URL "%20sk-…".
+    """
+    begin = re.escape(hint)
+    escapes = (r"\\[bfnrt]", r"\\u[0-9A-Fa-f]{4}", "%[0-9A-Fa-f]{2}")
+    escaped = "|".join(f"(?<={escape}{begin})" for escape in escapes)
+    return SecretShape(hint, re.compile(f"{begin}(?:(?<![{inside}]{begin})|{escaped}){then}"), **more)
+
+
+def _unless_words(found: re.Match[str]) -> str:
+    """Words joined by hyphens are no key. To ask here and not in the pattern keeps the pattern linear."""
+    return MASK if re.search("[0-9A-Z]", found[0]) else found[0]
+
+
+# One that is cut off is a key still.
+_KEY_BLOCK = (
+    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
+    r"[^-]*+(?:-(?!----END )[^-]*+)*+(?:-----END [^-]*+-{0,5})?"
+)
+# "The bearer of responsibilities" is no token.
+_BEARER = r"\s++(?:(?=[A-Za-z._~+/-]{0,100}\d)[\w.~+/-]{16,}|[\w.~+/-]{32,})=*"
+_AWS_SECRET = r"_?(?:access_?)?key[^\w/+]{1,8}))[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
+
+SHAPES = (
+    _token("lpk-", r"[\w-]{20,}"),  # our own
+    _token("sk-", r"[A-Za-z0-9_-]{20,}", instead=_unless_words),  # OpenAI's and Anthropic's
+    *(_token(hint, "[A-Za-z0-9]{16,}") for hint in ("sk_live_", "sk_test_", "rk_live_", "rk_test_")),
+    *(_token(hint, "[A-Z0-9]{16}") for hint in ("AKIA", "ASIA")),
+    _token("AIza", "[A-Za-z0-9_-]{35}"),
+    *(_token(hint, "[A-Za-z0-9]{36,}") for hint in ("ghp_", "gho_", "ghu_", "ghs_", "ghr_")),
+    _token("github_pat_", "[A-Za-z0-9_]{22,}"),
+    _token("glpat-", "[A-Za-z0-9_-]{20,}"),
+    _token("hf_", "[A-Za-z0-9]{30,}"),
+    *(_token(f"xox{kind}-", "[A-Za-z0-9-]{10,}") for kind in "abeoprs"),
+    _token("xapp-", "[A-Za-z0-9-]{10,}"),
+    _token("hooks.slack.com/services/", "[A-Za-z0-9/_-]{20,}"),
+    # A JSON Web Token. Tried once in a run of its characters: or the time would grow with the square of its length.
+    _token("eyJ", r"[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*){2,4}", inside="A-Za-z0-9_-"),
+    SecretShape("-----BEGIN ", re.compile(_KEY_BLOCK)),
+    *(SecretShape(hint, re.compile(f"({hint}(?i:{_AWS_SECRET}"), rf"\1{MASK}") for hint in ("ecret", "ECRET")),
+    *(SecretShape(hint, re.compile(hint + _BEARER)) for hint in ("bearer", "Bearer", "BEARER")),
+)
+
+
 class Redactor:
     """Redacts values without changing them in place. It returns the same object if nothing was redacted."""
 
     def __init__(self, config: RedactConfig, keys: Iterable[str] = ()) -> None:
         """`keys`: those of the configuration, which are secret whatever they look like."""
-        own = [SecretShape((key,), re.compile(re.escape(key))) for key in keys if len(key) >= _SHORTEST_KEY]
-        self._shapes: Sequence[SecretShape] = (*own, *SHAPES) if config.secrets else ()
+        own = [SecretShape(key, re.compile(re.escape(key))) for key in keys if len(key) >= _SHORTEST_KEY]
         self._patterns = [re.compile(pattern) for pattern in config.patterns]
+        chosen = [SecretShape("", pattern) for pattern in self._patterns]
+        self._shapes = [*own, *SHAPES, *chosen] if config.secrets else chosen
         self._fields = [tuple(path.split(".")) for path in config.fields]
         shown = any(root != "metadata" and name not in _NOT_SHOWN for root, name, *_ in self._fields)
-        self._hides = shown or bool(self._shapes or self._patterns)  # something that a model is shown, or says
+        self._hides = shown or bool(self._shapes)  # something that a model is shown, or says
 
     def __bool__(self) -> bool:
         """Whether anything is redacted."""
-        return bool(self._shapes or self._patterns or self._fields)
+        return bool(self._shapes or self._fields)
 
     def text(self, text: str) -> str:
-        for hints, pattern in self._shapes:
-            if any(hint in text for hint in hints):
-                text = _sub(pattern, text)
-        for pattern in self._patterns:
-            text = _sub(pattern, text)
+        """Return the text redacted."""
+        for hint, pattern, instead in self._shapes:
+            if hint in text and (new := pattern.sub(instead, text)) != text:
+                text = new
         return text
 
     def value(self, value: Any, root: str) -> Any:
@@ -120,11 +176,6 @@ class Redactor:
                 same = all(a is c and b is d for (a, b), (c, d) in zip(pairs, value.items(), strict=True))
                 return value if same else dict(pairs)
         return value
-
-
-def _sub(pattern: re.Pattern[str], text: str) -> str:
-    new, n = pattern.subn(MASK, text)
-    return new if n else text
 
 
 def _mask_field(value: Any, path: Sequence[str]) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lightning_proxy.proxy.config.file import load_config
 from lightning_proxy.proxy.config.server import RedactConfig, StoreConfig
 from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.recording.redact import MASK, Redactor
+from lightning_proxy.proxy.recording.redact import MASK, SHAPES, Redactor
 from lightning_proxy.proxy.store.keys import new_key
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
@@ -156,6 +157,7 @@ def test_what_holds_no_secret_is_left_as_it_is(value: Any) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        "sk-" + "word-after-word-" * 20,
         "a risk-assessment-and-mitigation-plan-2024 for the task-force-on-long-words",
         "the bearer of responsibilities and the bearer certificates-of-deposit",
         "sk-learn-is-a-package-with-a-long-name",
@@ -178,25 +180,34 @@ def test_a_secret_is_found_behind_an_escape(text: str) -> None:
 
 def test_our_own_keys_and_those_of_the_configuration_are_secrets() -> None:
     redactor = Redactor(RedactConfig(secrets=True), ["a configured key", "short"])
-    for key in (new_key("agent"), new_key("admin"), new_key("rollout"), "a configured key"):
+    named = [f"lpk-{kind}-{'x1' * 20}" for kind in ("reward", "whatever")]
+    for key in (new_key("agent"), new_key("admin"), new_key("rollout"), "a configured key", *named):
         assert redactor.text(f"key={key}.") == f"key={MASK}."
     assert redactor.text("in short") == "in short"
 
 
-def test_a_regular_expression_that_would_take_forever_on_a_shape_does_not() -> None:
+def hostile_repeats() -> Iterator[Callable[[int], str]]:
+    """Texts of any length in which secrets seem to begin, and never end as one does."""
+    runs = ["", "a", "-", "_", ".", " ", "/", "=", "\n", "\\n", "%20", "a.", "aaaaaaaaaaaaaaa ", "-----END a"]
+    words = ["PRIVATE KEY", "-----BEGIN PRIVATE KEY-----", "secretaccesskey", "aws_secret_access_key="]
+    for hint in (*dict.fromkeys(shape.hint for shape in SHAPES), *words):
+        for run in runs:
+            yield lambda n, unit=hint + run: unit * (n // len(unit))  # type: ignore[misc]
+            yield lambda n, hint=hint, run=run or hint: hint + run * (n // len(run))  # type: ignore[misc]
+
+
+def test_no_text_takes_many_times_as_long_to_redact_as_a_harmless_one() -> None:
+    """The processor's time. Twice the text takes twice as long: with its square, 100 times would be long past."""
     redactor = Redactor(RedactConfig(secrets=True))
-    for hint in (
-        "sk-",
-        "eyJ",
-        "eyJ-",
-        "\\neyJ",
-        "Bearer ",
-        "-----BEGIN PRIVATE KEY-----",
-        "aws_secret_access_key=",
-        "xoxb-",
-    ):
-        assert len(redactor.text((hint + "a") * 20_000)) > 0
-        assert len(redactor.text(hint + "a." * 50_000)) > 0
+
+    def seconds(text: str) -> float:
+        began = time.thread_time()
+        redactor.text(text)
+        return time.thread_time() - began
+
+    harmless = max(seconds("a word " * (2**14 // 7)) for _ in range(5))
+    for text in hostile_repeats():
+        assert min(seconds(text(2**14)) for _ in range(2)) < 25 * harmless, text(80)
 
 
 FIELDS = {
