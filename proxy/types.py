@@ -107,7 +107,7 @@ class CallStart(NamedTuple):
     `request` is the body as the model is shown it, `request_text` its JSON if that is at hand.
     `policy_version`: 0 is the base model, None a model outside the policy.
     `pins`: this policy version answers the rollout from now on.
-    `is_retry`: the client says that it sends the same request again.
+    `is_retry`: the client says that it sends the same request again. `imported`: as in CallEnd.
     """
 
     call_id: str
@@ -121,6 +121,7 @@ class CallStart(NamedTuple):
     request_text: bytes | None = None
     upstream: str | None = None
     pins: bool = True
+    imported: bool = False
 
 
 class CallEnd(NamedTuple):

@@ -7,6 +7,7 @@ without token ids, log-probabilities and a policy version is not trained on.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from ..access.auth import Caller
 from ..apis.tools import tool_calls
 from ..control.door import require_may_reward
 from ..control.parts import Parts
-from ..errors import InvalidRequest, LightningError
+from ..errors import InvalidRequest, LightningError, StoreUnavailable
 from ..gateway.asgi import ClientDisconnected, read_headers
 from ..gateway.packed import unpack
 from ..types import CallEnd, CallStart, Event, Mode, RolloutName, check_id
@@ -27,6 +28,7 @@ from .genai_read import action_of, is_action, is_call, request_of, response_of, 
 from .otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused
 
 router = APIRouter()
+log = logging.getLogger(__name__)
 
 UPSTREAM = "otlp"
 PREFIXES = ("lightning.", "agentlightning.")
@@ -50,10 +52,11 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """An action read from a span; `key` is the span's own."""
+    """An action read from a span; `key` is the span's own, `at` when it began."""
 
     rollout: RolloutName
     key: str
+    at: float
     event: Event
 
 
@@ -80,17 +83,16 @@ async def _record(request: Request, encoding: Encoding) -> bytes:
         body = await p.bodies.read(request.receive, headers)
         compression = headers.get("content-encoding", "")
         # In threads: a large export takes a while to read, and agents wait for their answers meanwhile.
-        spans = await asyncio.to_thread(_decode, body, compression, p.bodies.limit, encoding)
+        spans, problems = await asyncio.to_thread(_decode, body, compression, p.bodies.limit, encoding)
         agents, owner = _agents(request), (caller.key_id, caller.rollout_id)
         for span in spans:
             agents.tell(owner, span, _own_agent(span))
         within = [replace(one, agent=agents.agent_of(owner, one.trace_id, one.span_id)) for one in spans]
-        found, problems = await asyncio.to_thread(read_all, within)
-        if found:
-            await p.keys.require(caller, (one.rollout.rollout_id for one in found))
-        admitted = [_admitted(caller, one) for one in found]
-        await _record_all(p, admitted)
-        await _name_agents(p, agents, owner, admitted, {span.trace_id for span in spans})
+        found, odd = await asyncio.to_thread(read_all, within)
+        problems += odd
+        admitted = await _admitted(p, caller, found, problems)
+        recorded = [one for one in admitted if await _is_recorded(p, one, problems)]
+        await _name_agents(p, agents, owner, recorded, {span.trace_id for span in spans})
     return accepted(encoding, len(problems), "; ".join(problems[:3]))
 
 
@@ -113,24 +115,52 @@ async def _name_agents(
         await p.store.calls.name_agent(rollout_id, call_id, agent)
 
 
-def _admitted(caller: Caller, item: Imported | Action) -> Imported | Action:
-    """An imported item, as its caller may report it. The policy's code can read a rollout's own key: it is no proof."""
-    name = caller.admit(item.rollout)
-    if isinstance(item, Action):
-        return replace(item, rollout=name)
-    end = item.end if caller.rollout is None else item.end._replace(untrainable_reason=BY_ITS_OWN_KEY)
-    return Imported(item.span, item.start._replace(rollout=name), end)
+async def _admitted(
+    p: Parts, caller: Caller, found: Iterable[Imported | Action], problems: list[str]
+) -> list[Imported | Action]:
+    """What the caller may report of this, as it may. `problems` gets the others; if there are only these, raise one.
 
-
-async def _record_all(p: Parts, found: Iterable[Imported | Action]) -> None:
+    The policy's code can read a rollout's own key: it is no proof.
+    """
+    admitted: list[Imported | Action] = []
+    refused: LightningError | None = None
     for one in found:
+        try:
+            await p.keys.require(caller, [one.rollout.rollout_id])
+            name = caller.admit(one.rollout)
+        except LightningError as error:
+            if error.status >= 500:
+                raise
+            refused = error
+            problems.append(error.message)
+            continue
         if isinstance(one, Action):
-            await p.store.events.post(one.rollout, [p.redactor.event(one.event)], one.key)
+            admitted.append(replace(one, rollout=name))
+        else:
+            end = one.end if caller.rollout is None else one.end._replace(untrainable_reason=BY_ITS_OWN_KEY)
+            admitted.append(Imported(one.span, one.start._replace(rollout=name), end))
+    if refused is not None and not admitted:
+        raise refused
+    return admitted
+
+
+async def _is_recorded(p: Parts, one: Imported | Action, problems: list[str]) -> bool:
+    """Record one. What is wrong with it is a problem of it alone; raise StoreUnavailable."""
+    try:
+        if isinstance(one, Action):
+            await p.store.events.post(one.rollout, [p.redactor.event(one.event)], one.key, at=one.at)
         else:
             await _record_call(p, one)
+        return True
+    except StoreUnavailable:
+        raise
+    except Exception as error:
+        log.warning("a span of rollout %s was not recorded", one.rollout.rollout_id, exc_info=error)
+        problems.append(f"a span of rollout {one.rollout.rollout_id} was not recorded: {error!r:.200}")
+        return False
 
 
-def _decode(body: bytes, compression: str, limit: int, encoding: Encoding) -> list[Span]:
+def _decode(body: bytes, compression: str, limit: int, encoding: Encoding) -> tuple[list[Span], list[str]]:
     return read_spans(unpack(body, compression, limit), encoding)
 
 
@@ -145,9 +175,12 @@ def read_all(spans: Iterable[Span]) -> tuple[list[Imported | Action], list[str]]
             elif is_action(span.attributes):
                 _check(span)
                 rollout, event = _rollout(span), action_of(span.attributes, span.error)
-                found.append(Action(rollout, f"otlp-{span.trace_id}{span.span_id}-{rollout.rollout_id}", event))
+                key = f"otlp-{span.trace_id}{span.span_id}-{rollout.rollout_id}"
+                found.append(Action(rollout, key, span.started_at, event))
         except InvalidRequest as error:
             problems.append(f"span {span.span_id}: {error.message}")
+        except Exception as error:  # whatever attributes from outside lead to
+            problems.append(f"span {span.span_id}: it cannot be read: {error!r:.200}")
     return found, problems
 
 
@@ -167,6 +200,7 @@ def read_call(span: Span) -> Imported:
         started_at=span.started_at,
         upstream=UPSTREAM,
         pins=False,
+        imported=True,
     )
     reason = tokens.untrainable_reason("error" if span.error else "ok", request)
     if reason is None and version is None:
@@ -202,15 +236,16 @@ async def _record_call(p: Parts, call: Imported) -> None:
     else:
         p.recorder.resume(call.start)
     await p.recorder.end(call.end)
+    await p.recorder.put_in_order(call.end)
     p.metrics.call_ended(call.end, True)
 
 
 def _check(span: Span) -> None:
-    """Raise InvalidRequest for impossible ids and times."""
+    """Raise InvalidRequest for impossible ids, or without a time."""
     if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
         raise InvalidRequest("its trace id must have 16 bytes and its span id 8")
-    if not 0 < span.started_at <= span.ended_at:
-        raise InvalidRequest("it ends before it begins")
+    if span.started_at <= 0:
+        raise InvalidRequest("it has no time")
 
 
 def _rollout(span: Span) -> RolloutName:

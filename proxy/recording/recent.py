@@ -30,6 +30,7 @@ class RecentCall:
     read: ReadRequest | None = None
     first_own: int = 0
     own_bytes: int = 0
+    started_at: float = 0.0
 
 
 @dataclass(slots=True)

@@ -33,9 +33,9 @@ from ..store.requests.delta import common_prefix, pack_floats, pack_ids, shrink_
 from ..store.requests.parents import Parent
 from ..store.rollouts import ROLLOUT_SEEN
 from ..store.store import Store
-from ..types import CallEnd, CallStart, Choice, ModelCall
+from ..types import CallEnd, CallStart, Choice, ModelCall, RolloutName
 from .group_commit import GroupCommit, Statement
-from .places import read_request, results, spots
+from .places import ReadRequest, read_request, results, spots
 from .recent import RecentCall, RecentCalls, parent_of, sharing
 from .redact import Redactor
 
@@ -109,7 +109,7 @@ class Recorder:
             start, shown = self._redactor.start(start)
             if shown:
                 self._shown.add(start.call_id)
-        self._begun[start.call_id] = RecentCall(start.call_id, start.request), None
+        self._begun[start.call_id] = RecentCall(start.call_id, start.request, started_at=start.started_at), None
 
     def end(self, end: CallEnd, also: Sequence[Statement] = ()) -> asyncio.Future[None]:
         """Record the outcome of a call, together with `also`.
@@ -128,6 +128,19 @@ class Recorder:
         done = self._writer.put([(CALL_END, row), (ROLLOUT_CALL_ENDED, row), *tools, *also], stored_bytes)
         done.add_done_callback(partial(self._ended, end, was_trainable))
         return done
+
+    async def put_in_order(self, end: CallEnd) -> None:
+        """Give an imported call, which has ended, its place by time, and the results that came before it."""
+        if not await self._store.calls.put_in_order(end.rollout_id, end.call_id) or not end.tool_calls:
+            return
+        calls = await self._store.calls.of(end.rollout_id)
+        later = calls[1 + next(i for i, call in enumerate(calls) if call.call_id == end.call_id) :]
+
+        def brought() -> list[Statement]:
+            named = [(RolloutName(end.rollout_id, agent=call.agent), read_request(call.request)) for call in later]
+            return [one for name, read in named for one in _tool_results(name, read, 0, is_first=True)]
+
+        await self._writer.put(await asyncio.to_thread(brought), 0)
 
     def forget(self, rollout_id: str) -> None:
         """Drop a deleted rollout from memory, so that no later call is stored as a difference from its calls."""
@@ -175,8 +188,11 @@ class _Prepared(NamedTuple):
 
 
 def _prepared(start: CallStart, recent: Sequence[RecentCall]) -> _Prepared:
+    if start.imported:  # it gets its place by time, and its parent stands before it
+        recent = [call for call in recent if call.started_at <= start.started_at]
     parent, shared_messages = parent_of(start.request, recent)
-    call = RecentCall(start.call_id, sharing(start.request, parent, shared_messages), first_own=shared_messages)
+    request = sharing(start.request, parent, shared_messages)
+    call = RecentCall(start.call_id, request, first_own=shared_messages, started_at=start.started_at)
     before = parent.read if parent else None
     if before or has_results(conversation(start.request), shared_messages):
         call.read = read_request(call.request, before, shared_messages)
@@ -184,7 +200,8 @@ def _prepared(start: CallStart, recent: Sequence[RecentCall]) -> _Prepared:
         stored = encode(shrink_request(call.request, parent.request))
     else:
         stored = encode(start.request) if start.request_text is None else start.request_text
-    statements = [*_start_statements(start, parent, stored), *_tool_results(start, call, parent, shared_messages)]
+    brought = _tool_results(start.rollout, call.read, shared_messages, is_first=parent is None)
+    statements = [*_start_statements(start, parent, stored), *brought]
     return _Prepared(statements, len(stored), call, parent)
 
 
@@ -252,19 +269,21 @@ def _tool_calls(end: CallEnd, call: RecentCall | None) -> list[Statement]:
     ]
 
 
-def _tool_results(start: CallStart, call: RecentCall, parent: RecentCall | None, shared: int) -> Iterator[Statement]:
-    """The results that a request brings after the messages that it shares with its parent."""
-    for result, spot, is_old in results(call.read, shared) if call.read else ():
+def _tool_results(
+    rollout: RolloutName, read: ReadRequest | None, shared: int, *, is_first: bool
+) -> Iterator[Statement]:
+    """The results that a request brings after the messages that it shares with its parent, if it is not the first."""
+    for result, spot, is_old in results(read, shared) if read else ():
         if result.tool_call_id is None and spot.place is None:
             continue  # it cannot be told whose result it is
         content = dumps(result.content)
         yield (
             TOOL_RESULT,
             spot._asdict()
-            | {"rollout_id": start.rollout.rollout_id, "agent": start.rollout.agent}
+            | {"rollout_id": rollout.rollout_id, "agent": rollout.agent}
             | {"tool_call_id": result.tool_call_id, "is_error": result.is_error, "result": content}
             # A call of the same name and arguments that only a counted id leads to may be another conversation's.
             | {"telling": UNIQUE if is_unique(result.tool_call_id or "") else COUNTED}
             | {"least": 0 if spot.what is None else FITS}
-            | {"brought_before": content if parent is None or is_old else None},
+            | {"brought_before": content if is_first or is_old else None},
         )

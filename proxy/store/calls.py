@@ -133,6 +133,32 @@ SELECT calls.agent, rollouts.n FROM calls JOIN rollouts ON rollouts.rollout_id =
 WHERE call_id = :call_id AND calls.agent IS NOT NULL ON CONFLICT (agent, n) DO NOTHING
 """
 AGENT_OF_ROLLOUT = "UPDATE rollouts SET agent = :agent WHERE rollout_id = :rollout_id AND agent IS NULL"
+# A call, if the one before it began later, or an event before it. Not in a rollout that was trained on: there the
+# numbers of calls are used elsewhere.
+OUT_OF_ORDER = """
+SELECT seq, started_at FROM calls WHERE call_id = :call_id AND (
+    started_at < (SELECT started_at FROM calls AS other
+                  WHERE rollout_id = :rollout_id AND seq < calls.seq ORDER BY seq DESC LIMIT 1)
+    OR EXISTS (SELECT 1 FROM events
+               WHERE rollout_id = :rollout_id AND seq = calls.seq AND created_at > calls.started_at)
+) AND (SELECT step FROM rollouts WHERE rollout_id = :rollout_id) IS NULL
+"""
+PLACE_BY_TIME = """
+SELECT COALESCE(MAX(seq) + 1, 0) AS place FROM calls
+WHERE rollout_id = :rollout_id AND seq < :seq AND started_at <= :at
+"""
+# No two calls have one number, not even for a moment: so numbers below 0 come in between.
+MOVED = (
+    """
+UPDATE calls SET seq = -1 - CASE WHEN call_id = :call_id THEN CAST(:place AS INTEGER) ELSE seq + 1 END
+WHERE rollout_id = :rollout_id AND seq >= :place AND seq <= :seq
+""",
+    "UPDATE calls SET seq = -1 - seq WHERE rollout_id = :rollout_id AND seq < 0",
+    """
+UPDATE events SET seq = seq + 1
+WHERE rollout_id = :rollout_id AND seq <= :seq AND (seq > :place OR (seq = :place AND created_at > :at))
+""",
+)
 CALL_STATUS = """
 SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FROM calls WHERE call_id = :call_id
 """
@@ -165,7 +191,11 @@ SELECT untrainable_reason, COUNT(*) AS n FROM (
     SELECT untrainable_reason, policy_version FROM calls ORDER BY rowid DESC LIMIT :newest
 ) AS recent WHERE untrainable_reason IS NOT NULL AND policy_version IS NOT NULL GROUP BY 1 ORDER BY n DESC, 1
 """
-RESPONSES_WITH = "SELECT response, upstream FROM calls WHERE rollout_id = :rollout_id AND response LIKE :pattern"
+_RESPONSES = "SELECT response, upstream FROM calls WHERE rollout_id = :rollout_id"
+RESPONSES_WITH = Sql(
+    f"{_RESPONSES} AND instr(response, :response_id) > 0",
+    postgres=f"{_RESPONSES} AND strpos(response, :response_id) > 0",
+)
 POLICY_LOG_DURING = """
 SELECT version, at FROM policy_log
 WHERE at >= (SELECT MIN(started_at) FROM calls WHERE rollout_id = :rollout_id) ORDER BY n
@@ -233,6 +263,25 @@ class Calls:
 
         await self._db.write(work)
 
+    async def put_in_order(self, rollout_id: str, call_id: str) -> bool:
+        """Move a call that was reported after later ones to its place by time. Return whether later calls were there.
+
+        A call's parent stays before it (`recorder.py`). A rollout that was trained on is left as it is.
+        """
+        row: dict[str, Any] = {"rollout_id": rollout_id, "call_id": call_id}
+        if await self._db.one(OUT_OF_ORDER, row) is None:
+            return False
+
+        async def work(db: Transaction) -> bool:
+            (call,) = await db.all("SELECT seq, started_at FROM calls WHERE call_id = :call_id", row)
+            row.update(seq=call["seq"], at=call["started_at"])
+            row.update(place=(await db.all(PLACE_BY_TIME, row))[0]["place"])
+            for statement in MOVED:
+                await db.run(statement, row)
+            return bool(row["place"] < row["seq"])
+
+        return await self._db.write(work)
+
     async def status(self, rollout_id: str, call_id: str) -> CallStatus | None:
         """Return a call's status, or None if there is no such call. A call of another rollout counts as ok."""
         row = await self._db.one(CALL_STATUS, {"rollout_id": rollout_id, "call_id": call_id})
@@ -249,7 +298,7 @@ class Calls:
 
     async def giver(self, rollout_id: str, response_id: str) -> tuple[str, str | None] | None:
         """Return the rollout and the upstream that gave the answer with this `id`; None if none is recorded."""
-        params: dict[str, object] = {"rollout_id": rollout_id, "pattern": f"%{response_id}%"}
+        params: dict[str, object] = {"rollout_id": rollout_id, "response_id": response_id}
         for row in await self._db.all(RESPONSES_WITH, params):
             answer = loads_or_none(row["response"])
             if isinstance(answer, dict) and answer.get("id") == response_id:

@@ -18,7 +18,8 @@ JSON = ("value", "arguments", "result")
 EVENT = """
 INSERT INTO events (rollout_id, seq, kind, agent, name, value, arguments, result, is_error, created_at)
 VALUES (
-    :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
+    :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls
+                  WHERE rollout_id = :rollout_id AND (:comes_last OR started_at <= :at)),
     :kind, :agent, :name, :value, :arguments, :result, :is_error, :at
 )
 RETURNING event_id
@@ -32,15 +33,20 @@ class Events:
         self._db = database
 
     async def post(
-        self, rollout: RolloutName, events: Sequence[Event], key: str | None = None, body: bytes = b""
+        self,
+        rollout: RolloutName,
+        events: Sequence[Event],
+        key: str | None = None,
+        body: bytes = b"",
+        at: float | None = None,
     ) -> Answer:
-        """Record all of `events` or none, after all calls that have begun. Opens a rollout that is unknown so far.
+        """Record all of `events` or none, after all calls that have begun: by the time `at`, or else by now.
 
-        `key` as in `Rewards.post`.
+        Opens a rollout that is unknown so far. `key` as in `Rewards.post`.
         """
         row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "agent": rollout.agent}
-        row |= {"mode": rollout.mode, "pin": None, "key_id": rollout.key_id, "at": time.time()}
-        row["evidence"] = rollout.evidence
+        row |= {"mode": rollout.mode, "pin": None, "key_id": rollout.key_id, "at": time.time() if at is None else at}
+        row |= {"evidence": rollout.evidence, "comes_last": at is None}
 
         async def work(db: Transaction) -> Answer:
             await db.run(ROLLOUT_SEEN, row)
@@ -51,7 +57,7 @@ class Events:
 
     async def of(self, rollout_id: str) -> list[Event]:
         """Return the rollout's events in order."""
-        statement = "SELECT * FROM events WHERE rollout_id = :rollout_id ORDER BY event_id"
+        statement = "SELECT * FROM events WHERE rollout_id = :rollout_id ORDER BY seq, created_at, event_id"
         return [_event(row) for row in await self._db.all(statement, {"rollout_id": rollout_id})]
 
 

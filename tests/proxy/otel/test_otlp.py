@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import json
 import os
+import random
 import sys
 import zlib
 from collections.abc import Callable
@@ -18,7 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.exporter.otlp.proto.http import Compression
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
@@ -31,6 +35,7 @@ from lightning_proxy.proxy.otel.receive import read_all
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
+from support.cases import Case, cases_with
 from support.sections import TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -364,7 +369,7 @@ async def test_what_is_sent_again_or_went_through_the_proxy_counts_once(running:
             "POST", "/otlp/v1/traces", by_hand(CHAT | named | {"gen_ai.response.id": answer["id"]}, "0" * 15 + "c")
         )
         _, rollout = await system.call("GET", "/rollouts/r1")
-    assert [call["upstream"] for call in rollout["calls"]] == ["policy", "otlp"]
+    assert [call["upstream"] for call in rollout["calls"]] == ["otlp", "policy"], "by their times"
 
 
 async def test_a_call_whose_end_was_not_written_gets_it_when_it_is_sent_again(running: Running, tmp_path: Path) -> None:
@@ -382,7 +387,9 @@ async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(ru
         ({"lightning.rollout_id": "a b"}, {}, "lightning.rollout_id must be"),
         ({"lightning.rollout_mode": "test"}, {}, "lightning.rollout_mode must be train or eval"),
         ({}, {"spanId": "00aa"}, "span id"),
-        ({}, {"endTimeUnixNano": "1"}, "ends before it begins"),
+        ({}, {"startTimeUnixNano": "0", "endTimeUnixNano": "0"}, "it has no time"),
+        ({}, {"startTimeUnixNano": "x"}, "a span cannot be read"),
+        ({}, {"events": [1]}, "a span cannot be read"),
     ]
     async with running(tmp_path) as system:
         for n, (attributes, span, why) in enumerate(wrong):
@@ -394,6 +401,164 @@ async def test_spans_that_cannot_be_taken_are_counted_and_the_others_recorded(ru
             assert why in answer["partialSuccess"]["errorMessage"]
         _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
     assert len(rollout["calls"]) == len(wrong)
+
+
+def at(seconds: float) -> str:
+    return str(1_700_000_000_000_000_000 + int(seconds * 1e9))
+
+
+def export(spans: list[dict[str, Any]], first_id: int = 1, **named: str) -> dict[str, Any]:
+    """A post of spans as the cases have them."""
+    posted = by_hand({})
+    posted["resourceSpans"][0]["scopeSpans"][0]["spans"] = [
+        by_hand(
+            span["attributes"] | {f"lightning.{name}": value for name, value in named.items()},
+            f"{first_id + i:016x}",
+            startTimeUnixNano=at(span["seconds"][0]),
+            endTimeUnixNano=at(span["seconds"][1]),
+        )["resourceSpans"][0]["scopeSpans"][0]["spans"][0]
+        for i, span in enumerate(spans)
+    ]
+    return posted
+
+
+@pytest.mark.parametrize("case", cases_with("posts"), ids=lambda case: case["name"])
+async def test_spans_stand_in_the_order_of_their_own_times(running: Running, tmp_path: Path, case: Case) -> None:
+    async with running(tmp_path) as system:
+        for i, spans in enumerate(case["posts"]):
+            body = export(spans, 1 + 100 * i, rollout_id="r1")
+            assert await system.call("POST", "/otlp/v1/traces", body) == (200, {})
+        _, rollout = await system.call("GET", "/rollouts/r1?requests=whole")
+    calls = rollout["calls"]
+    assert [call["model"] for call in calls] == case["models"]
+    assert [[tool["result"] for tool in call["tool_calls"]] for call in calls if call["tool_calls"]] == case["results"]
+    assert all(call["latency_ms"] >= 0 for call in calls)
+
+
+async def test_each_span_in_a_post_of_its_own_is_as_all_in_one(running: Running, tmp_path: Path) -> None:
+    """Whatever the order of the posts: calls, actions between them, results of tools, and what a request adds."""
+    said: list[dict[str, Any]] = [{"role": "user", "parts": [{"type": "text", "content": "go"}]}]
+    spans = []
+    for turn in range(5):
+        call = {"type": "tool_call", "id": f"call_{turn}", "name": "look", "arguments": {"turn": turn}}
+        answer = {"role": "assistant", "parts": [call]}
+        told = {"gen_ai.input.messages": json.dumps(said), "gen_ai.output.messages": json.dumps([answer])}
+        spans.append({"seconds": (3 * turn, 3 * turn + 1), "attributes": {**CHAT, "gen_ai.response.id": "", **told}})
+        tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": f"tool {turn}"}
+        spans.append({"seconds": (3 * turn + 2, 3 * turn + 2), "attributes": tool})
+        result = {"type": "tool_call_response", "id": f"call_{turn}", "response": f"saw {turn}"}
+        said = [*said, answer, {"role": "tool", "parts": [result]}]
+    shuffled = random.Random(53).sample(spans, len(spans))
+    ways = {"one": [spans], "each": [[span] for span in spans], "reversed": [[s] for s in reversed(spans)]}
+    ways |= {"shuffled": [[span] for span in shuffled], "two": [spans[5:], spans[:5]]}
+    found = []
+    async with running(tmp_path) as system:
+        for name, posts in ways.items():
+            for post in posts:
+                body = export(post, 1 + spans.index(post[0]), rollout_id=name)
+                for one in body["resourceSpans"][0]["scopeSpans"][0]["spans"]:
+                    one["traceId"] = name.encode().hex().rjust(32, "0")
+                assert await system.call("POST", "/otlp/v1/traces", body) == (200, {})
+            _, whole = await system.call("GET", f"/rollouts/{name}?requests=whole")
+            _, added = await system.call("GET", f"/rollouts/{name}")
+            _, steps = await system.call("GET", f"/rollouts/{name}/transitions")
+            found.append(
+                (
+                    [(c["seq"], c["request"], [t["result"] for t in c["tool_calls"]]) for c in whole["calls"]],
+                    [(step["kind"], step["action"].get("name")) for step in steps["data"]],
+                )
+            )
+            ids = [call["call_id"] for call in added["calls"]]
+            parents = [(i, c["request_of"]["call_id"]) for i, c in enumerate(added["calls"]) if c["request_of"]]
+            assert all(ids.index(parent) < i for i, parent in parents), name
+    calls, actions = found[0]
+    assert [results for _, _, results in calls] == [["saw 0"], ["saw 1"], ["saw 2"], ["saw 3"], [None]]
+    assert [name for _, name in actions if name and name.startswith("tool")] == [f"tool {i}" for i in range(5)]
+    for name, one in zip(ways, found, strict=True):
+        assert one == found[0], name
+
+
+async def test_one_odd_span_is_a_problem_of_it_alone(running: Running, tmp_path: Path) -> None:
+    half = "half \ud83d"
+    deep: Any = "x"
+    for _ in range(200):
+        deep = [deep]
+    odd: list[dict[str, Any]] = [
+        {"gen_ai.input.messages": json.dumps(value)}
+        for value in (
+            half,
+            [half],
+            [{"role": half, "content": half}],
+            {"a": 1},
+            [[[]]],
+            [None],
+            [{"parts": [None, 1]}],
+            deep,
+        )
+    ]
+    odd += [{"gen_ai.output.messages": one["gen_ai.input.messages"]} for one in odd]
+    odd += [{name: half} for name in ("gen_ai.request.model", "gen_ai.response.id", "gen_ai.agent.name")]
+    odd += [
+        {"lightning.prompt_token_ids": [2**40], "lightning.response_token_ids": [-1], "lightning.logprobs": [1e300]}
+    ]
+    odd += [{"gen_ai.usage.input_tokens": 2**62, "gen_ai.usage.output_tokens": -1}, {"lightning.policy_version": -1}]
+    call = {"type": "tool_call", "id": half, "name": half, "arguments": half}
+    odd += [{"gen_ai.output.messages": json.dumps([{"role": "assistant", "parts": [call]}])}]
+    tool = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": half, "gen_ai.tool.call.arguments": half}
+    spans = [
+        {"seconds": (i, i + 1), "attributes": CHAT | {"gen_ai.response.id": str(i)} | one} for i, one in enumerate(odd)
+    ]
+    spans += [{"seconds": (99, 99), "attributes": tool}]
+    body = export(spans, rollout_id="r1")
+    told = body["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    told += [None, 1, {}, told[0] | {"status": {"code": "x"}}, told[0] | {"attributes": {"a": 1}}]
+    body["resourceSpans"] += [None, 1, {"resource": 1}, {"scopeSpans": [1]}]
+    good = export([{"seconds": (100, 101), "attributes": CHAT}], 1000, rollout_id="good")
+    body["resourceSpans"] += good["resourceSpans"]
+    async with running(tmp_path) as system:
+        status, answer = await system.call("POST", "/otlp/v1/traces", json.dumps(body).encode())
+        assert status == 200 and int(answer["partialSuccess"]["rejectedSpans"]) < 12, answer
+        _, rollout = await system.call("GET", "/rollouts/r1?requests=whole")
+        assert len(rollout["calls"]) >= len(odd) - 1
+        assert (await system.call("GET", "/rollouts/r1/transitions"))[0] == 200
+        assert len((await system.call("GET", "/rollouts/good"))[1]["calls"]) == 1
+        assert (await system.call("GET", "/rollouts"))[0] == 200
+
+
+async def test_half_a_character_in_protobuf_is_no_fault(running: Running, tmp_path: Path) -> None:
+    """Exporters of JavaScript send such bytes, which protobuf's own library refuses with the entire export."""
+    request = ExportTraceServiceRequest()
+    for i, text in enumerate(("x", "HALF")):
+        span = request.resource_spans.add().scope_spans.add().spans.add()
+        span.trace_id, span.span_id = bytes.fromhex(TRACE), bytes([0] * 7 + [i + 1])
+        span.start_time_unix_nano = 1_700_000_000_000_000_000 + i
+        for name, value in (CHAT | {"gen_ai.response.id": f"resp-{i}", "gen_ai.request.model": text}).items():
+            pair = span.attributes.add(key=name)
+            if isinstance(value, str):
+                pair.value.string_value = value
+    body = request.SerializeToString().replace(b"HALF", b"\xed\xa0\xbd!")
+    async with running(tmp_path) as system:
+        async with system.session.post(
+            f"{system.url}/otlp/v1/traces", data=body, headers={"Content-Type": "application/x-protobuf"}
+        ) as answer:
+            assert (answer.status, await answer.read()) == (200, b"")
+        _, rollout = await system.call("GET", f"/rollouts/{TRACE}")
+    assert [call["request"]["model"][-1] for call in rollout["calls"]] == ["x", "!"]
+    assert [call["latency_ms"] for call in rollout["calls"]] == [0, 0]
+
+
+async def test_a_rollouts_key_reports_its_own_spans_also_beside_others(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, api_keys=["k"]) as system:
+        _, (one,) = await system.call("POST", "/rollouts", {}, Authorization="Bearer k")
+        body = by_hand(CHAT)
+        named = CHAT | {"lightning.rollout_id": one["rollout_id"], "gen_ai.response.id": "own"}
+        body["resourceSpans"] += by_hand(named, "00000000000000bb")["resourceSpans"]
+        own = {"Authorization": f"Bearer {one['api_key']}"}
+        status, answer = await system.call("POST", "/otlp/v1/traces", body, **own)
+        assert (status, answer["partialSuccess"]["rejectedSpans"]) == (200, "1")
+        _, rollout = await system.call("GET", f"/rollouts/{one['rollout_id']}", Authorization="Bearer k")
+        assert len(rollout["calls"]) == 1
+        assert (await system.call("GET", f"/rollouts/{TRACE}", Authorization="Bearer k"))[0] == 404
 
 
 async def test_what_is_no_export_is_refused_as_otlp_says(running: Running, tmp_path: Path) -> None:

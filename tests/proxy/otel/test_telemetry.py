@@ -38,7 +38,7 @@ class Collector:
         self.headers.append(dict(request.headers))
         if self.hangs:
             await asyncio.sleep(600)
-        self.spans += read_spans(await request.read(), "protobuf")
+        self.spans += read_spans(await request.read(), "protobuf")[0]
         return web.Response(body=b"", content_type="application/x-protobuf")
 
 
