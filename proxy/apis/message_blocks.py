@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..json_text import loads
-from .values import number
+from .values import Places, number
 
 Json = dict[str, Any]
 
@@ -24,6 +24,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self._blocks: list[_Block] = []
+        self._places = Places()
         self._at: dict[int | None, _Block] = {}  # by index: the block that came there last
 
     def start(self, index: Any, block: Json) -> None:
@@ -46,7 +47,7 @@ class Blocks:
         return [block.result() for block in sorted(self._blocks, key=lambda block: block.place)]
 
     def _open(self, index: int | None, block: Json) -> _Block:
-        opened = _Block(len(self._blocks) if index is None else index, block)
+        opened = _Block(self._places.take(index), block)
         self._blocks.append(opened)
         self._at[index] = self._at[None] = opened
         return opened
@@ -74,14 +75,15 @@ class _Block:
                 self.fields[name] = old + value if isinstance(old, str) and isinstance(value, str) else value
 
     def result(self) -> Json:
-        """Return the block as it is without streaming. A tool's input comes in pieces of JSON."""
+        """Return the block as it is without streaming. A tool's input comes in pieces of JSON, which may be cut."""
         text = "".join(self._json)
         if not text:
             return self.fields
         try:
-            return self.fields | {"input": loads(text)}
+            value = loads(text)
         except ValueError:
-            return self.fields | {"input": text}
+            value = text
+        return self.fields | {"input": text if isinstance(value, str) else value}
 
     def _add_input(self, value: Any) -> None:
         if isinstance(value, str):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .values import number
+from .values import Places, number
 
 Json = dict[str, Any]
 
@@ -38,6 +38,7 @@ class ResponseItems:
 
     def __init__(self) -> None:
         self._items: list[_Item] = []
+        self._places = Places()
         self._at: dict[int | None, _Item] = {}  # by index: the item that came there last
 
     def feed(self, kind: str, event: Json) -> None:
@@ -46,7 +47,7 @@ class ResponseItems:
         item = event.get("item")
         if name == "output_item" and isinstance(item, dict) and what in ("added", "done"):
             self._of(event, item, what == "done").keep(item, is_done=what == "done")
-        elif text := _TEXTS.get(name) or _text_of(event.get("part")):
+        elif text := _TEXTS.get(name.removesuffix(".annotation")) or _text_of(event.get("part")):
             self._of(event, {"type": text.item, "id": event.get("item_id")}, None).add(text, what, event)
 
     def result(self) -> list[Json]:
@@ -58,8 +59,7 @@ class ResponseItems:
         index, item_id = number(event.get("output_index")), item.get("id")
         found = next((known for known in self._items if item_id and known.id == item_id), None) or self._at.get(index)
         if found is None or found.differs(item, is_done):
-            place = len(self._items) if index is None else index
-            found = _Item(place, item)
+            found = _Item(self._places.take(index), item)
             self._items.append(found)
         self._at[index] = self._at[None] = found
         return found
@@ -73,6 +73,7 @@ class _Item:
         self._item: Json | None = None
         self._is_done = False
         self._texts: dict[tuple[_Text, int], list[str]] = {}
+        self._beside: dict[tuple[_Text, int], Json] = {}  # what else a part has: citations, log-probabilities
 
     def differs(self, item: Json, is_done: bool | None) -> bool:
         """Return whether a piece with another id, at the same place, belongs to another item."""
@@ -87,11 +88,19 @@ class _Item:
             self._item, self._is_done, self._type = item, self._is_done or is_done, item.get("type")
 
     def add(self, text: _Text, what: str, event: Json) -> None:
-        place = number(event.get("content_index", event.get("summary_index"))) or 0
+        at = text, number(event.get("content_index", event.get("summary_index"))) or 0
+        part, pieces = event.get("part"), self._texts.setdefault(at, [])
+        beside = self._beside.setdefault(at, {})
+        if isinstance(part, dict):
+            self._beside[at] = filled({name: value for name, value in part.items() if name != text.field}, beside)
+        elif "annotation" in event:
+            beside["annotations"] = [*beside.get("annotations", ()), event["annotation"]]
+        elif isinstance(logprobs := event.get("logprobs"), list) and logprobs:
+            beside["logprobs"] = [*beside.get("logprobs", ()), *logprobs] if what == "delta" else logprobs
         if what == "delta" and isinstance(piece := event.get("delta"), str):
-            self._texts.setdefault((text, place), []).append(piece)
-        elif what == "done" and isinstance(full := event.get("part", event).get(text.field), str) and full:
-            self._texts[text, place] = [full]
+            pieces.append(piece)
+        elif what == "done" and isinstance(full := (part or event).get(text.field), str) and full:
+            pieces[:] = [full]
 
     def result(self) -> Json:
         if self._item is not None:
@@ -102,10 +111,11 @@ class _Item:
     def _made(self) -> Json:
         """The item that its texts make."""
         made: Json = {}
-        for (text, _), pieces in sorted(self._texts.items(), key=lambda entry: entry[0][1]):
+        for (text, place), pieces in sorted(self._texts.items(), key=lambda entry: entry[0][1]):
             joined = "".join(pieces)
             if text.in_list:
-                made.setdefault(text.in_list, []).append({"type": text.part, text.field: joined})
+                part = {"type": text.part, text.field: joined} | self._beside[text, place]
+                made.setdefault(text.in_list, []).append(part)
             else:
                 made[text.field] = joined
         return made

@@ -69,8 +69,10 @@ class ResponsesStream:
         kind = str(event.get("type") or event_name(raw) or f"response.{response.get('status')}")
         self._items.feed(kind, event)
         if response:
-            before = self._response or {}
-            self._response = response | {name: value for name, value in before.items() if name not in response}
+            response = dict(response)
+            for name, value in (self._response or {}).items():
+                response[name] = response.get(name) or value
+            self._response = response
         error = None if kind.startswith("response.") and not _is_bare(event) else error_in(raw, event)
         self.finished = kind in _LAST or error is not None
         if error is not None:

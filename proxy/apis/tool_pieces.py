@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..json_text import dumps, loads
-from .values import join, number, objects
+from .values import Places, join, number, objects
 
 Json = dict[str, Any]
 
@@ -18,10 +18,11 @@ _TEXTS = {"function": "arguments", "custom": "input"}
 
 
 class ToolCalls:
-    """The calls of one answer, in the order in which they were opened."""
+    """The calls of one answer."""
 
     def __init__(self) -> None:
-        self._calls: list[ToolCallPieces] = []
+        self._calls: list[ToolCallPieces] = []  # in the order in which they were opened
+        self._places = Places()
         self._at: dict[int, ToolCallPieces] = {}  # by index: the call opened there last
         self._last: ToolCallPieces | None = None  # the one that the last piece belonged to
 
@@ -35,7 +36,7 @@ class ToolCalls:
         return bool(self._calls)
 
     def named(self) -> list[ToolCallPieces]:
-        """Return the calls. One without a name is no call: its pieces came under another id."""
+        """Return the calls as they were opened. One without a name is no call: its pieces came under another id."""
         named: list[ToolCallPieces] = []
         for call in self._calls:
             continues = named and not call.name and named[-1].may_be_followed_by(call)
@@ -43,13 +44,13 @@ class ToolCalls:
         return named
 
     def result(self) -> list[Json]:
-        """Return the calls as an answer has them."""
-        return [call.result() for call in self.named()]
+        """Return the calls as an answer has them, by index."""
+        return [call.result() for call in sorted(self.named(), key=lambda call: call.place)]
 
     def _call_of(self, delta: Json, index: int | None) -> ToolCallPieces:
         call = self._known(delta, index)
         if call is None or call.ends_before(delta, index):
-            call = ToolCallPieces(index)
+            call = ToolCallPieces(index, self._places.take(index))
             self._calls.append(call)
         if index is not None:
             self._at[index] = call
@@ -73,8 +74,9 @@ class ToolCalls:
 class ToolCallPieces:
     """One call, as far as it has come."""
 
-    def __init__(self, index: int | None = None) -> None:
+    def __init__(self, index: int | None = None, place: int = 0) -> None:
         self.index = index
+        self.place = place
         self.id: Any = None
         self.name = ""
         self._arguments: Any = None  # the arguments: a text, or by some servers an object
@@ -116,7 +118,7 @@ class ToolCallPieces:
 
     def with_more(self, other: ToolCallPieces) -> ToolCallPieces:
         """Return this call with the arguments of another after its own."""
-        both = ToolCallPieces(self.index)
+        both = ToolCallPieces(self.index, self.place)
         for call in (self, other):
             both.add({name: value for name, value in call.result().items() if call is self or name in _TEXTS})
         return both

@@ -117,7 +117,10 @@ def call_arguments(item: Json) -> str:
 def _of_messages(response: Json) -> Iterator[ToolCall]:
     for block in dicts(response.get("content")):
         if block.get("type") == "tool_use":
-            arguments = dumps(block.get("input"))
+            value = block.get("input")
+            if isinstance(value, dict) and [*value] == ["INVALID_JSON"]:  # so Anthropic and vLLM wrap a text
+                value = value["INVALID_JSON"]
+            arguments = value if isinstance(value, str) else dumps(value)
             yield ToolCall(_text(block.get("id")), _text(block.get("name")) or "", arguments)
 
 

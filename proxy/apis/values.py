@@ -61,6 +61,20 @@ def number(value: Any) -> int | None:
     return int(value)
 
 
+class Places:
+    """Orders what comes with an index. Some servers leave it out, or use it again: then a piece is behind all others."""
+
+    def __init__(self) -> None:
+        self._taken: set[int] = set()
+        self._last = 0
+
+    def take(self, index: int | None) -> int:
+        place = self._last if index is None or index in self._taken else index
+        self._taken.add(place)
+        self._last = max(self._last, place)
+        return place
+
+
 def objects(value: Any) -> list[Json]:
     """Return the objects in a list, or a single one that stands in the place of a list."""
     items = value if isinstance(value, list) else [value]

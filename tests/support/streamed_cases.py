@@ -117,8 +117,8 @@ def check(case: Case, outcome: Outcome) -> None:
     record, sent = outcome.record, outcome.sent.decode(errors="replace")
     response = record["response"]
     if "tool_calls" in case:
-        got = [[call["id"], call["name"], _value(call["arguments"])] for call in record["tool_calls"]]
-        assert got == [[call_id, name, _value(arguments)] for call_id, name, arguments in case["tool_calls"]], response
+        got = [[call["id"], call["name"], _object(call["arguments"])] for call in record["tool_calls"]]
+        assert got == [[call_id, name, _object(arguments)] for call_id, name, arguments in case["tool_calls"]], response
     if "message" in case:
         assert _part(response["choices"][0]["message"], case["message"]) == case["message"], response
     if "choice" in case:
@@ -147,8 +147,10 @@ def _part(value: Json, of: Json) -> Json:
     return {name: value.get(name) for name in of}
 
 
-def _value(arguments: str) -> Any:
+def _object(arguments: str) -> Any:
+    """The arguments, if they are an object, or else their text."""
     try:
-        return json.loads(arguments)
+        value = json.loads(arguments)
     except ValueError:
         return arguments
+    return value if isinstance(value, dict) else arguments

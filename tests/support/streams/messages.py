@@ -73,6 +73,25 @@ OF_MESSAGES = [
         tool_calls=[["tu_1", "f", '{"a":1}']],
     ),
     case(
+        "blocks_backwards",
+        [START, *block(TOOL, 1, *inputs('{"a":1}')), *block(TEXT, 0, *texts("Hello")), STOP, END],
+        MESSAGES,
+        content=SAID + USED,
+    ),
+    case(
+        "input_is_a_text",
+        [START, *block(TOOL, 0, *inputs('"a', 'b"')), STOP, END],
+        MESSAGES,
+        tool_calls=[["tu_1", "f", '"ab"']],
+    ),
+    case(
+        "input_that_came_whole",
+        [START, *block(TOOL | {"input": '{"a": '}, 0), *block(TOOL | {"id": "tu_2", "input": {"INVALID_JSON": "{"}}, 1)]
+        + [STOP, END],
+        MESSAGES,
+        tool_calls=[["tu_1", "f", '{"a": '], ["tu_2", "f", "{"]],
+    ),
+    case(
         "blocks_without_index",
         [START, *block(TEXT, None, *texts("Hello")), *block(TOOL, None, *inputs('{"a":1}')), STOP, END],
         MESSAGES,

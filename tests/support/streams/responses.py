@@ -28,7 +28,9 @@ HELLO: Json = {
     "role": "assistant",
     "content": [{"type": "output_text", "text": "Hello", "annotations": []}],
 }
-PART = {"type": "output_text", "text": "Hello"}
+PART: Json = {"type": "output_text", "text": "Hello"}
+CITED: Json = {"annotations": [{"type": "url_citation", "url": "https://example.org/", "title": "t"}]}
+LOGPROBS: list[Json] = [{"token": "Hel", "logprob": -0.5}, {"token": "lo", "logprob": -0.1}]
 CALL: Json = {
     "type": "function_call",
     "id": "fc_1",
@@ -183,6 +185,48 @@ TERMINAL = [
         ],
         RESPONSES,
         output=[HELLO | {"content": [PART]}],
+    ),
+    case(
+        "part_done_with_citations",
+        [
+            response("created"),
+            item("added", 0, HELLO | {"content": []}),
+            event("content_part.done", item_id="msg_1", output_index=0, content_index=0, part=PART | CITED),
+            response("completed", status="completed"),
+        ],
+        RESPONSES,
+        output=[HELLO | {"content": [PART | CITED]}],
+    ),
+    case(
+        "log_probabilities_of_deltas",
+        [
+            response("created"),
+            item("added", 0, HELLO | {"content": []}),
+            *(
+                event("output_text.delta", item_id="msg_1", output_index=0, content_index=0, delta=d, logprobs=[p])
+                for d, p in zip(["Hel", "lo"], LOGPROBS, strict=True)
+            ),
+            response("completed", status="completed"),
+        ],
+        RESPONSES,
+        output=[HELLO | {"content": [PART | {"logprobs": LOGPROBS}]}],
+    ),
+    case(
+        "last_event_with_null_fields",
+        [
+            response("in_progress", usage=COUNTS),
+            *ITEMS,
+            response("completed", status="completed", model="", usage=None),
+        ],
+        RESPONSES,
+        usage=COUNTS,
+        holds=['"model": "m"'],
+    ),
+    case(
+        "items_backwards",
+        [response("created"), item("done", 1, CALL), item("done", 0, HELLO), response("completed", status="completed")],
+        RESPONSES,
+        output=[HELLO, CALL],
     ),
     case(
         "arguments_done",

@@ -28,8 +28,22 @@ TOOL_CALLS = [
     ),
     case(
         "indexes_backwards",
-        calls(piece("call_b", "get_time", ZONE, 1), piece("call_a", "get_weather", CITY, 0)),
-        tool_calls=BOTH[::-1],
+        calls(
+            piece("call_b", "get_time", "", 1),
+            piece("call_a", "get_weather", "", 0),
+            piece(None, None, CITY, 0),
+            piece(None, None, ZONE, 1),
+        ),
+        tool_calls=BOTH,
+    ),
+    case(
+        "index_used_again",
+        calls(
+            piece("call_a", "get_weather", CITY, 0),
+            piece("call_b", "get_time", ZONE, 1),
+            piece("call_c", "get_time", ZONE, 0),
+        ),
+        tool_calls=[*BOTH, ["call_c", "get_time", ZONE]],
     ),
     case(
         "index_is_text",
