@@ -62,7 +62,7 @@ def number(value: Any) -> int | None:
 
 
 class Places:
-    """Orders what comes with an index. Some servers leave it out, or use it again: then a piece is behind all others."""
+    """Orders pieces by their index. Some servers leave it out or repeat it: then the piece is behind all others."""
 
     def __init__(self) -> None:
         self._taken: set[int] = set()

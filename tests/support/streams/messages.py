@@ -86,8 +86,13 @@ OF_MESSAGES = [
     ),
     case(
         "input_that_came_whole",
-        [START, *block(TOOL | {"input": '{"a": '}, 0), *block(TOOL | {"id": "tu_2", "input": {"INVALID_JSON": "{"}}, 1)]
-        + [STOP, END],
+        [
+            START,
+            *block(TOOL | {"input": '{"a": '}, 0),
+            *block(TOOL | {"id": "tu_2", "input": {"INVALID_JSON": "{"}}, 1),
+            STOP,
+            END,
+        ],
         MESSAGES,
         tool_calls=[["tu_1", "f", '{"a": '], ["tu_2", "f", "{"]],
     ),
