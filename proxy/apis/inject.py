@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..json_text import encode, loads, loads_rounded
 from . import sse
+from .values import as_read, lax
 
 Endpoint = Literal["chat", "completions"]
 Json = dict[str, Any]
@@ -40,14 +41,15 @@ class Injection(NamedTuple):
 def inject(body: Json, endpoint: Endpoint) -> tuple[Json, Injection]:
     """Return the request for a vLLM upstream, and the fields added to it. Values that vLLM refuses stay as they are."""
     # With return_token_ids vLLM leaves the prompt out of an echoed answer: such calls go without token ids.
-    if body.get("echo"):
+    read = as_read(body)
+    if read.get("echo"):
         return body, Injection()
-    token_ids = body.get("return_token_ids") in (None, False)
-    logprobs = body.get("logprobs") is None
+    token_ids = read.get("return_token_ids") in (None, False)
+    logprobs = (own := body.get("logprobs")) is None
     if endpoint == "chat":
-        logprobs = body.get("logprobs") in (None, False) and not body.get("top_logprobs")
+        logprobs = (logprobs or lax(bool, own) is False) and not read.get("top_logprobs")
     options = body.get("stream_options")
-    usage = _wants_usage(body, options)
+    usage = _wants_usage(read, options)
     added: Json = {}
     if token_ids:
         added["return_token_ids"] = True
@@ -67,7 +69,7 @@ def _wants_usage(body: Json, options: Any) -> bool:
     several = body.get("n") not in (None, 1) or len(prompts) > 1  # a list of tokens is one prompt
     if body.get("stream") is not True or several or not isinstance(options, dict | None):
         return False
-    return (options or {}).get("include_usage") in (None, False)
+    return as_read(options or {}).get("include_usage") in (None, False)
 
 
 def clean(body: Json, injection: Injection) -> bool:

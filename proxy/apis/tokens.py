@@ -8,7 +8,7 @@ from typing import Any
 
 from ..types import CallStatus, Choice
 from .tools import dicts
-from .values import number
+from .values import as_read, number
 
 Json = dict[str, Any]
 
@@ -89,6 +89,7 @@ class Tokens:
         """Return why the call cannot be trained on, or None if it can."""
         if status != "ok":
             return f"the call ended as {status}"
+        request = as_read(request)
         if len(self._choices) > 1 or request.get("n") not in (None, 1):
             return "n > 1: which answer the agent used is not known"
         choice = self._choices.get(0)
@@ -185,6 +186,7 @@ def not_followed(request: Json) -> str | None:
 
 def constraint(request: Json) -> str | None:
     """Return the parameter that may make vLLM use a grammar, or None if there is none."""
+    request = as_read(request)
     text, output = request.get("text"), request.get("output_config")
     for name, shape in (
         ("response_format", request.get("response_format")),

@@ -1,9 +1,11 @@
-"""Reads numbers and errors in answers, and joins the values that a stream's chunks have under one name. Pure."""
+"""Reads numbers and errors, and joins the values that a stream's chunks have under one name. Pure."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from ..json_text import dumps
 from .sse import event_name
@@ -73,6 +75,36 @@ class Places:
         self._taken.add(place)
         self._last = max(self._last, place)
         return place
+
+
+_READ_AS: dict[str, type] = {
+    **dict.fromkeys(
+        ("n", "seed", "top_k", "top_logprobs", "max_tokens", "max_completion_tokens", "max_output_tokens"), int
+    ),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), float),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), float),
+    **dict.fromkeys(("stream", "include_usage", "return_token_ids", "echo", "use_beam_search", "watermarking"), bool),
+    **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt", "background"), bool),
+}
+_LAX = {kind: TypeAdapter(kind) for kind in (bool, int, float)}
+
+
+def as_read(request: Json) -> Json:
+    """Return the request as vLLM reads it, which takes "1" for 1 and 1 for true; what it refuses stays."""
+    read = {}
+    for name, value in request.items():
+        kind = _READ_AS.get(name)
+        if kind is not None and value is not None and type(value) is not kind:
+            read[name] = lax(kind, value)
+    return request | read if read else request
+
+
+def lax(kind: type, value: Any) -> Any:
+    """Return the value as pydantic reads it by default; as it is, if it cannot be read as this."""
+    try:
+        return _LAX[kind].validate_python(value)
+    except ValidationError:
+        return value
 
 
 def objects(value: Any) -> list[Json]:

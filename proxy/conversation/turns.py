@@ -16,6 +16,7 @@ from typing import Any, Literal
 import orjson
 
 from ..apis.tools import dicts
+from ..apis.values import as_read
 from ..store.requests.delta import common_prefix
 from ..types import Choice
 
@@ -105,6 +106,7 @@ def shape(request: Json) -> Json:
 
 def is_supported(request: Json) -> bool:
     """Return whether vLLM takes token prompts for this request and gives one answer to continue."""
+    request = as_read(request)
     messages = request.get("messages")
     if not isinstance(messages, list) or any(request.get(name) for name in _UNSUPPORTED):
         return False

@@ -17,6 +17,7 @@ from ..apis.dialects import Dialect
 from ..apis.stream import BufferedTranscript, Transcript
 from ..apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, ONLY_RECORDED, Tokens
 from ..apis.tools import tool_calls
+from ..apis.values import as_read
 from ..aside import aside
 from ..config.root import Config
 from ..conversation.exact import ExactTokens
@@ -231,7 +232,7 @@ class CallUnderWay:
         self._http_status, self._head = opened.status, [*opened.headers(keep_length=False), *self._headers()]
         if opened.is_stream:  # the first event may take long
             await reply.start(opened.status, self._head)
-        answer = await begun(opened, wants_stream=bool(self._question.body.get("stream")))
+        answer = await begun(opened, wants_stream=bool(as_read(self._question.body).get("stream")))
         transcript = self._transcript = self._transcript_of(answer)
         if answer.is_stream and not reply.started:  # only its first bytes tell
             await reply.start(answer.status, self._head)

@@ -32,12 +32,13 @@ ASKED: dict[str, Json] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an agent got of one case, whether that ended as HTTP says, and the record of the call."""
+    """What an agent got of one case, whether that ended as HTTP says, the call's record, and what the upstream saw."""
 
     status: int
     sent: bytes
     clean: bool
     record: Json
+    asked: Json
 
 
 class PlayedPieces:
@@ -45,6 +46,7 @@ class PlayedPieces:
 
     def __init__(self, cases: Sequence[Case]) -> None:
         self._cases = {case["name"]: case for case in cases}
+        self.asked: dict[str, Json] = {}  # the newest request of each case
         self.app = web.Application()
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_post("/v1/{route:.+}", self._answer)
@@ -55,7 +57,7 @@ class PlayedPieces:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         case = self._cases[request.headers["X-Case"]]
-        await request.read()
+        self.asked[case["name"]] = await request.json()
         kind = case.get("content_type", "text/event-stream")
         answer = web.StreamResponse(status=case.get("http_status", 200))
         if kind is not None:
@@ -82,7 +84,8 @@ def played(cases: Sequence[Case], directory: Path) -> dict[str, Outcome]:
 
 
 async def _played(cases: Sequence[Case], directory: Path) -> dict[str, Outcome]:
-    async with TestServer(PlayedPieces(cases).app) as upstream:
+    pieces = PlayedPieces(cases)
+    async with TestServer(pieces.app) as upstream:
         base = str(upstream.make_url("/v1"))
         config = Config(
             store=StoreConfig(url=f"sqlite:///{directory}/store.db"),
@@ -93,10 +96,10 @@ async def _played(cases: Sequence[Case], directory: Path) -> dict[str, Outcome]:
             policy=PolicyConfig(publish="lora", directory=directory / "policy"),
         )
         async with proxy_of(config) as url, aiohttp.ClientSession(url) as session:
-            return {case["name"]: await _ask(session, case) for case in cases}
+            return {case["name"]: await _ask(session, case, pieces) for case in cases}
 
 
-async def _ask(session: aiohttp.ClientSession, case: Case) -> Outcome:
+async def _ask(session: aiohttp.ClientSession, case: Case, pieces: PlayedPieces) -> Outcome:
     model = "policy" if case.get("upstream") == "vllm" else "theirs"
     body = {"model": model, "stream": True} | ASKED[case["path"]] | case.get("request", {})
     rollout, sent, clean, status = f"/rollouts/{case['name']}", b"", True, 0
@@ -109,7 +112,7 @@ async def _ask(session: aiohttp.ClientSession, case: Case) -> Outcome:
         clean = False
     async with session.get(rollout) as answer:
         (call,) = json.loads(await answer.read())["calls"]
-    return Outcome(status, sent, clean, call)
+    return Outcome(status, sent, clean, call, pieces.asked[case["name"]])
 
 
 def check(case: Case, outcome: Outcome) -> None:
@@ -129,6 +132,10 @@ def check(case: Case, outcome: Outcome) -> None:
     for name in ("usage", "finish_reason", "status", "trainable"):
         if name in case:
             assert record[name] == case[name], record
+    if "sent" in case:
+        assert _part(outcome.asked, case["sent"]) == case["sent"]
+    if "untrainable" in case:
+        assert case["untrainable"] in (record["untrainable_reason"] or ""), record
     if "error" in case:
         assert case["error"] in (record["error"] or ""), record
     held = json.dumps(response, ensure_ascii=False)

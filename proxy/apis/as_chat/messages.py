@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..values import as_read
 from .messages_answer import message_of
 from .messages_history import chat_message, chat_messages
 from .messages_stream import MessagesEvents, error_of
@@ -30,7 +31,7 @@ class MessagesTranslator:
         self._template = template
 
     def request(self, body: Json, earlier: Sequence[Json] = ()) -> MessagesTranslation:
-        return MessagesTranslation(chat_request(body, self._template))
+        return MessagesTranslation(chat_request(as_read(body), self._template))
 
     def history_message(self, answer: Json) -> Json:
         try:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..tools import dicts
+from ..values import as_read
 from .responses_answer import LOGPROBS, ResponsesReply
 from .responses_items import messages_of
 from .responses_stream import ResponsesStreamTranslation
@@ -36,7 +37,7 @@ class ResponsesTranslator:
     """Agrees with vLLM's own route, but for the parts of a history that it would drop."""
 
     def request(self, body: Json, earlier: Sequence[Json] = ()) -> ResponsesTranslation:
-        return ResponsesTranslation(body, earlier)
+        return ResponsesTranslation(as_read(body), earlier)
 
     def history_message(self, answer: Json) -> Json:
         messages = messages_of(dicts(answer.get("output")))
