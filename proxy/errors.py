@@ -83,6 +83,14 @@ class Unprocessable(LightningError):
     type = "invalid_request_error"
 
 
+class UpgradeRequired(LightningError):
+    """A client asked for a WebSocket. Some fall back to HTTP on this status alone."""
+
+    status = 426
+    type = "invalid_request_error"
+    headers = ((b"upgrade", b"HTTP/1.1"),)
+
+
 class RateLimited(LightningError):
     """A key has reached its limit. The headers say when to try again, as those of OpenAI's API do."""
 

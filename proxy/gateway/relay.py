@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple, cast
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 from uuid import uuid4
 
 import orjson
@@ -211,7 +211,8 @@ class Relay:
         elif method in _READS and path == f"/v1/models/{self._policy.alias}":
             await reply.json(200, self._policy.alias_entry())
         else:
-            await self._pass_through(visit, visit.request(body), reply)
+            request = visit.request(body)._replace(path=_as_escaped(visit.scope, path))
+            await self._pass_through(visit, request, reply)
 
     async def _question(self, visit: Visit, body: bytes, dialect: Dialect) -> Question:
         recorded = wants_recording(visit.headers)
@@ -297,6 +298,12 @@ def _is_allowed(path: str) -> bool:
         if path == before:
             return True
     return False
+
+
+def _as_escaped(scope: Scope, path: str) -> str:
+    """The path as the agent escaped it, if that is sure to stand for `path`, which was checked."""
+    sent = parse_path(scope["raw_path"].decode())
+    return sent.rest if sent and unquote(sent.rest) == path and "\ufffd" not in path else quote(path)
 
 
 def _names(path: str) -> list[str]:

@@ -1,25 +1,31 @@
 """Changes some details of how uvicorn reads HTTP/1.1, and lets running answers know that the server stops.
 
 Trailers are dropped: they come when what the headers say has been decided. Upgrades are ignored: some clients ask for
-HTTP/2 with every request, and uvicorn would lose its body. A WebSocket is a 501. What is no HTTP is refused in OpenAI's
-shape. Two lengths, a bare line feed and whatever else two parsers might read differently is refused by llhttp. A head
-has a time limit, also where nothing of it has come, and silent connections are closed when they are many. A limit on
-the size of a head is for a reverse proxy to set.
+HTTP/2 with every request, and uvicorn would lose its body. A WebSocket is a 426. Clients of HTTP/1.0 get no chunks.
+What is no HTTP is refused in OpenAI's shape. Two lengths, a bare line feed and whatever else two parsers might read
+differently is refused by llhttp. A head has a time limit, also where nothing of it has come, and silent connections are
+closed when they are many. A limit on the size of a head is for a reverse proxy to set.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import httptools
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from ..errors import InvalidRequest, LightningError, Overloaded, RequestTimeout, Unsupported
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application, ASGISendEvent
+
+from ..errors import InvalidRequest, LightningError, Overloaded, RequestTimeout, UpgradeRequired
 from .connections import Connections, files_allowed
 
 HEAD_S = 10.0  # that a request's head may take
@@ -37,7 +43,7 @@ def _refusal(error: LightningError) -> bytes:
 
 
 _REFUSAL = _refusal(InvalidRequest("this is no valid HTTP request"))
-_NO_SOCKETS = _refusal(Unsupported("WebSockets are not forwarded: use HTTP"))
+_NO_SOCKETS = _refusal(UpgradeRequired("WebSockets are not forwarded: use HTTP"))
 _LATE = _refusal(RequestTimeout(f"the request's headers did not arrive within {HEAD_S:g} s"))
 _FULL = _refusal(Overloaded("too many calls: the limit of open files is reached"))
 
@@ -48,6 +54,25 @@ _STOPPING = "lightning_proxy.stopping"
 def is_stopping(scope: Scope) -> bool:
     """Return whether the server waits for this answer to end, so that it can stop."""
     return _STOPPING in scope
+
+
+class _PlainCycle(RequestResponseCycle):
+    """A request of HTTP/1.0: no chunks, the end of the connection ends the answer. A reset shows that it broke off."""
+
+    _has_length = False
+
+    async def send(self, message: ASGISendEvent) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+        if not self._has_length:
+            self.chunked_encoding = False
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+    async def run_asgi(self, app: ASGI3Application) -> None:
+        await super().run_asgi(app)
+        if not self.response_complete and (connection := self.transport.get_extra_info("socket")) is not None:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 class ServerProtocol(HttpToolsProtocol):
@@ -115,6 +140,11 @@ class ServerProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.headers = []  # for trailers, which nobody reads
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if cycle.scope["http_version"] == "1.0":
+            cycle.__class__, cycle.waiting_for_100_continue = _PlainCycle, False
+        super()._start_asgi_task(cycle, app)
+
     def on_body(self, body: bytes) -> None:
         if self._at_work:
             super().on_body(body)
@@ -159,7 +189,7 @@ class ServerProtocol(HttpToolsProtocol):
         if method == b"CONNECT":
             self._refuse()
             return
-        if any(name == b"upgrade" and value.lower() == b"websocket" for name, value in self.headers):
+        if any(name == b"upgrade" and b"websocket" in value.lower() for name, value in self.headers):
             self._refuse(_NO_SOCKETS)
             return
         head = [method + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]

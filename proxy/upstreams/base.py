@@ -38,7 +38,7 @@ class Route(NamedTuple):
 class Request(NamedTuple):
     """A request as it goes upstream.
 
-    `path`: percent-decoded, from /v1/ on. `headers`: the agent's. `identity`: the answer is to come uncompressed.
+    `path`: percent-encoded, from /v1/ on. `headers`: the agent's. `identity`: the answer is to come uncompressed.
     `rollout_id`: requests with the same one go to the same replica. `pieces`: what is sent in place of `body` where
     that is large and hardly changed, so that it is not copied. `servers`: as those of `Route`.
     """

@@ -279,8 +279,7 @@ def _payload(request: Request) -> aiohttp.Payload | None:
 
 @lru_cache(1024)
 def _url(base_url: str, path: str, query: bytes) -> URL:
-    """The URL to request, quoted anew from the decoded path: what was checked is what is requested."""
-    url = below(base_url, quote(path.removeprefix("/v1"), safe="/:@!$&'()*+,;=~"))
+    url = below(base_url, quote(path.removeprefix("/v1"), safe=_QUERY_SAFE))
     if query:
         url += ("&" if "?" in url else "?") + quote(query, safe=_QUERY_SAFE)
     return URL(url, encoded=True)

@@ -27,6 +27,7 @@ from lightning_proxy.proxy.app import create_app
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.config.server import RecordingConfig, StoreConfig
 from lightning_proxy.proxy.config.upstreams import UpstreamConfig
+from support.cases import Case, cases_with
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -50,6 +51,7 @@ class Upstream:
     status: int = 200
     headers: dict[str, str] = field(default_factory=dict)
     pieces: list[bytes] = field(default_factory=lambda: [b"{}"])
+    breaks: bool = False
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         headers = {name.lower(): value for name, value in request.headers.items()}
@@ -59,6 +61,8 @@ class Upstream:
         for piece in self.pieces:
             await response.write(piece)
             await asyncio.sleep(0.001)
+        if self.breaks and request.transport is not None:
+            request.transport.abort()
         return response
 
 
@@ -129,7 +133,7 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Prox
 def proxy(served: Proxy) -> Proxy:
     """One proxy for all tests; its upstream is as new for each."""
     upstream = served.upstream
-    upstream.seen, upstream.status, upstream.headers, upstream.pieces = [], 200, {}, [b"{}"]
+    upstream.seen, upstream.status, upstream.headers, upstream.pieces, upstream.breaks = [], 200, {}, [b"{}"], False
     return served
 
 
@@ -221,8 +225,38 @@ async def test_a_request_that_asks_for_an_upgrade_is_answered_without_one(proxy:
 async def test_a_websocket_is_refused_in_words(proxy: Proxy) -> None:
     socket = b"Connection: Upgrade\r\nUpgrade: WebSocket\r\nSec-WebSocket-Key: dGhlIHNhbXBsZQ==\r\n\r\n"
     answers = await proxy.send(b"GET /v1/realtime HTTP/1.1\r\n" + HOST + socket)
-    assert statuses(answers) == [501] and b"WebSockets are not forwarded" in answers[0]
+    assert statuses(answers) == [426] and b"WebSockets are not forwarded" in answers[0]
     assert proxy.upstream.seen == []
+
+
+@pytest.mark.parametrize("case", cases_with("method", "request_headers"), ids=lambda case: case["name"])
+async def test_what_a_client_tries_first_is_answered_as_its_protocol_says(proxy: Proxy, case: Case) -> None:
+    head = "".join(f"{name}: {value}\r\n" for name, value in case["request_headers"].items()).encode()
+    answers = await proxy.send(f"{case['method']} {case['path']} HTTP/1.1\r\n".encode() + HOST + head + b"\r\n")
+    assert statuses(answers) == [case["status"]]
+
+
+@pytest.mark.parametrize("case", cases_with("stream", "http_version"), ids=lambda case: case["name"])
+async def test_a_client_of_http_1_0_gets_an_answer_without_chunks(proxy: Proxy, case: Case) -> None:
+    proxy.upstream.headers = {"Content-Type": case.get("content_type", "text/event-stream")}
+    proxy.upstream.pieces = [piece.encode() for piece in case["stream"]]
+    body = json.dumps({"model": "m", "stream": True, "messages": []}).encode()
+    head = b"POST %b HTTP/1.0\r\n%bContent-Length: %d\r\n\r\n" % (case["path"].encode(), HOST + TYPE, len(body))
+    (answer,) = await proxy.send(head + body)
+    head, _, got = answer.partition(b"\r\n\r\n")
+    assert got == b"".join(proxy.upstream.pieces)
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+
+
+async def test_a_client_of_http_1_0_sees_that_an_answer_broke_off(proxy: Proxy) -> None:
+    proxy.upstream.headers, proxy.upstream.breaks = {"Content-Type": "text/event-stream"}, True
+    proxy.upstream.pieces = [b'data: {"choices":[]}\n\n']
+    reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port)
+    body = json.dumps({"model": "m", "stream": True, "messages": []}).encode()
+    writer.write(b"POST /v1/chat/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+    with pytest.raises(ConnectionResetError):
+        await asyncio.wait_for(reader.read(), 10)
+    writer.close()
 
 
 async def test_an_upgrade_split_at_any_byte_is_still_one_request(proxy: Proxy) -> None:
@@ -274,6 +308,10 @@ async def test_no_path_leads_to_an_operators_route(proxy: Proxy, target: bytes) 
         ("/v1/files/a%20b", "/v1/files/a%20b"),
         ("/v1/files/%E2%82%AC", "/v1/files/%E2%82%AC"),
         ("/v1/files/100%25", "/v1/files/100%25"),
+        ("/v1/files/a%3Ab%2fc%2Fd%7e%25%zz", "/v1/files/a%3Ab%2fc%2Fd%7e%25%zz"),
+        ("/rollouts/r%31/v1/files/a%2Fb", "/v1/files/a%2Fb"),
+        ("/%76%31/files/a%2Fb", "/v1/files/a/b"),
+        *((case["path"], case["upstream_path"]) for case in cases_with("upstream_path")),
         ("/v1/files?u=http://evil.example/&x=%0d%0aX:1", "/v1/files?u=http://evil.example/&x=%0d%0aX:1"),
         ("http://evil.example/v1/files", "/v1/files"),
         ("/v1/%c0%ae%c0%ae/x", "/v1/%EF%BF%BD%EF%BF%BD%EF%BF%BD%EF%BF%BD/x"),
