@@ -12,6 +12,12 @@ SECRET_NAME = re.compile(
 _PARTS = re.compile(r"([a-z][a-z0-9+.-]*://|//)?([^/?#]*)([^?#]*)", re.IGNORECASE)
 _HOST = re.compile(r"(\[[^\]]*\]|[^:\[]*)(:\d*)?\W*")
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^\s'\"<>]+", re.IGNORECASE)
+# Also as asyncio, aiohttp and httpx write them: ('127.0.0.1', 80), `host name:80`, an IP address.
+_ANY_ADDRESS = re.compile(
+    rf"{_ADDRESS.pattern}|\('[^']+', \d+(?:, \d+, \d+)?\)|(?<=host )[^\s:]+:\d+|(?:\d{{1,3}}\.){{3}}\d{{1,3}}(?::\d+)?"
+    r"|\[[0-9a-f]*:[0-9a-f:.]+\](?::\d+)?|(?:localhost|[a-z0-9-]+(?:\.[a-z0-9-]+)+):\d{2,5}\b",
+    re.IGNORECASE,
+)
 
 
 def shown(url: str) -> str:
@@ -24,6 +30,11 @@ def shown(url: str) -> str:
 def without_secrets(text: str) -> str:
     """Return a text, such as a library's error, with every address in it as `shown` has it."""
     return _ADDRESS.sub(lambda found: shown(found[0]), text)
+
+
+def without_addresses(text: str) -> str:
+    """Return a text, such as a library's error, without any address of a server in it."""
+    return _ANY_ADDRESS.sub("…", text)
 
 
 def secrets_in(url: str) -> Iterator[str]:

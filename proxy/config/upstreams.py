@@ -53,6 +53,11 @@ class UpstreamConfig(Section):
         """Return the URLs of the servers that get new weights: those behind a router, or else those of calls."""
         return tuple(map(below, self.servers)) or self.urls
 
+    def server_name(self, url: str) -> str:
+        """Return what one of its servers is called where its address is not to be shown."""
+        servers = [*dict.fromkeys((*self.urls, *self.published_to))]
+        return self.name if len(servers) == 1 else f"{self.name}, server {servers.index(url) + 1} of {len(servers)}"
+
     @cached_property
     def credentials(self) -> dict[str, str]:
         """Return the header that carries its key; empty without a key."""

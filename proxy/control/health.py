@@ -9,6 +9,7 @@ from contextlib import suppress
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+from ..config.address import without_addresses
 from ..errors import LightningError, StoreUnavailable
 from ..store.retention import over_bound
 from ..upstreams.health import replica_name
@@ -54,8 +55,11 @@ async def readyz(request: Request) -> Response:
         checks["retention"] = over
     if status == "ready" and any(check != "ok" for check in checks.values()):
         status = "degraded"  # a fallback answers, or other weights, or the store is too large
-    down = [f"{name} {replica_name(url)}" for (name, url), problem in p.health.problems.items() if problem is not None]
-    view = {"status": status, **checks} | ({"down": down} if down else {})
+    named = {upstream.name: upstream for upstream in p.config.upstreams}
+    down = [named[name].server_name(url) for (name, url), problem in p.health.problems.items() if problem is not None]
+    view = {"status": status, **{name: without_addresses(check) for name, check in checks.items()}} | (
+        {"down": down} if down else {}
+    )
     return JSONResponse(view, 503 if status == "not ready" else 200)
 
 

@@ -86,8 +86,9 @@ class Prober:
         problem = None
         if not apart <= self._tolerance:  # NaN too
             mend = f"`policy promote {live.version}`" if self._swap.mode == "merged" else "a restart of vLLM"
+            name = self._watch.upstream.server_name(server.base_url)
             problem = (
-                f"{replica_name(server.base_url)} does not answer as policy version {live.version} did: its "
+                f"{name} does not answer as policy version {live.version} did: its "
                 f"log-probabilities differ by {apart:.3g} on average ({self._tolerance:g} is allowed); {mend} loads "
                 "the version again"
             )

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 
+from ..config.address import without_addresses
 from ..config.upstreams import UpstreamConfig
 from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
 from ..types import PolicyVersion
@@ -157,6 +158,7 @@ class Watch:
         """Log a problem once, not at every check while it stays the same: vLLM may be away for days."""
         if str(problem) != str(self._problem):
             log.warning("%s", story, exc_info=exc_info)
+        problem.message = without_addresses(problem.message)  # which agents are shown
         self._in_line, self._problem = False, problem
 
 

@@ -6,9 +6,11 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from hashlib import blake2b
 from posixpath import relpath
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
@@ -16,7 +18,7 @@ from aiohttp.abc import AbstractStreamWriter
 from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
-from ..config.address import without_secrets
+from ..config.address import without_addresses
 from ..config.upstreams import UpstreamConfig, below
 from ..errors import UpstreamTimeout, UpstreamUnreachable
 from ..types import Header
@@ -51,8 +53,43 @@ _NOT_PASSED_ON = {
 _HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
 
 
+# A server that closed an idle connection refuses what comes over it at once; a later end is one of the work itself.
+IDLE_CLOSED_S = 1.0
+_NEW = ContextVar("a new connection", default=False)
+
+
+class _ClosedWhileIdle(aiohttp.ServerDisconnectedError):
+    """The server had closed the connection, which had served a request before, when this request came."""
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Takes no used connection where `_NEW` says so."""
+
+    async def _get(self, *args: Any) -> Any:
+        return None if _NEW.get() else await super()._get(*args)
+
+
 class _Protocol(ResponseHandler):
-    """Wakes the reader of a body when its connection ends; after a malformed chunk aiohttp would let it wait."""
+    """A connection to an upstream. Tells when it was closed while it was idle.
+
+    Wakes the reader of a body when its connection ends; after a malformed chunk aiohttp would let it wait.
+    """
+
+    _requests, _asked_at, _answers = 0, 0.0, False
+
+    def set_response_params(self, **params: Any) -> None:
+        self._requests, self._asked_at, self._answers = self._requests + 1, self._loop.time(), False
+        super().set_response_params(**params)
+
+    def data_received(self, data: bytes) -> None:
+        self._answers = True
+        super().data_received(data)
+
+    def set_exception(self, exc: BaseException, *cause: BaseException) -> None:
+        is_lost = isinstance(exc, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
+        if is_lost and self._requests > 1 and not self._answers and self._loop.time() < self._asked_at + IDLE_CLOSED_S:
+            exc = _ClosedWhileIdle()
+        super().set_exception(exc, *cause)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         payload = self._payload
@@ -64,7 +101,7 @@ class _Protocol(ResponseHandler):
 def make_session() -> aiohttp.ClientSession:
     """Return a session that changes nothing: no connection limit, no cookies, no own headers, untouched bodies."""
     # vLLM's server closes idle connections after 5 s; a request must not meet one that is just being closed.
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4, ttl_dns_cache=60)
+    connector = _Connector(limit=0, keepalive_timeout=4, ttl_dns_cache=60)
     connector._factory = partial(_Protocol, loop=asyncio.get_running_loop())  # type: ignore[assignment]
     return aiohttp.ClientSession(
         connector=connector,
@@ -103,6 +140,17 @@ class HttpUpstream:
         """Do nothing: the session is closed where it was opened."""
 
     async def _open(self, base_url: str, request: Request) -> aiohttp.ClientResponse:
+        """Send the request; once more, over a new connection, if the server had closed this one before it came."""
+        try:
+            return await self._send(base_url, request)
+        except _ClosedWhileIdle:
+            taken = _NEW.set(True)
+            try:
+                return await self._send(base_url, request)
+            finally:
+                _NEW.reset(taken)
+
+    async def _send(self, base_url: str, request: Request) -> aiohttp.ClientResponse:
         upstream = self._config
         try:
             async with asyncio.timeout(upstream.first_byte_timeout_s):
@@ -126,6 +174,8 @@ class HttpUpstream:
             ) from None
         except aiohttp.ClientConnectorError as error:
             raise NoConnection(f"upstream {upstream.name} cannot be reached: {why_it_failed(error)}") from None
+        except _ClosedWhileIdle:
+            raise
         except (aiohttp.ClientError, OSError) as error:
             raise _broken_off(upstream, error) from None
         if not 200 <= response.status <= 599:
@@ -292,19 +342,21 @@ def _text(value: bytes) -> str:
         return value.decode("latin-1")
 
 
-def why_it_failed(error: aiohttp.ClientError) -> str:
-    """Return the system's reason (Connection refused), which asyncio would replace by an address, or aiohttp's own."""
-    if not isinstance(error, aiohttp.ClientConnectorError):
-        return without_secrets(str(error))
-    cause = error.os_error
-    return os.strerror(cause.errno) if cause.errno and cause.errno > 0 else cause.strerror or type(cause).__name__
+def why_it_failed(error: Exception) -> str:
+    """Return the system's reason (Connection refused), or the library's own, without any address."""
+    cause: Any = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    number = getattr(cause, "errno", None) or 0
+    if number > 0:
+        return os.strerror(number)
+    said = getattr(cause, "strerror", None) or (cause.message if hasattr(cause, "message") else str(cause))
+    return without_addresses(str(said))[:200] or type(cause).__name__
 
 
 def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:
-    """The error to show for an answer that broke off. aiohttp's own may be empty, or quote what was received."""
-    text, mask = without_secrets(str(error)), _key_mask(upstream)
+    """The error to show for an answer that broke off. aiohttp's own may quote what was received."""
+    text, mask = why_it_failed(error), _key_mask(upstream)
     text = text if mask is None else mask.once(text.encode()).decode()
-    return UpstreamUnreachable(f"upstream {upstream.name} broke off: {text[:200] or type(error).__name__}")
+    return UpstreamUnreachable(f"upstream {upstream.name} broke off: {text}")
 
 
 def _key_mask(upstream: UpstreamConfig) -> KeyMask | None:

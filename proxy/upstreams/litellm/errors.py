@@ -1,4 +1,4 @@
-"""Turns litellm's exceptions into answers and errors of ours, without any secret that they quote."""
+"""Turns litellm's exceptions into answers and errors of ours, without any secret or address that they quote."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ...config.address import without_secrets
+from ...config.address import without_addresses
 from ...errors import LightningError, Unsupported, UpstreamTimeout, UpstreamUnreachable
 from ...types import Header
 from ..base import NoConnection
@@ -56,12 +56,12 @@ def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> Light
 
 
 def redacted(text: str, secrets: Iterable[str]) -> str:
-    """Return the text without these secrets, and without the values of secret environment variables."""
+    """Return the text without these secrets, values of secret environment variables, and addresses."""
     known = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
     for secret in sorted({*secrets, *known}, key=len, reverse=True):
         if len(secret) >= _SHORTEST_SECRET:
             text = text.replace(secret, "[redacted]")
-    return without_secrets(text)
+    return without_addresses(text)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

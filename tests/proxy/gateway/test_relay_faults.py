@@ -17,7 +17,7 @@ from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.types import CallEnd, CallStart
 from lightning_proxy.proxy.upstreams.attempts import Upstreams
-from lightning_proxy.proxy.upstreams.http import make_session
+from lightning_proxy.proxy.upstreams.http import IDLE_CLOSED_S, make_session
 from support.relaying import Handler, MemoryRecorder, OneUpstream, relay_of, relaying, speaking
 
 CHAT = {"model": "policy", "messages": []}
@@ -213,6 +213,54 @@ async def test_an_upstream_that_is_busy_is_asked_again_if_so_configured(retries,
         status, _, complete = await post(url, CHAT)
     assert (status, complete, len(served)) == (expected, True, min(retries, 2) + 1)
     assert len(recorder.starts) == len(recorder.ends) == 1
+
+
+class ClosesWhenIdle:
+    """Answers the first request of each connection, and closes it, after a while, when the next one comes."""
+
+    def __init__(self, wait_s: float = 0.0) -> None:
+        self.asked, self._wait_s = 0, wait_s
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(JSON_HEAD + b'{"choices": []}     ')  # the first request was read
+        self.asked += 1
+        await reader.readuntil(b"\r\n\r\n")
+        self.asked += 1
+        await asyncio.sleep(self._wait_s)
+
+
+async def test_a_request_that_meets_a_closed_idle_connection_is_sent_over_a_new_one():
+    upstream = ClosesWhenIdle()
+    async with between(upstream) as (url, recorder):
+        assert [(await post(url, CHAT))[0] for _ in range(4)] == [200] * 4
+        many = await asyncio.gather(*(post(url, CHAT) for _ in range(8)))
+        assert [status for status, _, _ in [*many, *await asyncio.gather(*(post(url, CHAT) for _ in range(8)))]] == [
+            200
+        ] * 16
+    assert [end.status for end in recorder.ends] == ["ok"] * 20
+
+
+async def test_a_request_that_a_server_worked_on_before_it_ended_is_not_sent_again():
+    upstream = ClosesWhenIdle(wait_s=IDLE_CLOSED_S * 1.5)
+    async with between(upstream) as (url, _):
+        assert [(await post(url, CHAT))[0] for _ in range(2)] == [200, 502]
+    assert upstream.asked == 2
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 nonsense\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"",
+        b"HTTP/1.1 200",
+    ],
+)
+async def test_an_error_does_not_show_where_the_upstream_is(answer):
+    async with between(sending(answer)) as (url, recorder):
+        status, body, _ = await post(url, CHAT)
+    assert status == 502
+    assert b"127.0.0.1" not in body and "127.0.0.1" not in recorder.ends[0].error
 
 
 async def test_an_upstream_that_asks_for_more_patience_than_there_is_is_not_asked_again():

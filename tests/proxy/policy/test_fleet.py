@@ -35,16 +35,16 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0.02)
 
 
-def down(system: Any, port: int) -> Any:
+def down(system: Any) -> Any:
     async def is_down() -> bool:
-        return f"policy 127.0.0.1:{port}" in (await system.call("GET", "/readyz"))[1].get("down", [])
+        return "policy, server 2 of 2" in (await system.call("GET", "/readyz"))[1].get("down", [])
 
     return is_down
 
 
 def up(system: Any, port: int) -> Any:
     async def is_up() -> bool:
-        return not await down(system, port)()
+        return not await down(system)()
 
     return is_up
 
@@ -75,7 +75,7 @@ async def test_a_replica_that_missed_a_publication_answers_nobody_until_it_is_in
     running: Any, tmp_path: Path, publish: str
 ) -> None:
     async with replicated(running, tmp_path, publish) as (system, second, port):
-        await until(down(system, port))
+        await until(down(system))
         async with system.store() as store:
             version = await system.earlier_version(store, tmp_path)
         assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
@@ -91,7 +91,7 @@ async def test_a_replica_that_missed_a_publication_answers_nobody_until_it_is_in
             await until(is_asked)
             assert seen == {(200, served)}
             assert (await system.call("GET", "/readyz"))[1] == {"status": "ready", "store": "ok", "upstream": "ok"}
-        await until(down(system, port))
+        await until(down(system))
         assert await answers(system) == {(200, served)}
 
 
@@ -105,7 +105,7 @@ async def test_a_replica_that_restarts_gets_the_versions_of_running_rollouts_too
                 assert (await system.call("POST", "/policy/promote", {"version": version}))[0] == 200
                 assert (await system.chat(rollout))[0] == 200
             await system.call("POST", "/rollouts/old/end", {"status": "completed"})
-        await until(down(system, port))
+        await until(down(system))
         again = type(system.vllm)(tmp_path)
         async with serving(again, port):
             seen: set[tuple[int, str]] = set()
