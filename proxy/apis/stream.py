@@ -19,6 +19,7 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 TOO_LARGE = f"the answer is larger than {MAX_ANSWER_BYTES // 2**20} MB: the agent got it, and it was not kept"
 # An event that may hold injected fields is held until it ends; no real one is as large as this.
 MAX_HELD_BYTES = 1024 * 1024 * 1024
+_BLANKS = b" \t\r\n"
 
 
 class Transcript:
@@ -126,58 +127,76 @@ class Transcript:
 
 
 class BufferedTranscript:
-    """An answer that comes in one piece. All of it waits for the record, like a stream's last event."""
+    """An answer that is no stream. Its last byte that is no blank waits for the record, like a stream's last event.
+
+    `rewrites`: the agent gets other bytes than the upstream sent, which are known at the end. Until then only blanks
+    may be sent, by which some servers keep the connection alive.
+    """
 
     may_end = True
 
-    def __init__(self, dialect: Dialect, injection: Injection, status: int) -> None:
+    def __init__(self, dialect: Dialect, injection: Injection, status: int, *, translated: bool) -> None:
         self.ended = False
         self.held = b""
         self.error: str | None = None
         self.tokens = Tokens()
+        self.unkept: str | None = None
+        self._succeeded = 200 <= status < 300
+        self.rewrites = translated or (self._succeeded and bool(injection))
         self._dialect = dialect
         self._injection = injection
         self._status = status
-        self.unkept: str | None = None
+        self._pieces: list[bytes] = []
+        self._seen = self._sent = 0  # pieces that were looked at; bytes that were sent
+        self._waits = b""  # of the pieces that were looked at
         self._body: Any = None
 
-    def feed(self, data: bytes) -> bytes:
-        """Return nothing to send now: the agent's bytes are in `held`."""
+    def feed(self, data: bytes) -> None:
+        self._pieces.append(data)
+
+    def passable(self) -> bytes:
+        """Return the bytes that may be sent now; the caller sends them."""
+        if self.rewrites and self._waits:
+            return b""
+        data = self._waits + b"".join(self._pieces[self._seen :])
+        text = len(data.rstrip(_BLANKS))
+        end = len(data) - len(data.lstrip(_BLANKS)) if self.rewrites or not text else text - 1
+        self._seen, self._sent, self._waits = len(self._pieces), self._sent + end, data[end:]
+        return data[:end]
+
+    def end(self) -> bytes:
+        """Read the answer, which is there now. Return nothing to send: the rest of it is `held`."""
+        data, self._pieces = b"".join(self._pieces), []
         self.unkept = TOO_LARGE if len(data) > MAX_ANSWER_BYTES else None
-        succeeded = 200 <= self._status < 300
-        if not succeeded:
+        if not self._succeeded:
             self.error = f"the upstream answered {self._status}"
-        if self.unkept and not (succeeded and self._injection):  # nothing to read in it, nothing to take out of it
-            self.ended, self.held = True, data
+        self.ended, self.held = True, data[self._sent :]
+        if self.unkept and not (self._succeeded and self._injection):  # nothing to read in it, or to take out of it
             return b""
         try:
             body = loads(data if data[:1] in b"{[" else as_utf8(data))
         except ValueError:
             body = data.decode(errors="replace") or None
         if isinstance(body, dict):
-            body, data = self._read(body, data) if succeeded else self._refused(body, data)
-        elif succeeded:
+            body, rewritten = self._read(body) if self._succeeded else self._refused(body)
+            self.held = self.held if rewritten is None else rewritten
+        elif self._succeeded:
             self.error = "the upstream's answer is no JSON object"
         self._body = None if self.unkept else body
-        self.ended, self.held = True, data
         return b""
 
-    def _read(self, body: Json, data: bytes) -> tuple[Json, bytes]:
-        """Read the tokens, and return the agent's answer: without what was injected."""
+    def _read(self, body: Json) -> tuple[Json, bytes | None]:
+        """Read the tokens, and return the agent's answer, without what was injected; None: the upstream's bytes."""
         if (error := named_error(body)) is not None:
             self.error = message_of_error(error)
         if not self.unkept:
             self.tokens = self._dialect.tokens(body)
-        if (agents := self._dialect.agents(body, self._injection)) is None:
-            return body, data
-        return agents, encode_as_vllm(agents)
+        agents = self._dialect.agents(body, self._injection)
+        return (body, None) if agents is None else (agents, encode_as_vllm(agents))
 
-    def _refused(self, body: Json, data: bytes) -> tuple[Json, bytes]:
+    def _refused(self, body: Json) -> tuple[Json, bytes | None]:
         refusal = self._dialect.refusal(body, self._status)
-        return (body, data) if refusal is None else (refusal, encode_as_vllm(refusal))
-
-    def end(self) -> bytes:
-        return b""
+        return (body, None) if refusal is None else (refusal, encode_as_vllm(refusal))
 
     def response(self) -> Any:
         """Return the answer as the agent sees it: as JSON, or else as text; None if it is empty."""

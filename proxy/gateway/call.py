@@ -30,10 +30,12 @@ from ..recording.metrics import Metrics
 from ..recording.recorder import Recorder
 from ..types import CallEnd, CallStart, CallStatus, Header, RolloutName
 from ..upstreams.attempts import Attempts, Target, Upstreams, begun, chat_target, target_of
-from ..upstreams.base import Answer, OnePiece, Request, Route
+from ..upstreams.base import Answer, Request, Route
 from .asgi import Reply
 
 log = logging.getLogger(__name__)
+
+AT_ONCE_S = 0.1  # after which an agent gets what is there of an answer that is no stream
 
 
 def model_of(body: dict[str, Any]) -> str | None:
@@ -224,7 +226,7 @@ class CallUnderWay:
             await self._gateway.recorder.start(self._start, also)
 
     async def pass_on(self, opened: Answer) -> None:
-        """Send the answer as it comes, but hold its last event, and an answer in one piece: the record is first.
+        """Send the answer as it comes, but hold a stream's last event, or another answer's last bytes, for the record.
 
         Raise UpstreamUnreachable if a stream ends before its last event.
         """
@@ -233,12 +235,15 @@ class CallUnderWay:
         if opened.is_stream:  # the first event may take long
             await reply.start(opened.status, self._head)
         answer = await begun(opened, wants_stream=bool(as_read(self._question.body).get("stream")))
-        transcript = self._transcript = self._transcript_of(answer)
-        if answer.is_stream and not reply.started:  # only its first bytes tell
+        self._pieces = answer.chunks()
+        if not answer.is_stream:
+            await self._pass_on_whole(answer, self._pieces)
+            return
+        transcript = self._transcript = Transcript(self._dialect.stream(self.attempts.target.injection))
+        if not reply.started:  # only its first bytes tell
             await reply.start(answer.status, self._head)
-        self._pieces = answer.chunks() if answer.is_stream else OnePiece(answer)
         async for piece in self._pieces:
-            if self._ttft_ms is None and answer.is_stream:
+            if self._ttft_ms is None:
                 self._ttft_ms = self._elapsed_ms()
             await reply.body(transcript.feed(piece))
             if transcript.ended:
@@ -247,6 +252,36 @@ class CallUnderWay:
             await reply.body(transcript.end())
         if not transcript.may_end:
             raise UpstreamUnreachable(f"{self.upstream}: the stream ended before its last event")
+
+    async def _pass_on_whole(self, answer: Answer, pieces: AsyncIterator[bytes]) -> None:
+        """Pass on an answer that is no stream: nothing yet if all of it comes at once, as most do."""
+        target, reply, showing = self.attempts.target, self._reply, None
+        transcript = self._transcript = BufferedTranscript(
+            self._dialect, target.injection, answer.status, translated=target.translated
+        )
+
+        async def show() -> None:
+            if not reply.started:
+                head = [*answer.headers(keep_length=not transcript.rewrites), *self._headers()]
+                await reply.start(answer.status, head)
+            await reply.body(transcript.passable())
+
+        def is_late() -> None:
+            nonlocal showing
+            showing = asyncio.ensure_future(show())
+
+        late = asyncio.get_running_loop().call_later(AT_ONCE_S, is_late)
+        try:
+            async for piece in pieces:
+                transcript.feed(piece)
+                if showing is not None:
+                    await showing
+                    await reply.body(transcript.passable())
+        finally:
+            late.cancel()
+            if showing is not None:
+                await showing
+        transcript.end()
 
     async def pass_on_the_rest(self) -> None:
         """Send what was held, and what the upstream sends after its last event."""
@@ -260,13 +295,11 @@ class CallUnderWay:
             await reply.body(piece)
         await reply.body(b"", more=False)
 
-    def _transcript_of(self, answer: Answer) -> Transcript | BufferedTranscript:
-        """The object that turns the answer's bytes into the agent's bytes and the record."""
-        target = self.attempts.target
-        dialect = self._decision.chat if self._decision.chat and target.translated else self._question.dialect
-        if answer.is_stream:
-            return Transcript(dialect.stream(target.injection))
-        return BufferedTranscript(dialect, target.injection, answer.status)
+    @property
+    def _dialect(self) -> Dialect:
+        """The dialect of the answer that is under way."""
+        chat = self._decision.chat
+        return chat if chat and self.attempts.target.translated else self._question.dialect
 
     async def record_end(self, status: CallStatus = "ok", error: str | None = None) -> None:
         """Return when the call's end is durable. Only the first end counts, and a cancellation does not undo it.

@@ -87,7 +87,7 @@ class Answer(Protocol):
         """Return the Retry-After header; empty if there is none."""
 
     def headers(self, *, keep_length: bool) -> list[Header]:
-        """Return the headers for the agent, without Content-Length if the body may change."""
+        """Return the headers for the agent, without Content-Length if the body may change or was decoded."""
 
     def chunks(self) -> AsyncIterator[bytes]:
         """Yield the body as it arrives. Raise UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls."""
@@ -169,22 +169,6 @@ class KeyMask:
 def _begun(key: bytes, data: bytes) -> int:
     """How many bytes at the end of the data may be the beginning of the key."""
     return next((n for n in range(min(len(key) - 1, len(data)), 0, -1) if data.endswith(key[:n])), 0)
-
-
-class OnePiece:
-    """The body of an answer that is no stream, as a stream of one piece."""
-
-    def __init__(self, answer: Answer) -> None:
-        self._answer: Answer | None = answer
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._answer is None:
-            raise StopAsyncIteration
-        answer, self._answer = self._answer, None
-        return await answer.read()
 
 
 def through(upstream: UpstreamConfig, url: str) -> Mapping[str, Any]:

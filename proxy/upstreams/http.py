@@ -131,10 +131,10 @@ class HttpUpstream:
         *others, last = in_order(self._config, self._health, request.rollout_id, request.servers)
         for url in others:
             try:
-                return HttpAnswer(self._config, await self._open(url, request))
+                return HttpAnswer(self._config, await self._open(url, request), decodes=request.identity)
             except NoConnection as error:
                 log.warning("%s; the next replica is tried", error.message)
-        return HttpAnswer(self._config, await self._open(last, request))
+        return HttpAnswer(self._config, await self._open(last, request), decodes=request.identity)
 
     async def close(self) -> None:
         """Do nothing: the session is closed where it was opened."""
@@ -208,8 +208,9 @@ def _weight(url: str, rollout_id: str) -> bytes:
 class HttpAnswer:
     """An answer whose headers are there and whose body is on its way."""
 
-    def __init__(self, config: UpstreamConfig, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, config: UpstreamConfig, response: aiohttp.ClientResponse, *, decodes: bool) -> None:
         self._config = config
+        self._decodes = decodes
         self._response = response
         self.status = response.status
         self.is_stream = response.status == 200 and response.content_type == "text/event-stream"
@@ -222,13 +223,13 @@ class HttpAnswer:
     def headers(self, *, keep_length: bool) -> list[Header]:
         """Return the upstream's headers, less those of the connection.
 
-        Without `keep_length` the body may change: its length goes too, and an encoding that was undone.
+        Without `keep_length` its length goes too; so does an encoding that was undone.
         """
         upstream, response = self._config, self._response
         headers = [(name.lower(), value) for name, value in response.raw_headers]
         dropped = _HOP_BY_HOP if keep_length else _HOP_BY_HOP_AND_LENGTH
-        if not keep_length and response.headers.get("Content-Encoding", "").lower() in _DECODED:
-            dropped |= {b"content-encoding"}
+        if self._decodes and response.headers.get("Content-Encoding", "").lower() in _DECODED:
+            dropped = _HOP_BY_HOP_AND_LENGTH | {b"content-encoding"}
         if named := _named_by_connection(headers):
             dropped |= named
         if "Location" in response.headers:

@@ -32,13 +32,17 @@ ASKED: dict[str, Json] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What an agent got of one case, whether that ended as HTTP says, the call's record, and what the upstream saw."""
+    """What an agent got of one case, whether that ended as HTTP says, the call's record, what the upstream saw.
+
+    `came_early`: bytes came before the upstream had sent its last piece.
+    """
 
     status: int
     sent: bytes
     clean: bool
     record: Json
     asked: Json
+    came_early: bool = False
 
 
 class PlayedPieces:
@@ -47,6 +51,7 @@ class PlayedPieces:
     def __init__(self, cases: Sequence[Case]) -> None:
         self._cases = {case["name"]: case for case in cases}
         self.asked: dict[str, Json] = {}  # the newest request of each case
+        self.done: set[str] = set()  # the cases whose last piece is about to be sent
         self.app = web.Application()
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_post("/v1/{route:.+}", self._answer)
@@ -63,9 +68,11 @@ class PlayedPieces:
         if kind is not None:
             answer.headers["Content-Type"] = kind
         await answer.prepare(request)
-        for piece in case["stream"]:
+        for i, piece in enumerate(case["stream"]):
+            await asyncio.sleep(case.get("delay", 0) if i else 0)
+            if i + 1 == len(case["stream"]):
+                self.done.add(case["name"])
             await answer.write(piece if isinstance(piece, bytes) else piece.encode())
-            await asyncio.sleep(0)
         if case.get("breaks"):
             assert request.transport is not None
             request.transport.abort()
@@ -101,18 +108,19 @@ async def _played(cases: Sequence[Case], directory: Path) -> dict[str, Outcome]:
 
 async def _ask(session: aiohttp.ClientSession, case: Case, pieces: PlayedPieces) -> Outcome:
     model = "policy" if case.get("upstream") == "vllm" else "theirs"
-    body = {"model": model, "stream": True} | ASKED[case["path"]] | case.get("request", {})
-    rollout, sent, clean, status = f"/rollouts/{case['name']}", b"", True, 0
+    body = {"model": model, "stream": case.get("asks_stream", True)} | ASKED[case["path"]] | case.get("request", {})
+    rollout, sent, clean, status, came_early = f"/rollouts/{case['name']}", b"", True, 0, False
     try:
         async with session.post(rollout + case["path"], json=body, headers={"X-Case": case["name"]}) as answer:
             status = answer.status
             async for piece in answer.content.iter_any():
                 sent += piece
+                came_early |= case["name"] not in pieces.done
     except aiohttp.ClientError:
         clean = False
     async with session.get(rollout) as answer:
         (call,) = json.loads(await answer.read())["calls"]
-    return Outcome(status, sent, clean, call, pieces.asked[case["name"]])
+    return Outcome(status, sent, clean, call, pieces.asked[case["name"]], came_early)
 
 
 def check(case: Case, outcome: Outcome) -> None:
@@ -132,6 +140,8 @@ def check(case: Case, outcome: Outcome) -> None:
     for name in ("usage", "finish_reason", "status", "trainable"):
         if name in case:
             assert record[name] == case[name], record
+    if "first_byte_s" in case:
+        assert outcome.came_early
     if "sent" in case:
         assert _part(outcome.asked, case["sent"]) == case["sent"]
     if "untrainable" in case:
