@@ -86,7 +86,7 @@ _READ_AS: dict[str, type] = {
     **dict.fromkeys(("stream", "include_usage", "return_token_ids", "echo", "use_beam_search", "watermarking"), bool),
     **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt", "background"), bool),
 }
-_LAX = {kind: TypeAdapter(kind) for kind in (bool, int, float)}
+_LAX: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (bool, int, float)}
 
 
 def as_read(request: Json) -> Json:

@@ -65,8 +65,8 @@ class _PlainCycle(RequestResponseCycle):
         if message["type"] == "http.response.start":
             self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
         if not self._has_length:
-            self.chunked_encoding = False
-            self.expected_content_length = len(message.get("body", b""))
+            body = message.get("body", b"")
+            self.chunked_encoding, self.expected_content_length = False, len(body) if isinstance(body, bytes) else 0
         await super().send(message)
 
     async def run_asgi(self, app: ASGI3Application) -> None:
