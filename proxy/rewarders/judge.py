@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..aside import aside
 from ..control.transitions import answer_in
 from ..errors import ConfigError
 from ..providers import import_litellm, require_litellm
@@ -81,7 +82,8 @@ class Judge(Rewarder):
         """The answer, from before if it was asked this."""
         if self._answers is None:
             return await self._ask(question)
-        digest = hashlib.sha256(f"{self._config.model}\n{INSTRUCTIONS}\n{question}".encode()).hexdigest()
+        asked = f"{self._config.model}\n{INSTRUCTIONS}\n{question}"
+        digest = await aside(len(asked), lambda: hashlib.sha256(asked.encode()).hexdigest())
         if (known := await self._answers.known(digest)) is not None:
             return known
         await self._answers.require()
@@ -129,7 +131,7 @@ def transcript(steps: Sequence[Json], clean: Callable[[str], str] = str) -> str:
         f"saw: {_text(_seen(call['request']), clean)}\nanswered: {_text(answer_in(call['response']), clean)}"
         for call in steps
     ]
-    mark = mark_for(*texts)
+    mark = mark_for([texts])
     steps_of = (fenced(mark, f"Step {i}", text) for i, text in enumerate(texts, 1))
     return "\n\n".join([IS_DATA.format(mark=mark), *steps_of])
 

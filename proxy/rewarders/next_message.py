@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from difflib import SequenceMatcher
 from typing import NamedTuple
 
 from ..conversation.new_messages import Digested, beginnings
@@ -20,7 +19,7 @@ correct it, ask for the same again, or undo it), and 0 if it shows neither."""
 # English, German, French, Spanish, Portuguese, Italian, Dutch, Chinese, Japanese, Korean.
 NO = re.compile(
     r"""((no|nope|nein|non|não|nee|stop)(?=\s*([,.!;:，。！]|$))
-        (?!\s*,?\s*(problem|worries|need|rush|thank|danke|merci|gracias|obrigad|grazie|dank|bedankt))
+        (?![\s,]*(problem|worries|need|rush|thank|danke|merci|gracias|obrigad|grazie|dank|bedankt))
     |wrong|incorrect|undo|revert|(that|this|it)('s|\s+is|\s+was)?\s+(wrong|not\s+(right|correct|what|it|true|working)|incorrect)|not\s+what
     |(that|it)\s+(doesn't|does\s+not|didn't)(?!\s+matter)|falsch|das\s+(ist|war)\s+(falsch|nicht)|stimmt\s+nicht|rückgängig
     |faux|c'est\s+(faux|pas)|ce\s+n'est\s+pas|annule|incorrecto|eso\s+no|está\s+(mal|errado)|deshaz|errado|desfaz
@@ -42,6 +41,7 @@ NOT = re.compile(
 BUT = re.compile(r"\b(but|however|aber|mais|pero|mas|porém|ma|però|maar)\b|但|不过|でも|しかし|하지만", re.IGNORECASE)
 SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])|\n+")
 SAME, SHORTEST_REQUEST = 0.9, 12
+LOOKED_AT = 2000  # characters at either end of a long text
 
 
 class UserReply(NamedTuple):
@@ -59,30 +59,47 @@ class NextMessage(AsksModel):
     question = SYSTEM + NO.pattern + THANKS.pattern + NOT.pattern + BUT.pattern
 
     async def scores(self, rollout: Json) -> list[GivenScore]:
-        def found() -> list[UserReply]:
-            return [*replies(rollout)]
-
-        return await together(self._score(reply, rollout["rollout_id"]) for reply in await asyncio.to_thread(found))
-
-    async def _score(self, reply: UserReply, rollout_id: str) -> GivenScore:
         if not self._config.asks:
-            return GivenScore(float(by_rules(reply)), shortened(reply.message, 200), call_id=reply.call_id)
-        texts = [shortened(self._model.clean(text), self._config.longest // 3) for text in reply[1:]]
-        mark = mark_for(*texts)
-        titles = ("The request", "The answer", "The user's next message")
-        text = "\n\n".join(fenced(mark, title, text) for title, text in zip(titles, texts, strict=True))
+            return await asyncio.to_thread(lambda: [_by_rules(reply) for reply in replies(rollout)])
+        mark, questions = await asyncio.to_thread(self._questions, rollout)
         system = SYSTEM.format(data=IS_DATA.format(mark=mark))
-        answer, reason = await self._model.choose(system, text, ["-1", "0", "1"], [rollout_id])
-        return GivenScore(float(answer), reason[:500], call_id=reply.call_id)
+
+        async def asked(call_id: str, text: str) -> GivenScore:
+            answer, reason = await self._model.choose(system, text, ["-1", "0", "1"], [rollout["rollout_id"]])
+            return GivenScore(float(answer), reason[:500], call_id=call_id)
+
+        return await together(asked(call_id, text) for call_id, text in questions)
+
+    def _questions(self, rollout: Json) -> tuple[str, list[tuple[str, str]]]:
+        """The mark of the rollout's texts; and for each reply the call that it is about, and the text."""
+        known: dict[str, str] = {}  # the request of one reply is the message of the one before
+
+        def shown(text: str) -> str:
+            if text not in known:
+                known[text] = shortened(self._model.clean(text), self._config.longest // 3)
+            return known[text]
+
+        found = [(reply.call_id, [*map(shown, reply[1:])]) for reply in replies(rollout)]
+        mark = mark_for(texts for _, texts in found)
+        titles = ("The request", "The answer", "The user's next message")
+
+        def written(texts: list[str]) -> str:
+            return "\n\n".join(fenced(mark, title, text) for title, text in zip(titles, texts, strict=True))
+
+        return mark, [(call_id, written(texts)) for call_id, texts in found]
+
+
+def _by_rules(reply: UserReply) -> GivenScore:
+    return GivenScore(float(by_rules(reply)), shortened(reply.message, 200), call_id=reply.call_id)
 
 
 def by_rules(reply: UserReply) -> int:
     """Return -1, 0 or 1 by what the message begins with, thanks in it, or that it is the same request again.
 
-    A "no" with thanks is 0. Irony is not seen.
+    A "no" with thanks is 0. Irony is not seen. Of a long text, the beginning and the end are looked at.
     """
-    text = reply.message.strip()
-    if _same(text, reply.request.strip()):
+    text = _ends(reply.message.strip())
+    if _same(text, _ends(reply.request.strip())):
         return -1
     sentences = SENTENCE_END.split(text)
     thanks = any(_thanks(one) for one in (sentences[0], sentences[-1])) and not BUT.search(text)
@@ -100,6 +117,13 @@ def replies(rollout: Json) -> Iterator[UserReply]:
     calls = decisions(rollout)
     turns = read(calls)
     digested = Digested()
+    texts: dict[int, tuple[Json, str]] = {}  # by the message's id, which is no other's while it is here
+
+    def text(message: Json) -> str:
+        if id(message) not in texts:
+            texts[id(message)] = message, text_of(message)
+        return texts[id(message)][1]
+
     known: dict[int, int] = {}  # by the digest of what a call was shown
     for i, turn in enumerate(turns):
         digests = [*beginnings(turn.shown, digested)]
@@ -108,11 +132,29 @@ def replies(rollout: Json) -> Iterator[UserReply]:
             earlier = turns[before].shown
             answer, new = [*turn.shown[len(earlier) :], {}, {}][:2]
             if answer.get("role") == "assistant" and new.get("role") == "user":
-                asked = next((text_of(one) for one in reversed(earlier) if one.get("role") == "user"), "")
-                yield UserReply(calls[before]["call_id"], asked, text_of(answer), text_of(new))
+                asked = next((text(one) for one in reversed(earlier) if one.get("role") == "user"), "")
+                yield UserReply(calls[before]["call_id"], asked, text(answer), text(new))
         known[digests[-1]] = i
 
 
+def _ends(text: str) -> str:
+    return text if len(text) <= 2 * LOOKED_AT else f"{text[:LOOKED_AT]}\n{text[-LOOKED_AT:]}"
+
+
 def _same(text: str, request: str) -> bool:
-    one, other = text.casefold()[:1000], request.casefold()[:1000]
-    return len(one) >= SHORTEST_REQUEST and SequenceMatcher(None, one, other, autojunk=False).ratio() >= SAME
+    """Whether nearly all characters of both stand in both in the same order (their longest common subsequence).
+
+    The bits of an integer are the cells of a row of the table (Hyyrö 2004): 4,000 characters take some milliseconds.
+    """
+    one, other = text.casefold(), request.casefold()
+    characters = len(one) + len(other)
+    if len(one) < SHORTEST_REQUEST or 2 * min(len(one), len(other)) < SAME * characters:
+        return False
+    places: dict[str, int] = {}
+    for i, character in enumerate(one):
+        places[character] = places.get(character, 0) | 1 << i
+    every = row = (1 << len(one)) - 1
+    for character in other:
+        alike = row & places.get(character, 0)
+        row = (row + alike | row - alike) & every
+    return 2 * (len(one) - row.bit_count()) >= SAME * characters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from statistics import fmean
 from string import ascii_uppercase
@@ -41,19 +41,24 @@ class Rank(AsksModel):
         source = await self.source()
         if len(rollouts) < 2:
             return [Given(source, error="it has no siblings to be compared with") for _ in rollouts]
-        shown = await asyncio.to_thread(lambda: [messages_of(one, self._model.clean) for one in rollouts])
-        alike: dict[tuple[Said, ...], int] = {}  # the judge is shown one of those that are the same
-        for i in self.order(rollouts):
-            alike.setdefault(tuple(shown[i]), i)
+
+        def read() -> tuple[list[list[Said]], dict[int, int]]:
+            shown = [messages_of(one, self._model.clean) for one in rollouts]
+            first: dict[tuple[Said, ...], int] = {}  # the judge is shown one of those that are the same
+            for i in self.order(rollouts):
+                first.setdefault(tuple(shown[i]), i)
+            return shown, {i: first[tuple(messages)] for i, messages in enumerate(shown)}
+
+        shown, known = await asyncio.to_thread(read)
+        alike = [i for i in self.order(rollouts) if known[i] == i]
         if len(alike) == 1:
             return [Given(source, [GivenScore(0.5, "all attempts are the same")]) for _ in rollouts]
-        parts = overlapping([*alike.values()], self._config.at_once)
+        parts = overlapping(alike, self._config.at_once)
         try:
             found = await together(self._without_refused(part, shown, rollouts) for part in parts)
         except NoReward as error:
             return [Given(source, error=str(error)) for _ in rollouts]
         strength = strengths([places for places, _ in found])
-        known = {i: alike[tuple(messages)] for i, messages in enumerate(shown)}
         scores = by_place({i: strength[like] for i, like in known.items() if like in strength})
         reasons = {i: " ".join(said[like] for _, said in found if like in said)[:500] for i, like in known.items()}
         refused = Given(source, error="the judge refuses what it wrote, and that alone")
@@ -91,17 +96,21 @@ class Rank(AsksModel):
             places = {i: -float(place) for place, tie in enumerate(ties) for i in tie if i is not None}
             return by_place(places), {i: f"{letter}: {found.get('reason', '')}" for letter, i in letters.items()}
 
-        most, same = self._config.longest, shared_beginning([shown[i] for i in part])
-        mark = mark_for(*(shown[i] for i in part))
-        begun = written(mark, shown[part[0]][:same], most)
-        rest = {letter: written(mark, shown[i][same:], most) for letter, i in letters.items()}
-        texts = [fenced(mark, "All attempts begin so", begun)] if begun else []
-        texts += [fenced(mark, f"Attempt {letter}", text) for letter, text in rest.items()]
-        system = SYSTEM.format(aim=self._config.aim or NO_AIM, data=IS_DATA.format(mark=mark))
+        system, text = await asyncio.to_thread(self._question, letters, shown)
         about = [rollouts[i]["rollout_id"] for i in part]
         tie = {"type": "array", "items": TEXT | {"enum": [*letters]}}
         schema = object_of(reason=TEXT, order={"type": "array", "items": tie})
-        return await self._model.structured(system, "\n\n".join(texts), schema, pattern_of(letters), read, about)
+        return await self._model.structured(system, text, schema, pattern_of(letters), read, about)
+
+    def _question(self, letters: Mapping[str, int], shown: Sequence[Sequence[Said]]) -> tuple[str, str]:
+        """The system prompt, and the attempts by their letters: what all begin with, and the rest of each."""
+        part, most = [shown[i] for i in letters.values()], self._config.longest
+        same, mark = shared_beginning(part), mark_for(one for messages in part for one in messages)
+        begun = written(mark, part[0][:same], most)
+        rest = {letter: written(mark, shown[i][same:], most) for letter, i in letters.items()}
+        texts = [fenced(mark, "All attempts begin so", begun)] if begun else []
+        texts += [fenced(mark, f"Attempt {letter}", text) for letter, text in rest.items()]
+        return SYSTEM.format(aim=self._config.aim or NO_AIM, data=IS_DATA.format(mark=mark)), "\n\n".join(texts)
 
 
 def pattern_of(letters: Collection[str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +16,7 @@ from .config import RewarderConfig
 from .model import AsksModel, JudgeModel
 from .process import Function
 from .rewarder import GivenScore, Json, NoReward, together
-from .texts import IS_DATA, Said, fenced, mark_for, messages_of, written
+from .texts import IS_DATA, fenced, mark_for, messages_of, written
 
 SYSTEM = """You answer one question about what an agent did. {data}
 Answer with one of {choices}. Say why in one or two sentences that name what you saw."""
@@ -82,8 +81,8 @@ class Rubric(AsksModel):
         await together(program.check() for program in self._programs.values())
 
     async def scores(self, rollout: Json) -> list[GivenScore]:
-        shown = await asyncio.to_thread(messages_of, rollout, self._model.clean)
-        answers = await together(self._answer(one, rollout, shown) for one in self._criteria)
+        mark, happened = await asyncio.to_thread(self._written, rollout)
+        answers = await together(self._answer(one, rollout, mark, happened) for one in self._criteria)
         found = zip(self._criteria, answers, strict=True)
         value = sum(one.weight * value for one, (value, _) in found) / sum(one.weight for one in self._criteria)
         return [GivenScore(value, "\n".join(said for _, said in answers))]
@@ -91,16 +90,23 @@ class Rubric(AsksModel):
     async def close(self) -> None:
         await together([self._model.close(), *(program.close() for program in self._programs.values())])
 
-    async def _answer(self, one: Criterion, rollout: Json, shown: Sequence[Said]) -> tuple[float, str]:
+    def _written(self, rollout: Json) -> tuple[str, str]:
+        """A mark, and what happened between its lines; no question has the mark."""
+        if not self.questions:
+            return "", ""
+        shown = messages_of(rollout, self._model.clean)
+        mark = mark_for([*shown, [one.question or "" for one in self._criteria]])
+        return mark, fenced(mark, "What happened", written(mark, shown, self._config.longest))
+
+    async def _answer(self, one: Criterion, rollout: Json, mark: str, happened: str) -> tuple[float, str]:
         """The value of one criterion, and what is said of it."""
         if one.question is None:
             scores = await self._programs[one.name].scores(rollout)
             if len(scores) != 1 or not 0 <= scores[0].value <= 1:
                 raise NoReward(f"{one.name}: its program returns no number from 0 to 1")
             return scores[0].value, f"{one.name}: {scores[0].value:g}"
-        scale, mark = SCALES[one.scale], mark_for(shown, one.question)
+        scale = SCALES[one.scale]
         system = SYSTEM.format(data=IS_DATA.format(mark=mark), choices=", ".join(scale))
-        happened = fenced(mark, "What happened", written(mark, shown, self._config.longest))
         text = f"{happened}\n\nThe question: {one.question}"
         answer, reason = await self._model.choose(system, text, [*scale], [rollout["rollout_id"]])
         return scale[answer], f"{one.name} {answer}: {reason[:500]}"

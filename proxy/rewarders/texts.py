@@ -51,9 +51,13 @@ def shortened(text: str, most: int) -> str:
     return f"{text[:half]}\n[{len(text) - 2 * half} characters are left out here]\n{text[-half:]}"
 
 
-def mark_for(*texts: object) -> str:
+def mark_for(messages: Iterable[Iterable[str]]) -> str:
     """Return a mark that no text can contain, since it depends on all of them, and is always the same for them."""
-    return f"<<{hashlib.sha256(repr(texts).encode(errors='replace')).hexdigest()[:16]}"
+    digest = hashlib.sha256()
+    for text in (text for texts in messages for text in texts):
+        raw = text.encode(errors="replace")
+        digest.update(len(raw).to_bytes(8, "big") + raw)
+    return f"<<{digest.hexdigest()[:16]}"
 
 
 def fenced(mark: str, title: str, text: str) -> str:

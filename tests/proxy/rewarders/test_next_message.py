@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
+import json
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -66,6 +70,9 @@ REQUEST = "Please write a short poem about the sea"
         ("No changes needed there, now write the tests", 0),
         ("Stop words: remove them", 0),
         ("This is not urgent: sort the list", 0),
+        ("Thanks! " + "word " * 2000, 1),
+        ("word " * 2000 + ". Thanks!", 1),
+        ("no" + " " * 100_000 + "x", 0),
     ],
 )
 def test_rules_read_several_languages(message: str, worth: int) -> None:
@@ -141,6 +148,43 @@ async def test_calls_are_rewarded_and_their_sum_is_the_return(running: Running, 
         assert [one.get("reward") for one in await conversation(system, "single", REQUEST)] == [None]
 
 
+async def test_a_long_conversation_of_long_messages_holds_nobody_up(running: Running, tmp_path: Path) -> None:
+    """Messages that are nearly the same are the slowest to compare: in the event loop they took 20 s and more."""
+    said: list[dict[str, Any]] = []
+    spans = []
+    for turn in range(120):
+        said = [*said, {"role": "user", "content": "a" * 990 + str(turn)}]
+        spans.append(
+            {"traceId": "1" * 32, "spanId": f"{turn + 1:016x}", "startTimeUnixNano": f"{turn + 1}", "attributes": [
+                {"key": name, "value": {"stringValue": value}} for name, value in {
+                    "gen_ai.operation.name": "chat", "lightning.rollout_id": "r",
+                    "gen_ai.input.messages": json.dumps(said),
+                    "gen_ai.output.messages": json.dumps([{"role": "assistant", "content": str(turn)}]),
+                }.items()
+            ]}
+        )  # fmt: skip
+        said = [*said, {"role": "assistant", "content": str(turn)}]
+    longest = 0.0
+
+    async def waiting() -> None:
+        nonlocal longest
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - began)
+
+    async with running(tmp_path, rewards={"use": [{"kind": "next_message"}]}) as system:
+        body = gzip.compress(json.dumps({"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}).encode())
+        assert await system.call("POST", "/otlp/v1/traces", body, Content_Encoding="gzip") == (200, {})
+        others = asyncio.create_task(waiting())
+        await system.call("POST", "/rollouts/r/end", {"status": "completed"})
+        while (found := (await system.call("GET", "/rollouts/r"))[1])["awaits_reward"]:
+            await asyncio.sleep(0.1)
+        others.cancel()
+    assert [one["reward"] for one in found["rewards"]] == [-1.0] * 119, "the same request again"
+    assert longest < 5, "the event loop was held up"
+
+
 async def test_a_judge_may_read_the_message_which_is_data(running: Running, tmp_path: Path) -> None:
     def thinks(system: str, text: str, shape: Any) -> Any:
         seen = attempts(system, text)
@@ -155,3 +199,5 @@ async def test_a_judge_may_read_the_message_which_is_data(running: Running, tmp_
             assert [(one.get("reward"), one.get("comment")) for one in found] == [
                 (-1.0, "it shows"), (1.0, "it shows"), (None, None),
             ]  # fmt: skip
+            marks = {asked["messages"][1]["content"].split(" ")[0] for asked in judge.asked}
+            assert len(marks) == 1, "one mark for a rollout"
