@@ -71,7 +71,7 @@ def list_keys(context: typer.Context, as_json: Json = False) -> None:
 
     from .formats import print_json
 
-    keys = _with_keyring(context, lambda ring: ring.all()) if _has_store(context) else []
+    keys = _with_keyring(context, lambda ring: ring.all(), to_write=False) if _has_store(context) else []
     if as_json:
         print_json({"data": [_view(key) for key in keys]})
     else:
@@ -107,14 +107,14 @@ def _has_store(context: typer.Context) -> bool:
     return configuration(context).store.may_be_there
 
 
-def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]]) -> T:
+def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]], *, to_write: bool = True) -> T:
     from asyncio import run
 
     from ..proxy.store.keys import Keyring
     from ..proxy.store.opening import opened
 
     async def do() -> T:
-        async with opened(configuration(context).store) as database:
+        async with opened(configuration(context).store, to_write=to_write) as database:
             return await work(Keyring(database))
 
     return run(do())

@@ -111,7 +111,7 @@ async def read_info(config: StoreConfig) -> dict[str, Any]:
     from ..proxy.store.retention import read_pages, read_totals
     from ..proxy.store.rollouts import Rollouts
 
-    async with opened(config) as database:
+    async with opened(config, to_write=False) as database:
         pages = await read_pages(database)
         counts = {f"{mode} {status}": n for (mode, status), n in (await Rollouts(database).counts()).items() if n}
         totals = await read_totals(database)

@@ -126,6 +126,12 @@ class StoreUnavailable(LightningError):
     headers = ((b"retry-after", b"1"),)
 
 
+class OtherSchema(StoreUnavailable):
+    """The store has the schema of another release. It is left as it is."""
+
+    exit_code = 2
+
+
 class Overloaded(LightningError):
     """There is no memory for another large request now, or no file for another connection."""
 

@@ -15,8 +15,9 @@ from ...proxy.config.root import Config
 from ...proxy.config.server import StoreConfig
 from ...proxy.errors import StoreUnavailable
 from ...proxy.policy.mode import publish_mode
-from ...proxy.store.opening import open_database, opened
+from ...proxy.store.opening import opened
 from ...proxy.store.publishing import kept_mode
+from ...proxy.store.sqlite.database import ROOM, has_room
 from ..api_client import ApiClient, ApiError, ProxyNotThere
 from .checks import Check, failed, ok, warning
 
@@ -31,32 +32,21 @@ QUESTION = {"messages": [{"role": "user", "content": "Say hello."}], "max_tokens
 
 async def check_store(config: StoreConfig) -> Check:
     """Check that the store can be opened and written, on a disk with room."""
-    if config.is_postgres:
-        return await _check_server(config)
-    path = config.path.expanduser().absolute()
-    if not path.exists():
+    path = None if config.is_postgres else config.path.expanduser().absolute()
+    if path is not None and not path.exists():
         return _check_place(path)
+    room = None if path is None else _check_room("store", path.parent, f"{path}, writable")
+    if room is not None and room.outcome == "failed":
+        return room
     try:
-        database = await open_database(config)
-        try:
-            await database.commit([])  # takes the write lock
-        finally:
-            await database.close()
-    except StoreUnavailable as error:
-        return failed("store", error.message, f"make {path} writable, or set store.url")
-    free = shutil.disk_usage(path.parent).free / 2**30
-    if free < LOW_DISK_GIB:
-        return warning("store", f"{path}: only {free:.1f} GiB free", "make room: a full disk stops agents with 503")
-    return ok("store", f"{path}, writable, {free:.0f} GiB free")
-
-
-async def _check_server(config: StoreConfig) -> Check:
-    try:
+        async with opened(config, to_write=False):
+            pass  # one of another schema is not changed by looking
         async with opened(config) as database:
             await database.require_writable()
     except StoreUnavailable as error:
-        return failed("store", error.message, "start the server, or set store.url")
-    return ok("store", f"{config.where}, writable")
+        fix = "start the server, or set store.url" if path is None else f"make {path} writable, or set store.url"
+        return failed("store", error.message, fix)
+    return room or ok("store", f"{config.where}, writable")
 
 
 def _check_place(path: Path) -> Check:
@@ -64,8 +54,18 @@ def _check_place(path: Path) -> Check:
     above = next(parent for parent in path.parents if parent.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         return failed("store", f"{path} cannot be made: {above} is not writable", "set store.url to another place")
-    free = shutil.disk_usage(above).free / 2**30
-    return ok("store", f"{path} is not there yet: the first start makes it; {free:.0f} GiB free")
+    return _check_room("store", above, f"{path} is not there yet: the first start makes it")
+
+
+def _check_room(name: str, directory: Path, found: str) -> Check:
+    """Check that the disk of a directory has room."""
+    free = shutil.disk_usage(directory).free
+    if free < ROOM or (os.access(directory, os.W_OK) and not has_room(directory)):
+        return failed(name, f"{directory}: the disk is full", "make room: calls and rewards are refused with 503")
+    if free < LOW_DISK_GIB * 2**30:
+        few = f"{found}, but only {free / 2**30:.1f} GiB free"
+        return warning(name, few, "make room: a full disk stops agents with 503")
+    return ok(name, f"{found}, {free / 2**30:.0f} GiB free")
 
 
 async def check_proxy(api: ApiClient, store: StoreConfig) -> Check:

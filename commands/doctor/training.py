@@ -21,7 +21,7 @@ async def check_training(config: Config) -> AsyncIterator[Check]:
     if not config.store.may_be_there:
         return
     try:
-        async with opened(config.store) as database:
+        async with opened(config.store, to_write=False) as database:
             groups = await Store(database).waiting.groups(grouping=Grouping.of(config.trainer))
     except StoreUnavailable as error:
         yield failed("next step", error.message, "see the store's check above")

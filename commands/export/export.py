@@ -19,6 +19,7 @@ from ...proxy.control.views import beside_calls, record_view
 from ...proxy.errors import ConfigError, LightningError, NotFound
 from ...proxy.store.opening import opened
 from ...proxy.store.reports.credit import CreditBySeq
+from ...proxy.store.sqlite.copies import IdleFile, is_in_use
 from ...proxy.store.store import Store
 from ...proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
 from ..formats import progress_bar
@@ -112,7 +113,11 @@ async def export(store: StoreConfig, target: Path, format: str, kind: Kind, sele
     writer: RowWriter | None = None
     try:
         writer = open_writer(writing, format, kind)
+        path = None if store.is_postgres else store.path.expanduser()
+        idle = None if path is None or is_in_use(path) else IdleFile(path)
         written = await _write_all(store, writer, kind, selection)
+        if idle is not None and idle.is_written():
+            raise LightningError(f"{path} is in use again, so what was read may be out of date: export again")
         writer.close()
         if not in_place:
             writing.replace(target)
@@ -132,9 +137,8 @@ async def export(store: StoreConfig, target: Path, format: str, kind: Kind, sele
 
 async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selection: Selection) -> Written:
     written = Written()
-    async with opened(config) as database:
+    async with opened(config, to_write=False) as database:
         store = Store(database)
-        await store.returns.settle()  # of an older store that no proxy has opened yet
         counts = await store.rollouts.counts()
         total = sum(n for kinds, n in counts.items() if selection.counts(*kinds))
         with progress_bar() as progress:

@@ -30,9 +30,8 @@ async def export_policy(config: Config, number: int, target: Path, form: str | N
         raise ConfigError(f"{target} already exists: choose a new directory")
     if not config.store.may_be_there:
         raise LightningError(f"there is no store at {config.store.where} (store.url)")
-    async with opened(config.store) as database:
+    async with opened(config.store, to_write=False) as database:
         store = Store(database)
-        await store.returns.settle()
         version = await store.versions.get(number)
         source = _files(version, await store.versions.all(), config)
         step = await store.steps.of_version(number)
@@ -55,7 +54,7 @@ async def where(config: Config, options: str = "") -> str | None:
     """
     if not config.store.may_be_there:
         return None
-    async with opened(config.store) as database:
+    async with opened(config.store, to_write=False) as database:
         versions = Store(database).versions
         live, found = await versions.live(), await versions.all()
     here = [version for version in found if version.version and has_files(version)]

@@ -9,19 +9,27 @@ from pathlib import Path
 
 from ...proxy.config.server import StoreConfig
 from ...proxy.errors import LightningError
-from ...proxy.store.sqlite.copies import FILES, connect_to_read, make_private, remove_store, rename_store
+from ...proxy.store.sqlite.copies import (
+    FILES,
+    IdleFile,
+    connect_to_read,
+    is_in_use,
+    make_private,
+    remove_store,
+    rename_store,
+)
 from ...proxy.store.sqlite.locks import keeping
 from ...proxy.store.sqlite.migrate import migrate
 from .tables import BATCH, ORDERS, Record, Table, quoted
 
 
 class FileStore:
-    """A connection to the file. `unchanged`: its time and length, where nobody may write to it meanwhile."""
+    """A connection to the file. `idle`: where nobody may write to it meanwhile."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path, unchanged: tuple[int, int] | None = None) -> None:
+    def __init__(self, connection: sqlite3.Connection, path: Path, idle: IdleFile | None = None) -> None:
         self._connection = connection
         self._path = path
-        self._unchanged = unchanged
+        self._idle = idle
 
     async def count(self, table: Table) -> int:
         return int(self._connection.execute(f"SELECT COUNT(*) FROM {table.name}").fetchone()[0])
@@ -34,7 +42,7 @@ class FileStore:
                 yield tuple(row)
 
     def require_unchanged(self) -> None:
-        if self._unchanged is not None and _state(self._path) != self._unchanged:
+        if self._idle is not None and self._idle.is_written():
             raise LightningError(
                 f"{self._path} was written to meanwhile: stop the proxy and the trainer, and try again"
             )
@@ -64,12 +72,11 @@ async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
     path = config.path.expanduser().absolute()
     if not path.is_file():
         raise LightningError(f"there is no store at {path}")
-    # No process has it open, so SQLite may read it as a file that does not change.
-    unchanged = None if any(path.with_name(path.name + suffix).exists() for suffix in FILES[1:]) else _state(path)
+    idle = None if is_in_use(path) else IdleFile(path)
     with closing(connect_to_read(path, config.busy_timeout_s)) as connection:
         connection.execute("BEGIN")
         connection.execute("SELECT 1 FROM policy_log").fetchone()  # that moment
-        yield FileStore(connection, path, unchanged)
+        yield FileStore(connection, path, idle)
 
 
 @asynccontextmanager
@@ -116,8 +123,3 @@ def _without_triggers(connection: sqlite3.Connection) -> Iterator[None]:
 def _require_none(path: Path) -> None:
     if any(path.with_name(path.name + suffix).exists() for suffix in FILES):
         raise LightningError(f"there is something at {path} already: a store is moved to a new file")
-
-
-def _state(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size

@@ -20,7 +20,7 @@ from ...proxy.config.server import ProxyConfig, StoreConfig
 from ...proxy.config.upstreams import UpstreamConfig
 from ...proxy.errors import LightningError
 from ...proxy.store.opening import opened
-from ...proxy.store.sqlite.copies import is_in_use
+from ...proxy.store.sqlite.copies import IdleFile, is_in_use
 from ..serve import UVICORN
 from ..system.processes import require_free_port
 
@@ -110,25 +110,6 @@ def _names(stores: Sequence[StoreConfig]) -> list[str]:
         store.where if store.is_postgres else os.path.relpath(store.where, shared).removesuffix("/lightning.db")
         for store in stores
     ]
-
-
-class IdleFile:
-    """A file that nobody used was opened as one that does not change. Others may read it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._was = self._now()
-
-    def is_written(self) -> bool:
-        """Return whether anything was written to the file, or to SQLite's log beside it."""
-        return self._now() != self._was
-
-    def _now(self) -> tuple[int, ...]:
-        log = self.path.with_name(f"{self.path.name}-wal")
-        with suppress(OSError):  # removed
-            file = self.path.stat()
-            return file.st_ino, file.st_size, file.st_mtime_ns, log.stat().st_size if log.exists() else 0
-        return ()
 
 
 def end_when_written(files: Sequence[IdleFile], server: Any) -> None:

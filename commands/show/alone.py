@@ -30,10 +30,11 @@ def look(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
     except ProxyNotThere as error:
         if not config.store.may_be_there:
             raise
-        typer.echo(f"{error.message.partition(';')[0]}: this is the store {config.store.where}", err=True)
+        note = f"{error.message.partition(';')[0]}: this is the store {config.store.where}"
 
     async def alone() -> T:
         async with StoreClient(config) as api:
+            typer.echo(note, err=True)
             return await work(api)
 
     return run_until_signal(alone())

@@ -141,7 +141,7 @@ async def _check_weights(config: Config, tell: Tell, *, yes: bool) -> None:
     async with operator_session() as session:
         fleet = VllmFleet.of(config, session)
         if config.store.may_be_there:
-            async with opened(config.store) as database:
+            async with opened(config.store, to_write=False) as database:
                 store = Store(database)
                 running = await store.rollouts.active(time.time() - ACTIVE_S)
                 try:

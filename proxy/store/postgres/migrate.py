@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncpg
 
-from ...errors import StoreUnavailable
+from ...errors import OtherSchema, StoreUnavailable
 from ..scripts import HOUSE, MAKE_ROOMS, ROOM_SEEN, ROOMS_SEEN, RoomScripts, Scripts, scripts_in
 from .translate import translated
 
@@ -48,7 +48,7 @@ async def require_up_to_date(connection: asyncpg.Connection, where: str) -> None
     if version == 0:
         raise StoreUnavailable(f"there is no store at {where}")
     if version < max(_scripts()) or RoomScripts("postgres").unseen(await _rooms_seen(connection)):
-        raise StoreUnavailable(
+        raise OtherSchema(
             f"store {where} cannot be opened: an earlier lightning-proxy worked on it last; "
             "`lightning-proxy serve` brings it up to date"
         )
@@ -67,7 +67,7 @@ async def _version(connection: asyncpg.Connection, where: str) -> int:
             )
     version = int(await connection.fetchval("SELECT version FROM lightning_store"))
     if version > max(_scripts()) or RoomScripts("postgres").is_newer(await _rooms_seen(connection)):
-        raise StoreUnavailable(
+        raise OtherSchema(
             f"store {where} cannot be opened: a newer lightning-proxy has worked on it; update this one, or set "
             "store.url"
         )

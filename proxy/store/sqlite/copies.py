@@ -115,6 +115,25 @@ def is_in_use(store: Path) -> bool:
     return any(store.with_name(store.name + suffix).exists() for suffix in FILES[1:])
 
 
+class IdleFile:
+    """A store's file that nobody used when it was first seen. It is read as one that does not change."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._was = self._now()
+
+    def is_written(self) -> bool:
+        """Return whether anything was written to the file, or to SQLite's log beside it."""
+        return self._now() != self._was
+
+    def _now(self) -> tuple[int, ...]:
+        log = self.path.with_name(f"{self.path.name}-wal")
+        with suppress(OSError):  # removed
+            file = self.path.stat()
+            return file.st_ino, file.st_size, file.st_mtime_ns, log.stat().st_size if log.exists() else 0
+        return ()
+
+
 def only_read(store: Path, wait_s: float = 5.0) -> sqlite3.Connection:
     """Open the file so that SQLite writes nothing, not even a log beside it."""
     mode = "mode=ro" if is_in_use(store) else "immutable=1"

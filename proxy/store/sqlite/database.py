@@ -15,7 +15,7 @@ import aiosqlite
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from ...config.server import StoreConfig
-from ...errors import StoreUnavailable
+from ...errors import OtherSchema, StoreUnavailable
 from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Work, Writing
 from .copies import connect_to_read, make_private
 from .locks import keeping
@@ -63,7 +63,7 @@ class SqliteDatabase(Database):
             path.parent.mkdir(parents=True, exist_ok=True)
             connections = await asyncio.to_thread(_connect_all, path, config)
         except (OSError, sqlite3.Error) as error:
-            raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
+            raise _not_opened(path, error) from error
         return await cls(path, config, connections)._started()
 
     @classmethod
@@ -75,7 +75,7 @@ class SqliteDatabase(Database):
                 lambda: [connect_to_read(path, config.busy_timeout_s) for _ in range(3)]
             )
         except (OSError, sqlite3.Error) as error:
-            raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
+            raise _not_opened(path, error) from error
         return await cls(path, config, connections)._started()
 
     async def _started(self) -> SqliteDatabase:
@@ -143,7 +143,7 @@ class SqliteDatabase(Database):
         except sqlite3.DatabaseError as error:
             self._failed(error)
         # That is a page, which may fit where a record does not.
-        self._writes.require(self._writes.why is None or await asyncio.to_thread(_has_room, self.path.parent))
+        self._writes.require(self._writes.why is None or await asyncio.to_thread(has_room, self.path.parent))
 
     async def _in_writers_thread(self, job: Callable[..., T], *args: Any) -> T:
         """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
@@ -210,6 +210,11 @@ class SqliteDatabase(Database):
             yield alone
 
 
+def _not_opened(path: Path, error: Exception) -> StoreUnavailable:
+    kind = OtherSchema if isinstance(error, sqlite3.NotSupportedError) else StoreUnavailable
+    return kind(f"store {path} cannot be opened: {error}")
+
+
 def _threaded(connection: sqlite3.Connection) -> aiosqlite.Connection:
     """Return aiosqlite's connection by this one. It holds up no process that ends without closing it."""
     threaded = aiosqlite.Connection(lambda: connection, iter_chunk_size=64)
@@ -217,8 +222,8 @@ def _threaded(connection: sqlite3.Connection) -> aiosqlite.Connection:
     return threaded
 
 
-def _has_room(directory: Path) -> bool:
-    """Whether the disk has room for some records."""
+def has_room(directory: Path) -> bool:
+    """Return whether the disk of a directory has room for some records."""
     try:
         with TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, ROOM)

@@ -12,7 +12,7 @@ FIRST = 100
 
 
 def require_ours(connection: sqlite3.Connection) -> None:
-    """Raise NotSupportedError for a file that this release cannot use. Nothing is written to it."""
+    """Raise NotSupportedError for a release that this one cannot read, DatabaseError for what is no store of ours."""
     # In this order: another process that makes the store commits its tables and its version at once.
     has_tables = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
     version = _version(connection)
@@ -24,11 +24,13 @@ def require_ours(connection: sqlite3.Connection) -> None:
             "set store.url to a new file, or export the old one with the release that made it"
         )
     if version == 0 and has_tables:
-        raise sqlite3.NotSupportedError("it belongs to another program; set store.url to a new file")
+        raise sqlite3.DatabaseError("it belongs to another program; set store.url to a new file")
 
 
 def require_up_to_date(connection: sqlite3.Connection) -> None:
-    """Raise NotSupportedError for a store that has to be migrated first."""
+    """Raise NotSupportedError for a store that is empty, or has to be migrated first."""
+    if _version(connection) == 0:
+        raise sqlite3.NotSupportedError("it is empty; `lightning-proxy serve` makes a store in it")
     if _version(connection) < FIRST + max(_scripts()) or RoomScripts("sqlite").unseen(_rooms_seen(connection)):
         raise sqlite3.NotSupportedError(
             "an earlier lightning-proxy worked on it last; `lightning-proxy serve` brings it up to date"
