@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -79,6 +81,9 @@ def main(
     from .commands.telemetry import telemetry_off
 
     os.environ.update(telemetry_off())
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # half a character, or one that the terminal lacks
     context.obj = config_file(config)
 
 

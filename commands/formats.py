@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,8 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document on one line."""
-    print(dumps_readable(value), flush=True)
+    """Print one JSON document on one line, whatever is in it and whatever characters the terminal has."""
+    print(dumps_readable(value, sys.stdout.encoding or "utf-8"), flush=True)
 
 
 def progress_bar() -> Progress:

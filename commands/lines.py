@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import json
 import logging
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..proxy.apis.values import SAID, message_of_error, named_error
+from ..proxy.json_text import dumps_readable
 from ..proxy.types import CallEnd, CallStart
 from .formats import count, duration, plain
 
@@ -67,7 +67,7 @@ class _Json(logging.Formatter):
         entry = {"time": at, "level": record.levelname.lower(), "message": record.getMessage()}
         if record.exc_info:
             entry["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(entry | getattr(record, "fields", {}), ensure_ascii=False)
+        return dumps_readable(entry | getattr(record, "fields", {}), sys.stderr.encoding or "utf-8")
 
 
 def set_up(format: LogFormat, shared: Path | None = None) -> None:

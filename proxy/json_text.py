@@ -61,10 +61,10 @@ def encode_as_vllm(body: Any) -> bytes:
     try:
         fast = orjson.dumps(body, default=fragment)
     except orjson.JSONEncodeError:
-        return _written(body, ascii_only=True)
+        return _written(body, ascii_only=True).encode()
     if not _FLOAT.search(fast):
         return fast
-    return _written(body) if long else json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    return (_written(body) if long else json.dumps(body, ensure_ascii=False, separators=(",", ":"))).encode()
 
 
 def as_utf8(text: bytes) -> bytes:
@@ -95,7 +95,7 @@ def encode(value: Any) -> bytes:
     try:
         return orjson.dumps(value, default=_fragment)
     except orjson.JSONEncodeError:
-        return _written(value, ascii_only=True)
+        return _written(value, ascii_only=True).encode()
 
 
 def _fragment(value: Any) -> orjson.Fragment:
@@ -104,39 +104,59 @@ def _fragment(value: Any) -> orjson.Fragment:
     raise TypeError
 
 
-def dumps_readable(value: Any) -> str:
-    """Encode a value as JSON text with blanks between its parts, as the standard library does."""
-    return _written(value, comma=", ", colon=": ").decode()
+def dumps_readable(value: Any, encoding: str = "utf-8") -> str:
+    """Write any value as JSON for people, with blanks between its parts. It never fails.
 
-
-def _written(value: Any, *, ascii_only: bool = False, comma: str = ",", colon: str = ":") -> bytes:
-    """The JSON of a value as the standard library writes it, but for the texts of its numbers."""
-    encoder = json.JSONEncoder(ensure_ascii=ascii_only, separators=(comma, colon))
-    pieces: list[str] = []
-
-    def write(value: Any) -> None:
-        if isinstance(value, dict):
-            between = "{"
-            for name, item in value.items():
-                pieces.append(f"{between}{encoder.encode(str(name))}{colon}")
-                write(item)
-                between = comma
-            pieces.append("}" if value else "{}")
-        elif isinstance(value, list | tuple):
-            between = "["
-            for item in value:
-                pieces.append(between)
-                write(item)
-                between = comma
-            pieces.append("]" if value else "[]")
-        else:
-            pieces.append(value.text if isinstance(value, Number) else encoder.encode(value))
-
+    Half characters, and what the encoding of the output lacks, are escaped. A float that is no number is null, and what
+    JSON has no form for is a text.
+    """
+    text = _written(value, comma=", ", colon=": ", default=str)
     try:
-        write(value)
-    except RecursionError:  # then numbers are written as floats
-        return encoder.encode(value).encode()
-    return "".join(pieces).encode()
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = _written(value, ascii_only=True, comma=", ", colon=": ", default=str)
+    return text
+
+
+class _Ready(str):
+    """A piece of JSON that is written already."""
+
+
+def _written(
+    value: Any,
+    *,
+    ascii_only: bool = False,
+    comma: str = ",",
+    colon: str = ":",
+    default: Callable[[Any], str] | None = None,
+) -> str:
+    """The JSON of a value as the standard library writes it, but for the texts of its numbers, however deep it is.
+
+    `default`: writes what has no form in JSON; without it, that is a TypeError.
+    """
+    encoder = json.JSONEncoder(ensure_ascii=ascii_only, separators=(comma, colon), default=default)
+    pieces: list[str] = []
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, _Ready):
+            pieces.append(value)
+        elif isinstance(value, Number):
+            pieces.append(value.text)
+        elif isinstance(value, dict) and value:
+            left.append(_Ready("}"))
+            names = [_Ready(f"{comma}{encoder.encode(str(name))}{colon}") for name in value]
+            names[0] = _Ready("{" + names[0].removeprefix(comma))
+            left += [part for pair in zip(reversed(value.values()), reversed(names), strict=True) for part in pair]
+        elif isinstance(value, list | tuple) and value:
+            left.append(_Ready("]"))
+            left += [part for item in reversed(value) for part in (item, _Ready(comma))]
+            left[-1] = _Ready("[")
+        elif default is not None and isinstance(value, float) and not math.isfinite(value):
+            pieces.append("null")
+        else:
+            pieces.append(encoder.encode(value))
+    return "".join(pieces)
 
 
 def dumps(value: Any) -> str:

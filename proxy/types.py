@@ -215,10 +215,13 @@ class ModelCall:
         return self.choices[0].finish_reason if self.choices else None
 
     @property
-    def temperature(self) -> float:
-        """Return the sampling temperature of the request; 1.0 where it names none, as OpenAI's API says."""
+    def temperature(self) -> float | None:
+        """Return the request's sampling temperature: 1.0 without one, as OpenAI's API says; None if it is no number."""
         value = self.request.get("temperature")
-        return 1.0 if value is None else float(value)
+        try:
+            return 1.0 if value is None else float(value)
+        except (TypeError, ValueError, OverflowError):
+            return None
 
     @property
     def sampling(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def save(found: Json, path: Path) -> None:
     """Write the file atomically. Raises LightningError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        unfinished.write_text(json.dumps(found, indent=1) + "\n")
         unfinished.replace(path)
     except OSError as error:
         raise LightningError(f"cannot write {path}: {error.strerror}") from None

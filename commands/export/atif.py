@@ -48,22 +48,27 @@ def _steps(messages: Sequence[Json], made: Sequence[ModelCall | None]) -> list[J
     for message, call in zip(messages, made, strict=True):
         content = message.get("content") or ""
         if message["role"] == "tool" and steps:
-            called = {one["tool_call_id"] for one in steps[-1].get("tool_calls", ())}
-            name = message["tool_call_id"] if message.get("tool_call_id") in called else None
+            called = [one["tool_call_id"] for one in steps[-1].get("tool_calls", ())]
             results = steps[-1].setdefault("observation", {"results": []})["results"]
-            results.append({"source_call_id": name, "content": content})
+            if not isinstance(name := message.get("tool_call_id"), str):  # of the first call without a result
+                taken = {one["source_call_id"] for one in results}
+                name = next((one for one in called if one not in taken), None)
+            results.append({"source_call_id": name if name in called else None, "content": content})
             continue
         steps.append({"step_id": len(steps) + 1, "source": SOURCES.get(message["role"], "user"), "message": content})
         if message["role"] == "assistant":
-            steps[-1] |= _of_agent(message) | (_of_call(call) if call is not None else {})
+            steps[-1] |= _of_agent(message, len(steps)) | (_of_call(call) if call is not None else {})
     return steps
 
 
-def _of_agent(message: Json) -> Json:
+def _of_agent(message: Json, step: int) -> Json:
+    """The thoughts and tool calls of an answer. The format wants an id of each call: one without gets its place."""
     tools = []
-    for one in message.get("tool_calls") or ():
+    for i, one in enumerate(message.get("tool_calls") or ()):
         given = one["function"].get("arguments")
-        named = {"tool_call_id": one.get("id"), "function_name": one["function"]["name"]}
+        own = one.get("id")
+        call_id = own if own and isinstance(own, str) else f"call_{step}_{i}"
+        named = {"tool_call_id": call_id, "function_name": one["function"]["name"]}
         tools.append({**named, "arguments": given if isinstance(given, dict) else {"arguments": given}})
     thoughts = message.get("reasoning_content")
     return ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": tools} if tools else {})

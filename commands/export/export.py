@@ -31,6 +31,7 @@ from .files import BESIDE_CALLS, RowWriter, file_format, open_writer
 
 Kind = Literal["transitions", "sft", "atif"]
 PAGE = 100
+ODD = "a rollout that cannot be written"
 ALL = "all"
 # Of the rollouts to imitate, unless others are asked for: none that is held out, still running, or discarded.
 IMITATED_MODE = "train"
@@ -148,10 +149,18 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
                     progress.advance(bar)
                     if not selection.takes(rollout):
                         continue
-                    with suppress(NotFound):  # deleted meanwhile, for its age perhaps
-                        for row in await _rows(store, rollout, credit, kind, written.left_out):
-                            writer.write(row)
-                            written.rows += 1
+                    try:
+                        rows = list(await _rows(store, rollout, credit, kind, written.left_out))
+                    except NotFound:  # deleted meanwhile, for its age perhaps
+                        continue
+                    except LightningError:
+                        raise
+                    except Exception as error:  # the record may hold whatever agents and upstreams have written
+                        written.left_out[f"{ODD} ({type(error).__name__}: {error})"] += 1
+                        continue
+                    for row in rows:
+                        writer.write(row)
+                        written.rows += 1
     return written
 
 

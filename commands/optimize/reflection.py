@@ -38,7 +38,7 @@ class Reflection:
         """Return the model's answer; LightningError if it gives none, BudgetSpent if it may not be asked again."""
         if self._most is not None and self._uses.total() >= self._most:
             raise BudgetSpent
-        digest = hashlib.sha256(f"{self._model}\n{text}".encode()).hexdigest()
+        digest = hashlib.sha256(f"{self._model}\n{text}".encode(errors="surrogatepass")).hexdigest()
         key = f"{digest} {self._uses[digest] + 1}"
         if key not in self._answers:
             self._answers[key] = await self._complete(text)

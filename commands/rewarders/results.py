@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import IO
 
 from ...proxy.errors import ConfigError
+from ...proxy.json_text import dumps_readable
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class ResultFile:
 
     def add(self, scored: RescoredRollout) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(asdict(scored), ensure_ascii=False) + "\n")
+            self._file.write(dumps_readable(asdict(scored)) + "\n")
             self._file.flush()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import time
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextCol
 from rich.table import Column
 from rich.text import Text
 
+from ...proxy.json_text import dumps_readable
 from ..formats import plain
 from ..lines import LogFormat, time_format
 from ..show.steps import step_line
@@ -98,7 +98,7 @@ class UpView:
     def _print(self, what: str, style: str = "", **fields: Any) -> None:
         if self._format == "json":
             at = datetime.now().astimezone().isoformat(timespec="milliseconds")
-            line = json.dumps({"time": at, "level": "info", "message": what, **fields}, ensure_ascii=False)
+            line = dumps_readable({"time": at, "level": "info", "message": what, **fields})
             self.console.print(plain(line), soft_wrap=True, highlight=False)
         else:
             self.console.print(plain(f"{time.strftime(self._time)} {what}", style), soft_wrap=True, highlight=False)

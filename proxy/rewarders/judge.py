@@ -83,7 +83,7 @@ class Judge(Rewarder):
         if self._answers is None:
             return await self._ask(question)
         asked = f"{self._config.model}\n{INSTRUCTIONS}\n{question}"
-        digest = await aside(len(asked), lambda: hashlib.sha256(asked.encode()).hexdigest())
+        digest = await aside(len(asked), lambda: hashlib.sha256(asked.encode(errors="surrogatepass")).hexdigest())
         if (known := await self._answers.known(digest)) is not None:
             return known
         await self._answers.require()

@@ -82,9 +82,10 @@ class Proxy:
             assert reply.status == (answer if isinstance(answer, int) else 200), await reply.text()
             return reply.headers["x-rollout-id"], reply.headers["x-call-id"]
 
-    async def post(self, path: str, body: Json) -> None:
+    async def post(self, path: str, body: Json) -> Any:
         async with self._session.post(self.url + path, json=body) as reply:
             assert reply.status == 200, await reply.text()
+            return await reply.json()
 
     async def rollout(self, rollout_id: str, requests: str = "whole") -> Json:
         async with self._session.get(f"{self.url}/rollouts/{rollout_id}?requests={requests}") as reply:
