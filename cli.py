@@ -316,12 +316,15 @@ def demo(
     api: Annotated[
         Literal["chat", "messages", "responses"], typer.Option(help="the API that the demo's agent speaks")
     ] = "chat",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on where the demo in --dir was stopped or killed, with its options")
+    ] = False,
 ) -> None:
     """Show the loop on a small real model on this machine."""
     from .commands.demo.config import DemoOptions
     from .commands.demo.demo import demo as run
 
-    run(DemoOptions(steps, seed, directory, model, repeat, ahead, api))
+    run(DemoOptions(steps, seed, directory, model, repeat, ahead, api), resume=resume)
 
 
 app.command(rich_help_panel=SYSTEM)(look.status)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +105,16 @@ class ApiClient:
     async def rollouts(self, **filters: str | int | None) -> dict[str, Any]:
         params = {name: str(value) for name, value in filters.items() if value is not None}
         return await self.request("GET", "/rollouts", params=params)
+
+    async def every_rollout(self, page: int = 1000, **filters: str | None) -> AsyncGenerator[dict[str, Any]]:
+        """Yield the rollouts, the newest first, asking for so many at a time."""
+        cursor: str | None = None
+        while True:
+            found = await self.rollouts(**filters, limit=page, cursor=cursor)
+            for rollout in found["data"]:
+                yield rollout
+            if (cursor := found["next_cursor"]) is None:
+                return
 
     async def delete_rollout(self, rollout_id: str) -> None:
         await self.request("DELETE", f"/rollouts/{rollout_id}")

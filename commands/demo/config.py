@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from ...proxy.errors import ConfigError
+from ..eval.report import save
 from ..system.processes import free_port, make_directory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "addition"
 CONFIG = "config.yaml"
+OPTIONS = "demo.json"  # marks a demo's directory
 GROUP_SIZE = 8
 Api = Literal["chat", "messages", "responses"]
 AGENTS: dict[Api, str] = {"chat": "agent.py", "messages": "messages_agent.py", "responses": "responses_agent.py"}
@@ -38,25 +40,36 @@ class DemoOptions:
     api: Api = "chat"
 
 
-def empty_directory(directory: Path) -> Path:
-    """Make `directory`, or empty it if an earlier demo worked there. ConfigError if it holds anything else."""
-    directory = make_directory(directory, "--dir")
+def begin(options: DemoOptions) -> DemoOptions:
+    """Make the demo's directory, or empty it if an earlier demo worked there, and keep the options for `resumed`.
+
+    ConfigError if it holds anything else.
+    """
+    directory = make_directory(options.directory, "--dir")
     if any(directory.iterdir()):
-        if not _is_a_demos(directory):
+        if _kept_options(directory) is None:
             raise ConfigError(f"{directory} is not empty and not an earlier demo's: choose another --dir")
         shutil.rmtree(directory)
         directory.mkdir()
-    return directory
+    options = replace(options, directory=directory, model=options.model and options.model.absolute())
+    paths = {"directory": str(directory), "model": options.model and str(options.model)}
+    save(asdict(options) | paths, directory / OPTIONS)
+    return options
 
 
-def _is_a_demos(directory: Path) -> bool:
-    """Whether `write_config` wrote the config.yaml there; a checkout has one, too."""
-    config = directory / CONFIG
-    return config.is_file() and _store_url(directory) in config.read_text(errors="replace")
+def resumed(directory: Path) -> DemoOptions:
+    """Return the options with which the demo in `directory` began. ConfigError if none did."""
+    if (kept := _kept_options(directory)) is None:
+        raise ConfigError(f"--resume: no demo was begun in {directory}")
+    return DemoOptions(**kept | {"directory": directory.absolute(), "model": kept["model"] and Path(kept["model"])})
 
 
-def _store_url(directory: Path) -> str:
-    return f"sqlite:///{directory / 'lightning.db'}"
+def _kept_options(directory: Path) -> dict[str, Any] | None:
+    try:
+        kept: dict[str, Any] = json.loads((directory / OPTIONS).read_text())
+        return kept if kept["directory"] == str(directory.absolute()) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def write_config(directory: Path, model: Path, options: DemoOptions) -> Path:
@@ -64,7 +77,7 @@ def write_config(directory: Path, model: Path, options: DemoOptions) -> Path:
     proxy_port, vllm_port = free_port(), free_port()
     data: dict[str, Any] = {
         "proxy": {"port": proxy_port},
-        "store": {"url": _store_url(directory)},
+        "store": {"url": f"sqlite:///{directory / 'lightning.db'}"},
         "upstreams": [{"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"}],
         "policy": {"model": str(model), "publish": "merged", "directory": str(directory / "policy")},
         "vllm": {"port": vllm_port, "max_model_len": 512, "kv_cache_gib": 1.0},
@@ -80,7 +93,3 @@ def write_config(directory: Path, model: Path, options: DemoOptions) -> Path:
     path = directory / CONFIG
     path.write_text(yaml.safe_dump(data, sort_keys=False))
     return path
-
-
-def dump(path: Path, data: dict[str, Any]) -> None:
-    path.write_text(json.dumps(data, indent=1) + "\n")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from rich.console import Console
 from ...proxy.config.file import load_config
 from ...proxy.errors import LightningError
 from ..api_client import ApiClient, ApiError
+from ..eval.report import save
 from ..export.policy import where
 from ..run.backlog import POLL_S, Backlog, PolicyCollapsed
+from ..run.journal import KILLED
 from ..run.programs import PreloadRunner
 from ..run.progress import ProgressView
 from ..run.run import RolloutResult, RunOptions, run_tasks
@@ -29,7 +33,7 @@ from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
 from ..system.steps import tell_why_it_stands
 from ..system.system import Launch, System
-from .config import AGENTS, EXAMPLE, GROUP_SIZE, TASKS_PER_STEP, DemoOptions, dump, empty_directory, write_config
+from .config import AGENTS, EXAMPLE, GROUP_SIZE, TASKS_PER_STEP, DemoOptions, begin, resumed, write_config
 from .model import cache_directory, require_packages
 from .report import DemoResult, curve, save_png, show
 
@@ -40,16 +44,20 @@ PERFECT_STEPS = 4
 STEP_ROLLOUTS = GROUP_SIZE * TASKS_PER_STEP
 
 
-def demo(options: DemoOptions) -> None:
-    """Prepare model, tasks and configuration, run the loop, then show and save the result."""
+def demo(options: DemoOptions, *, resume: bool = False) -> None:
+    """Prepare model, tasks and configuration, run the loop, then show and save the result.
+
+    `resume`: go on in a directory where a demo was stopped or killed, with that demo's options.
+    """
     console = Console()
     require_packages()
-    directory = empty_directory(options.directory)
+    options = resumed(options.directory) if resume else begin(options)
+    directory = options.directory
     tasks = directory / "tasks"
     subprocess.run([sys.executable, EXAMPLE / "tasks.py", tasks, f"--seed={options.seed}"], check=True)
     console.print("[dim]preparing the model[/]")
     # In a process of its own, so that the memory of torch and transformers is free before the loop starts.
-    model = (options.model or cache_directory()).absolute()
+    model = options.model or cache_directory()
     if not (model / "config.json").is_file():
         made = subprocess.run([sys.executable, "-m", "lightning_proxy.commands.demo.model", model], check=False)
         if made.returncode != 0:
@@ -59,11 +67,12 @@ def demo(options: DemoOptions) -> None:
     try:
         result = run_until_signal(work.run())
     except LightningError:
-        console.print(work.reached(), markup=False, highlight=False, soft_wrap=True)
+        lines = f"{work.reached()}\ngo on: lightning-proxy demo --resume --dir {directory}"
+        console.print(lines, markup=False, highlight=False, soft_wrap=True)
         with contextlib.suppress(LightningError):  # the first error is the one to show
             _say_where(config, console)
         raise
-    dump(directory / "result.json", asdict(result))
+    save(asdict(result), directory / "result.json")
     save_png(result, directory / "reward.png")
     show(result, console)
     _say_where(config, console)
@@ -87,6 +96,7 @@ class Demo:
         self._rewards: list[float] = []  # of the training rollouts, in the order in which they ended
         self._failed = self._steps = 0
         self._before: Totals | None = None
+        self._steps_before = 0  # those that a demo which is resumed had taken
         self._began = time.monotonic()
 
     async def run(self) -> DemoResult:
@@ -101,7 +111,12 @@ class Demo:
                     await runner.close()
 
     async def _loop(self, system: System, api: ApiClient, runner: Runner) -> DemoResult:
-        self._before = before = await self._evaluate(api, runner, "base model, held out")
+        kept = self._directory / "before.json"
+        if kept.is_file():
+            self._before = before = Totals(**json.loads(kept.read_text()))
+        else:
+            self._before = before = await self._evaluate(api, runner, "base model, held out")
+            save(asdict(before), kept)
         training = time.monotonic()
         await self._work_until_trained(system, api, runner)
         training_s = time.monotonic() - training
@@ -110,7 +125,7 @@ class Demo:
         return DemoResult(
             self._options.seed, policy["steps"], policy["live_version"], before, after,
             curve(self._rewards, STEP_ROLLOUTS), training_s, time.monotonic() - self._began,
-            (policy.get("best") or {}).get("story"),
+            (policy.get("best") or {}).get("story"), self._steps_before,
         )  # fmt: skip
 
     async def _evaluate(self, api: ApiClient, runner: Runner, label: str) -> Totals:
@@ -123,7 +138,9 @@ class Demo:
         assert system.trainer is not None
         how = RunOptions(GROUP_SIZE, CONCURRENCY, "train", self._directory / "agents")
         backlog = Backlog(api, int((1 + self._options.ahead) * STEP_ROLLOUTS), GROUP_SIZE)
-        working = asyncio.ensure_future(run_tasks(api, self._tasks(), runner, how, self._take, backlog))
+        await self._recall(api, backlog)
+        tasks = islice(self._tasks(), len(self._rewards) // GROUP_SIZE, None)
+        working = asyncio.ensure_future(run_tasks(api, tasks, runner, how, self._take, backlog))
         trained = asyncio.ensure_future(system.trainer.process.wait())
         learnt = asyncio.ensure_future(self._until_nothing_is_left_to_learn(api))
         showing = asyncio.ensure_future(self._show_steps(api))
@@ -139,6 +156,20 @@ class Demo:
             for future in started:
                 future.cancel()
             await asyncio.gather(*started, return_exceptions=True)
+
+    async def _recall(self, api: ApiClient, backlog: Backlog) -> None:
+        """Know the rollouts and steps of a demo that is resumed; what a kill left open has failed."""
+        self._steps_before = (await api.policy())["steps"]
+        completed = []
+        async for rollout in api.every_rollout():
+            if rollout["status"] == "running":
+                await api.end_rollout(rollout["rollout_id"], "failed", KILLED)
+            elif rollout["mode"] == "train" and rollout["status"] == "completed":
+                completed.append(rollout)
+            self._failed += rollout["mode"] == "train" and rollout["status"] in ("running", "failed")
+        self._rewards = [rollout["reward"] for rollout in reversed(completed) if rollout["reward"] is not None]
+        for rollout in completed[: 2 * STEP_ROLLOUTS]:  # the trainer may still wait for others beside these
+            backlog.ended(rollout["rollout_id"])
 
     def reached(self) -> str:
         """Return a line about how far it came."""

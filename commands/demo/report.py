@@ -17,7 +17,7 @@ from ..run.summary import Totals
 class DemoResult:
     """The demo's result. `curve` has the mean reward of each step's worth of training rollouts, in order.
 
-    `best`: the best version, in words.
+    `best`: the best version, in words. `steps_before`: those before it was resumed; the times are of the others.
     """
 
     seed: int
@@ -29,6 +29,7 @@ class DemoResult:
     training_s: float
     total_s: float
     best: str | None = None
+    steps_before: int = 0
 
 
 def curve(rewards: Sequence[float], window: int) -> tuple[float, ...]:
@@ -47,7 +48,10 @@ def show(result: DemoResult, console: Console) -> None:
     console.print(table)
     if len(result.curve) > 1:
         console.print(terminal_curve(result.curve, min(console.width, 100)), markup=False, highlight=False)
-    console.print(f"{result.steps} steps in {result.training_s / 60:.1f} min, {result.total_s / 60:.1f} min in all")
+    since = f", {result.steps_before} of them before it was resumed, the others" * bool(result.steps_before)
+    console.print(
+        f"{result.steps} steps{since} in {result.training_s / 60:.1f} min, {result.total_s / 60:.1f} min in all"
+    )
     if result.best is not None:
         console.print(f"the best is {result.best}")
 

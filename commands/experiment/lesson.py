@@ -121,12 +121,7 @@ class Lesson:
         """What the proxy knows of the training."""
         policy = await api.policy()
         steps = (await api.request("GET", "/policy/steps", params={"limit": "1000"}))["data"]
-        everything, cursor = [], None
-        while True:
-            page = await api.rollouts(limit=1000, cursor=cursor)
-            everything += page["data"]
-            if (cursor := page["next_cursor"]) is None:
-                break
+        everything = [one async for one in api.every_rollout()]
         rollouts = [one for one in everything if one["mode"] == "train" and one["status"] != "discarded"]
         curve = [{"step": one["step"], **{key: one["metrics"].get(key) for key in OF_STEP}} for one in steps]
         return {

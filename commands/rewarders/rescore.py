@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +133,8 @@ class _Work:
         wanted = None if self._options.failed is None else failed_in(self._options.failed)
         tasks: dict[str, list[str]] = defaultdict(list)
         alone: list[list[str]] = []
-        async with aclosing(self._listed()) as rollouts:
+        filters = self._options.filters | {"since": since_of(self._options.filters["since"]), "status": "completed"}
+        async with aclosing(self._api.every_rollout(PAGE, **filters)) as rollouts:
             async for rollout in rollouts:
                 rollout_id, task = rollout["rollout_id"], rollout["task_id"]
                 if wanted is not None and rollout_id not in wanted:
@@ -143,16 +144,6 @@ class _Work:
                 else:
                     alone.append([rollout_id])
         return [*tasks.values(), *alone]
-
-    async def _listed(self) -> AsyncGenerator[dict[str, Any]]:
-        filters = self._options.filters | {"since": since_of(self._options.filters["since"]), "status": "completed"}
-        cursor = None
-        while True:
-            page = await self._api.rollouts(**filters, limit=PAGE, cursor=cursor)
-            for rollout in page["data"]:
-                yield rollout
-            if (cursor := page["next_cursor"]) is None:
-                return
 
     async def _score_together(self, group: list[str]) -> None:
         parts = [group] if self._rewarder.in_groups else [[rollout_id] for rollout_id in group]

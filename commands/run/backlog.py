@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ...proxy.errors import LightningError
@@ -82,7 +82,7 @@ class Backlog(BacklogGate):
             return True
         published = _published(policy["last_step"], is_gated=policy.get("promotion") == "gated")
         left = set(self._ended)
-        async for rollout in self._newest():
+        async for rollout in self._api.every_rollout(min(PAGE, 2 * self._limit), mode="train"):
             if rollout["rollout_id"] in left:
                 left.discard(rollout["rollout_id"])
                 if not _is_waited_for(rollout, published):
@@ -91,15 +91,6 @@ class Backlog(BacklogGate):
                 return False
         self._ended -= left  # deleted rollouts
         return False
-
-    async def _newest(self) -> AsyncIterator[Mapping[str, Any]]:
-        cursor: str | None = None
-        while True:
-            page = await self._api.rollouts(mode="train", limit=min(PAGE, 2 * self._limit), cursor=cursor)
-            for rollout in page["data"]:
-                yield rollout
-            if (cursor := page["next_cursor"]) is None:
-                return
 
 
 def _published(last: Mapping[str, Any] | None, *, is_gated: bool) -> int:

@@ -19,7 +19,7 @@ KNOWN = 6.0  # the first number of every embedding, which no layer changes
 LIKELIER = 9.0
 
 
-def save_spelling_model(directory: Path, seed: int = 0) -> Path:
+def save_spelling_model(directory: Path, seed: int = 0, letters: str = LETTERS) -> Path:
     """Two layers, random weights but for the choice of characters."""
     smollm = prepare_model(cache_directory())
     tokens: dict[str, int] = Tokenizer.from_file(str(smollm / "tokenizer.json")).get_vocab()
@@ -36,7 +36,7 @@ def save_spelling_model(directory: Path, seed: int = 0) -> Path:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
         model.lm_head.weight[:, 0] = -LIKELIER
-        model.lm_head.weight[[tokens[letter] for letter in LETTERS], 0] = LIKELIER
+        model.lm_head.weight[[tokens[letter] for letter in letters], 0] = LIKELIER
     model.save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(smollm / name, directory / name)

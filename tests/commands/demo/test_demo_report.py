@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lightning_proxy.commands.demo.config import DemoOptions, dump, empty_directory, write_config
+from lightning_proxy.commands.demo.config import DemoOptions, begin, resumed, write_config
 from lightning_proxy.commands.demo.demo import Demo, demo
 from lightning_proxy.commands.demo.report import DemoResult, curve, save_png, show
+from lightning_proxy.commands.eval.report import save
 from lightning_proxy.commands.run.summary import Totals
 from lightning_proxy.commands.signals import Interrupted
 from lightning_proxy.proxy.config.file import load_config
@@ -43,7 +44,7 @@ def test_the_table_and_the_curve_are_shown_without_a_terminal() -> None:
 
 def test_the_curve_is_saved_as_a_picture_and_the_numbers_as_json(tmp_path: Path) -> None:
     save_png(RESULT, tmp_path / "reward.png")
-    dump(tmp_path / "result.json", asdict(RESULT))
+    save(asdict(RESULT), tmp_path / "result.json")
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "result.json").read_text())["after"]["solved"] == 0.85
 
@@ -55,7 +56,7 @@ def test_the_curve_holds_whole_windows_only() -> None:
 def test_the_demo_never_empties_a_directory_that_is_not_its_own(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="choose another --dir"):
-        empty_directory(tmp_path)
+        begin(DemoOptions(directory=tmp_path))
     assert (tmp_path / "thesis.txt").exists()
 
 
@@ -64,12 +65,24 @@ def test_a_checkout_with_tasks_is_no_earlier_demo(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("proxy:\nstore:\n  url: sqlite:///lightning.db\n")
     (tmp_path / "tasks").mkdir()
     with pytest.raises(ConfigError, match="choose another --dir"):
-        empty_directory(tmp_path)
+        begin(DemoOptions(directory=tmp_path))
 
 
 def test_an_earlier_demos_directory_is_emptied(tmp_path: Path) -> None:
-    write_config(empty_directory(tmp_path / "demo"), tmp_path / "model", DemoOptions())
-    assert list(empty_directory(tmp_path / "demo").iterdir()) == []
+    options = DemoOptions(directory=tmp_path / "demo", seed=3)
+    (begin(options).directory / "lightning.db").touch()
+    begin(options)
+    assert [path.name for path in (tmp_path / "demo").iterdir()] == ["demo.json"]
+
+
+def test_a_demo_is_resumed_with_the_options_that_it_began_with_and_only_where_one_began(tmp_path: Path) -> None:
+    began = begin(DemoOptions(steps=7, seed=3, directory=tmp_path / "demo", model=tmp_path / "model"))
+    assert resumed(tmp_path / "demo") == began
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "demo" / "demo.json").rename(tmp_path / "moved" / "demo.json")
+    for place in ("demo", "moved", "none"):
+        with pytest.raises(ConfigError, match=f"no demo was begun in .*{place}"):
+            resumed(tmp_path / place)
 
 
 def test_a_package_that_the_demo_lacks_is_named_before_it_starts(
@@ -113,3 +126,4 @@ def test_a_demo_that_is_stopped_says_what_was_reached_and_where_the_model_is(
     assert "of the newest 0.500" in said
     assert f"policy version 1 (live): {tmp_path / 'demo' / 'weights'}" in said
     assert "policy export 1 DIR" in said
+    assert f"go on: lightning-proxy demo --resume --dir {tmp_path / 'demo'}\n" in said
