@@ -53,7 +53,7 @@ def results_table(found: Json) -> Table:
     samples = sorted({*samples[:1], *samples[-1:]})
     shown = _table("model", "reward", "95 %", *(f"pass@{k}" for k in samples), "failed", "no reward")
     for row in found["rows"]:
-        passed = [_share(row["pass_at_k"].get(str(k))) for k in samples]
+        passed = [_share(row["pass_at_k"].get(str(k)), with_interval=k == 1) for k in samples]
         counts = [str(row[name]) for name in ("failed", "without_reward")]
         shown.add_row(_label(row), f"{row['mean_reward']:.3f}", _between(row["interval"]), *passed, *counts)
     return shown
@@ -187,5 +187,9 @@ def _between(interval: Json) -> str:
     return f"{interval['low']:.3f} to {interval['high']:.3f}"
 
 
-def _share(found: Json | None) -> str:
-    return "-" if found is None else f"{100 * found['value']:.1f} %"
+def _share(found: Json | None, *, with_interval: bool) -> str:
+    """A share in percent; of more than one k, an interval would leave no room at 80 columns."""
+    if found is None:
+        return "-"
+    low, high = (100 * found["interval"][end] for end in ("low", "high"))
+    return f"{100 * found['value']:.0f} %" + f" ({low:.0f} to {high:.0f})" * with_interval

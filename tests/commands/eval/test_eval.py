@@ -147,8 +147,8 @@ async def test_a_person_gets_a_table_that_is_plain_when_piped(running: Running, 
         code, out, _ = await e.run("live,1", "--samples", "2")
     lines = [" ".join(line.split()) for line in out.splitlines()]
     assert (code, lines[0]) == (0, "model reward 95 % pass@1 pass@2 failed no reward")
-    assert lines[1] == "live (0) 0.500 0.000 to 1.000 50.0 % 50.0 % 0 0"
-    assert lines[2] == "1 1.000 1.000 to 1.000 100.0 % 100.0 % 0 0"
+    assert lines[1] == "live (0) 0.500 0.000 to 1.000 50 % (0 to 100) 50 % 0 0"
+    assert lines[2] == "1 1.000 1.000 to 1.000 100 % (100 to 100) 100 % 0 0"
     assert lines[4] == "model above live 95 % p tasks"
     assert lines[5] == "1 +0.500 0.000 to 1.000 0.5000 4"
     assert lines[6].startswith("1 beside live: a drop of more than 0.1 is not excluded yet (evidence ")
