@@ -107,7 +107,7 @@ def looks(size: Size) -> list[tuple[str, str, Look]]:
         ("a poll", "what a probe found", lambda s: s.probes.problem(newest)),
         ("a poll", "groups that wait", groups),
         ("a poll", "rollouts without a task that wait", lambda s: s.waiting.lone(limit=SIBLINGS)),
-        ("a poll", "rewards of the newest versions", lambda s: s.waiting.rewarded_since(newest - 2, 64)),
+        ("a poll", "rewards of the newest versions", lambda s: s.trust.since(newest - 2, 64)),
         ("a poll", "whether training stands still", lambda s: s.waiting.standstill(SIBLINGS)),
         ("a step", "claim and give back", step),
         ("a step", "a reward", lambda s: s.rewards.post([Reward("r1", 0.5, final=False)])),

@@ -52,8 +52,8 @@ async def read_status(api: ApiClient) -> dict[str, Any]:
     if ready["store"] != "ok":
         return {
             "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
-            "untrainable": {}, "publishing": None, "standstill": None, "collapse": None, "verified": None,
-            "plugins": [], "recent": None,
+            "untrainable": {}, "publishing": None, "standstill": None, "uncounted": None, "collapse": None,
+            "verified": None, "plugins": [], "recent": None,
         }  # fmt: skip
     steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
     rewards = [step["metrics"]["reward_mean"] for step in steps if "reward_mean" in step["metrics"]]
@@ -180,6 +180,8 @@ def _not_trained_on(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
     if unrewarded := status.get("unrewarded"):
         seen = f"{count(unrewarded)} completed of the newest {count(NEWEST)} rollouts: rewarders gave them none"
         yield "no reward", plain(f"{seen}; the proxy's log says where one failed", "yellow")
+    if uncounted := status["uncounted"]:
+        yield "rewards", plain(uncounted["story"], "yellow")
     if standstill := status["standstill"]:
         yield "standstill", plain(standstill["story"], "yellow")
 

@@ -20,6 +20,7 @@ OF_ALL: Mapping[Kind, dict[str, Any]] = {
         "per_step": None,
         "untrainable": {},
         "standstill": None,
+        "uncounted": None,
         "collapse": None,
         "verified": None,
         "plugins": [],

@@ -26,7 +26,7 @@ async def get_status(request: Request) -> dict[str, Any]:
     """Count rollouts by mode and status, those that wait, and the newest rollouts and calls that are not trained on.
 
     `publishing` says why new weights could not be published; `standstill`, that nothing was learned lately; `collapse`,
-    that publication is stopped, and why. `verified`: how the live version was seen to be served, and when last.
+    that publication is stopped, and why; `uncounted`, that the newest rewards act on nobody else's training. `verified`: how the live version was seen to be served, and when last.
     `recent` sums up the newest 500 calls. A training step takes `per_step` of those that wait.
     For a key that sees only its own rollouts, the answer counts these alone.
     """
@@ -39,6 +39,7 @@ async def get_status(request: Request) -> dict[str, Any]:
     newest, _ = await p.store.rollouts.page({"mode": "train"} | of_key, NEWEST)
     dropped = Counter(rollout.dropped for rollout in newest if rollout.dropped)
     found = await p.store.waiting.standstill(p.config.trainer.rollouts_per_step)
+    uncounted = await p.store.trust.uncounted()
     collapse, seen = await p.store.steps.collapse(), await verified(p.store)
     view = {
         "rollouts": rollouts,
@@ -48,6 +49,7 @@ async def get_status(request: Request) -> dict[str, Any]:
         "publishing": None if p.swap is None else p.swap.why_not_published(),
         "untrainable": await p.store.calls.untrainable(NEWEST),
         "standstill": None if found is None else asdict(found) | {"story": found.story},
+        "uncounted": None if uncounted is None else asdict(uncounted),
         "collapse": None if collapse is None else asdict(collapse),
         "verified": asdict(seen),
         "plugins": p.config.plugins,

@@ -12,6 +12,7 @@ from ..json_text import dumps, loads
 from ..store.database import Database, Row, Transaction
 from ..store.rewards import read_reward
 from ..store.rows import read
+from ..store.trust import IS_EVALUATORS
 from ..types import Reward, RolloutName
 from .tests import Chooser, Observed, Outcome, Promotion
 
@@ -69,7 +70,7 @@ WHERE {test} = :n AND task_id IS :task_id AND opened_by = :opened_by
         compared=f"SELECT COUNT(*) AS rollouts FROM {rollouts} WHERE {evidence}",
         rewards=f"""
 SELECT rewards.* FROM {rollouts} JOIN rewards ON rewards.rollout_id = {rollouts}.rollout_id
-WHERE {evidence} AND rewards.evidence = 1 ORDER BY reward_id
+WHERE {evidence} AND {IS_EVALUATORS} ORDER BY reward_id
 """,
         others=f"SELECT 1 FROM {rollouts} WHERE {test} = :n AND evidence = 0 AND compared = 1 LIMIT 1",
         # It changes with every reward, and with every compared rollout that begins or ends.

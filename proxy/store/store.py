@@ -19,6 +19,7 @@ from .returns import Returns
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .training import TrainingSteps
+from .trust import Trust
 from .versions import PolicyVersions
 from .waiting import Waiting
 
@@ -31,6 +32,7 @@ class Store:
         self.rollouts = Rollouts(database)
         self.returns = Returns(database)
         self.rewards = Rewards(database, self.returns)
+        self.trust = Trust(database, self.returns)
         self.calls = Calls(database, self.rollouts, self.rewards)
         self.events = Events(database)
         self.versions = PolicyVersions(database)
@@ -42,7 +44,7 @@ class Store:
         self.summaries = Summaries(database)
         self.traffic = Traffic(database)
         self.version_report = VersionReport(database)
-        self.waiting = Waiting(database)
+        self.waiting = Waiting(database, self.trust)
         self.endings = Endings(database)
         self.keys = Keyring(database)
         self.conversations = ConversationIndex(database)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..aside import aside
 from ..groups import NO_END, Group, Grouping, Member, Pool, formed
 from ..json_text import dumps
-from ..types import Reward, Rollout
-from .database import Database, Row, Sql
+from ..types import Rollout
+from .database import Database, Row
 from .reports.feed import Feed
-from .rewards import read_reward
 from .rollouts import read_rollout
+from .trust import HAS_REWARD_THAT_COUNTS, Trust
 
 # Whether an ended rollout has a reward. `:failed`: failed ones count for something (`trainer.failed_rollouts`).
 HAS_REWARD = "CASE status WHEN 'completed' THEN rewarded_at IS NOT NULL WHEN 'failed' THEN :failed ELSE FALSE END"
@@ -119,27 +118,9 @@ WHERE task_id = :task_id AND rollouts.n < (SELECT n FROM rollouts WHERE rollout_
   AND mode <> 'eval' AND {HAS_REWARD} AND {IS_OWN} AND {OWNER} IS :owner
 ORDER BY rollouts.n DESC LIMIT :limit
 """
-# Of the newest rollouts. With `=` SQLite would go through all rollouts of this mode and status.
-_ENDED_SINCE_VERSION = """
-rollouts.n > (SELECT MAX(n) FROM rollouts) - :newest AND policy_version >= :version
-AND mode <> 'eval' AND status NOT IN ('running', 'discarded')
-"""
-ROLLOUTS_SINCE_VERSION = f"SELECT * FROM rollouts WHERE {_ENDED_SINCE_VERSION} ORDER BY n"
-REWARDS_SINCE_VERSION = Sql(
-    f"""
-SELECT rewards.* FROM rollouts CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
-WHERE {_ENDED_SINCE_VERSION} ORDER BY rollouts.n, rewards.reward_id
-""",
-    # With OFFSET the rewards of each rollout are looked up, where the server would read all rewards.
-    postgres=f"""
-SELECT rewards.* FROM rollouts
-CROSS JOIN LATERAL (SELECT * FROM rewards WHERE rollout_id = rollouts.rollout_id OFFSET 0) AS rewards
-WHERE {_ENDED_SINCE_VERSION} ORDER BY rollouts.n, rewards.reward_id
-""",
-)
 EQUAL_REWARDS = "all rewards of the group are equal"
 # Since the newest rollout of the last step, or, where that is deleted, since the step began.
-UNLEARNED = """
+UNLEARNED = f"""
 SELECT COUNT(*) AS rollouts, AVG(reward) AS reward FROM (
     SELECT reward FROM rollouts
     WHERE n > COALESCE(
@@ -150,7 +131,7 @@ SELECT COUNT(*) AS rollouts, AVG(reward) AS reward FROM (
             ),
             0
         )
-      AND mode <> 'eval' AND dropped = :reason
+      AND mode <> 'eval' AND dropped = :reason AND {HAS_REWARD_THAT_COUNTS}
     ORDER BY n DESC LIMIT :enough
 ) AS recent
 """
@@ -181,8 +162,9 @@ class NothingLearned:
 class Waiting:
     """Reads rollouts that wait for training; `store.steps` takes them."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, trust: Trust) -> None:
         self._db = database
+        self._trust = trust
         self._feed = Feed(database)
 
     async def groups(self, failed: bool = False, grouping: Grouping | None = None) -> list[Group]:
@@ -288,9 +270,12 @@ class Waiting:
     async def standstill(self, batch: int) -> NothingLearned | None:
         """Return the rollouts dropped in a row for equal rewards, once they make BATCHES batches; else None.
 
+        Only those count whose rewards act on everybody.
+
         `batch`: the rollouts of a training step.
         """
-        row = await self._db.one(UNLEARNED, {"reason": EQUAL_REWARDS, "enough": BATCHES * batch})
+        params = {"reason": EQUAL_REWARDS, "enough": BATCHES * batch} | await self._trust.params()
+        row = await self._db.one(UNLEARNED, params)
         assert row is not None  # it counts
         return NothingLearned(row["rollouts"], row["reward"]) if row["rollouts"] >= BATCHES * batch else None
 
@@ -303,15 +288,6 @@ class Waiting:
         owner = (await self.owners([rollout_id])).get(rollout_id)
         params = {"rollout_id": rollout_id, "limit": limit, "failed": failed, "owner": owner, "task_id": task_id}
         return [read_rollout(r) for r in await self._db.all(statement, params)]
-
-    async def rewarded_since(self, version: int, newest: int) -> list[tuple[Rollout, list[Reward]]]:
-        """Return the ended ones of the `newest` rollouts that began with this version or later, oldest first."""
-        params: dict[str, object] = {"version": version, "newest": newest}
-        rewards = defaultdict[str, list[Reward]](list)
-        for row in await self._db.all(REWARDS_SINCE_VERSION, params):
-            rewards[row["rollout_id"]].append(read_reward(row))
-        rows = await self._db.all(ROLLOUTS_SINCE_VERSION, params)
-        return [(read_rollout(row), rewards[row["rollout_id"]]) for row in rows]
 
 
 def _member(row: Row) -> Member:

@@ -13,7 +13,8 @@ from ...proxy.config.trainer import TrainerConfig
 from ...proxy.returns import Rules, earned
 from ...proxy.store.store import Store
 from ...proxy.store.training import Collapse, Step
-from ...proxy.types import PolicyVersion, Reward, Rollout
+from ...proxy.store.trust import Counted
+from ...proxy.types import PolicyVersion
 from .signs import Measured, ScoredRollout, Sign, kept, reward_sign, step_signs
 
 log = logging.getLogger(__name__)
@@ -119,33 +120,34 @@ class Monitor:
         return list(_led_to(version, await self._store.steps.newest(LINE)))
 
     async def _scored(self, since: int) -> list[ScoredRollout]:
-        """The newest rollouts of versions from `since` on, with their weighted posted rewards.
+        """The newest rollouts of versions from `since` on, with their weighted posted rewards that act on everybody.
 
         Judge scores do not count: only what is trained on has them, which would set versions apart. Rollouts count once
         they are older than most rollouts took, because failures may be quicker than successes.
         """
-        found = await self._store.waiting.rewarded_since(since, NEWEST)
-        took = sorted(_took(rollout, rewards) for rollout, rewards in found) or [0.0]
+        found = await self._store.trust.since(since, NEWEST)
+        took = sorted(map(_took, found)) or [0.0]
         wait = took[int(SETTLED * len(took))]
         settled, unsettled = self._clock() - wait, math.inf
         scored = []
-        for rollout, rewards in found:
+        for one in found:
+            rollout = one.rollout
             if rollout.created_at > settled:
                 unsettled = rollout.created_at + wait
-            elif rollout.policy_version is not None and (reward := self._reward(rollout, rewards)) is not None:
+            elif rollout.policy_version is not None and (reward := self._reward(one)) is not None:
                 scored.append(ScoredRollout(rollout.policy_version, rollout.task_id, reward))
         self._look_again = unsettled
         return scored
 
-    def _reward(self, rollout: Rollout, posted: Sequence[Reward]) -> float | None:
-        found = earned(posted, Rules.of(self._config), rollout.status)
-        return found.own if rollout.status == "failed" else found.returned
+    def _reward(self, one: Counted) -> float | None:
+        found = earned(one.rewards, Rules.of(self._config), one.status)
+        return found.own if one.status == "failed" else found.returned
 
 
-def _took(rollout: Rollout, rewards: Sequence[Reward]) -> float:
+def _took(one: Counted) -> float:
     """The seconds until a rollout had ended and was rewarded."""
-    ends = [rollout.ended_at, *(reward.created_at for reward in rewards)]
-    return max((at for at in ends if at is not None), default=rollout.created_at) - rollout.created_at
+    began, ends = one.rollout.created_at, [one.rollout.ended_at, *(reward.created_at for reward in one.rewards)]
+    return max((at for at in ends if at is not None), default=began) - began
 
 
 def _led_to(version: int, steps: Sequence[Step]) -> Iterator[Step]:

@@ -258,14 +258,18 @@ def _sign(name: CollapseSign, what: str, streak: Sequence[Measured], config: Col
 
 
 def _has_risen(first: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], sigmas: float) -> bool:
-    """Whether the mean reward is higher than in the first steps by more than `sigmas` standard errors."""
+    """Whether the mean reward is higher than in the first steps by more than `sigmas` standard errors, or unknown."""
+    if not all(any(m.get("rollouts_counted", 1) for m in steps) for steps in (first, now)):
+        return True
     (old, old_error), (new, new_error) = _mean_and_error(first), _mean_and_error(now)
     return new - old > sigmas * math.hypot(old_error, new_error)
 
 
 def _mean_and_error(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The mean and its standard error over all rewards of these steps."""
-    of = [(m["rollouts"], m["reward_mean"], m["reward_std"]) for m in steps if m.get("rollouts")]
+    """The mean and its standard error over all rewards of these steps that act on everybody."""
+    names = ("rollouts_counted", "counted_mean", "counted_std"), ("rollouts", "reward_mean", "reward_std")
+    of = [[m[name] for name in names["rollouts_counted" not in m]] for m in steps if m.get("rollouts")]
+    of = [one for one in of if one[0]]
     count = sum(n for n, _, _ in of)
     if not count:
         return 0.0, math.inf

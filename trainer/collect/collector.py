@@ -113,7 +113,8 @@ class Collector:
         if group.task_id is None:
             limit = self._config.rollouts_per_step
             lone = await self._trainable(take, await self._store.waiting.lone_rollouts(limit, self._failed))
-            take.comparisons = [ComparedRollouts([member]) for member in lone]
+            owners = await self._store.waiting.owners(member.rollout.rollout_id for member in lone)
+            take.comparisons = [ComparedRollouts([one], owner=owners.get(one.rollout.rollout_id)) for one in lone]
             return take
         siblings, awaited = await self._store.waiting.siblings(group)
         take.counts["groups"] += 1
@@ -121,7 +122,7 @@ class Collector:
         ids = [*(rollout.rollout_id for rollout in siblings), *awaited]
         take.groups += [ComparedGroup(group.task_id, ids)] if siblings else []
         members = await self._trainable(take, siblings)
-        take.comparisons = [ComparedRollouts(members, await self._compared_before(group, base))]
+        take.comparisons = [ComparedRollouts(members, await self._compared_before(group, base), group.owner)]
         return take
 
     async def _trainable(self, take: Take, siblings: Sequence[Rollout]) -> list[TrainingMember]:
@@ -132,6 +133,7 @@ class Collector:
         self._roll_call.look(m.sibling.calls for m in members)
         await self._sampled.look(call for m in members for call in self._trained(m.sibling.calls))
         rewarded = [m for m in members if m.sibling.rewards.posted is not None]
+        counted = await self._store.trust.returns([m.rollout for m in rewarded])
         found = []
         for rollout, sibling in rewarded:
             if reason := self._unfit(sibling.calls, take.base):
@@ -140,7 +142,7 @@ class Collector:
             elif judged := await self._siblings.judged(rollout, sibling):
                 found.append(TrainingMember(rollout, judged))
                 take.counts["rollouts_failed"] += rollout.status == "failed"
-                take.seen.reward(rollout.task_id, rollout.reward)
+                take.seen.reward(rollout.task_id, rollout.reward, counted.get(rollout.rollout_id))
                 took_part = {self._adapter_of(call.agent) for call in self._trained(judged.calls)}
                 take.compared += 1
                 take.compared_by_adapter.update(took_part or {DEFAULT_ADAPTER})
@@ -279,7 +281,8 @@ class Collector:
         alone: list[ComparedRollouts] = []
         for take, group in zip(takes, joined.waiting, strict=True):
             compared = group.task_id is not None or self._config.lone_rollouts == "running"
-            (parts.setdefault(group.owner, []) if compared else alone).extend(take.comparisons)
+            for one in take.comparisons:
+                (parts.setdefault(one.owner, []) if compared else alone).append(one)
         joined.comparisons = [
             ComparedRollouts([m for part in of for m in part.members], [s for part in of for s in part.known])
             for of in parts.values()

@@ -24,10 +24,14 @@ class TrainingMember(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ComparedRollouts:
-    """Rollouts that are compared with each other. `known` were looked at before: they only count in the baseline."""
+    """Rollouts that are compared with each other. `known` were looked at before: they only count in the baseline.
+
+    `owner`: the key that all were opened with, if it sees only its own.
+    """
 
     members: Sequence[TrainingMember]
     known: Sequence[Sibling] = ()
+    owner: str | None = None
 
 
 @dataclass(slots=True)

@@ -39,6 +39,9 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("reward_std", "reward", "standard deviation of these rewards"),
         ("reward_min", "reward", "lowest of these rewards"),
         ("reward_max", "reward", "highest of these rewards"),
+        ("counted_mean", "reward", "mean reward of `rollouts_counted`, which the collapse monitor looks at"),
+        ("counted_std", "reward", "standard deviation of these rewards"),
+        ("rollouts_counted", "count", "rollouts whose rewards act on everybody (docs/keys.md)"),
         ("reward_task_std", "reward", "standard deviation of the tasks' mean rewards: how far apart the tasks are"),
     ),
     **_group(

@@ -62,6 +62,7 @@ function Warnings({ now, policy }) {
     collapse && `Training stopped: ${collapse.what}. Promote version ${collapse.go_back_to} to continue.`,
     now.publishing && `New weights cannot be published: ${now.publishing}`,
     now.standstill && sentence(now.standstill.story),
+    now.uncounted && sentence(now.uncounted.story),
     ...(ready && ready.status !== "ready" ? reasons(ready) : []),
   ].filter(Boolean);
   return problems.map((one) => html`<div class="failure" role="alert"><p>${one}</p>${collapse && html`<a href="#/versions">Go to versions</a>`}</div>`);

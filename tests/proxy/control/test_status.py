@@ -15,8 +15,8 @@ from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
 
 NOTHING: dict[str, Any] = {
-    "dropped": {}, "untrainable": {}, "publishing": None, "standstill": None, "collapse": None, "plugins": [],
-    "per_step": 64,
+    "dropped": {}, "untrainable": {}, "publishing": None, "standstill": None, "uncounted": None, "collapse": None,
+    "plugins": [], "per_step": 64,
     "verified": {
         "version": 0, "verified": True, "deviations": None, "difference": None, "by": None, "probed_at": None,
         "problem": None, "story": "the base model: there is nothing to verify",
