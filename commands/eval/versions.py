@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ...proxy.config.root import Config
 from ...proxy.errors import LightningError
-from ..api_client import ask
+from ..api_client import ApiClient, ask
 from ..formats import count, number, print_json
 from ..show.listing import checked
 from .stats import compare
@@ -24,7 +24,11 @@ def show_comparison(config: Config, a: int, b: int, mode: str | None, *, as_json
     """Print how far version `b` is above `a`. LightningError where they have nothing in common."""
     checked(mode, None)
     params = {"a": str(a), "b": str(b), "costs": "true"} | ({} if mode is None else {"mode": mode})
-    found = ask(config, lambda api: api.request("GET", "/policy/compare", params=params))
+
+    async def read(api: ApiClient) -> tuple[dict[str, Any], dict[str, Any]]:
+        return await api.request("GET", "/policy/compare", params=params), await api.request("GET", "/policy/versions")
+
+    found, versions = ask(config, read)
     require_rollouts(found)
     found["metrics"] = {name: metric for name in METRICS if (metric := compared(found["data"], name)) is not None}
     if as_json:
@@ -36,6 +40,10 @@ def show_comparison(config: Config, a: int, b: int, mode: str | None, *, as_json
     console = Console(highlight=False)
     console.print(f"{found['mode']} rollouts of {found['tasks']} common tasks: {' and '.join(sides)}")
     console.print(comparison_table(found))
+    rewards = {one["version"]: one["rewards"].get(found["mode"]) for one in versions["data"]}
+    if any(rewards[found[side]]["mean"] != found[f"mean_{side}"] for side in "ab"):
+        both = " and ".join(f"{_shown(rewards[found[side]]['mean'])} of version {found[side]}" for side in "ab")
+        console.print(f"the reward over all tasks, not only common ones: {both}")
 
 
 def require_rollouts(found: dict[str, Any]) -> None:

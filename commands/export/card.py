@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...proxy.json_text import dumps
-from ...proxy.store.rollouts import MeanReward
+from ...proxy.store.reports.versions import MeanReward
 from ...proxy.store.training import Step, TrainedData
 from ...proxy.types import PolicyVersion
 
@@ -109,7 +109,7 @@ def _rewards(facts: CardFacts) -> Iterator[str]:
         yield ""
         yield f"Mean reward of the first training step's rollouts: {means[0]:.3f}; of the last one's: {means[-1]:.3f}."
     yield ""
-    yield "Means over all rollouts with a reward that began with the version. The tasks of the two may differ."
+    yield "Means over the tasks of rewarded rollouts that began with the version. The tasks of the two may differ."
 
 
 def _mean(found: MeanReward | None) -> str:

@@ -26,8 +26,9 @@ VERIFICATION = {"deviations": "verify_deviations", "difference": "verify_differe
 def list_versions(context: typer.Context, as_json: Json = False) -> None:
     """List the policy versions, oldest first. Those that are `ready` can be promoted.
 
-    `step reward` is the mean reward of the step that made the version: of rollouts before it. `verified` says by how
-    many standard deviations (sd) vLLM's answers were those of the new weights and not of the old.
+    `reward` is the mean over tasks of the training rollouts that began with the version, `held out` that of those in
+    mode `eval`. `verified` says by how many standard deviations (sd) vLLM's answers were those of the new weights and
+    not of the old.
 
     Below: the best version, the test that is under way, and how the last one was decided (policy.promotion: gated).
     """
@@ -69,7 +70,7 @@ def promote(
     if version == "best":
         best = ask(configuration(context), lambda api: api.policy()).get("best")
         if best is None:
-            raise LightningError("no version is the best yet: too few steps were taken")
+            raise LightningError("no version is the best yet: none that can be served has a reward")
         version = best["version"]
     try:
         number = int(version)
@@ -89,28 +90,32 @@ def versions_table(versions: list[dict[str, Any]], of_steps: Mapping[int | None,
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 1), pad_edge=False)
-    held = ["held out"] if any(v.get("evaluation") for v in versions) else []
-    for name in ("version", "", "status", "step", "step reward", *held, "published", "verified", "when"):
+    held = ["held out"] if any(v.get("evaluation") or v["rewards"].get("eval") for v in versions) else []
+    for name in ("version", "", "status", "step", "reward", *held, "published", "verified", "when"):
         table.add_column(name, justify="right" if name in ("version", "step") else "left", no_wrap=True)
     for v in versions:
-        mean = v["metrics"].get("reward_mean")
         status = v["status"] if v["live"] or v["status"] != "ready" else _readiness(v["obstacle"])
         cells = (str(v["version"]), "*" if v["live"] else "", status, "-" if v["step"] is None else str(v["step"]))
         when = time.strftime(
             "%m-%d %H:%M" if held else "%Y-%m-%d %H:%M", time.localtime(v["live_at"] or v["created_at"])
         )
         published = (v["publish"] or "-", _verified(v["verified"], of_steps.get(v["version"], {})), when)
-        rewards = ["-" if mean is None else f"{mean:.3f}", *(_held_out(v["evaluation"]) for _ in held)]
+        rewards = [_mean(v["rewards"].get("train")) or "-", *(_held_out(v) for _ in held)]
         table.add_row(*cells, *rewards, *(("base model", "-", "-") if v["version"] == 0 else published))
     return table
 
 
-def _held_out(evaluation: Mapping[str, Any] | None) -> str:
+def _held_out(version: Mapping[str, Any]) -> str:
+    evaluation, seen = version.get("evaluation"), _mean(version["rewards"].get("eval"))
     if evaluation is None:
-        return ""
+        return seen
     if evaluation["ended_at"] is None:
         return "begun"
-    return "failed" if evaluation["reward"] is None else f"{evaluation['reward']:.3f}"
+    return seen or ("failed" if evaluation["reward"] is None else f"{evaluation['reward']:.3f}")
+
+
+def _mean(found: Mapping[str, Any] | None) -> str:
+    return "" if found is None else f"{found['mean']:.3f}"
 
 
 def _verified(verified: bool, of_step: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from ..on_board import extended
 from ..store.reports.traffic import RecentTraffic
-from ..store.rollouts import MeanReward
+from ..store.reports.versions import MeanReward
 from ..store.training import Collapse, Step
 from ..types import (
     CallStatus,

@@ -40,7 +40,7 @@ def compared(means: Sequence[TaskMean], a: int, b: int, mode: Mode | None) -> di
 
 
 def _of(means: Sequence[TaskMean], version: int, mode: Mode) -> ByTask:
-    return {mean.task_id: mean for mean in means if mean.version == version and mean.mode == mode}
+    return {one.task_id: one for one in means if (one.version, one.mode) == (version, mode) and one.task_id is not None}
 
 
 def _view(mean: TaskMean) -> dict[str, Any]:

@@ -56,17 +56,17 @@ async def get_policy(request: Request) -> dict[str, Any]:
 async def get_versions(request: Request) -> Response:
     """Every policy version, oldest first, with the metrics of the step that made it, and whether it can go live.
 
-    `rewards`: by mode, the mean reward of the rollouts that began with it. `parent`: the version that its step started
-    from.
+    `rewards`: by mode, the mean reward over tasks of the rollouts that began with it. `parent`: the version that its
+    step started from.
     """
     p, sight = await parts_for_all(request), caller_of(request).sight
     beside = [await one.of_versions() for one in p.beside]
     live, versions = (await p.store.versions.live()).version, await p.store.versions.all()
     parents = await p.store.version_report.parents()
-    earned = await p.store.rollouts.rewards_by_version((v.version for v in versions), sight.key_id)
+    earned = await p.store.version_report.rewards([v.version for v in versions], sight.key_id)
     rewards: dict[int, dict[str, Any]] = {}
-    for (mode, version), mean in earned.items():
-        rewards.setdefault(version, {})[mode] = asdict(mean)
+    for (mode, version), one in earned.items():
+        rewards.setdefault(version, {})[mode] = {"mean": one.mean, "rollouts": one.rollouts}
 
     def view(v: PolicyVersion) -> dict[str, Any]:
         facts: dict[str, Any] = {"rewards": rewards.get(v.version, {}), "parent": parents.get(v.version)}
@@ -102,7 +102,7 @@ async def compare(request: Request, a: Number, b: Number, mode: Mode | None = No
     p, sight = await parts_for_all(request), caller_of(request).sight
     for version in (a, b):
         await p.store.versions.get(version)
-    means = await p.store.version_report.rewards_by_task(a, b, sight.key_id, costs=costs)
+    means = await p.store.version_report.task_means((a, b), sight.key_id, costs=costs)
     return await large_response(lambda: compared(means, a, b, mode))
 
 

@@ -9,7 +9,7 @@ from prometheus_client import Gauge
 
 from ..control.beside import Beside, Fields
 from ..recording.metrics import Metrics
-from .evaluations import Evaluations
+from .evaluations import Best, Evaluations, HeldOut
 
 
 class EvaluationBeside(Beside):
@@ -18,16 +18,16 @@ class EvaluationBeside(Beside):
     _best: Gauge | None = None
 
     async def of_policy(self) -> Fields:
-        evaluations = Evaluations(self.store.database)
-        best, last = await evaluations.best(), await evaluations.last()
+        best, last = await self._found()
         return {
             "best": None if best is None else asdict(best) | {"story": best.story},
             "evaluation": None if last is None else asdict(last),
         }
 
     async def of_versions(self) -> Callable[[int], Fields]:
-        evaluations = Evaluations(self.store.database)
-        found, best = await evaluations.all(), await evaluations.best()
+        evaluations = Evaluations(self.store)
+        best, seen = await evaluations.best(), await evaluations.with_rewards([*(await evaluations.all()).values()])
+        found = {one.version: one for one in seen}
 
         def fields(version: int) -> Fields:
             one = found.get(version)
@@ -40,10 +40,15 @@ class EvaluationBeside(Beside):
         if self._best is None:
             self._best = metrics.gauge("best_version", "The best policy version; -1 while none is known")
             self._held_out = metrics.gauge("evaluation", "The last evaluation on held-out tasks", "metric")
-        evaluations = Evaluations(self.store.database)
-        best, last = await evaluations.best(), await evaluations.last()
+        best, last = await self._found()
         self._best.set(-1 if best is None else best.version)
         for name in (
             ("version", "step", "reward", "low", "high") if last is not None and last.reward is not None else ()
         ):
             self._held_out.labels(name).set(getattr(last, name))
+
+    async def _found(self) -> tuple[Best | None, HeldOut | None]:
+        """The best version, and the evaluation beside training that began last."""
+        evaluations = Evaluations(self.store)
+        best, last = await evaluations.best(), await evaluations.last()
+        return best, None if last is None else (await evaluations.with_rewards([last]))[0]

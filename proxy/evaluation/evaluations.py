@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from ..json_text import dumps, loads
-from ..store.database import Database
 from ..store.rows import read
+from ..store.store import Store
+from ..store.trust import OPENED_BY_ONE_THAT_COUNTS
 
 BEGIN = """
 INSERT INTO evaluations (version, step, began_at) VALUES (:version, :step, :at)
@@ -24,7 +26,6 @@ WHERE version = :version
 FAILED = "UPDATE evaluations SET ended_at = :at, error = :error WHERE version = :version"
 FIRST = "SELECT version, by_task FROM evaluations WHERE reward IS NOT NULL ORDER BY step LIMIT 1"
 LAST = "SELECT * FROM evaluations ORDER BY step DESC LIMIT 1"
-BEST = "SELECT version, judged, reward, low, high FROM best_version WHERE n = 1"
 # That went live, and were seen to be served where their weights took others' place (`VERSIONS_NEVER_VERIFIED`).
 SERVABLE = """
 SELECT version FROM policy_versions WHERE path IS NOT NULL AND live_at IS NOT NULL
@@ -36,11 +37,14 @@ SELECT 1 FROM rollouts WHERE status = 'running' AND mode = 'train' AND (created_
     SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.started_at > :since
 )) LIMIT 1
 """
-CHOOSE = """
-INSERT INTO best_version (n, version, judged, reward, low, high) VALUES (1, :version, :judged, :reward, :low, :high)
-ON CONFLICT (n) DO UPDATE SET version = excluded.version, judged = excluded.judged, reward = excluded.reward,
-    low = excluded.low, high = excluded.high
+# Versions with held-out rollouts that were opened lately and have not ended.
+UNDER_WAY = f"""
+SELECT DISTINCT policy_version AS version FROM rollouts
+WHERE status = 'running' AND mode = 'eval' AND task_id IS NOT NULL AND policy_version IS NOT NULL
+    AND created_at > :since AND {OPENED_BY_ONE_THAT_COUNTS}
 """
+LATELY_S = 3600.0
+ENOUGH = 8  # rollouts of training that a version is judged by, if any has so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best version that can be served, `judged` by evaluations, or without any by the smoothed training reward."""
+    """The best version that can be served, `judged` by held-out rollouts, or without any by those of training."""
 
     version: int
     judged: Literal["evaluation", "reward"]
@@ -80,16 +84,19 @@ class Best:
     @property
     def story(self) -> str:
         """Return it for people."""
-        if self.judged == "reward":
-            return f"version {self.version}: smoothed training reward {self.reward:.3f}"
-        return f"version {self.version}: held-out reward {self.reward:.3f} ({self.low:.3f} to {self.high:.3f})"
+        what = "held-out" if self.judged == "evaluation" else "training"
+        interval = "" if self.low is None else f" ({self.low:.3f} to {self.high:.3f})"
+        return f"version {self.version}: {what} reward {self.reward:.3f}{interval}"
 
 
 class Evaluations:
-    """The table of evaluations, one a version, and the row of the best version. The trainer alone writes them."""
+    """The table of evaluations (`trainer.eval`), one a version, which the trainer alone writes; and the best version.
 
-    def __init__(self, database: Database) -> None:
-        self._db = database
+    The reward of a version that was evaluated is that of all its held-out rollouts, as far as they are still there.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._db = store, store.database
 
     async def all(self) -> dict[int, HeldOut]:
         """Return the evaluations by version."""
@@ -133,24 +140,40 @@ class Evaluations:
         return await self._db.one(AT_WORK, {"since": since}) is not None
 
     async def best(self) -> Best | None:
-        """Return the best version, as it was last chosen; None if none was, or if it can no longer be served."""
-        row = await self._db.one(BEST)
-        return None if row is None or row["version"] not in await self._servable() else read(Best, row)
+        """Return the best version by the rewards that there are; None as long as none can be told.
 
-    async def choose(self, smoothed: Mapping[int, float]) -> Best | None:
-        """Choose the best version anew. `smoothed`: training rewards, for when nothing was evaluated.
-
-        The version that is the best by rewards so far keeps its own, where `smoothed` has none. Of equals, the oldest.
+        The one with the highest held-out reward (of equals, the oldest), if any has one and is not being evaluated
+        now. Else the newest whose interval is not below that of another one.
         """
-        servable, before = await self._servable(), await self.best()
-        known = {**({before.version: before.reward} if before else {}), **smoothed}
-        by_reward = [Best(version, "reward", known[version]) for version in servable if version in known]
-        found = [one for version in servable if (one := await self.of(version)) is not None and one.reward is not None]
-        evaluated = [Best(one.version, "evaluation", one.reward or 0.0, one.low, one.high) for one in found]
-        best = max(evaluated or by_reward, key=lambda one: one.reward, default=None)
-        if best is not None and best != before:
-            await self._db.commit([(CHOOSE, [asdict(best)])])
-        return best
+        servable = await self._servable()
+        if servable == [0]:
+            return None
+        rewards, being_evaluated = await self._store.version_report.rewards(servable), await self.under_way()
+        held_out = {v: Best(v, "evaluation", one.reward, one.low, one.high)
+                    for v, one in (await self.all()).items() if one.reward is not None}  # fmt: skip
+        held_out |= {v: Best(v, "evaluation", one.mean, one.low, one.high)
+                     for (mode, v), one in rewards.items() if mode == "eval"}  # fmt: skip
+        judged = [held_out[version] for version in servable if version in held_out.keys() - being_evaluated]
+        if judged:
+            return max(judged, key=lambda one: one.reward)
+        trained = [(version, one) for version in servable if (one := rewards.get(("train", version))) is not None]
+        trained = [(version, one) for version, one in trained if one.rollouts >= ENOUGH] or trained
+        most = max((one.low for _, one in trained if one.low is not None), default=-math.inf)
+        found = [(version, one) for version, one in trained if one.high is None or one.high >= most]
+        return next((Best(version, "reward", one.mean, one.low, one.high) for version, one in reversed(found)), None)
+
+    async def under_way(self) -> set[int]:
+        """Return the versions that are being evaluated: beside training, or by `lightning-proxy eval`."""
+        params = {"since": time.time() - LATELY_S} | await self._store.trust.params()
+        rows = await self._db.all(UNDER_WAY, params)
+        begun = [one.version for one in (await self.all()).values() if one.ended_at is None]
+        return {row["version"] for row in rows} | {*begun}
+
+    async def with_rewards(self, found: Sequence[HeldOut]) -> list[HeldOut]:
+        """Return evaluations with the rewards that their versions have by now."""
+        rewards = await self._store.version_report.rewards([one.version for one in found if one.reward is not None])
+        now = [(one, rewards.get(("eval", one.version))) for one in found]
+        return [replace(one, reward=seen.mean, low=seen.low, high=seen.high) if seen else one for one, seen in now]
 
     async def _servable(self) -> list[int]:
         """The few versions that have files, and the base model."""

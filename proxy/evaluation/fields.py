@@ -12,7 +12,7 @@ from .evaluations import HeldOut
 
 
 class BestSeen(BaseModel):
-    """The best version. `judged`: by evaluations, or by the smoothed training reward. `story` says it to people."""
+    """The best version. `judged`: by held-out rollouts, or by those of training. `story` says it to people."""
 
     version: int
     judged: Literal["evaluation", "reward"]

@@ -148,19 +148,6 @@ ROLLOUT_DELETE = """
 DELETE FROM rollouts WHERE rollout_id = :rollout_id AND status <> 'running'
    AND NOT EXISTS (SELECT 1 FROM steps WHERE steps.step = rollouts.step AND steps.status = 'claimed')
 """
-# Not of rollouts that another model answered in part.
-ROLLOUT_REWARDS = """
-SELECT mode, policy_version, AVG(reward) AS mean, COUNT(*) AS rollouts FROM rollouts
-WHERE reward IS NOT NULL AND foreign_calls = 0
-    AND policy_version IN (SELECT CAST(value AS BIGINT) FROM json_each(:versions))
-GROUP BY policy_version, mode
-"""
-ROLLOUT_REWARDS_OF_KEY = """
-SELECT mode, policy_version, AVG(reward) AS mean, COUNT(*) AS rollouts
-FROM (SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT :newest) AS recent
-WHERE reward IS NOT NULL AND foreign_calls = 0 AND policy_version IS NOT NULL
-GROUP BY policy_version, mode
-"""
 ROLLOUTS_ACTIVE = """
 SELECT COUNT(*) AS rollouts FROM rollouts WHERE status = 'running' AND (created_at > :since OR EXISTS (
     SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.started_at > :since
@@ -211,14 +198,6 @@ class RolloutKey:
     may_reward: bool = True
     key_id: str | None = None
     evidence: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MeanReward:
-    """The mean reward of so many rollouts."""
-
-    mean: float
-    rollouts: int
 
 
 class Rollouts:
@@ -340,19 +319,6 @@ class Rollouts:
         """Count the newest rollouts of a key by (mode, status), and those of them that wait for the trainer."""
         rows = await self._db.all(ROLLOUT_COUNTS_OF_KEY, {"key_id": key_id, "newest": NEWEST_OF_KEY})
         return {(r["mode"], r["status"]): r["rollouts"] for r in rows}, sum(int(r["waiting"]) for r in rows)
-
-    async def rewards_by_version(
-        self, versions: Iterable[int], key_id: str | None = None
-    ) -> dict[tuple[str, int], MeanReward]:
-        """Return the mean reward of the rollouts that began with these policy versions, by mode and version.
-
-        With `key_id`, of the newest rollouts that were opened with this key.
-        """
-        if key_id is not None:
-            rows = await self._db.all(ROLLOUT_REWARDS_OF_KEY, {"key_id": key_id, "newest": NEWEST_OF_KEY})
-        else:
-            rows = await self._db.all(ROLLOUT_REWARDS, {"versions": dumps([*versions])})
-        return {(r["mode"], r["policy_version"]): MeanReward(r["mean"], r["rollouts"]) for r in rows}
 
     async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None, by: Sender = OPERATOR) -> Rollout:
         """End a rollout. Ending it again with the same status changes nothing; with another one it is a Conflict."""

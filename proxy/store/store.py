@@ -43,7 +43,7 @@ class Store:
         self.tasks = Tasks(database)
         self.summaries = Summaries(database)
         self.traffic = Traffic(database)
-        self.version_report = VersionReport(database)
+        self.version_report = VersionReport(database, self.trust)
         self.waiting = Waiting(database, self.trust)
         self.endings = Endings(database)
         self.keys = Keyring(database)

@@ -44,6 +44,13 @@ END_COUNTS = f"(end_counts = 1 OR (:plain AND {_SEES_ALL.format('rollouts')}))"
 HAS_REWARD_THAT_COUNTS = f"""
 EXISTS (SELECT 1 FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id AND {REWARD_COUNTS})
 """
+# Whether its `reward` is made of rewards that count alone.
+COUNTS_AS_IT_IS = f"""
+CASE WHEN :plain THEN {_SEES_ALL.format("rollouts")} ELSE (end_counts = 1 OR status <> 'failed') AND NOT EXISTS (
+    SELECT 1 FROM rewards WHERE rewards.rollout_id = rollouts.rollout_id AND {_NAMED} AND evidence = 0
+) END
+"""
+OPENED_BY_ONE_THAT_COUNTS = f"(rollouts.evidence = 1 OR (:plain AND {_SEES_ALL.format('rollouts')}))"
 COUNTED = f"""
 SELECT rollouts.rollout_id AS rollout, CASE WHEN {END_COUNTS} THEN status ELSE 'completed' END AS status, rewards.*
 FROM rollouts LEFT JOIN rewards ON rewards.rollout_id = rollouts.rollout_id AND {REWARD_COUNTS}
@@ -144,6 +151,6 @@ class Trust:
         why = "an evaluator's came before" if self._evaluators else "their keys see their own rollouts alone"
         return Uncounted(
             row["rewards"],
-            f"none of the newest {row['rewards']} acts on all, as {why}. They are trained on, but nothing watches for a "
-            "falling reward. Reward with an admin's key, or one of `keys create NAME --evaluator` (docs/keys.md)",
+            f"none of the newest {row['rewards']} acts on all, as {why}. They are trained on, but nothing watches for "
+            "a falling reward. Reward with an admin's key, or one of `keys create NAME --evaluator` (docs/keys.md)",
         )

@@ -45,7 +45,6 @@ class Evaluator(BestVersion):
         self._process = EvalProcess(self._config, core.run.file, core.config.policy.directory)
         self._ended = asyncio.Event()
         self._runs = False  # fine-tuning publishes without it
-        self._under_way: int | None = None
 
     async def run(self) -> None:
         self._runs = True
@@ -69,9 +68,6 @@ class Evaluator(BestVersion):
             await pause(stop, LOOK_S)
             if stop.is_set():
                 raise Stopped
-
-    async def keep(self) -> set[int]:
-        return await super().keep() | (set() if self._under_way is None else {self._under_way})
 
     async def owed(self) -> Owed | None:
         """Return the live version if it is to be evaluated: none was before, or `every_steps` were taken since."""
@@ -106,8 +102,7 @@ class Evaluator(BestVersion):
                 await self._evaluate(owed)
 
     async def _evaluate(self, owed: Owed) -> None:
-        """Evaluate a version, keep the result or why there is none, and choose the best version anew."""
-        self._under_way = owed.version
+        """Evaluate a version, and keep the result or why there is none."""
         await self.evaluations.begin(*owed)
         log.info("policy version %d is evaluated on held-out tasks", owed.version)
         try:
@@ -115,8 +110,6 @@ class Evaluator(BestVersion):
         except (NotEvaluated, OSError) as error:
             log.warning("policy version %d is not evaluated: %s", owed.version, error)
             await self.evaluations.failed(owed.version, str(error))
-        self._under_way = None
-        await self.choose()
 
     def _pace(self) -> Callable[[], Awaitable[None]]:
         """Return what waits before each rollout while agents work, but not beyond its place in an even spread."""

@@ -41,7 +41,7 @@ class EvaluatingPlugin(TrainerPlugin):
         evaluates = EvalKeys.of(core.config.trainer).eval.tasks is not None
         beside = Evaluator(core) if evaluates else BestVersion(core.store)
         yield TrainerHooks(beside=beside)
-        if (best := await beside.choose()) is not None:
+        if (best := await beside.evaluations.best()) is not None:
             log.info("the best is %s; `lightning-proxy policy promote best` makes it live", best.story)
 
 

@@ -30,7 +30,7 @@ function Found({ versions, best }) {
   if (evaluated.length === 0) return html`<${Empty}>${ELSEWHERE} Without <code>trainer.eval</code> there are none.<//>`;
   const columns = columnsFor(first);
   return html`<dl class="stats">
-      <${Stat} label="best version" value=${best?.version ?? "–"} note=${best ? `by ${best.judged === "evaluation" ? "held-out tasks" : "its smoothed training reward"}` : "none that can be served is known yet"} />
+      <${Stat} label="best version" value=${best?.version ?? "–"} note=${best ? `by ${best.judged === "evaluation" ? "held-out tasks" : "its training reward"}` : "none that can be served is known yet"} />
       ${best && html`<${Stat} label="its reward" value=${number(best.reward)} note=${best.low !== null && interval(best.low, best.high)} />`}
       ${done.length > 0 && html`<${Stat} label="last evaluation" value=${number(done.at(-1).reward)} note=${`version ${done.at(-1).version}, ${interval(done.at(-1).low, done.at(-1).high)}`} />`}
     </dl>
@@ -53,16 +53,17 @@ function Curve({ done }) {
 // `first`: the evaluation that the others are compared with.
 const columnsFor = (first) => [
   { name: "version", label: "version", cell: (row) => html`<a class="pick" href=${link("rollouts", { mode: "eval", version: row.version })} title="its rollouts">version ${row.version}</a>${row.live && html` <${Badge} kind="accent">live<//>`}${row.best && html` <${Badge} kind="good">best<//>`}` },
-  { name: "reward", label: "reward", num: true, title: "mean over tasks; a rollout without a reward counts as 0", cell: ({ evaluation }) => html`<${Result} of=${evaluation} />` },
+  { name: "reward", label: "reward", num: true, title: "mean over tasks; a rollout without a reward counts as 0", cell: ({ evaluation, rewards }) => html`<${Result} of=${evaluation} mean=${rewards?.eval?.mean} />` },
   { name: "interval", label: "95 %", num: true, cell: ({ evaluation: of }) => typeof of?.reward === "number" && `${number(of.low)} to ${number(of.high)}` },
   { name: "difference", label: first ? `above version ${first.version}` : "above the first", num: true, title: "on the same tasks, with its 95 % interval", cell: ({ evaluation: of }) => typeof of?.difference === "number" && html`${signed(of.difference)} <small>${signed(of.difference_low)} to ${signed(of.difference_high)}</small>` },
   { name: "tasks", label: "tasks", num: true, cell: ({ evaluation }) => evaluation?.tasks },
   { name: "failed", label: "failed", num: true, title: "agent programs that failed", cell: ({ evaluation: of }) => (of?.failed > 0 ? `${number(of.failed)} of ${number(of.rollouts)}` : null) },
-  { name: "rollouts", label: "mean of all eval rollouts", num: true, title: "also of `eval` and of agents that send X-Rollout-Mode: eval", cell: ({ rewards }) => rewards?.eval && html`<${Reward} value=${rewards.eval.mean} /> <small>of ${number(rewards.eval.rollouts)}</small>` },
+  { name: "rollouts", label: "eval rollouts", num: true, title: "also of `eval` and of agents that send X-Rollout-Mode: eval", cell: ({ rewards }) => rewards?.eval && number(rewards.eval.rollouts) },
   { name: "when", label: "when", num: true, cell: ({ evaluation }) => evaluation && html`<${Time} at=${evaluation.ended_at ?? evaluation.began_at} />` },
 ];
 
-function Result({ of }) {
+function Result({ of, mean }) {
+  if (typeof mean === "number" && of?.ended_at !== null) return html`<${Reward} value=${mean} />`;
   if (!of) return html`<${Reward} />`;
   if (of.error) return html`<small class="reason" title=${of.error}>${of.error}</small>`;
   return typeof of.reward === "number" ? html`<${Reward} value=${of.reward} />` : html`<${Badge}>under way<//>`;

@@ -24,7 +24,7 @@ function Chosen({ versions, params }) {
       <label>to<select name="b" onChange=${onChange}>${options("b")}</select></label>
       <label>mode<select name="mode" onChange=${onChange}>${["", "eval", "train"].map((mode) => html`<option value=${mode} selected=${mode === (chosen.mode ?? "")}>${mode || "eval if both have it"}</option>`)}</select></label>
     </form>
-    ${chosen.b === undefined ? html`<${Empty}>Only the base model is there. <code>lightning-proxy train</code> publishes version 1 after its first step.<//>` : html`<${Loaded} of=${comparison}>${(found) => html`<${Found} found=${found} />`}<//>`}`;
+    ${chosen.b === undefined ? html`<${Empty}>Only the base model is there. <code>lightning-proxy train</code> publishes version 1 after its first step.<//>` : html`<${Loaded} of=${comparison}>${(found) => html`<${Found} found=${found} versions=${versions} />`}<//>`}`;
 }
 
 // The oldest and the newest version that were evaluated, or else that earned any reward.
@@ -36,15 +36,16 @@ function defaults(versions) {
   return last === first ? { a: first.version } : { a: first.version, b: last.version };
 }
 
-function Found({ found }) {
+function Found({ found, versions }) {
   if (found.tasks === 0) {
     return html`<${Empty}>No task has rewarded rollouts of both versions. <code>lightning-proxy eval --tasks FILE --models ${found.a},${found.b} -- COMMAND</code> gives both the same tasks.<//>`;
   }
   const sure = found.interval && (found.interval[0] > 0 || found.interval[1] < 0);
   const verdict = !sure ? "The interval includes 0: these tasks do not tell them apart." : `Version ${found.difference > 0 ? found.b : found.a} earns more.`;
+  const reward = (which) => versions.find(({ version }) => version === which)?.rewards[found.mode]?.mean;
   return html`<dl class="stats">
-      <${Stat} label=${`version ${found.a}`} value=${number(found.mean_a)} note="mean over tasks" />
-      <${Stat} label=${`version ${found.b}`} value=${number(found.mean_b)} note="mean over tasks" />
+      <${Stat} label=${`version ${found.a}`} value=${number(reward(found.a))} note=${`${number(found.mean_a)} on the paired tasks`} />
+      <${Stat} label=${`version ${found.b}`} value=${number(reward(found.b))} note=${`${number(found.mean_b)} on the paired tasks`} />
       <${Stat} label="difference" value=${signed(found.difference)} note=${found.interval ? `95 % interval ${signed(found.interval[0])} to ${signed(found.interval[1])}` : "too few tasks for an interval"} />
       <${Stat} label="paired tasks" value=${number(found.tasks)} note=${`${found.mode} rollouts`} />
     </dl>

@@ -20,7 +20,7 @@ RESULTS = [(0.30, None), (0.42, 0.12), (0.58, 0.28)]
 async def evaluated(system: Any, directory: Path) -> None:
     """The base model and two versions with results, and one whose evaluation failed."""
     async with system.store() as store:
-        evaluations = Evaluations(store.database)
+        evaluations = Evaluations(store)
         for step in (1, 2, 3):
             version = await store.versions.new("merged", step, {})
             (directory / f"v{version}").mkdir(exist_ok=True)

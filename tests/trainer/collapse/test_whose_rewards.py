@@ -1,4 +1,4 @@
-"""Whose rewards stop everybody's training: those of an own-scoped key never, a plain key's until an evaluator speaks."""
+"""Whose rewards stop training: those of an own-scoped key never, a plain key's until an evaluator has rewarded."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Evaluating:
 
     def __init__(self, system: Any, store: Store, directory: Path) -> None:
         self.system, self.store, self.directory = system, store, directory
-        self.evaluations = Evaluations(store.database)
+        self.evaluations = Evaluations(store)
         self.reported: list[dict[str, float]] = []
 
     def evaluator(self, mode: str = "lora", every_steps: int = 10, samples: int = 1, **more: Any) -> Evaluator:
