@@ -145,12 +145,12 @@ class Evaluations:
         The one with the highest held-out reward (of equals, the oldest), if any has one and is not being evaluated
         now. Else the newest whose interval is not below that of another one.
         """
-        servable = await self._servable()
-        if servable == [0]:
-            return None
+        servable, stored = await self._servable(), await self.all()
+        if servable == [0] and not stored:
+            return None  # many rollouts may have begun with the base model
         rewards, being_evaluated = await self._store.version_report.rewards(servable), await self.under_way()
         held_out = {v: Best(v, "evaluation", one.reward, one.low, one.high)
-                    for v, one in (await self.all()).items() if one.reward is not None}  # fmt: skip
+                    for v, one in stored.items() if one.reward is not None}  # fmt: skip
         held_out |= {v: Best(v, "evaluation", one.mean, one.low, one.high)
                      for (mode, v), one in rewards.items() if mode == "eval"}  # fmt: skip
         judged = [held_out[version] for version in servable if version in held_out.keys() - being_evaluated]

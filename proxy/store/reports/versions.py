@@ -44,7 +44,7 @@ COUNTING_IN_PART = f"""
 SELECT * FROM rollouts WHERE {_OF_VERSIONS} AND reward IS NOT NULL
     AND {HAS_REWARD_THAT_COUNTS} AND NOT {COUNTS_AS_IT_IS} ORDER BY n DESC LIMIT 10000
 """
-# On a held-out task, a program that failed has earned nothing.
+# On a held-out task, a program that failed has earned nothing, unless all of them failed.
 FAILED_HELD_OUT = f"""
 SELECT policy_version, mode, task_id, 0.0 AS mean, COUNT(*) AS rollouts, 0.0 AS square FROM rollouts
 WHERE mode = 'eval' AND status = 'failed' AND {_OF_VERSIONS} AND reward IS NULL AND task_id IS NOT NULL
@@ -161,8 +161,7 @@ class VersionReport:
         if key_id is None:
             is_all = await self._trust.whose() == "everybody's"
             counts = REWARDS_BY_TASK if is_all else REWARDS_BY_TASK_THAT_COUNT
-        rows = [*await self._db.all(counts, params), *await self._db.all(FAILED_HELD_OUT, params)]
-        found = [TaskMean(*row) for row in rows]
+        found = [TaskMean(*row) for row in await self._db.all(counts, params)]
         if counts == REWARDS_BY_TASK_THAT_COUNT:
             rollouts = [read_rollout(row) for row in await self._db.all(COUNTING_IN_PART, params)]
             returns = await self._trust.returns(rollouts)
@@ -171,6 +170,9 @@ class VersionReport:
                 for one in rollouts
                 if (value := returns.get(one.rollout_id)) is not None
             ]
+        evaluated = {one.version for one in found if one.mode == "eval"}
+        failed = [TaskMean(*row) for row in await self._db.all(FAILED_HELD_OUT, params)] if evaluated else []
+        found += [one for one in failed if one.version in evaluated]
         joined: dict[tuple[Any, ...], TaskMean] = {}
         for one in found:
             known = joined.get(one[:3])

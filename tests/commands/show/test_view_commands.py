@@ -185,7 +185,7 @@ async def test_versions_are_listed_promoted_and_rolled_back(running: Running, tm
         await store.steps.trained(step, None, {"version": version, "verify_deviations": 41.27})
         _, out, _ = await system.lightning("policy", "list")
         head, base, first = out.splitlines()
-        assert ("step reward" in head, "base model" in base, "41.3 sd" in first) == (True, True, True), out
+        assert ("step  reward" in head, "base model" in base, "41.3 sd" in first) == (True, True, True), out
         _, out, _ = await system.lightning("policy", "list", "--json")
         nothing, how = (v["verification"] for v in json.loads(out)["data"])
         assert how == {"deviations": 41.27, "difference": None, "by": None} != nothing

@@ -127,9 +127,9 @@ async def test_a_version_has_one_reward_wherever_it_is_shown(running: Running, t
         told = [line.split() for line in out.splitlines()]
         assert [line[-6:-4] for line in told if line[:1] in (["1"], ["2"])] == [["0.350", "0.100"], ["0.650", "0.200"]]
         _, policy = await system.call("GET", "/policy")
-        assert (policy["best"]["version"], policy["best"]["reward"]) == (2, 0.2)
+        assert (policy["best"]["version"], policy["best"]["reward"]) == (2, pytest.approx(0.2))
         assert [one["best"] for one in versions["data"]] == [False, False, True]
-        assert versions["data"][2]["rewards"]["eval"] == {"mean": 0.2, "rollouts": 6}
+        assert versions["data"][2]["rewards"]["eval"] == {"mean": pytest.approx(0.2), "rollouts": 6}
         _, out, _ = await system.lightning("status")
         assert "version 2: held-out reward 0.200" in out
 
