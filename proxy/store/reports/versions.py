@@ -46,7 +46,7 @@ SELECT * FROM rollouts WHERE {_OF_VERSIONS} AND reward IS NOT NULL
 """
 # On a held-out task, a program that failed has earned nothing, unless all of them failed.
 FAILED_HELD_OUT = f"""
-SELECT policy_version, mode, task_id, 0.0 AS mean, COUNT(*) AS rollouts, 0.0 AS square FROM rollouts
+SELECT policy_version, mode, task_id, COUNT(*) AS rollouts FROM rollouts
 WHERE mode = 'eval' AND status = 'failed' AND {_OF_VERSIONS} AND reward IS NULL AND task_id IS NOT NULL
     AND (key_id = :key_id OR (:key_id IS NULL AND {OPENED_BY_ONE_THAT_COUNTS}))
 GROUP BY policy_version, mode, task_id
@@ -171,8 +171,8 @@ class VersionReport:
                 if (value := returns.get(one.rollout_id)) is not None
             ]
         evaluated = {one.version for one in found if one.mode == "eval"}
-        failed = [TaskMean(*row) for row in await self._db.all(FAILED_HELD_OUT, params)] if evaluated else []
-        found += [one for one in failed if one.version in evaluated]
+        failed = await self._db.all(FAILED_HELD_OUT, params) if evaluated else ()
+        found += [TaskMean(*row[:3], 0.0, row["rollouts"], 0.0) for row in failed if row[0] in evaluated]
         joined: dict[tuple[Any, ...], TaskMean] = {}
         for one in found:
             known = joined.get(one[:3])

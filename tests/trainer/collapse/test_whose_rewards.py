@@ -131,7 +131,7 @@ async def test_rollouts_that_an_own_key_fails_or_opens_in_masses_hide_and_stop_n
     assert not await tenants.collapsed(failed_rollouts="zero")
     await tenants.rewarded(judge, 1, [0.0] * 30)
     for _ in range(2):
-        await tenants.rewarded(own, 1, [1.0] * 1000)
+        await tenants.rewarded(own, 1, [], n=1000)
     assert await tenants.collapsed()
 
 
