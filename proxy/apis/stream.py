@@ -136,6 +136,7 @@ class BufferedTranscript:
     may_end = True
 
     def __init__(self, dialect: Dialect, injection: Injection, status: int, *, translated: bool) -> None:
+        self.shown = False
         self.ended = False
         self.held = b""
         self.error: str | None = None
@@ -151,12 +152,10 @@ class BufferedTranscript:
         self._waits = b""  # of the pieces that were looked at
         self._body: Any = None
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes) -> bytes:
+        """Return the bytes to send now: none until the answer is `shown` as it comes."""
         self._pieces.append(data)
-
-    def passable(self) -> bytes:
-        """Return the bytes that may be sent now; the caller sends them."""
-        if self.rewrites and self._waits:
+        if not self.shown or (self.rewrites and self._waits):
             return b""
         data = self._waits + b"".join(self._pieces[self._seen :])
         text = len(data.rstrip(_BLANKS))

@@ -6,17 +6,21 @@ all workers. Named rollouts cost nothing here.
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import time
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
 from ..apis.atoms import Atom, answer_atoms, request_atoms
 from ..apis.marks import answer_marks, is_unique, request_marks
+from ..apis.responses import is_under_way
 from ..recording.group_commit import Statement
+from ..store.calls import Giver
 from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
 from ..store.store import Store
-from ..types import CallEnd, CallStart, RolloutName
+from ..types import CallEnd, CallStart, ModelCall, RolloutName
 from .digests import State, beginnings, digest, identified, last_question, origins, quotations, without_thoughts
 
 log = logging.getLogger(__name__)
@@ -141,11 +145,26 @@ class UnnamedRollouts:
                 found[rollout] = None
         return await self._index.longest([*found])
 
-    async def giver(self, caller: str, rollout: RolloutName, response_id: str) -> tuple[str, str | None] | None:
-        """Return the rollout and the upstream that gave a response, or None if the response is unknown."""
+    async def giver(self, caller: str, rollout: RolloutName, response_id: str) -> Giver | None:
+        """Return the call that gave a response, or None if the response is unknown."""
         response_digest = digest(caller, "response", response_id)
         rollout_id = rollout.rollout_id if rollout.named else await self._index.leads_to(response_digest)
         return None if rollout_id is None else await self._calls.giver(rollout_id, response_id)
+
+    async def call(self, call_id: str) -> ModelCall:
+        """Return a call that `giver` found."""
+        (call,) = await self._calls.some([call_id], {})
+        return call
+
+    async def compacted(self, caller: str, request: Json, name: RolloutName, response: Json) -> None:
+        """Remember that the items which stand for a long conversation lead to the rollout of that conversation."""
+        conversation = await asyncio.to_thread(Conversation, request)
+        if (rollout_id := await self.find(caller, request, conversation, name)) is not None:
+            within, at = _within(caller, name), {"rollout_id": rollout_id, "at": time.time()}
+            digests = {identified(within, mark) for mark in answer_marks(response)}
+            if isinstance(response_id := response.get("id"), str):
+                digests.add(digest(caller, "response", response_id))
+            await self._index.add([at | {"digest": one} for one in digests])
 
 
 def start_statements(caller: str, start: CallStart, conversation: Conversation) -> list[Statement]:
@@ -156,9 +175,14 @@ def start_statements(caller: str, start: CallStart, conversation: Conversation) 
 
 
 def end_statements(caller: str, start: CallStart, conversation: Conversation, end: CallEnd) -> list[Statement]:
-    """Return statements that store how requests that continue an answered call find it; none for a failed call."""
-    if end.status != "ok" or not isinstance(end.response, dict):
+    """Return statements that store how requests that continue an answered call find it.
+
+    None for a failed call, but if its response goes on: then the response's id.
+    """
+    if not isinstance(end.response, dict):
         return []
+    if end.status != "ok":
+        return [*_points(caller, start, end, end.response)] if is_under_way(end.response) else []
     try:
         return list(_end_statements(caller, start, conversation, end, end.response))
     except Exception:  # the call is recorded whatever its answer looks like
@@ -182,6 +206,12 @@ def _end_statements(
                 yield CONVERSATION_POINT, row | {"digest": point}
         for origin in origins(within, request_text, answer, question, marks):
             yield CONVERSATION_ORIGIN, row | {"digest": origin}
+    yield from _points(caller, start, end, response)
+
+
+def _points(caller: str, start: CallStart, end: CallEnd, response: Json) -> Iterator[Statement]:
+    """By the ids that later requests may name: of the response, and of a conversation that the server keeps."""
+    row = {"rollout_id": start.rollout.rollout_id, "at": start.started_at + end.latency_ms / 1000}
     for name in (response.get("id"), _kept(response)):
         if isinstance(name, str):
             yield CONVERSATION_POINT, row | {"digest": digest(caller, "response", name)}

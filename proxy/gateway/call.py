@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ..access.auth import credentials
 from ..access.limits import Limiter
 from ..apis.dialects import Dialect
+from ..apis.responses import is_under_way
 from ..apis.stream import BufferedTranscript, Transcript
 from ..apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, ONLY_RECORDED, Tokens
 from ..apis.tools import tool_calls
@@ -264,7 +265,8 @@ class CallUnderWay:
             if not reply.started:
                 head = [*answer.headers(keep_length=not transcript.rewrites), *self._headers()]
                 await reply.start(answer.status, head)
-            await reply.body(transcript.passable())
+            transcript.shown = True
+            await reply.body(transcript.feed(b""))
 
         def is_late() -> None:
             nonlocal showing
@@ -273,10 +275,10 @@ class CallUnderWay:
         late = asyncio.get_running_loop().call_later(AT_ONCE_S, is_late)
         try:
             async for piece in pieces:
-                transcript.feed(piece)
+                sent = transcript.feed(piece)
                 if showing is not None:
                     await showing
-                    await reply.body(transcript.passable())
+                    await reply.body(sent)
         finally:
             late.cancel()
             if showing is not None:
@@ -311,6 +313,8 @@ class CallUnderWay:
                 status, error = "error" if status == "ok" else status, in_answer
             elif self._reply.agent_left and status == "ok":
                 status, error = "cancelled", "the agent disconnected; its answer was finished for the record"
+            elif status == "ok" and self._transcript is not None and is_under_way(self._transcript.response()):
+                status = "incomplete"
             end = self._call_end(status, error)
             self._committed = self._commit(end)
             self._committed.add_done_callback(partial(self._tell_listeners, end))
@@ -413,6 +417,8 @@ class CallUnderWay:
                 self._exact.ended(end)
             if self._decision.chat and gateway.chat_route:
                 gateway.chat_route.answered(self._start, end)
+            if end.status == "incomplete":  # a background response, which ends later
+                return
             gateway.metrics.call_ended(end, question.recorded)
             for listener in gateway.listeners if question.recorded else ():
                 listener(self._start, end, question.headers)

@@ -15,16 +15,20 @@ import orjson
 
 from ..access.auth import Caller, Keys, credentials
 from ..apis.dialects import DIALECTS, Dialect
+from ..apis.responses import is_under_way
+from ..apis.stream import BufferedTranscript, Transcript
 from ..aside import LARGE, aside
 from ..config.root import Config
 from ..errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
 from ..json_text import as_utf8, loads, loads_in_turns
+from ..store.calls import Giver
 from ..types import Mode, RolloutName, check_id
 from ..upstreams.attempts import Attempts, form_model, is_form, target_of
 from ..upstreams.base import Request, Route
 from .asgi import Bodies, ClientDisconnected, Receive, Reply, Scope, Send, read_headers
 from .call import Gateway, Question, model_of
 from .packed import unpack
+from .resumed import Resumed, passed_on
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +37,7 @@ _METHODS = frozenset(["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 _READS = ("GET", "HEAD")
 _NOBODY = Caller(None, forward_authorization=False)  # of a browser's preflight, whose body is not read
 _RESPONSES = "/v1/responses/"
+_COMPACT = "/v1/responses/compact"
 _OPERATOR_ROUTES = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 # What a server behind us might resolve to another path than the one that was checked.
 _AMBIGUOUS = re.compile(r"\.\.|//|/\.(?:/|$)|[\\\x00-\x1f\x7f]")
@@ -155,6 +160,7 @@ class Relay:
         self._bodies = bodies
         self._policy = gateway.policy
         self._upstreams = gateway.upstreams
+        self._resumed = None if gateway.unnamed is None else Resumed(gateway, gateway.unnamed)
         self._named = {upstream.name: upstream for upstream in config.upstreams}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -254,29 +260,51 @@ class Relay:
         return orjson.dumps(models)
 
     async def _pass_through(self, visit: Visit, request: Request, reply: Reply) -> None:
-        """Forward unrecorded; a model named in a JSON body or a form is routed like that of a recorded call."""
+        """Forward unrecorded; a model named in a JSON body or a form is routed like that of a recorded call.
+
+        A response that has ended, and items that stand for a conversation, are put into the record on their way.
+        """
         body = await aside(len(request.body), partial(parse_any, request.body))
-        giver = await self._giver(visit)
-        rollout, route = giver or (visit.rollout, await self._policy.route(visit.rollout, model_of(body)))
-        request = request._replace(rollout_id=rollout.rollout_id)
+        giver, is_response = await self._giver(visit), visit.path.startswith(_RESPONSES)
+        if giver is not None and giver.upstream in self._named:
+            rollout = visit.rollout._replace(rollout_id=giver.rollout_id)
+            route = Route(self._named[giver.upstream], None, None)
+        else:
+            rollout, route = visit.rollout, await self._policy.route(visit.rollout, model_of(body))
+        request = request._replace(rollout_id=rollout.rollout_id, identity=is_response)
         with reply.while_connected():
             async with Attempts(self._upstreams, route, partial(target_of, request, body, None)) as answer:
                 await reply.start(answer.status, answer.headers(keep_length=True))
-                async for data in answer.chunks():
+                pieces = answer.chunks()
+                if is_response and answer.status == 200:
+                    transcript = await passed_on(answer, pieces, reply)
+                    await self._put_into_record(visit, body, giver, transcript)
+                    await reply.body(transcript.held)
+                async for data in pieces:
                     await reply.body(data)
                 await reply.body(b"", more=False)
 
-    async def _giver(self, visit: Visit) -> tuple[RolloutName, Route] | None:
-        """The rollout and the upstream that gave the response which the path names; None if none is known."""
+    async def _giver(self, visit: Visit) -> Giver | None:
+        """The call that gave the response which the path names; None if none is known."""
         unnamed = self._gateway.unnamed
         if unnamed is None or not visit.path.startswith(_RESPONSES):
             return None
         response_id = visit.path.removeprefix(_RESPONSES).partition("/")[0]
-        giver = await unnamed.giver(credentials(visit.headers), visit.rollout, response_id)
-        rollout_id, name = giver or (None, None)
-        if rollout_id is None or name not in self._named:
-            return None
-        return visit.rollout._replace(rollout_id=rollout_id), Route(self._named[name], None, None)
+        return await unnamed.giver(credentials(visit.headers), visit.rollout, response_id)
+
+    async def _put_into_record(
+        self, visit: Visit, body: dict[str, Any], giver: Giver | None, transcript: Transcript | BufferedTranscript
+    ) -> None:
+        response, unnamed = transcript.response(), self._gateway.unnamed
+        if not transcript.ended or not isinstance(response, dict) or unnamed is None or self._resumed is None:
+            return
+        if visit.path == _COMPACT:
+            if not visit.rollout.named and wants_recording(visit.headers):
+                await unnamed.compacted(credentials(visit.headers), body, visit.rollout, response)
+        elif giver is not None and is_under_way(giver.response) and response.get("id") == giver.response["id"]:
+            if "status" not in response or is_under_way(response):
+                return
+            await self._resumed.end(giver.call_id, transcript, visit.rollout, visit.headers, visit.caller.limiter)
 
 
 async def _show(reply: Reply, error: LightningError) -> None:

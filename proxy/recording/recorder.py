@@ -111,8 +111,8 @@ class Recorder:
                 self._shown.add(start.call_id)
         self._begun[start.call_id] = RecentCall(start.call_id, start.request, started_at=start.started_at), None
 
-    def end(self, end: CallEnd, also: Sequence[Statement] = ()) -> asyncio.Future[None]:
-        """Record the outcome of a call, together with `also`.
+    def end(self, end: CallEnd, also: Sequence[Statement] = (), *, counted: bool = False) -> asyncio.Future[None]:
+        """Record the outcome of a call, together with `also`. It is counted, unless it is `incomplete` or `counted`.
 
         The future is done when that is durable, or fails with StoreUnavailable.
         """
@@ -125,7 +125,8 @@ class Recorder:
         row = call_end_row(end, shared_tokens, self._merged() and not end.imported)
         tools = _tool_calls(end, call)
         stored_bytes = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
-        done = self._writer.put([(CALL_END, row), (ROLLOUT_CALL_ENDED, row), *tools, *also], stored_bytes)
+        counts = [] if counted or end.status == "incomplete" else [(ROLLOUT_CALL_ENDED, row)]
+        done = self._writer.put([(CALL_END, row), *counts, *tools, *also], stored_bytes)
         done.add_done_callback(partial(self._ended, end, was_trainable))
         return done
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..json_text import dumps, loads_or_none
 from ..types import CallStatus, Choice, ModelCall, ToolCall
@@ -191,7 +191,7 @@ SELECT untrainable_reason, COUNT(*) AS n FROM (
     SELECT untrainable_reason, policy_version FROM calls ORDER BY rowid DESC LIMIT :newest
 ) AS recent WHERE untrainable_reason IS NOT NULL AND policy_version IS NOT NULL GROUP BY 1 ORDER BY n DESC, 1
 """
-_RESPONSES = "SELECT response, upstream FROM calls WHERE rollout_id = :rollout_id"
+_RESPONSES = "SELECT call_id, response, upstream FROM calls WHERE rollout_id = :rollout_id"
 RESPONSES_WITH = Sql(
     f"{_RESPONSES} AND instr(response, :response_id) > 0",
     postgres=f"{_RESPONSES} AND strpos(response, :response_id) > 0",
@@ -202,6 +202,15 @@ WHERE at >= (SELECT MIN(started_at) FROM calls WHERE rollout_id = :rollout_id) O
 """
 REPEATED = 64  # calls of a rollout that are looked at for one that a request repeats
 PARENTS = 16  # calls of a rollout that are kept to read later ones
+
+
+class Giver(NamedTuple):
+    """The call that gave a response, which is as far as it is recorded."""
+
+    rollout_id: str
+    call_id: str
+    upstream: str | None
+    response: dict[str, Any]
 
 
 class Calls:
@@ -296,13 +305,13 @@ class Calls:
         row = await self._db.quick(CALLS_ANSWERED, {"rollout_id": rollout_id, "newest": newest})
         return set() if row is None or row["call_ids"] is None else set(row["call_ids"].split(" "))
 
-    async def giver(self, rollout_id: str, response_id: str) -> tuple[str, str | None] | None:
-        """Return the rollout and the upstream that gave the answer with this `id`; None if none is recorded."""
+    async def giver(self, rollout_id: str, response_id: str) -> Giver | None:
+        """Return the call that gave the answer with this `id`; None if none is recorded."""
         params: dict[str, object] = {"rollout_id": rollout_id, "response_id": response_id}
         for row in await self._db.all(RESPONSES_WITH, params):
             answer = loads_or_none(row["response"])
             if isinstance(answer, dict) and answer.get("id") == response_id:
-                return rollout_id, row["upstream"]
+                return Giver(rollout_id, row["call_id"], row["upstream"], answer)
         return None
 
     async def untrainable(self, newest: int) -> dict[str, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from .database import Database
 
@@ -114,6 +115,10 @@ class ConversationIndex:
         if rollout is None and found["waits"]:
             rollout = await self._take(CONVERSATION_TAKE, loose)
         return rollout or found["loose"]
+
+    async def add(self, origins: Sequence[dict[str, Any]]) -> None:
+        """Store digests of what only one rollout has in it."""
+        await self._db.commit([(CONVERSATION_ORIGIN, origins)])
 
     async def take(self, digest: bytes) -> str | None:
         """Take one of the calls that wait under this digest and return its rollout. No two requests take the same."""

@@ -46,6 +46,8 @@ class ScriptedServer:
         answer_id = f"answer_{next(self.ids)}_of_the_server"
         if request.path == RESPONSES:
             said: Json = {"object": "response", "status": "completed", "output": answer}
+        elif request.path == f"{RESPONSES}/compact":
+            said = {"object": "response.compaction", "output": answer}
         elif request.path == MESSAGES:
             said = {"type": "message", "role": "assistant", "content": answer, "stop_reason": "end_turn"}
         else:
@@ -61,7 +63,7 @@ class Proxy:
         self._server, self._session = server, session
 
     async def ask(self, path: str, request: Json, answer: Any, **headers: str) -> str:
-        """Ask, have this answered, and return the rollout."""
+        """Ask, have this answered, and return the rollout; no text where the call is not recorded."""
         return (await self.asked(path, request, answer, **headers))[0]
 
     async def asked(self, path: str, request: Json, answer: Any, **headers: str) -> tuple[str, Json]:
@@ -72,7 +74,7 @@ class Proxy:
         async with self._session.post(self.url + path, json=body, headers=named) as reply:
             said = await reply.json()
             assert reply.status == (answer if isinstance(answer, int) else 200), said
-            return reply.headers["x-rollout-id"], said
+            return "" if path.endswith("/compact") else reply.headers["x-rollout-id"], said
 
     async def called(self, request: Json, answer: Any, plan: str, headers: dict[str, str]) -> tuple[str, str]:
         """Ask by chat, have this answered, and return the rollout and the call. `plan`: a name of this call's own."""
