@@ -95,10 +95,11 @@ def conversation_of(row: Mapping[str, Any]) -> Json:
     try:
         messages = [one for step in row["steps"] for one in _messages(step)]
         found = {"messages": messages, "tools": row["agent"].get("tool_definitions")}
-        extra, model = row.get("extra") or {}, row["agent"].get("model_name")
+        extra = row.get("extra") or {}
+        found |= {"model": row["agent"].get("model_name"), **{name: extra[name] for name in OURS if name in extra}}
     except (LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is no trajectory: {type(error).__name__} {error}") from None
-    return found | {"model": model} | {name: extra[name] for name in OURS if name in extra}
+        raise ValueError(f"it is no trajectory: {type(error).__name__} {str(error)[:200]}") from None
+    return found
 
 
 def _messages(step: Json) -> Iterator[Json]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from rich.console import Console
 from ...proxy.apis.tokens import NOT_THE_POLICY
 from ...proxy.apis.tools import dicts, tool_calls
 from ...proxy.config.root import Config
-from ...proxy.errors import ConfigError, InvalidRequest, NotFound
-from ...proxy.json_text import dumps
+from ...proxy.errors import ConfigError, InvalidRequest, NotFound, Unprocessable
+from ...proxy.json_text import dumps, loads
 from ...proxy.recording.recorder import Recorder
 from ...proxy.recording.redact import Redactor
 from ...proxy.store.opening import opened
@@ -30,6 +30,7 @@ from .atif import conversation_of, is_trajectory
 Json = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+MOST = sys.float_info.max
 UPSTREAM = SOURCE = "import"
 
 
@@ -61,7 +62,10 @@ def import_command(config: Config, file: Path, model: str, reward: float) -> Non
     lines = 0
     for lines, one in enumerate(conversations(file, model, reward), 1):  # all, before the first is recorded
         if one.reward is not None:
-            config.rewards.require(one.reward, f"{file}, conversation {lines}: reward")
+            try:
+                config.rewards.require(one.reward, f"{file}, conversation {lines}: reward")
+            except Unprocessable as error:
+                raise ConfigError(error.message) from None
     brought = run_until_signal(bring_in(config, file, model, reward, lines))
     known = f", {brought.known} were there already" if brought.known else ""
     Console(stderr=True).print(f"{brought.rollouts} rollouts from {file}{known}", markup=False, soft_wrap=True)
@@ -96,6 +100,9 @@ def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedCon
                         yield _read(text, model, reward)
                     except (InvalidRequest, ValueError) as error:
                         raise ConfigError(f"{file}, line {number}: {error}") from None
+                    except Exception as error:  # a file of others may have anything at any place
+                        what = f"it is no conversation: {type(error).__name__} {str(error)[:200]}"
+                        raise ConfigError(f"{file}, line {number}: {what}") from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
@@ -104,7 +111,7 @@ def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedCon
 
 def _read(line: str, model: str, reward: float) -> ImportedConversation:
     """Read a line; ValueError or InvalidRequest if it is no conversation."""
-    row = json.loads(line)
+    row = loads(line)
     if is_trajectory(row):
         row = conversation_of(row)
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
@@ -116,12 +123,13 @@ def _read(line: str, model: str, reward: float) -> ImportedConversation:
         raise ValueError("no message of the assistant answers another one")
     mode = row.get("mode") or "train"
     if mode not in get_args(Mode):
-        raise ValueError(f"`mode` is train or eval, got {mode!r}")
-    task = row.get("task_id")
+        raise ValueError(f"`mode` is train or eval, got {str(mode)[:50]!r}")
+    task = None if row.get("task_id") in (None, "") else check_id(str(row["task_id"]), "task_id")
     # The same line is the same rollout, however often it is imported.
-    digest = hashlib.sha256(dumps([messages, row.get("tools", row.get("functions")), task]).encode()).hexdigest()[:32]
+    same = dumps([messages, row.get("tools", row.get("functions")), row.get("task_id")])
+    digest = hashlib.sha256(same.encode()).hexdigest()[:32]
     return ImportedConversation(
-        name=RolloutName(f"import-{digest}", task and check_id(str(task), "task_id"), mode=cast(Mode, mode)),
+        name=RolloutName(f"import-{digest}", task, mode=cast(Mode, mode)),
         model=str(row.get("model") or model),
         messages=messages,
         tools=tools,
@@ -136,8 +144,8 @@ def _reward(row: Json, otherwise: float) -> float | None:
     found = row.get("reward")
     if found is None:
         return None if row.get("status") == "failed" else otherwise
-    if isinstance(found, bool) or not isinstance(found, int | float) or not math.isfinite(found):
-        raise ValueError(f"`reward` is no finite number: {found!r}")
+    if isinstance(found, bool) or not isinstance(found, int | float) or not -MOST <= found <= MOST:
+        raise ValueError(f"`reward` is no finite number: {str(found)[:50]}")
     return float(found)
 
 

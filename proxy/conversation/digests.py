@@ -159,11 +159,13 @@ def last_question(atoms: Iterable[Atom]) -> str:
 
 def strings(value: Any) -> Iterator[str]:
     """Yield all texts in the arguments of a tool call."""
-    if isinstance(value, str):
-        yield value.strip()
-    elif isinstance(value, dict | list):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from strings(inner)
+    left = [value]
+    while left:  # an agent may nest them as deeply as JSON allows
+        value = left.pop()
+        if isinstance(value, str):
+            yield value.strip()
+        elif isinstance(value, dict | list):
+            left += reversed([*value.values()] if isinstance(value, dict) else value)
 
 
 def _bytes(text: str) -> bytes:

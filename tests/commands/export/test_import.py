@@ -105,6 +105,14 @@ def test_a_second_import_adds_nothing(tmp_path: Path) -> None:
     assert run(tmp_path, "import", path).stderr == f"0 rollouts from {path}, 3 were there already\n"
 
 
+OPEN = json.dumps(PLAIN)[:-1] + ", "
+TRAJECTORY = {
+    "schema_version": "ATIF-v1.6",
+    "agent": {"name": "a"},
+    "steps": [{"step_id": 1, "source": "user", "message": "q"}, {"step_id": 2, "source": "agent", "message": "a"}],
+}
+
+
 @pytest.mark.parametrize(
     ("row", "why"),
     [
@@ -115,6 +123,16 @@ def test_a_second_import_adds_nothing(tmp_path: Path) -> None:
         ({**PLAIN, "reward": "good"}, "line 2: `reward` is no finite number"),
         ({**PLAIN, "task_id": "a b"}, "line 2: task_id must be"),
         ({**PLAIN, "mode": "test"}, "line 2: `mode` is train or eval"),
+        ({**PLAIN, "task_id": []}, "line 2: task_id must be"),
+        ({**PLAIN, "reward": True}, "line 2: `reward` is no finite number"),
+        ({**PLAIN, "reward": 10**400}, "line 2: `reward` is no finite number"),
+        ({**PLAIN, "reward": 20_000}, "conversation 2: reward: 20000 is outside of rewards.range"),
+        (f'{OPEN}"reward": NaN}}', "line 2: NaN is not JSON"),
+        (f'{OPEN}"reward": 1e999}}', "line 2: `reward` is no finite number"),
+        ("[" * 100_000 + "]" * 100_000, "line 2: nested too deeply"),
+        (f'{OPEN}"x": {"[" * 5000}{"]" * 5000}}}', "line 2: nested too deeply"),
+        ({**TRAJECTORY, "extra": 5}, "line 2: it is no trajectory"),
+        ({**TRAJECTORY, "agent": []}, "line 2: it is no trajectory"),
         (
             {"messages": [*PLAIN["messages"], {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
             "line 2: message 3: `tool_calls` are no calls",
