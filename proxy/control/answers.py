@@ -11,6 +11,7 @@ from ..on_board import extended
 from ..store.reports.traffic import RecentTraffic
 from ..store.reports.versions import MeanReward
 from ..store.training import Collapse, Step
+from ..store.trust import Uncounted
 from ..types import (
     CallStatus,
     Choice,
@@ -282,13 +283,6 @@ class Steps(BaseModel):
 class Standstill(BaseModel):
     rollouts: int
     reward: float | None
-    story: str
-
-
-class Uncounted(BaseModel):
-    """None of the newest `rewards` acts on everybody (docs/keys.md)."""
-
-    rewards: int
     story: str
 
 
