@@ -15,7 +15,7 @@ from ...proxy.store.store import Store
 from ...proxy.store.training import Collapse, Step
 from ...proxy.store.trust import Counted
 from ...proxy.types import PolicyVersion
-from .signs import Measured, ScoredRollout, Sign, kept, reward_sign, step_signs
+from .signs import MOST, MOST_SIGMAS, Measured, ScoredRollout, Sign, kept, reward_sign, step_signs
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +30,18 @@ class Monitor:
 
     def __init__(self, config: TrainerConfig, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._config = config
-        self._watched = config.collapse
+        watched, clipped = config.collapse, config.collapse.max_clip_share
         if config.importance_level == "sequence":  # where many ratios are clipped as a rule (arXiv 2507.18071)
-            self._watched = config.collapse.model_copy(update={"max_clip_share": None})
+            clipped = None
+        # A limit that nothing can exceed would watch nothing.
+        self._watched = watched.model_copy(
+            update={
+                "reward_warn": min(watched.reward_warn, MOST_SIGMAS),
+                "reward_stop": min(watched.reward_stop, MOST_SIGMAS),
+                "steps": min(watched.steps, LINE),
+                "max_clip_share": None if clipped is None else min(clipped, MOST["clip_share"]),
+            }
+        )
         self._store = store
         self._clock = clock
         self._looked_at: object = None

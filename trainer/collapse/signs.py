@@ -25,8 +25,12 @@ WORDS: Mapping[str, str] = {
     "kl_base": "the KL divergence from the base model",
 }
 
-# The power of staleness by which each grows. The KL divergence of a small change is quadratic in the change.
+# The power of staleness by which each limit grows. The KL divergence of a small change is quadratic in the change.
 POWER_OF_STALENESS: Mapping[str, int] = {"clip_share": 1, "kl": 2, "kl_base": 0}
+# No limit grows further than this: a share cannot exceed 1, and at 5 nats a token little is left of a policy.
+MOST: Mapping[str, float] = {"clip_share": 0.9, "kl": 5.0, "kl_base": math.inf}
+# More sigmas than this can hardly be seen, whatever happens (`FAR`).
+MOST_SIGMAS = 25.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,10 +219,11 @@ def step_signs(steps: Sequence[Measured], first: Sequence[Mapping[str, Any]], co
 
 
 def _too_high(name: Any, limit: float, steps: Sequence[Measured], config: CollapseConfig) -> Sign | None:
-    """A metric over its limit. The limit grows with staleness: older versions are farther from the policy."""
+    """A metric over its limit. It grows with staleness, up to MOST: older versions are farther from the policy."""
 
     def allowed(metrics: Mapping[str, Any]) -> float:
-        return float(limit * max(1.0, metrics.get("staleness_mean", 0.0)) ** POWER_OF_STALENESS[name])
+        grown = limit * max(1.0, metrics.get("staleness_mean", 0.0)) ** POWER_OF_STALENESS[name]
+        return float(max(limit, min(grown, MOST[name])))
 
     streak = _streak(steps, lambda metrics: metrics.get(name, 0.0) > allowed(metrics))
     if not streak:

@@ -260,6 +260,15 @@ def test_rollouts_of_older_versions_may_be_farther_from_the_policy() -> None:
     assert len(step_signs(steps("kl_base", 5.1, staleness_mean=2.0), [], CONFIG)) == 1
 
 
+@pytest.mark.parametrize("staleness", [3.4, 4.0, 8.0, 1000.0])
+@pytest.mark.parametrize(("name", "worst"), [("clip_share", 1.0), ("kl", 50.0), ("kl", 8.0)])
+def test_no_limit_grows_past_what_it_limits(name: str, worst: float, staleness: float) -> None:
+    (sign,) = step_signs(steps(name, worst, worst, worst, staleness_mean=staleness), [], CONFIG)
+    assert sign.name == name and sign.collapsed
+    set_higher = CollapseConfig(max_kl=20.0)
+    assert step_signs(steps("kl", 20.0, staleness_mean=staleness), [], set_higher) == [], "what is set counts"
+
+
 def test_what_is_not_measured_or_not_watched_is_no_sign() -> None:
     assert step_signs(steps("loss", 1.0, 1.0), [], CONFIG) == []
     unwatched = CollapseConfig(max_clip_share=None, max_kl=None, max_kl_base=None, min_entropy=0.0)

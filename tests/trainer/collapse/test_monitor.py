@@ -15,7 +15,7 @@ from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallStart, Reward, RolloutName
-from lightning_proxy.trainer.collapse.monitor import Monitor
+from lightning_proxy.trainer.collapse.monitor import LINE, Monitor
 from lightning_proxy.trainer.credit.rewards import JUDGE
 from support.sections import TrainerConfig
 
@@ -311,6 +311,15 @@ async def test_clipped_sequences_are_no_sign(run: Run, level: str, watched: bool
     config = TrainerConfig.model_validate({"loss_type": "grpo", "importance_level": level})
     said = await Monitor(config, run.store).of_step(1, {"clip_share": 0.6, "skipped": 0.0})
     assert ("warnings" in said) is watched
+
+
+async def test_limits_that_nothing_could_exceed_are_lowered(run: Run) -> None:
+    await run.step()
+    worst = {"clip_share": 1.0, "skipped": 0.0}
+    assert (await run.monitor(steps=1, max_clip_share=1.0).of_step(1, worst))["collapse"]["sign"] == "clip_share"
+    for _ in range(LINE):
+        await run.step(kl=2.0)
+    assert "collapse" in await run.monitor(steps=1000).of_step(LINE + 1, {"kl": 2.0, "skipped": 0.0})
 
 
 async def test_a_skipped_step_and_one_that_was_overtaken_by_hand_say_nothing(run: Run) -> None:
