@@ -52,8 +52,8 @@ async def read_status(api: ApiClient) -> dict[str, Any]:
     if ready["store"] != "ok":
         return {
             "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
-            "untrainable": {}, "publishing": None, "standstill": None, "uncounted": None, "collapse": None,
-            "verified": None, "plugins": [], "recent": None,
+            "unrewarded": 0, "other_rewards": {}, "untrainable": {}, "publishing": None, "standstill": None,
+            "uncounted": None, "collapse": None, "verified": None, "plugins": [], "recent": None,
         }  # fmt: skip
     steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
     rewards = [step["metrics"]["reward_mean"] for step in steps if "reward_mean" in step["metrics"]]
@@ -177,9 +177,11 @@ def _not_trained_on(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
         reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in untrainable.items())
         hint = "\n`lightning-proxy doctor` says what the policy server lacks" if NO_TOKEN_IDS in untrainable else ""
         yield "not trained on", plain(f"of the newest {count(NEWEST)} calls: {reasons}{hint}", "yellow")
-    if unrewarded := status.get("unrewarded"):
-        seen = f"{count(unrewarded)} completed of the newest {count(NEWEST)} rollouts: rewarders gave them none"
-        yield "no reward", plain(f"{seen}; the proxy's log says where one failed", "yellow")
+    if unrewarded := status["unrewarded"]:
+        names = ", ".join(f"{name} ({count(n)})" for name, n in status["other_rewards"].items())
+        came = f"trainer.reward_weights leaves out what came: {names}" if names else "none came"
+        seen = f"{count(unrewarded)} completed of the newest {count(NEWEST)} rollouts have none that counts"
+        yield "no reward", plain(f"{seen}; {came}", "yellow")
     if uncounted := status["uncounted"]:
         yield "rewards", plain(uncounted["story"], "yellow")
     if standstill := status["standstill"]:
@@ -204,7 +206,8 @@ def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]
         facts.append(("  skipped", because))
     if "left_out_because" in metrics:
         facts.append(("  left out", metrics["left_out_because"]))
-    facts += [("  warning", what) for what in metrics.get("warnings", {}).values()]
+    others = [what for what in metrics.get("warnings", {}).values() if what != metrics.get("skipped_because")]
+    facts += [("  warning", what) for what in others]
     if "reward_mean" in metrics:
         spread = f"{number(metrics['reward_mean'])} ± {number(metrics.get('reward_std'))}"
         facts.append(("  reward", f"{spread}, greatest {number(metrics.get('reward_max'))}"))
@@ -217,13 +220,13 @@ def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]
         worst, best = (f"{task[:24]} {number(tasks[task]['mean'])}" for task in (ordered[0], ordered[-1]))
         facts.append(("  tasks", f"{len(tasks)}, from {worst} to {best}"))
     if "trained_tokens" in metrics:
-        computed = count(metrics.get("computed_tokens"))
-        facts.append(("  tokens", f"{count(metrics['trained_tokens'])} trained, {computed} computed"))
+        kinds = [name for name in ("trained", "masked", "outside", "computed") if f"{name}_tokens" in metrics]
+        facts.append(("  tokens", ", ".join(f"{count(metrics[f'{name}_tokens'])} {name}" for name in kinds)))
     times = [f"{name} {duration(metrics[key])}" for name, key in PHASES if key in metrics]
     facts += [("  time", ", ".join(times))] if times else []
     names = (
-        "loss", "held_out_loss", "grad_norm", "advantage_mean", "advantage_std", "ratio_mean", "kl", "kl_base",
-        "guide_kl", "entropy", "clip_share", "staleness_mean", "merge_rate",
+        "loss", "held_out_loss", "lr", "grad_norm", "advantage_mean", "advantage_std", "ratio_mean", "kl",
+        "sampler_difference", "kl_base", "guide_kl", "entropy", "clip_share", "staleness_mean", "merge_rate",
     )  # fmt: skip
     numbers = [f"{name} {number(metrics[name])}" for name in names if name in metrics]
     return facts + ([("  numbers", ", ".join(numbers))] if numbers else [])

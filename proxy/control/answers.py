@@ -289,19 +289,22 @@ class Standstill(BaseModel):
 class Status(BaseModel):
     """`rollouts`: how many there are by mode and status. `waiting`: complete rollouts that no step has taken yet.
 
-    `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason. `untrainable`: how many
-    of the newest 200 calls cannot be, by reason, the policy's alone. `publishing`: why new weights cannot reach the
-    policy's server. `standstill`: nothing was learned from the newest rollouts. `collapse`: as in `GET /policy`.
-    `uncounted`: none of the newest rewards acts on everybody.
-    `plugins`: the names of those that the configuration asks for. `verified`: how the live version was seen to be
-    served. `recent`: the newest calls, at most 500. `per_step`: how many rollouts a training step takes. The last three
-    are null for a key that sees only its own rollouts.
+    `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason. `unrewarded`: how many
+    of them are completed and have no reward that counts; `other_rewards`: how many of these got a reward of another
+    name, by name. `untrainable`: how many of the newest 200 calls cannot be trained on, by reason, the policy's alone.
+    `publishing`: why new weights cannot reach the policy's server. `standstill`: nothing was learned from the newest
+    rollouts. `collapse`: as in `GET /policy`. `uncounted`: none of the newest rewards acts on everybody. `plugins`: the
+    names of those that the configuration asks for. `verified`: how the live version was seen to be served. `recent`:
+    the newest calls, at most 500. `per_step`: how many rollouts a training step takes. The last three are null for a
+    key that sees only its own rollouts.
     """
 
     rollouts: dict[Mode, dict[RolloutStatus, int]]
     waiting: int
     per_step: int | None
     dropped: dict[str, int]
+    unrewarded: int
+    other_rewards: dict[str, int]
     untrainable: dict[str, int]
     publishing: str | None
     standstill: Standstill | None

@@ -42,11 +42,14 @@ async def get_status(request: Request) -> dict[str, Any]:
     found = await p.store.waiting.standstill(p.config.trainer.rollouts_per_step)
     uncounted = await p.store.trust.uncounted()
     collapse, seen = await p.store.steps.collapse(), await verified(p.store)
+    unrewarded, names = await p.store.waiting.unrewarded(newest)
     view = {
         "rollouts": rollouts,
         "waiting": waits,
         "per_step": p.config.trainer.rollouts_per_step,
         "dropped": dict(dropped.most_common()),
+        "unrewarded": unrewarded,
+        "other_rewards": names,
         "publishing": None if p.swap is None else p.swap.why_not_published(),
         "untrainable": await p.store.calls.untrainable(NEWEST),
         "standstill": None if found is None else asdict(found) | {"story": found.story},

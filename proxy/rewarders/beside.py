@@ -6,7 +6,7 @@ from ..config.root import Config
 from ..control.beside import Beside, Fields
 from .config import RewarderConfig, RewarderKeys
 from .kinds import made
-from .table import ENOUGH, Checked, KeptAnswers, last_check, spent_by_each, unrewarded
+from .table import ENOUGH, Checked, KeptAnswers, last_check, spent_by_each
 
 
 class RewardersBeside(Beside):
@@ -15,11 +15,7 @@ class RewardersBeside(Beside):
     _sources: dict[str, str] | None = None  # of those that train, by what `rewards check` calls them
 
     async def of_status(self, key_id: str | None) -> Fields:
-        if key_id is not None:
-            return {"spent": [], "unrewarded": 0}
-        given = RewarderKeys.of(self.config.rewards).rewarders
-        missing = await unrewarded(self.store.database) if given else 0
-        return {"spent": await spent_by_each(self.store.database), "unrewarded": missing}
+        return {"spent": [] if key_id is not None else await spent_by_each(self.store.database)}
 
     async def of_policy(self) -> Fields:
         if self._sources is None:

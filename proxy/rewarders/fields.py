@@ -20,10 +20,6 @@ class Spent(BaseModel):
 
 
 class StatusWithRewarders(Status):
-    """`spent`: what the models of each rewarder have used and cost so far.
-
-    `unrewarded`: completed rollouts of the newest 200 that have no reward although all rewarders have spoken.
-    """
+    """`spent`: what the models of each rewarder have used and cost so far."""
 
     spent: list[Spent]
-    unrewarded: int

@@ -46,13 +46,6 @@ SELECT COUNT(DISTINCT rewards.rollout_id) AS rollouts, COUNT(DISTINCT source) AS
 FROM rollouts CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
 WHERE n > (SELECT MAX(n) FROM rollouts) - 5000 AND name = 'human'
 """
-# Of the newest 200 rollouts, those of training about which all have spoken, and that still have no reward.
-UNREWARDED = """
-SELECT COUNT(*) AS rollouts FROM rollouts
-WHERE n > (SELECT MAX(n) FROM rollouts) - 200 AND mode = 'train' AND status = 'completed' AND rewarded_at IS NULL
-    AND step IS NULL AND dropped IS NULL AND n NOT IN (SELECT n FROM awaiting_rewards)
-"""
-
 ANSWER = "SELECT answer FROM rewarder_answers WHERE digest = :digest LIMIT 1"
 ANSWER_KEEP = """
 INSERT INTO rewarder_answers (digest, n, answer)
@@ -110,12 +103,6 @@ async def labels(database: Database) -> dict[str, int]:
     row = await database.one(LABELS)
     assert row is not None  # it counts
     return {name: row[name] for name in ("rollouts", "people")}
-
-
-async def unrewarded(database: Database) -> int:
-    """Return how many of the newest 200 rollouts have no reward although all rewarders have spoken about them."""
-    row = await database.one(UNREWARDED)
-    return 0 if row is None else row["rollouts"]
 
 
 async def wait_for(database: Database, rewarder: str) -> int:

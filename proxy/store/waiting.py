@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -135,6 +136,12 @@ SELECT COUNT(*) AS rollouts, AVG(reward) AS reward FROM (
     ORDER BY n DESC LIMIT :enough
 ) AS recent
 """
+# All about which the reward function has spoken; a name is null where nothing was posted.
+NAMES_OF_REWARDS = f"""
+SELECT DISTINCT rollouts.rollout_id, name
+FROM rollouts LEFT JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
+WHERE rollouts.rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND {IS_SCORED}
+"""
 LOOK = 1_000  # rollouts in one look
 ROW_SIZE = 400  # bytes, about, of what is read of one
 BATCHES = 3  # batches in a row that taught nothing, until somebody is told
@@ -266,6 +273,16 @@ class Waiting:
         """Return the owners of rollouts: the key that sees only its own; None for all others, which share groups."""
         rows = await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})
         return {row["rollout_id"]: row["owner"] for row in rows}
+
+    async def unrewarded(self, rollouts: Iterable[Rollout]) -> tuple[int, dict[str, int]]:
+        """Count the completed ones that have no reward that counts, and by name the rewards that were posted for them.
+
+        Those that were dropped, or that a reward function is to be asked about, are none of them.
+        """
+        missing = [r.rollout_id for r in rollouts if r.status == "completed" and r.reward is None and not r.dropped]
+        rows = await self._db.all(NAMES_OF_REWARDS, {"rollout_ids": dumps(missing)})
+        names = Counter(row["name"] for row in rows if row["name"] is not None)
+        return len({row["rollout_id"] for row in rows}), dict(names.most_common())
 
     async def standstill(self, batch: int) -> NothingLearned | None:
         """Return the rollouts dropped in a row for equal rewards, once they make BATCHES batches; else None.

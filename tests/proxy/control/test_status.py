@@ -16,13 +16,13 @@ from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
 
 NOTHING: dict[str, Any] = {
     "dropped": {}, "untrainable": {}, "publishing": None, "standstill": None, "uncounted": None, "collapse": None,
-    "plugins": [], "per_step": 64,
+    "plugins": [], "per_step": 64, "unrewarded": 0, "other_rewards": {},
     "verified": {
         "version": 0, "verified": True, "deviations": None, "difference": None, "by": None, "probed_at": None,
         "problem": None, "story": "the base model: there is nothing to verify",
     },
 }  # fmt: skip
-OF_SIDE_ROOMS = {"contexts", "spent", "unrewarded"}
+OF_SIDE_ROOMS = {"contexts", "spent"}
 NO_CALLS = {"calls": 0, "since": None, "by_status": {}, "latency_ms": None, "ttft_ms": None, "response_tokens": 0}
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
@@ -64,6 +64,20 @@ async def test_status_says_which_calls_cannot_be_trained_on(running: Running, tm
         _, out, _ = await system.lightning("status")
         shown = " ".join(out.split())
         assert "of the newest 200 calls: no token ids from the upstream (1) `lightning-proxy doctor` says" in shown
+
+
+async def test_status_says_which_rewards_do_not_count(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system:
+        for name in ("r1", "r2", "r3", "r4"):
+            await system.chat(name, X_Task_Id="t1")
+        other = [{"rollout_id": name, "name": "accuracy", "reward": 1.0} for name in ("r1", "r2")]
+        await system.call("POST", "/reward", [*other, {"rollout_id": "r3", "reward": 1.0}])
+        await system.call("POST", "/rollouts/r4/end", {"status": "completed"})
+        _, status = await system.call("GET", "/status")
+        assert (status["waiting"], status["unrewarded"], status["other_rewards"]) == (1, 3, {"accuracy": 2})
+        shown = " ".join((await system.lightning("status")).stdout.split())
+        assert "3 completed of the newest 200 rollouts have none that counts" in shown
+        assert "trainer.reward_weights leaves out what came: accuracy (2)" in shown
 
 
 async def test_status_says_that_nothing_was_learned_for_three_batches(running: Running, tmp_path: Path) -> None:
