@@ -10,6 +10,7 @@ from ..proxy.config.root import Config
 from .hooks import check_hooks
 from .plugins.hooks import TrainerPlugin
 from .step.engine import TrainingEngine
+from .step.own_loss import check_gradients
 from .step.trainer import LightningTrainer
 
 
@@ -17,6 +18,7 @@ from .step.trainer import LightningTrainer
 async def open_engine(config: Config, plugins: Sequence[TrainerPlugin]) -> AsyncIterator[TrainingEngine]:
     """Make the engine, and end it."""
     check_hooks(config.trainer)
+    check_gradients(config.trainer)
     engine = await asyncio.to_thread(engine_of, config, plugins)
     try:
         yield engine

@@ -137,6 +137,10 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
         require_model(config)
         check(config, Run())
         check_hooks(config.trainer)
+        if not {"trainer.loss", "trainer.context_loss"}.isdisjoint(dict(own_functions(config.trainer))):
+            from ...trainer.step.own_loss import check_gradients  # imports torch
+
+            check_gradients(config.trainer)
         upstream = config.policy_upstream
         urls = upstream.urls if upstream is not None and not upstream.servers else ()
         if len(urls) != 1 or urlsplit(urls[0]).port != config.vllm.port:

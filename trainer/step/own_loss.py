@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...proxy.config.trainer import TrainerConfig
 from ...proxy.errors import ConfigError
-from ..hooks import faults, load
+from ..hooks import faults, load, own_functions
 from ..types import Sample
 
 SETTING = "trainer.loss"
@@ -54,6 +54,37 @@ def own_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], config: TrainerConf
     if not isinstance(of_tokens, torch.Tensor) or of_tokens.shape != mask.shape:
         raise ConfigError(f"{SETTING} {name}: a tensor of shape {tuple(mask.shape)} is needed, one number per token")
     return (torch.where(mask.bool(), of_tokens, 0.0) * inputs["token_weights"]).sum()
+
+
+def masked_tokens(loss: Tensor, logprobs: Tensor, inputs: Mapping[str, Tensor], config: TrainerConfig) -> Tensor:
+    """Return (A, L): the tokens with an advantage that the loss gives no gradient. Raise ConfigError if it has none."""
+    slopes = _gradient(SETTING, config.loss, loss, logprobs)
+    return inputs["completion_mask"].bool() & (inputs["advantages"] != 0) & (slopes == 0)
+
+
+def _gradient(setting: str, name: str | None, loss: Tensor, logprobs: Tensor) -> Tensor:
+    found = torch.autograd.grad(loss, logprobs, retain_graph=True, allow_unused=True) if loss.requires_grad else (None,)
+    if found[0] is None:
+        raise ConfigError(
+            f"{setting} {name}: it has no gradient, so nothing would be learned: compute it from the log-probabilities "
+            "of the policy (given.logprobs); given.ratios and given.sampled_logprobs carry none"
+        )
+    return found[0]
+
+
+def check_gradients(config: TrainerConfig) -> None:
+    """Raise ConfigError if a loss of the user's own fails on two short answers, or has no gradient there."""
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    logprobs = (mask * torch.tensor([[-1.0], [-0.5]])).requires_grad_()
+    inputs = {"completion_mask": mask, "token_weights": mask, "advantages": mask * torch.tensor([[1.0], [-1.0]])}
+    inputs["old_per_token_logps"] = logprobs.detach() * 1.01
+    zeros = (0.0,) * 3
+    of_tools = Sample("", "", (0,) * 3, (0,) * 3, zeros, zeros, (1.0,) * 3, results=((1, 3),))
+    for setting, name in own_functions(config):
+        if setting == SETTING:
+            masked_tokens(own_loss(logprobs, inputs, config), logprobs, inputs, config)
+        elif setting == CONTEXT:
+            _gradient(setting, name, context_loss(logprobs[:1], [of_tools], StepTokens(3, 2), config), logprobs)
 
 
 class StepTokens(NamedTuple):

@@ -277,6 +277,9 @@ def test_a_dry_run_says_the_cost_as_far_as_it_is_known(place: Path) -> None:
         "about 80 calls, 2000 tokens sampled in training, 3 minutes, as measured on 2 finished",
     ]
     assert lightning("experiment", write(place, agent="python agnt.py"), "--dry-run").returncode == 2
+    (place / "mine.py").write_text("def ppo(given):\n    return -given.ratios * given.advantages\n")
+    done = lightning("experiment", write(place, variants={"a": {"trainer": {"loss": "mine.py:ppo"}}}), "--dry-run")
+    assert done.returncode == 2 and "variant a: trainer.loss mine.py:ppo: it has no gradient" in done.stderr
 
 
 def test_a_run_has_a_folder_ports_and_an_order_of_tasks_of_its_own(place: Path) -> None:
