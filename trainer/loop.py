@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ..proxy.errors import (
 from ..proxy.policy.swap import Superseded
 from ..proxy.store.store import Store
 from ..proxy.store.training import Step
-from .collapse.monitor import Monitor
+from .collapse.monitor import LINE, Monitor
 from .collect.collector import Collector
 from .collect.groups import Order
 from .collect.sampled import Sampled
@@ -90,6 +91,7 @@ class TrainingLoop:
         self._told_standing = False
         self._other_weights: str | None = None
         self._fresh = True  # nothing has changed the trainer's weights yet
+        self._are_base = True  # the trainer's weights are those of version `base`
         self._free_since = time.perf_counter()
         self.base = 0
 
@@ -170,6 +172,8 @@ class TrainingLoop:
         batch = await self.collector.next_batch(self.base, fewer=fewer, since=since)
         if batch is None:
             return False
+        if self._are_base and self._publisher.publishes:
+            batch = replace(batch, version=self.base)
         metrics: dict[str, Any] = {"wait_s": started - self._free_since, "collect_s": time.perf_counter() - started}
         try:
             metrics |= await self._step(await self._guided(batch))
@@ -192,6 +196,7 @@ class TrainingLoop:
         """Commit, publish and report a step with the trainer's present weights. Return False if stopped before."""
         try:
             await self._commit(batch.step, metrics)
+            self._are_base &= moved_nothing(metrics)
             if self._may_publish(batch.step, metrics):
                 await self._publish(batch.step, batch.samples, metrics)
         except Stopped:
@@ -217,9 +222,13 @@ class TrainingLoop:
         if left_out:
             metrics["left_out_because"] = left_out
             log.warning("step %d: %s", batch.step, left_out)
-        if self._publisher.publishes:
-            metrics |= await self._monitor.of_step(self.base, metrics)
-        return metrics
+        signs = await self._monitor.of_step(self.base, metrics) if self._publisher.publishes else {}
+        for name, what in self._trainer.warnings.items():
+            if what != metrics.get("skipped_because"):  # which is logged as an error
+                log.warning("step %d: %s: %s", batch.step, name, what)
+        if warnings := {**self._trainer.warnings, **signs.get("warnings", {})}:
+            signs["warnings"] = warnings
+        return metrics | signs
 
     async def _commit(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the checkpoint. Once it is complete on disk, one row makes the step count. Raises Stopped."""
@@ -254,6 +263,7 @@ class TrainingLoop:
         try:
             published = await self._publisher.publish(step, samples, scalars(metrics), self.base, self._stop)
             metrics["version"] = self.base = published.version
+            self._are_base = True
             metrics |= self._publisher.measured
             kept = await self._monitor.keep() | await self._publisher.beside.keep()
             await self._publisher.files.prune(kept)
@@ -297,7 +307,7 @@ class TrainingLoop:
             if not self._fresh:
                 await in_thread(self._trainer.load, self._checkpoints / "0")
                 self.base = 0
-            self._fresh = False
+            self._fresh, self._are_base = False, True
             return None
         if last.checkpoint is None or not Path(last.checkpoint).is_dir():
             raise ConfigError(
@@ -309,6 +319,8 @@ class TrainingLoop:
         log.info("resuming after step %d (policy version %d)", last.step, self.base)
         if last.version is None and "collapse" in last.metrics:
             self.base = UNPUBLISHED
+        moved = next((s for s in await self._store.steps.newest(LINE) if not moved_nothing(s.metrics)), None)
+        self._are_base = moved is None or moved.version is not None or moved.base != self.base
         return last
 
     async def _load_served(self) -> str | None:
@@ -374,7 +386,7 @@ class TrainingLoop:
         await in_thread(self._trainer.load, checkpoint)
         if self._trainer.rate != before:
             self._say_rate()
-        self.base = live.version
+        self.base, self._are_base = live.version, True
         if not self._publisher.is_of_another_mode(live):
             if live.verified:  # else it is told from the one before
                 self._publisher.remember_served()

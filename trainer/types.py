@@ -175,6 +175,7 @@ class Sample:
     shaped: tuple[tuple[int, int, Sampling], ...] = ()
     results: tuple[tuple[int, int], ...] = ()
     guidance: tuple[Guidance, ...] = ()
+    versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         lists = (self.token_ids, self.mask, self.logprobs, self.advantages, self.temperatures)
@@ -201,6 +202,7 @@ class Batch:
     averaged over them. 0 stands for the rollouts of the samples.
     `compared_by_adapter` counts those in which the adapter's agents took part, where agents have adapters of their own.
     `tasks` has the mean, spread and number of rewards by task. `left_out`: why most calls are left out, if they are.
+    `version`: the policy version whose weights the step begins with; None if they are no version's.
     """
 
     step: int
@@ -211,6 +213,7 @@ class Batch:
     compared_by_adapter: Mapping[str, int] = field(default_factory=dict)
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     left_out: str | None = None
+    version: int | None = None
 
 
 class Guide(Protocol):

@@ -22,12 +22,10 @@ from .step.engine import TrainingEngine
 from .step.shortage import give_back
 from .types import Sample
 from .waiting import all_of, before_retry, in_thread
-from .weights.choice import compute_dtype
+from .weights.choice import tolerance
 
 log = logging.getLogger(__name__)
 
-# How far apart rounding alone takes the mean log-probability of two implementations.
-TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
 VERIFIED_TOKENS = 8
 # Where these do not distinguish new weights from old ones, more answers are sampled at once, up to so many tokens.
 MORE_ANSWERS = 16
@@ -267,16 +265,16 @@ class Verifier:
 
     @property
     def _tolerance(self) -> float:
-        return self._config.verify_tolerance or TOLERANCE[compute_dtype(self._trainer.settings)]
+        return tolerance(self._trainer.settings, self._config)
 
     def _require_near(self, model: str, ours: Sequence[Sequence[float]], answers: Sequence[Answer]) -> None:
         """Raise PublishError if the answers are not those of the trainer's weights, whatever else they are."""
-        difference, tolerance = mean_difference(ours, answers), self._tolerance
-        if not difference <= tolerance:  # NaN fails too
+        difference, allowed = mean_difference(ours, answers), self._tolerance
+        if not difference <= allowed:  # NaN fails too
             raise PublishError(
                 f"vLLM does not serve the weights that were published as {model}: its log-probabilities of "
                 f"{sum(len(ids) for ids, _ in answers)} tokens differ from the trainer's by {difference:.4g} on "
-                f"average (policy.verify_tolerance is {tolerance:g}); the previous version stays live"
+                f"average (policy.verify_tolerance is {allowed:g}); the previous version stays live"
             )
 
 

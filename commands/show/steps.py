@@ -63,8 +63,10 @@ def _parts(step: int, metrics: Metrics) -> list[tuple[int, str, str]]:
         (6, "" if tokens is None else f"{count(tokens)} tokens{per_second}", ""),
         (7, "" if kl is None else f"kl {number(kl, 2)}", ""),
         (7, f"guide_kl {number(guided, 2)}" if (guided := metrics.get("guide_kl")) is not None else "", ""),
+        (6, f"{count(masked)} masked" if (masked := _masked(metrics)) else "", ""),
         (8, "" if not clipped else f"{share(clipped)} clipped", ""),
         (9, "" if entropy is None else f"entropy {number(entropy, 2)}", ""),
+        (10, f"lr {rate:.2g}" if (rate := metrics.get("lr")) is not None else "", ""),
         (10, f"staleness {number(stale, 2)}" if (stale := metrics.get("staleness_mean")) else "", ""),
         (5, _times(metrics), "dim"),
         (2, f"warning: {', '.join(warnings)}" if (warnings := metrics.get("warnings")) else "", "yellow"),
@@ -74,6 +76,11 @@ def _parts(step: int, metrics: Metrics) -> list[tuple[int, str, str]]:
 
 def _unpublished(metrics: Metrics, otherwise: str) -> str:
     return "skipped" if metrics.get("skipped") else "stopped" if "collapse" in metrics else otherwise
+
+
+def _masked(metrics: Metrics) -> float:
+    """The sampled tokens that taught nothing: a loss's mask dropped them, or top_p under the present weights."""
+    return float(metrics.get("masked_tokens", 0) + metrics.get("outside_tokens", 0))
 
 
 def _times(metrics: Metrics) -> str:

@@ -37,6 +37,9 @@ def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequ
         wait_until(lambda: is_best_of_several(system), 60, "versions were evaluated beside training")
     versions = {v["version"]: v for v in system.get("/policy/versions")["data"]}
     assert all(v["status"] != "failed" for v in versions.values()), versions
+    steps = [step["metrics"] for step in system.get("/policy/steps")["data"]]
+    assert any(step["sampler_difference"] for step in steps), "agents were answered by the live version"
+    assert all(step["sampler_difference"] < 0.01 and not step["skipped"] for step in steps), steps
     wait_until(lambda: system.get("/status")["verified"]["deviations"] is not None, 60, "the live version says how")
     calls = [
         call

@@ -166,11 +166,13 @@ class Bench:
             await self.store.rollouts.end(rollout_id, status, None)  # type: ignore[arg-type]
         return rollout_id
 
-    async def record(self, task: str | None, choice: Choice, version: int, agent: str | None = None) -> str:
-        """A rollout of one call, still running."""
+    async def record(
+        self, task: str | None, choice: Choice, version: int, agent: str | None = None, **asked: Any
+    ) -> str:
+        """A rollout of one call, still running. `asked`: more of its request."""
         rollout_id = f"{task}-{self.random.getrandbits(60)}"
         async with Recorder(self.store, merged=self.mode == "merged") as recorder:
-            request = {"messages": [{"role": "user", "content": task}]}
+            request = {"messages": [{"role": "user", "content": task}], **asked}
             name = RolloutName(rollout_id, task, agent)
             await recorder.start(
                 CallStart(rollout_id, name, "chat/completions", "policy", version, request, time.time())

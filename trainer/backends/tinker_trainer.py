@@ -25,8 +25,9 @@ from ..rate import rate_of
 from ..report.trackers import Trackers
 from ..step.losses import token_weights
 from ..step.scoring import longest_sample
-from ..step.skipped import some_rollouts
+from ..step.skipped import SAMPLER_TOKENS, nats_apart, some_rollouts, wrong_sampler
 from ..types import Batch, Sample
+from ..weights.choice import tolerance
 from .adapter_files import Weights, read_adapter, write_adapter
 from .reporting import Reporter, rate_after
 from .rows import Datum, is_plain, loss_config, loss_of, numbers_of, rows_of
@@ -62,6 +63,8 @@ class TinkerTrainer:
         self._reporter = Reporter(config, self.rate.value, self.trackers, policy.directory / "trainer")
         self.skipped_because: str | None = None
         self.left_out_because: str | None = None
+        self.warnings: dict[str, str] = {}
+        self._tolerance = tolerance(self.settings, policy)
         tinker = BackendKeys.of(config).tinker
         self._model, base_model = policy.model, tinker.base_model or policy.model
         self._service = TinkerService(tinker, base_model, config.lora_rank, config.seed)
@@ -86,9 +89,9 @@ class TinkerTrainer:
         begun = time.perf_counter()
         samples = self._fitting(batch)
         metrics: dict[str, float] = {"trained_tokens": 0.0, "computed_tokens": 0.0}
-        self.skipped_because = self._fault(samples)
+        self.skipped_because, self.warnings = self._fault(samples), {}
         if self.skipped_because is None:
-            metrics |= self._gradients(samples, batch.compared)
+            metrics |= self._gradients(samples, batch)
         metrics["forward_backward_s"] = time.perf_counter() - begun
         self._computed = batch, metrics
 
@@ -125,16 +128,23 @@ class TinkerTrainer:
         bad = [s.rollout_id for s in samples if not all(map(math.isfinite, (*s.logprobs, *s.advantages)))]
         return f"log-probabilities or advantages not finite in {some_rollouts(bad)}" if bad else None
 
-    def _gradients(self, samples: Sequence[Sample], compared: int) -> dict[str, float]:
-        """Return the metrics of the forward pass. If its loss is not finite, the service forgets the gradients."""
+    def _gradients(self, samples: Sequence[Sample], batch: Batch) -> dict[str, float]:
+        """Return the metrics of the forward pass. If the step is to be skipped, the service forgets the gradients."""
         config = BackendKeys.of(self.settings)
-        rows = rows_of(samples, token_weights(samples, config, compared), config.tinker.reduction)
+        rows = rows_of(samples, token_weights(samples, config, batch.compared), config.tinker.reduction)
         self._ready()
         logprobs = self._service.forward_backward(rows, loss_of(config), loss_config(config))
         metrics = numbers_of(rows, logprobs, config)
+        fresh = [i for i, sample in enumerate(samples) if sample.versions == (batch.version,)]
+        of_fresh = numbers_of([rows[i] for i in fresh], [logprobs[i] for i in fresh], config) if fresh else {"kl": 0.0}
+        metrics["sampler_difference"] = nats_apart(of_fresh["kl"])
         if not math.isfinite(metrics["loss"]):
-            self._service.forget()  # with the gradients that it has
             self.skipped_because = f"the loss is not finite over {some_rollouts([s.rollout_id for s in samples])}"
+        elif of_fresh.get("trained_tokens", 0) >= SAMPLER_TOKENS:
+            self.skipped_because = wrong_sampler(of_fresh["kl"], self._tolerance)
+            self.warnings = {"sampler": self.skipped_because} if self.skipped_because else {}
+        if self.skipped_because is not None:
+            self._service.forget()  # with the gradients that it has
         return metrics | {"computed_tokens": _tokens(rows)}
 
     def _take(self, rate: float) -> dict[str, float]:

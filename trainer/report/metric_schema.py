@@ -100,6 +100,12 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("clip_share", "share", "trained tokens that are clipped: ratio too high, advantage > 0; (grpo) too low, < 0"),
         ("kl", "nats", "KL divergence of the sampler from the trainer; mean over trained tokens (estimator k3)"),
         ("kl_base", "nats", "KL divergence of the policy from the base model; needs `kl_coef` or `kl_metric`"),
+        (
+            "sampler_difference",
+            "nats",
+            "√(2 · `kl`) over the rows that the live version sampled: about how far the server's log-probabilities are "
+            "from the trainer's own; beyond what rounding explains, the step is skipped (with 256 tokens or more)",
+        ),
         ("entropy", "nats", "entropy of the next token's distribution; mean over trained tokens"),
         ("entropy_coef", "1", "weight of this entropy in the step's loss; needs `trainer.entropy`"),
     ),
@@ -114,6 +120,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         "tokens",
         ("trained_tokens", "tokens", "sampled tokens in the loss"),
         ("outside_tokens", "tokens", "sampled tokens left out: top_p and the like leave them out by now's weights"),
+        ("masked_tokens", "tokens", "tokens with an advantage that the mask of `trainer.loss` drops: no gradient"),
         ("computed_tokens", "tokens", "tokens in forward passes; a shared prefix counts once"),
         ("padded_tokens", "tokens", "tokens that the same rows would take as padded batches"),
         ("trained_tokens_per_s", "tokens/s", "`trained_tokens` / `step_s`"),

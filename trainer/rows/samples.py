@@ -94,6 +94,7 @@ class _Row:
     call_ids: list[str] = field(default_factory=list)
     shaped: list[tuple[int, int, Sampling]] = field(default_factory=list)
     results: list[tuple[int, int]] = field(default_factory=list)
+    versions: set[int] = field(default_factory=set)
     ids: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     first_answer: int = 0
     last_answer: int = 0
@@ -113,6 +114,7 @@ class _Row:
         if not sampling.is_plain:
             self.shaped.append((self.last_answer, len(self.token_ids), sampling))
         self.call_ids.append(call.call_id)
+        self.versions.update(call.policy_versions)
         self.ids = np.array(self.token_ids, np.int64)
 
     def _extend(
@@ -137,6 +139,7 @@ class _Row:
             adapter=adapter,
             shaped=tuple(self.shaped),
             results=tuple(self.results),
+            versions=tuple(sorted(self.versions)),
         )
 
 

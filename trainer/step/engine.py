@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 class TrainingEngine(Protocol):
     """Holds the policy's weights and takes steps on them: `LightningTrainer`, or a service (`backends/`).
 
+    `skipped_because`, `left_out_because`, `warnings` (by name): of the last step.
+
     Any method may raise TrainingUnavailable. The state that was not saved is then lost; `load` restores the saved one.
     """
 
@@ -28,6 +30,7 @@ class TrainingEngine(Protocol):
     trackers: Trackers
     skipped_because: str | None
     left_out_because: str | None
+    warnings: Mapping[str, str]
 
     @property
     def max_tokens(self) -> int:

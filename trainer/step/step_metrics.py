@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from ...proxy.config.trainer import TrainerConfig
+from ..report.batch_metrics import MOST
 from ..rows.microbatches import MicroBatch
 from .losses import importance_ratios, weight_limits
 from .scoring import ScoredTokens
+from .skipped import SAMPLER_TOKENS, nats_apart, wrong_sampler
 
 # exp() of anything larger is useless in a metric and may overflow.
 _MAX_LOG_RATIO = 20.0
@@ -23,6 +25,7 @@ _MAX_LOG_RATIO = 20.0
 # The numbers that are sums over micro-batches, and so over processes.
 SUMS = (
     "loss", "entropy_sum", "kl_sum", "kl_base_sum", "ratio_sum", "clipped", "trained_tokens", "outside_tokens",
+    "pulled_tokens", "masked_tokens", "fresh_tokens", "fresh_kl_sum",
     "computed_tokens", "padded_tokens", "micro_batches", "passes_halved", "rows_out_of_memory", "guided_tokens",
     "guidance_sum", "guide_gap_sum",
 )  # fmt: skip
@@ -41,11 +44,12 @@ class StepMetrics:
 
     `clipped` counts tokens as TRL does: their importance ratio, at `trainer.importance_level`, is outside of the loss's
     limits on the side that their advantage pulls them to. `kl` is to the policies that sampled the answers, `kl_base`
-    to the base model, where it is computed.
+    to the base model, where it is computed. The same of `fresh` tokens: those of rows that `version` alone sampled.
     """
 
     started: float
     config: TrainerConfig
+    version: int | None = None
     loss: float = 0.0
     grad_norm: float = 0.0
     learning_rate: float = 0.0
@@ -59,6 +63,10 @@ class StepMetrics:
     clipped: float = 0.0
     trained_tokens: int = 0
     outside_tokens: int = 0
+    pulled_tokens: int = 0  # those with an advantage
+    masked_tokens: int = 0
+    fresh_tokens: int = 0
+    fresh_kl_sum: float = 0.0
     computed_tokens: int = 0
     padded_tokens: int = 0
     micro_batches: int = 0
@@ -80,19 +88,23 @@ class StepMetrics:
     def begun_anew(self) -> StepMetrics:
         """Return those of a step whose passes are all still to be made, but some were found too large."""
         return StepMetrics(
-            self.started, self.config, entropy_coef=self.entropy_coef, passes_halved=self.passes_halved,
+            self.started, self.config, self.version, entropy_coef=self.entropy_coef, passes_halved=self.passes_halved,
             rows_out_of_memory=self.rows_out_of_memory, too_large=self.too_large, fitting=self.fitting,
         )  # fmt: skip
 
     def add(
         self,
         micro_batch: MicroBatch,
+        rows: Tensor,
         loss: Tensor,
         inputs: dict[str, Tensor],
         scores: ScoredTokens,
         reference: Tensor | None = None,
     ) -> None:
-        """Add a micro-batch. `inputs`, `scores`, `reference` (under the base model) are (A, L), one row an answer."""
+        """Add a micro-batch. `inputs`, `scores`, `reference` (under the base model) are (A, L), one row an answer.
+
+        `rows`: (A, 1), the sample that each answer is in.
+        """
         mask, logprobs = inputs["completion_mask"].bool(), scores.logprobs.detach()
         log_ratios = logprobs - inputs["old_per_token_logps"]
         log_ratio = log_ratios[mask]
@@ -101,7 +113,12 @@ class StepMetrics:
         compared = importance_ratios(log_ratios, mask, self.config.importance_level)[mask]
         self.loss += float(loss)
         self.entropy_sum += float(scores.entropies.detach()[mask].sum())
-        self.kl_sum += float(k3(log_ratio).sum())
+        of_tokens = k3(log_ratio)
+        self.kl_sum += float(of_tokens.sum())
+        current = [sample.versions == (self.version,) for sample in micro_batch.samples]
+        fresh = torch.tensor(current, device=mask.device)[rows].expand_as(mask)[mask]
+        self.fresh_tokens += int(fresh.sum())
+        self.fresh_kl_sum += float(of_tokens[fresh].sum())
         if reference is not None:
             weight = ratio.clamp(max=self.config.importance_cap)  # of a token under the policy, not the behaviour's
             self.kl_base_sum += float((weight * k3((reference - logprobs)[mask])).sum())
@@ -112,6 +129,8 @@ class StepMetrics:
         self.guided_tokens += int(inputs["guided"].sum())
         self.guidance_sum += float(inputs["guidance"].abs().sum())
         self.guide_gap_sum += float(inputs["guide_gap"].sum())
+        self.pulled_tokens += int((advantages != 0).sum())
+        self.masked_tokens += int(inputs["masked"].sum()) if "masked" in inputs else 0
         self.trained_tokens += len(ratio)
         self.outside_tokens += sum(sample.trained_tokens for sample in micro_batch.samples) - len(ratio)
         self.computed_tokens += len(micro_batch.tree)
@@ -136,8 +155,25 @@ class StepMetrics:
         return total
 
     @property
+    def fresh_kl(self) -> float:
+        return self.fresh_kl_sum / max(self.fresh_tokens, 1)
+
+    @property
     def entropy(self) -> float:
         return self.entropy_sum / max(self.trained_tokens, 1)
+
+    def warnings(self, tolerance: float) -> dict[str, str]:
+        """Return what is wrong with the step's tokens, by name. `tolerance`: as in `wrong_sampler`."""
+        found, sampled = dict[str, str](), self.trained_tokens + self.outside_tokens
+        if self.fresh_tokens >= SAMPLER_TOKENS and (why := wrong_sampler(self.fresh_kl, tolerance)):
+            found["sampler"] = why
+        if self.masked_tokens > MOST * self.pulled_tokens:
+            dropped = f"{self.masked_tokens:,} of {self.pulled_tokens:,} tokens with an advantage teach nothing"
+            found["masked_tokens"] = f"{dropped}: trainer.loss {self.config.loss} masks them"
+        if self.outside_tokens > MOST * sampled:
+            dropped = f"{self.outside_tokens:,} of {sampled:,} sampled tokens teach nothing"
+            found["outside_tokens"] = f"{dropped}: top_p and the like leave them out under the present weights"
+        return found
 
     def result(self) -> dict[str, float]:
         """Return metrics by the names of `metric_schema`. Means are over trained tokens, and may not be finite."""
@@ -154,11 +190,13 @@ class StepMetrics:
             **self._of_guides(),
             "kl": self.kl_sum / n,
             **kl_base,
+            "sampler_difference": nats_apart(self.fresh_kl),
             "ratio_mean": self.ratio_sum / n,
             "ratio_max": self.ratio_max,
             "clip_share": self.clipped / n,
             "trained_tokens": float(self.trained_tokens),
             "outside_tokens": float(self.outside_tokens),
+            "masked_tokens": float(self.masked_tokens),
             "computed_tokens": float(self.computed_tokens),
             "padded_tokens": float(self.padded_tokens),
             "micro_batches": float(self.micro_batches),

@@ -28,12 +28,12 @@ from ..rate import rate_of
 from ..report.trackers import Trackers
 from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
-from ..weights.choice import load_model, peft_config, trained, weight_dtype
+from ..weights.choice import load_model, peft_config, tolerance, trained, weight_dtype
 from ..weights.trained import Weights
 from .entropy import EntropyBonus, entropy_term
 from .guidance import add_guidance
 from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, policy_loss, token_weights
-from .own_loss import StepTokens, context_loss, own_loss, tokens_by_adapter
+from .own_loss import StepTokens, context_loss, masked_tokens, own_loss, tokens_by_adapter
 from .processes import Pass, Processes, on_every_process, on_every_shard
 from .rescoring import fully_scored, logprobs_of
 from .scoring import ScoredTokens, attention_cost, check_tree_support, longest_sample, score
@@ -106,6 +106,8 @@ class LightningTrainer(GRPOTrainer):
         self._computed: tuple[Batch, StepMetrics] | None = None
         self.skipped_because: str | None = None
         self.left_out_because: str | None = None
+        self.warnings: dict[str, str] = {}
+        self._tolerance = tolerance(config, policy)
         self._read: State | None = None  # the checkpoint that this process alone has read
         self.entropy = EntropyBonus(config.entropy)
         self._shaper = Shaper(self.processing_class, self.policy_model)
@@ -146,7 +148,7 @@ class LightningTrainer(GRPOTrainer):
         Each adapter gets those that its own samples alone would give it; without any, it has none.
         A pass that memory runs out in is made in halves.
         """
-        metrics = StepMetrics(time.perf_counter(), self.settings, entropy_coef=self.entropy.weight)
+        metrics = StepMetrics(time.perf_counter(), self.settings, batch.version, entropy_coef=self.entropy.weight)
         samples = [sample for sample in batch.samples if sample.trained_tokens]
         self.optimizer.zero_grad()
         metrics = self._add_gradients(batch, samples, metrics)
@@ -155,6 +157,10 @@ class LightningTrainer(GRPOTrainer):
             metrics.grad_norm = self._clip_gradients()  # on a GPU this waits for the backward passes
             if not math.isfinite(metrics.grad_norm):
                 metrics.fault = f"the gradient is not finite over {some_rollouts([s.rollout_id for s in samples])}"
+        self.warnings = metrics.warnings(self._tolerance)
+        metrics.fault = metrics.fault or self.warnings.get("sampler")
+        if not metrics.grad_norm:
+            metrics.fault = metrics.fault or self.warnings.get("masked_tokens") or self.warnings.get("outside_tokens")
         metrics.forward_backward_s = metrics.elapsed
         self._computed = batch, metrics
 
@@ -164,7 +170,7 @@ class LightningTrainer(GRPOTrainer):
 
         If a loss or gradient is not finite, weights, optimizer and scheduler stay as they are and `skipped` is 1.
         `skipped_because` then says what is not finite, in which rollouts; metrics that are not finite are left out.
-        `left_out_because` names rollouts with a row too large alone.
+        `left_out_because` names rollouts with a row too large alone; `warnings` say what else is wrong with the tokens.
         """
         assert self._computed is not None, "forward_backward comes first"
         (batch, metrics), self._computed = self._computed, None
@@ -242,6 +248,8 @@ class LightningTrainer(GRPOTrainer):
         if reference is not None:
             reference = torch.where(reference.isneginf(), logprobs.detach(), reference)
         loss = (own_loss if config.loss else policy_loss)(logprobs, inputs, config)
+        if config.loss:
+            inputs["masked"] = masked_tokens(loss, logprobs, inputs, config)
         if config.kl_coef and reference is not None:
             penalty = kl_penalty(logprobs, reference, inputs, config.importance_cap)
             loss = loss + config.kl_coef * penalty
@@ -252,7 +260,7 @@ class LightningTrainer(GRPOTrainer):
             loss = loss + context_loss(scored.logprobs, samples, tokens, config)
         if not one.counts:
             return loss * 0.0, None
-        metrics.add(micro_batch, loss.detach(), inputs, scores._replace(logprobs=logprobs), reference)
+        metrics.add(micro_batch, answers.rows, loss.detach(), inputs, scores._replace(logprobs=logprobs), reference)
         if loss.isfinite():
             return loss, None
         return loss, fault_of_loss([samples[row].rollout_id for row in answers.rows[:, 0]], inputs, logprobs)

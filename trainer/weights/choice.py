@@ -14,11 +14,19 @@ from .full import FullModel
 from .targets import lora_config
 from .trained import Spread, Trained
 
+# How far apart rounding alone takes the mean log-probability of two implementations.
+TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
+
 
 def compute_dtype(config: TrainerConfig) -> torch.dtype:
     """Return the dtype that the model is computed in, and that vLLM is given its weights in."""
     name = {"auto": "bfloat16" if torch.cuda.is_available() else "float32"}.get(config.dtype, config.dtype)
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+
+
+def tolerance(config: TrainerConfig, policy: PolicyConfig) -> float:
+    """Return the largest mean difference of log-probabilities that rounding explains, in nats."""
+    return policy.verify_tolerance or TOLERANCE[compute_dtype(config)]
 
 
 def weight_dtype(config: TrainerConfig) -> torch.dtype:

@@ -15,10 +15,11 @@ from ....proxy.policy.vllm import VllmFleet
 from ....proxy.store.store import Store
 from ....trainer.loop import TrainingLoop
 from ....trainer.step.engine import TrainingEngine
+from ....trainer.step.skipped import nats_apart, wrong_sampler
 from ....trainer.types import Batch
-from ....trainer.verify import SURE, TOLERANCE
+from ....trainer.verify import SURE
 from ....trainer.waiting import in_thread
-from ....trainer.weights.choice import compute_dtype
+from ....trainer.weights.choice import tolerance
 from ...api_client import ApiClient
 from ...run.run import RunOptions, run_tasks
 from ...run.runner import Runner
@@ -32,8 +33,6 @@ from .tell import Tell
 STEPS = 3
 CONCURRENCY = 16
 PUBLISH_S = 240.0
-# Where the mean difference of log-probabilities may be so large, their root mean square is some times larger.
-TAILS = 3.0
 RESTART = "start vLLM with `lightning-proxy vllm`"
 
 Json = dict[str, Any]
@@ -179,18 +178,14 @@ class LearnSteps:
     def _ratios(self, metrics: Json) -> None:
         """Check that the trainer finds the sampled tokens as likely as the server said they were."""
         name = "ratios"
+        kl, allowed = metrics.get("kl", 0.0), tolerance(self.engine.settings, self.config.policy)
+        if fix := wrong_sampler(kl, allowed):
+            found = f"{metrics['ratio_mean']:.4f} on average ({nats_apart(kl):.2g} nats off)"
+            self.tell(failed(name, f"with unchanged weights they are not 1, but {found}", fix))
         if metrics["skipped"]:
             why = self.engine.skipped_because
             self.tell(failed("step", f"the step was skipped: {why}", "docs/faults.md says what to do"))
-        allowed = self.config.policy.verify_tolerance or TOLERANCE[compute_dtype(self.engine.settings)]
-        apart = math.sqrt(2 * max(0.0, metrics["kl"]))
         found = f"{metrics['ratio_mean']:.4f} on average, {metrics['ratio_max']:.3f} at most"
-        if not apart <= TAILS * allowed:
-            fix = (
-                f"the server samples otherwise than it says: {RESTART} (it adds --logprobs-mode processed_logprobs and "
-                "--enable-scale-out), and give it the model that policy.model names"
-            )
-            self.tell(failed(name, f"with unchanged weights they are not 1, but {found} ({apart:.2g} nats off)", fix))
         self._say(ok(name, f"with unchanged weights they are 1: {found}"))
 
     def _likelier(self, batch: Batch, before: Sequence[float], after: Sequence[float]) -> str:

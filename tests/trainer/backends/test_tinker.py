@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,16 @@ def test_answers_at_other_temperatures_are_left_out_by_name(base: Path, tmp_path
     assert t.step(batch(2, sample("hot", -1.0, 1.5)))["skipped"] == 1
     assert t.skipped_because is not None
     assert service.count("optim_step") == 1
+
+
+def test_a_wrong_sampler_skips_the_step(base: Path, tmp_path: Path, service: PlayedTinker) -> None:
+    t, n = trainer(base, tmp_path, service), len(PROMPT + ANSWER)
+    given = [replace(sample(str(i), (-1.0) ** i), versions=(2,), logprobs=(-9.0,) * n) for i in range(90)]
+    wrong = t.step(replace(batch(1, *given), version=2))
+    assert (wrong["skipped"], wrong["trained_tokens"], service.count("optim_step")) == (1, 270, 0)
+    assert wrong["sampler_difference"] > 0.3 and t.skipped_because == t.warnings["sampler"]
+    assert t.step(replace(batch(2, *given), version=3))["skipped"] == 0, "of an earlier version"
+    assert t.warnings == {}
 
 
 def test_a_killed_trainer_goes_on_exactly_from_its_last_checkpoint(

@@ -463,6 +463,8 @@ def test_a_loss_of_ones_own_takes_the_place_of_trls(model: Path, tmp_path: Path)
     [
         ("return given.logprobs.sum()", r"a tensor of shape \(\d+, \d+\) is needed, one number per token"),
         ("return given.nothing", r"AttributeError: .*nothing.* \(line 2\)"),
+        ("return -given.ratios * given.advantages", r"it has no gradient, .* given\.ratios .* carry none"),
+        ("return (-given.ratios * given.advantages).requires_grad_()", r"it has no gradient, .*"),
     ],
 )
 def test_a_wrong_loss_is_named(model: Path, tmp_path: Path, body: str, told: str) -> None:
