@@ -169,7 +169,7 @@ class StepMetrics:
             found["sampler"] = why
         if self.masked_tokens > MOST * self.pulled_tokens:
             dropped = f"{self.masked_tokens:,} of {self.pulled_tokens:,} tokens with an advantage teach nothing"
-            found["masked_tokens"] = f"{dropped}: trainer.loss {self.config.loss} masks them"
+            found["masked_tokens"] = f"{dropped}: trainer.loss {self.config.loss} masks or clips them"
         if self.outside_tokens > MOST * sampled:
             dropped = f"{self.outside_tokens:,} of {sampled:,} sampled tokens teach nothing"
             found["outside_tokens"] = f"{dropped}: top_p and the like leave them out under the present weights"

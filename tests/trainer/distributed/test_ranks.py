@@ -195,7 +195,7 @@ def test_sharding_in_a_way_that_is_not_supported_is_refused(
 
 def test_every_metric_of_a_step_is_known_to_be_summed_over_ranks_or_not() -> None:
     kept = {"started", "config", "grad_norm", "learning_rate", "skipped", "fault", "ratio_max", "entropy_coef"}
-    kept |= {"forward_backward_s", "optimizer_s", "fitting", "too_large"}
+    kept |= {"forward_backward_s", "optimizer_s", "fitting", "too_large", "version"}
     assert {field.name for field in fields(StepMetrics)} == set(SUMS) | kept
 
 
