@@ -30,7 +30,7 @@ class TrainingEngine(Protocol):
     trackers: Trackers
     skipped_because: str | None
     left_out_because: str | None
-    warnings: Mapping[str, str]
+    warnings: dict[str, str]
 
     @property
     def max_tokens(self) -> int:
