@@ -5,23 +5,27 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from sys import getsizeof
 from typing import Any
 
 from ..apis.tools import conversation
 from ..store.requests.delta import same_prefix
 from ..types import CallEnd
-from .places import ReadRequest
+from .places import ReadRequest, RequestItems
+
+A_CALL, A_MESSAGE = 1_500, 50  # bytes that they take beside their content
 
 
 @dataclass(slots=True)
 class RecentCall:
     """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once they are durable.
 
-    `read`: its request, read, where there are tool calls. `first_own`: its first message that it
-    does not share with an earlier call. `own_bytes`: about how many it takes from there on.
+    `read`: its request, read, where there are tool calls. `first_own`: its first message that it does not share with an
+    earlier call. `ends`: how many bytes its messages take, up to each one's end. `own`: bytes of its other fields that
+    it does not share.
     """
 
     call_id: str
@@ -29,8 +33,48 @@ class RecentCall:
     row_ids: array[int] = field(default_factory=partial(array, "i"))
     read: ReadRequest | None = None
     first_own: int = 0
-    own_bytes: int = 0
     started_at: float = 0.0
+    ends: array[int] = field(default_factory=partial(array, "q"))
+    own: dict[str, int] = field(default_factory=dict)
+
+    def measure(self, parent: RecentCall | None, same: Collection[str]) -> None:
+        """Share the fields that are the `same` as the parent's, and measure what is its own."""
+        if parent is not None:
+            self.request = self.request | {name: parent.request[name] for name in same}
+            self.ends = parent.ends[: self.first_own]
+        messages, end = conversation(self.request), self.ends[-1] if self.ends else 0
+        for message in messages[self.first_own :]:
+            self.ends.append(end := end + taken(message))
+        others = [name for name in self.request if name not in same]
+        self.own = {name: taken(value) for name in others if (value := self.request[name]) is not messages}
+
+    def bytes_from(self, message: int) -> int:
+        """Return how many bytes it takes without its first messages, and without the fields that it shares."""
+        own = len(self.ends) - message
+        messages = self.ends[-1] - (self.ends[message - 1] if message else 0) if own > 0 else 0
+        lists = 24 * len(self.ends) + len(self.row_ids) * self.row_ids.itemsize
+        return A_CALL + lists + max(own, 0) * A_MESSAGE + messages + sum(self.own.values())
+
+
+def taken(value: Any, most: int = 2**27) -> int:
+    """Return how many bytes a JSON value takes in memory, about. It stops counting at `most`."""
+    size = getsizeof(value)
+    if type(value) is not dict and type(value) is not list:
+        return size
+    left: Iterable[Any] = (value,)
+    while size < most:
+        items: list[Any] = []
+        for one in left:
+            if type(one) is dict:
+                items += one
+                items += one.values()
+            elif type(one) is list:
+                items += one
+        if not items:
+            break
+        size += sum(map(getsizeof, items))
+        left = items
+    return size
 
 
 @dataclass(slots=True)
@@ -55,26 +99,26 @@ class RecentCalls:
         recent = self._rollouts.get(rollout_id)
         return list(recent.calls) if recent else []
 
-    def add(self, rollout_id: str, call: RecentCall, own_bytes: int) -> None:
-        """Remember a call that has `own_bytes` more than its parent."""
+    def add(self, rollout_id: str, call: RecentCall) -> None:
+        """Remember a call that was measured."""
         recent = self._rollouts.setdefault(rollout_id, _OfRollout())
         self._rollouts.move_to_end(rollout_id)
-        call.own_bytes = own_bytes
         recent.calls.append(call)
+        more = call.bytes_from(call.first_own)
         while len(recent.calls) > self._each:
-            forgotten = recent.calls.pop(0)
-            self._count(recent, -_freed(forgotten, recent.calls) - len(forgotten.row_ids) * forgotten.row_ids.itemsize)
-        self._count(recent, own_bytes)
+            more -= _freed(recent.calls.pop(0), recent.calls)
+        self._count(recent, more)
 
-    def add_tokens(self, end: CallEnd) -> None:
-        """Remember the tokens of a call that has ended, if it is still remembered."""
+    def ended(self, end: CallEnd) -> None:
+        """Remember the tokens of a call that has ended, if it is still remembered, and what nobody needs no more."""
         recent = self._rollouts.get(end.rollout_id)
-        if recent is None or not end.choices:
-            return
-        for call in recent.calls:
-            if call.call_id == end.call_id:
-                call.row_ids = array("i", end.prompt_token_ids + end.choices[0].token_ids)
-                self._count(recent, len(call.row_ids) * call.row_ids.itemsize)
+        for call in recent.calls if recent else ():
+            if call.call_id == end.call_id and recent:
+                if call.read is not None:
+                    call.read = call.read._replace(items=RequestItems(call.request))  # without what was read of them
+                if end.choices:
+                    call.row_ids = array("i", end.prompt_token_ids + end.choices[0].token_ids)
+                    self._count(recent, len(call.row_ids) * call.row_ids.itemsize)
 
     def forget(self, rollout_id: str) -> None:
         if (recent := self._rollouts.pop(rollout_id, None)) is not None:
@@ -88,16 +132,18 @@ class RecentCalls:
 
 
 def _freed(forgotten: RecentCall, kept: Sequence[RecentCall]) -> int:
-    """Return how many bytes forgetting a call frees. The rest is counted with the call that shares most of it."""
+    """Return how many bytes forgetting a call frees. The rest is counted with the calls that share it."""
     messages = conversation(forgotten.request)
     sharing_it = ((_same(messages, conversation(call.request)), call) for call in kept)
     shared, heir = max(sharing_it, key=lambda one: one[0], default=(0, forgotten))
-    own, left = len(messages) - forgotten.first_own, shared - forgotten.first_own
-    if left <= 0:
-        return forgotten.own_bytes
-    inherited = forgotten.own_bytes * left // own
-    heir.first_own, heir.own_bytes = min(heir.first_own, forgotten.first_own), heir.own_bytes + inherited
-    return forgotten.own_bytes - inherited
+    if shared > forgotten.first_own:
+        heir.first_own = min(heir.first_own, forgotten.first_own)
+    for name in [*forgotten.own]:
+        value = forgotten.request[name]
+        sharing_field = (call for call in kept if call.request.get(name) is value and name not in call.own)
+        if (other := next(sharing_field, None)) is not None:
+            other.own[name] = forgotten.own.pop(name)
+    return forgotten.bytes_from(max(shared, forgotten.first_own))
 
 
 def _same(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -164,7 +164,7 @@ class Recorder:
             await self._start(start, also, request_bytes)
             return
         self._begun[start.call_id] = made.call, parent
-        self._recent.add(rollout_id, made.call, made.stored_bytes)
+        self._recent.add(rollout_id, made.call)
 
     async def _repeated(self, start: CallStart, recent: Iterable[RecentCall]) -> ModelCall | None:
         known_parents = {call.call_id: Parent(call.request, call.row_ids.tobytes()) for call in recent}
@@ -174,7 +174,7 @@ class Recorder:
     def _ended(self, end: CallEnd, was_trainable: bool, committed: asyncio.Future[None]) -> None:
         if committed.cancelled() or committed.exception():
             return
-        self._recent.add_tokens(end)
+        self._recent.ended(end)
         if was_trainable and not end.trainable:
             self._on_redacted()
 
@@ -198,9 +198,12 @@ def _prepared(start: CallStart, recent: Sequence[RecentCall]) -> _Prepared:
     if before or has_results(conversation(start.request), shared_messages):
         call.read = read_request(call.request, before, shared_messages)
     if parent is not None:
-        stored = encode(shrink_request(call.request, parent.request))
+        shrunk = shrink_request(call.request, parent.request)
+        stored = encode(shrunk)
+        call.measure(parent, shrunk["same"])
     else:
         stored = encode(start.request) if start.request_text is None else start.request_text
+        call.measure(None, ())
     brought = _tool_results(start.rollout, call.read, shared_messages, is_first=parent is None)
     statements = [*_start_statements(start, parent, stored), *brought]
     return _Prepared(statements, len(stored), call, parent)
