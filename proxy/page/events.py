@@ -12,23 +12,20 @@ from ..store.reports.feed import Feed
 Kind = Literal["call", "reward", "rollout", "step", "version"]
 
 AFTER = "SELECT n, kind, ref FROM feed WHERE n > :cursor ORDER BY n LIMIT :limit"
-# By kind: its rows, with `ref`. `own`: of the rollouts that a key opened, where that is all its owner sees.
+# By kind: its rows, with `ref`, and the key that opened the rollout.
 FEED_CALLS = """
 SELECT calls.call_id AS ref, calls.call_id, calls.rollout_id, calls.seq, calls.agent, calls.status, calls.model,
-    calls.policy_version, calls.latency_ms, calls.finish_reason, rollouts.task_id
+    calls.policy_version, calls.latency_ms, calls.finish_reason, rollouts.task_id, rollouts.key_id
 FROM calls JOIN rollouts USING (rollout_id) WHERE calls.call_id IN (SELECT CAST(value AS TEXT) FROM json_each(:refs))
-    AND (NOT :own OR rollouts.key_id IS :key_id)
 """
 FEED_REWARDS = """
 SELECT reward_id AS ref, reward_id, rewards.rollout_id, call_id, name, rewards.value AS reward, source,
-    rewards.created_at AS at
+    rewards.created_at AS at, rollouts.key_id
 FROM rewards JOIN rollouts USING (rollout_id) WHERE reward_id IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
-    AND (NOT :own OR rollouts.key_id IS :key_id)
 """
 FEED_ROLLOUTS = """
-SELECT n AS ref, rollout_id, task_id, mode, status, reward
+SELECT n AS ref, rollout_id, task_id, mode, status, reward, key_id
 FROM rollouts WHERE n IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
-    AND (NOT :own OR rollouts.key_id IS :key_id)
 """
 FEED_STEPS = """
 SELECT step AS ref, step, status, version, metrics
@@ -52,23 +49,24 @@ _ROWS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """One event, the `n`th of all. `data` is as it is now: it may have changed again since."""
+    """One event, the `n`th of all. `data` is as it is now: it may have changed again since.
+
+    `key_id`: the key that opened the rollout it is about.
+    """
 
     n: int
     kind: Kind
     data: dict[str, Any]
+    key_id: str | None
 
 
 class FeedEvents(Feed):
     """The newest 10,000 events, with what they are about."""
 
-    async def after(
-        self, cursor: int, limit: int, *, own: bool = False, key_id: str | None = None
-    ) -> tuple[list[Happened], int]:
+    async def after(self, cursor: int, limit: int) -> tuple[list[Happened], int]:
         """Return at most `limit` events after `cursor`, oldest first, and the cursor after them.
 
-        Events of deleted records are left out, and all but the last about one record. `own`: only rollouts opened with
-        `key_id`.
+        Events of deleted records are left out, and all but the last about one record.
         """
         rows = await self.database.all(AFTER, {"cursor": cursor, "limit": limit})
         last = {(row["kind"], str(row["ref"])): row["n"] for row in rows}
@@ -76,19 +74,16 @@ class FeedEvents(Feed):
         for kind, statement in _ROWS.items():
             if not (refs := [ref for one, ref in last if one == kind]):
                 continue
-            params: dict[str, object] = {"refs": dumps(refs)}
-            if ":own" in statement:
-                params |= {"own": own, "key_id": key_id}
-            happened = await self.database.all(statement, params)
+            happened = await self.database.all(statement, {"refs": dumps(refs)})
             found += [_happened(last[kind, str(row["ref"])], kind, row) for row in happened]
         return sorted(found, key=lambda one: one.n), rows[-1]["n"] if rows else cursor
 
 
 def _happened(n: int, kind: str, row: Row) -> Happened:
-    data = {name: value for name, value in dict(row).items() if name != "ref"}
+    data = {name: value for name, value in dict(row).items() if name not in ("ref", "key_id")}
     if kind == "step":
         data["reward"] = loads_rounded(data.pop("metrics")).get("reward_mean")
     if kind == "version":
         data |= {"live": bool(data["live"]), "verified": bool(data["verified"])}
         data["evidence"] = loads_or_none(data["evidence"])
-    return Happened(n, kind, data)  # type: ignore[arg-type]
+    return Happened(n, kind, data, dict(row).get("key_id"))  # type: ignore[arg-type]

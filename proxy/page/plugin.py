@@ -10,6 +10,7 @@ class PagePlugin(ProxyPlugin):
     """Serves the page at `/` and its events at `/feed`."""
 
     routers = (feed.router, page.router)
+    beside = feed.FeedBeside
 
 
 plugin = PagePlugin

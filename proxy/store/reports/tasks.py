@@ -62,7 +62,7 @@ class Tasks:
         """
         statement = TASK_SUMS.format(filters=" ".join(ROLLOUT_FILTERS[name] for name in filters))
         rows = await self._db.all(statement, {**filters, "limit": NEWEST})
-        return [TaskSum(*row) for row in rows]
+        return await asyncio.to_thread(lambda: [TaskSum(*row) for row in rows])
 
     async def rollouts(self, tasks: Sequence[TaskSum], mode: Mode | None, key_id: str | None) -> list[TaskRollout]:
         """Return the rollouts of some tasks, newest first, back to the first that any of them counts."""

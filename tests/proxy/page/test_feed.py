@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 import pytest
 
+from lightning_proxy.proxy.store.sqlite.database import SqliteDatabase
 from lightning_proxy.proxy.types import Limits
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -170,3 +171,30 @@ async def test_a_feed_says_nothing_more_once_its_key_is_revoked(running: Running
             await system.chat("after", **key)
             rest = await feed.rest()
         assert b"after" not in rest and b"a valid API key is needed" in rest
+
+
+@pytest.mark.sqlite
+async def test_many_feeds_look_at_the_store_as_often_as_one(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, quick = 0, SqliteDatabase.quick
+
+    async def counted(database: SqliteDatabase, *args: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return await quick(database, *args)
+
+    monkeypatch.setattr(SqliteDatabase, "quick", counted)
+    async with running(tmp_path) as system, AsyncExitStack() as stack:
+        found = []
+        for feeds in (1, 40):
+            readers = [await stack.enter_async_context(reading(system)) for _ in range(feeds)]
+            for reader in readers:
+                await reader.next()
+            before = looks
+            await asyncio.sleep(2)
+            found.append(looks - before)
+        assert found[1] < 3 * found[0]
+        await system.chat("r1")
+        for reader in readers:
+            await reader.until("call", rollout_id="r1")
