@@ -18,6 +18,7 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .access.auth import Keys, require_local
+from .access.limits import Turns
 from .config.root import Config
 from .control import health, policy, rewards, rollouts, status, tasks
 from .control.parts import Parts
@@ -141,7 +142,7 @@ async def open_parts(
         # The control API's view of them, and what runs beside the calls.
         parts = Parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
-            pins=pins, keys=keys, metrics=metrics, redactor=redactor, bodies=bodies, exact=exact,
+            pins=pins, keys=keys, metrics=metrics, redactor=redactor, bodies=bodies, reads=Turns(), exact=exact,
             relay=Relay(config, keys, gateway, bodies), beside=[one.beside(config, store) for one in plugins],
             model_check=ModelCheck(config, store, swap), health=upstreams.health, also_forget=plugged.on_deleted,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -55,6 +55,11 @@ class Caller:
         """Log what this caller changed, by the name and id of its key."""
         key = f"key {self.name}" + f" (id {self.key_id})" * (self.key_id is not None) if self.name else "no key"
         log_change(f"{change}, by {key}", key=self.name, key_id=self.key_id)
+
+    @property
+    def owner(self) -> Hashable:
+        """Return whose share of memory a request takes: its key's, or that of all rollouts' keys that a key gave."""
+        return self.key_id or self.name, self.rollout is not None
 
     @property
     def sender(self) -> Sender:

@@ -1,15 +1,21 @@
-"""Limits each key's requests a minute, tokens a minute and requests at once. The caller passes the time in."""
+"""Limits each key's requests a minute, tokens a minute, requests at once and reads at once.
+
+The caller passes the time in.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable
 
 from ..errors import RateLimited
 from ..json_text import dumps
 from ..types import CallEnd, Limits
 
+READS = 2  # of one key that are answered at once
 SECONDS = 60.0
 BYTES_A_TOKEN = 4  # of English text
 
@@ -74,6 +80,17 @@ class Limiter:
         """Count the tokens of an ended call: those of its usage, or those that were seen, or a guess."""
         if self._tokens is not None:
             self._tokens.take(_tokens(end, request_bytes), self._clock())
+
+
+class Turns:
+    """Lets `READS` reads of each key be answered at once. Others of that key wait, first come first served."""
+
+    def __init__(self) -> None:
+        self._of_key = defaultdict[Hashable, asyncio.Semaphore](lambda: asyncio.Semaphore(READS))
+
+    def turn(self, key: Hashable) -> asyncio.Semaphore:
+        """Return what is held during a read: `async with`."""
+        return self._of_key[key]
 
 
 def _refusal(what: str, bucket: Bucket, wait: float, now: float) -> RateLimited:

@@ -11,12 +11,12 @@ from fastapi import Request, Response, Security
 from fastapi.params import Depends
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ..access.auth import Caller, Keys
-from ..aside import aside
+from ..aside import LARGE, aside
 from ..errors import Forbidden
-from ..gateway.asgi import ClientDisconnected, read_headers
+from ..gateway.asgi import ClientDisconnected, Loan, Reply, read_headers
 from ..json_text import loads_in_turns
 from .parts import Parts
 
@@ -64,14 +64,24 @@ class AgentRoute(APIRoute):
             headers = read_headers(request.scope)
             caller = request.state.caller = await p.keys.authenticate(headers)
             self.require(p.keys, caller)
-            with ExitStack() as counting:
-                counting.enter_context(caller.counted(reads=request.method == "GET"))
+            reads = request.method == "GET"
+            with ExitStack() as held:
+                held.enter_context(caller.counted(reads=reads))
+                loan = request.state.loan = held.enter_context(p.bodies.memory.loan(caller.owner))
                 try:
-                    body = await p.bodies.read(request.receive, headers) if self.body_field else b""
+                    body = await p.bodies.read(request.receive, headers, loan) if self.body_field else b""
                 except ClientDisconnected:
                     return Response(status_code=400)  # to nobody
-                response = await handle(_ReadRequest(request.scope, request.receive, body))
-                return _UntilSent(response, counting.pop_all())
+                asked = _ReadRequest(request.scope, request.receive, body)
+                if not reads:
+                    return _UntilSent(await handle(asked), loan, held.pop_all())
+                with Reply(request.receive, request._send).while_connected():
+                    async with p.reads.turn(caller.owner):
+                        response = await handle(asked)
+                        if (size := int(response.headers.get("content-length", 0))) >= LARGE:
+                            await loan.grow(size)
+                        return _UntilSent(response, loan, held.pop_all())
+            return Response(status_code=400)  # to nobody
 
         return let_in
 
@@ -96,14 +106,18 @@ def require_may_reward(caller: Caller) -> None:
 
 
 class _UntilSent(Response):
-    """A response whose request counts until all of it has left."""
+    """A response whose request counts until all of it has left, and whose loan gets smaller with each part of it."""
 
-    def __init__(self, response: Response, counting: ExitStack) -> None:
-        self._response, self._counting = response, counting
+    def __init__(self, response: Response, loan: Loan, held: ExitStack) -> None:
+        self._response, self._loan, self._held = response, loan, held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._counting:
-            await self._response(scope, receive, send)
+        async def send_part(message: Message) -> None:
+            await send(message)
+            self._loan.shrink(len(message.get("body", b"")))
+
+        with self._held:
+            await self._response(scope, receive, send_part)
 
 
 class _ReadRequest(Request):

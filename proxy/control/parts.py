@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..access.auth import Keys
+from ..access.limits import Turns
 from ..config.root import Config
 from ..conversation.exact import ExactTokens
 from ..gateway.asgi import Bodies
@@ -41,6 +42,7 @@ class Parts:
     redactor: Redactor
     relay: Relay
     bodies: Bodies
+    reads: Turns
     exact: ExactTokens | None
     model_check: ModelCheck
     health: Health

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from hashlib import blake2b
 from typing import Annotated, Any
@@ -74,15 +75,15 @@ def json_response(value: Any) -> Response:
 async def large_response(view: Callable[[], dict[str, Any]]) -> Response:
     """Return a response like `json_response`, which may be large: it is put together and encoded in a thread.
 
-    It is sent in parts, each when the one before has left.
+    It is sent in parts, each when the one before has left, and forgotten.
     """
-    parts = await asyncio.to_thread(lambda: [*encoded_parts(view())])
+    parts = await asyncio.to_thread(lambda: deque(encoded_parts(view())))
     if len(parts) == 1:
         return Response(parts[0], media_type="application/json")
     length = {"content-length": str(sum(map(len, parts)))}
     return StreamingResponse(_each(parts), headers=length, media_type="application/json")
 
 
-async def _each(parts: list[bytes]) -> AsyncIterator[bytes]:
-    for part in parts:
-        yield part
+async def _each(parts: deque[bytes]) -> AsyncIterator[bytes]:
+    while parts:
+        yield parts.popleft()

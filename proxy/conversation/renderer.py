@@ -39,7 +39,7 @@ class Renderer:
 
         `request`: a request of the agent's, for its credentials.
         """
-        render_request = request._replace(path=RENDER, query=b"").with_body(body)
+        render_request = request._replace(path=RENDER, query=b"", sent=None).with_body(body)
         try:
             answer = await self._upstreams.open(upstream, render_request)
             try:

@@ -115,8 +115,6 @@ class CostTable:
         self._db = database
         self._prices = Prices(config.prices)
         self._alias = config.policy.alias
-        self._turn = asyncio.Lock()
-        self._under_way: dict[tuple[By, float, str | None], asyncio.Task[Costs]] = {}
 
     async def of_rollout(self, rollout_id: str) -> tuple[Cost, dict[str, Cost]]:
         """Return the cost of a rollout, and of each of its calls by its id."""
@@ -133,21 +131,7 @@ class CostTable:
         return total, calls
 
     async def newest(self, by: By, since: float, key_id: str | None) -> Costs:
-        """Return the costs of the newest calls that began after `since`; with `key_id`, of its rollouts alone.
-
-        One question is answered at a time, and equal ones together.
-        """
-        question = by, since, key_id
-        if question not in self._under_way:
-            self._under_way[question] = asyncio.create_task(self._in_turn(*question))
-            self._under_way[question].add_done_callback(lambda _: self._under_way.pop(question))
-        return await asyncio.shield(self._under_way[question])
-
-    async def _in_turn(self, by: By, since: float, key_id: str | None) -> Costs:
-        async with self._turn:
-            return await self._newest(by, since, key_id)
-
-    async def _newest(self, by: By, since: float, key_id: str | None) -> Costs:
+        """Return the costs of the newest calls that began after `since`; with `key_id`, of its rollouts alone."""
         costs, before, looked_at = Costs({}, Cost()), ALL, 0
         places, calls = (PLACE_BEFORE, COSTS_OF_CALLS) if key_id is None else (PLACE_OF_KEY, COSTS_OF_KEY)
         while looked_at < MOST:

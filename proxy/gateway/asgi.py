@@ -1,13 +1,14 @@
 """Reads a request's headers and body, and sends its reply, at the level of ASGI: nothing is added or rewritten.
 
-Each body is read in limited size and time, and all that are being read take limited memory together.
+Each body is read in limited size and time. All bodies that are read or unpacked, until they were sent on, and all large
+answers until they were taken, have limited memory together.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -127,10 +128,29 @@ class Reply:
 
 
 LATE_EVERY_S = 1.0  # how often late bodies are looked for, at most
+SLOW_S, SLOW_BYTES = 10.0, 10_000  # a body, or an answer, of which less moves in this time is given up
+
+
+class _Reading:
+    """A body that is being read. `seen` of its bytes had come at `looked_at`."""
+
+    __slots__ = ("looked_at", "received", "seen", "since", "waits")
+
+    def __init__(self, now: float) -> None:
+        self.since = self.looked_at = now
+        self.received = self.seen = 0
+        self.waits = False  # for memory, which is not its sender's fault
+
+    def is_slow(self, now: float) -> bool:
+        if not self.waits and now < self.looked_at + SLOW_S:
+            return False
+        slow = not self.waits and self.received < self.seen + SLOW_BYTES
+        self.looked_at, self.seen = now, self.received
+        return slow
 
 
 class Bodies:
-    """Reads the bodies of a process's requests. What arrives with its head, as most does, takes nothing of `Memory`.
+    """Reads the bodies of a process's requests. What arrives with its head, as most does, takes nothing of `memory`.
 
     One look at all bodies, now and then, finds those that are late: a timer for each would cost a call of 1 KB more
     than all else that is done here.
@@ -138,67 +158,63 @@ class Bodies:
 
     def __init__(self, config: ProxyConfig) -> None:
         self.limit = int(config.max_body_mb * 1_000_000)
-        self._memory = Memory(max(int(config.max_bodies_mb * 1_000_000), self.limit))
+        self.memory = Memory(int(config.max_bodies_mb * 1_000_000), self.limit)
         self._seconds = config.body_timeout_s
-        self._since: dict[asyncio.Task[Any], float] = {}
-        self._late: set[asyncio.Task[Any]] = set()
+        self._reading: dict[asyncio.Task[Any], _Reading] = {}
+        self._late: dict[asyncio.Task[Any], str] = {}
 
-    async def read(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
-        """Return a request's body.
+    async def read(self, receive: Receive, headers: Mapping[str, str], loan: Loan) -> bytes:
+        """Return a request's body. `loan` holds what of it did not come with the head.
 
         Raises TooLarge, RequestTimeout, Overloaded if too many are being read, and ClientDisconnected.
         """
         task = asyncio.current_task()
         assert task is not None
-        self._since[task] = asyncio.get_running_loop().time()
+        reading = self._reading[task] = _Reading(asyncio.get_running_loop().time())
         try:
-            return await self._read(receive, headers)
+            return await self._read(receive, headers, loan, reading)
         except asyncio.CancelledError:
             if task not in self._late or task.uncancel() > 0:
                 raise
-            raise RequestTimeout(
-                f"the request's body did not arrive within {self._seconds:g} s (proxy.body_timeout_s)"
-            ) from None
+            raise RequestTimeout(self._late[task]) from None
         finally:
-            del self._since[task]
-            self._late.discard(task)
+            del self._reading[task]
+            self._late.pop(task, None)
 
     async def watch(self) -> None:
         """End the reading of late bodies until cancelled."""
+        late = f"the request's body did not arrive within {self._seconds:g} s (proxy.body_timeout_s)"
+        slow = f"less than {SLOW_BYTES} bytes of the request's body arrived in {SLOW_S:g} s"
         while True:
             await asyncio.sleep(min(LATE_EVERY_S, self._seconds / 4))
             now = asyncio.get_running_loop().time()
-            for task, since in self._since.items():
-                if since + self._seconds < now and task not in self._late:
-                    self._late.add(task)
+            for task, reading in self._reading.items():
+                is_late = reading.since + self._seconds < now
+                if (is_late or reading.is_slow(now)) and task not in self._late:
+                    self._late[task] = late if is_late else slow
                     task.cancel()
 
-    async def _read(self, receive: Receive, headers: Mapping[str, str]) -> bytes:
+    async def _read(self, receive: Receive, headers: Mapping[str, str], loan: Loan, reading: _Reading) -> bytes:
         length = headers.get("content-length", "")
-        declared = int(length) if length.isdecimal() else None
-        if declared is not None and declared > self.limit:
+        if length.isdecimal() and int(length) > self.limit:
             raise self._too_large()
-        first, more = await _piece(receive)
+        piece, more = await _piece(receive)
         if not more:
-            if len(first) > self.limit:
+            if len(piece) > self.limit:
                 raise self._too_large()
-            return first
-        lent = await self._memory.take(self.limit if declared is None else declared)
-        try:
-            return await self._rest(receive, bytearray(first))
-        finally:
-            self._memory.give_back(lent)
-
-    async def _rest(self, receive: Receive, body: bytearray) -> bytes:
-        more = True
-        while more:
-            if len(body) > self.limit:
+            return piece
+        body = bytearray()
+        while True:
+            reading.received += len(piece)
+            if reading.received > self.limit:
                 raise self._too_large()
-            piece, more = await _piece(receive)
+            reading.waits = True
+            await loan.grow(len(piece))
+            reading.waits = False
             body += piece
-        if len(body) > self.limit:
-            raise self._too_large()
-        return bytes(body)
+            if not more:
+                return bytes(body)
+            piece, more = await _piece(receive)
 
     def _too_large(self) -> TooLarge:
         return TooLarge(f"the request body is larger than {self.limit} bytes (proxy.max_body_mb)")
@@ -216,44 +232,109 @@ WAIT_S = 5.0
 
 
 class Memory:
-    """Lends a limited number of bytes, first come first served: a large body is not overtaken for ever."""
+    """Lends a limited number of bytes to bodies and answers, at most a quarter of them, or one body, to one key.
 
-    def __init__(self, size: int, wait_s: float | None = None) -> None:
-        self._size = size
-        self._free = size
+    First come first served: a large loan is not overtaken for ever. A key that has its share holds up no other.
+    """
+
+    def __init__(self, size: int, largest: int, wait_s: float | None = None) -> None:
+        """`largest`: bytes of the largest body."""
+        self.share = max(size // 4, largest)
+        self._free = max(size, largest)
         self._wait_s = WAIT_S if wait_s is None else wait_s
-        self._queue: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._of_key, self._not_taken = Counter[Hashable](), Counter[Hashable]()
+        self._queue: deque[tuple[Hashable, int, asyncio.Future[None]]] = deque()
 
-    async def take(self, size: int) -> int:
-        """Lend `size` bytes, or all there are, and return how many. Raise Overloaded after a wait."""
-        size = min(size, self._size)
-        if size <= self._free and not self._queue:
-            self._free -= size
-            return size
-        turn = (size, asyncio.get_running_loop().create_future())
+    def loan(self, key: Hashable) -> Loan:
+        """Return a loan without bytes. Raise Overloaded if clients with this key do not take their answers."""
+        if self._not_taken[key] >= self.share:
+            raise Overloaded("too many answers to this key have not been read; try again when they are")
+        return Loan(self, key)
+
+    async def take(self, key: Hashable, size: int) -> None:
+        """Lend so many bytes, which is at most the share of a key. Raise Overloaded after a wait."""
+        if not self._queue and self._fits(key, size):
+            self.add(key, size)
+            return
+        turn = (key, size, asyncio.get_running_loop().create_future())
         self._queue.append(turn)
+        self._lend()
         try:
             async with asyncio.timeout(self._wait_s):
-                await turn[1]
+                await turn[2]
         except BaseException as error:
             self._leave(turn)
             if isinstance(error, TimeoutError):
-                raise Overloaded("too many large requests at once; try again in a moment") from None
+                raise Overloaded("too many large requests or answers at once; try again in a moment") from None
             raise
-        return size
 
-    def give_back(self, size: int) -> None:
-        self._free += size
-        while self._queue and self._queue[0][0] <= self._free:
-            size, turn = self._queue.popleft()
-            if not turn.done():  # it is, if the waiting task was cancelled just now
-                self._free -= size
-                turn.set_result(None)
+    def add(self, key: Hashable, size: int) -> None:
+        """Count so many bytes more; fewer if negative: then others may have their turns."""
+        self._free -= size
+        self._of_key[key] += size
+        if size < 0:
+            self._lend()
 
-    def _leave(self, turn: tuple[int, asyncio.Future[None]]) -> None:
+    def left_untaken(self, key: Hashable, size: int) -> None:
+        """Count so many bytes more, which are there already: of an answer that its client does not take."""
+        self._not_taken[key] += size
+        self.add(key, size)
+
+    def _fits(self, key: Hashable, size: int) -> bool:
+        return size <= self._free and self._of_key[key] + size <= self.share
+
+    def _lend(self) -> None:
+        for turn in [*self._queue]:
+            key, size, come = turn
+            if self._fits(key, size):
+                self._queue.remove(turn)
+                if not come.done():  # it is, if the waiting task was cancelled just now
+                    self.add(key, size)
+                    come.set_result(None)
+            elif size > self._free:
+                return
+
+    def _leave(self, turn: tuple[Hashable, int, asyncio.Future[None]]) -> None:
         """Give up a turn: one that has come just now gives its bytes back."""
-        size, come = turn
-        has_come = come.done() and not come.cancelled()
+        key, size, come = turn
         if turn in self._queue:
             self._queue.remove(turn)
-        self.give_back(size if has_come else 0)
+        self.add(key, -size if come.done() and not come.cancelled() else 0)
+        self._lend()
+
+
+class Loan:
+    """What one request holds of `Memory`: first its body, then its answer. `with` gives the rest back."""
+
+    __slots__ = ("_key", "_memory", "_not_taken", "size")
+
+    def __init__(self, memory: Memory, key: Hashable) -> None:
+        self._memory, self._key = memory, key
+        self.size = self._not_taken = 0
+
+    def __enter__(self) -> Loan:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.shrink()
+
+    async def grow(self, size: int) -> None:
+        """Hold so many bytes more, but no more than the share of a key: a larger answer has that to itself.
+
+        Raise Overloaded after a wait.
+        """
+        if (size := min(size, self._memory.share - self.size)) > 0:
+            await self._memory.take(self._key, size)
+            self.size += size
+
+    def shrink(self, size: int | None = None) -> None:
+        """Give so many bytes back, or all of them."""
+        size = self.size if size is None else min(size, self.size)
+        if size:
+            self.size -= size
+            self._memory.add(self._key, -size)
+
+    def not_taken(self, size: int) -> None:
+        """Count what of the answer has left the app and waits for the client, so many bytes now."""
+        self._memory.left_untaken(self._key, size - self._not_taken)
+        self._not_taken = size

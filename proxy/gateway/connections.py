@@ -71,6 +71,7 @@ class Connections:
         self._idle: dict[Silent, None] = {}
         self._at_work: dict[Silent, None] = {}
         self._closed, self._logged_at = 0, -LOG_EVERY_S
+        self.untaken = 0  # bytes of answers without a key that their clients do not take
 
     def opened(self, connection: Silent) -> None:
         """Note a connection that has not sent a request yet."""

@@ -5,21 +5,25 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
+from ..aside import LARGE, aside
 from ..errors import InvalidRequest, TooLarge, UnsupportedMediaType
+from .asgi import Loan
 
 MOST_LAYERS = 4  # encodings that one body may have
+PIECE = 2**18  # bytes that are unpacked at a time
 MOST_PARTS = 100  # members of gzip and frames of zstd that one body may have
 _WINDOW = 23  # 8 MB, the most that zstd may need over HTTP: RFC 9659, section 3
 _PLAIN = ("", "identity")
 
 
-def unpack(body: bytes, content_encoding: str, limit: int) -> bytes:
-    """Return the unpacked body. Raise TooLarge for more than `limit` bytes, InvalidRequest if it is damaged.
+async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> bytes:
+    """Return the unpacked body, which `loan` holds as it grows.
 
+    Raise TooLarge for more than `limit` bytes, InvalidRequest if it is damaged, Overloaded if memory for it is lacking.
     `content_encoding` names the encodings in the order in which they were applied (RFC 9110, section 8.4).
     """
     layers = [name for one in content_encoding.lower().split(",") if (name := one.strip()) not in _PLAIN]
@@ -27,30 +31,39 @@ def unpack(body: bytes, content_encoding: str, limit: int) -> bytes:
         raise UnsupportedMediaType(f"Content-Encoding is gzip, deflate, zstd or none, got {content_encoding[:60]!r}")
     if len(layers) > MOST_LAYERS:
         raise UnsupportedMediaType(f"Content-Encoding names {len(layers)} encodings, the most is {MOST_LAYERS}")
+    held = loan.size
     for name in reversed(layers):
-        body = _unpacked(body, name, limit)
+        body = await _unpacked(body, name, limit, loan)
+        loan.shrink(held)
+        held = len(body)
     return body
 
 
-def _unpacked(body: bytes, name: str, limit: int) -> bytes:
-    raw = bytearray()
-    for part in _parts(body, name, limit + 1):
-        raw += part
-        if len(raw) > limit:
+async def _unpacked(body: bytes, name: str, limit: int, loan: Loan) -> bytes:
+    size, found, pieces = 0, list[bytes](), _pieces(body, name)
+    while piece := await aside(LARGE if found else len(body), partial(next, pieces, b"")):
+        size += len(piece)
+        if size > limit:
             raise TooLarge(f"the unpacked body is larger than {limit} bytes (proxy.max_body_mb)")
-    return bytes(raw)
+        await loan.grow(len(piece))
+        found.append(piece)
+    return b"".join(found)
 
 
-def _parts(body: bytes, name: str, most: int) -> Iterator[bytes]:
-    """Yield what each member or frame holds, at most `most` bytes of it."""
+def _pieces(body: bytes, name: str) -> Iterator[bytes]:
+    """Yield what all members or frames hold, at most `PIECE` bytes at a time."""
     for _ in range(MOST_PARTS):
-        unpacker = _UNPACKERS[name](body)
-        try:
-            yield unpacker.decompress(body, most)
-        except Exception as error:  # zlib.error and ZstdError share no class
-            raise InvalidRequest(f"the body is not valid {name}: {error}") from None
-        if not unpacker.eof:
-            raise InvalidRequest(f"the body is not valid {name}: it is cut off")
+        unpacker, packed = _UNPACKERS[name](body), body
+        while not unpacker.eof:
+            try:
+                piece = unpacker.decompress(packed, PIECE)
+            except Exception as error:  # zlib.error and ZstdError share no class
+                raise InvalidRequest(f"the body is not valid {name}: {error}") from None
+            if piece:
+                yield piece
+            elif not unpacker.eof:
+                raise InvalidRequest(f"the body is not valid {name}: it is cut off")
+            packed = getattr(unpacker, "unconsumed_tail", b"")
         body = unpacker.unused_data
         if not body:
             return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from ..store.calls import Giver
 from ..types import Mode, RolloutName, check_id
 from ..upstreams.attempts import Attempts, form_model, is_form, target_of
 from ..upstreams.base import Request, Route
-from .asgi import Bodies, ClientDisconnected, Receive, Reply, Scope, Send, read_headers
+from .asgi import Bodies, ClientDisconnected, Loan, Receive, Reply, Scope, Send, read_headers
 from .call import Gateway, Question, model_of
 from .packed import unpack
 from .resumed import Resumed, passed_on
@@ -38,6 +37,8 @@ _READS = ("GET", "HEAD")
 _NOBODY = Caller(None, forward_authorization=False)  # of a browser's preflight, whose body is not read
 _RESPONSES = "/v1/responses/"
 _COMPACT = "/v1/responses/compact"
+# A body that unpacks to more than so many times its bytes counts until its call has ended: it costs its sender nothing.
+MOST_UNPACKED = 20
 _OPERATOR_ROUTES = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 # What a server behind us might resolve to another path than the one that was checked.
 _AMBIGUOUS = re.compile(r"\.\.|//|/\.(?:/|$)|[\\\x00-\x1f\x7f]")
@@ -138,8 +139,8 @@ class Visit(NamedTuple):
     caller: Caller
     rollout: RolloutName
 
-    def request(self, body: bytes, *, identity: bool = False) -> Request:
-        """Return the request as it goes upstream."""
+    def request(self, body: bytes, loan: Loan | None = None, *, identity: bool = False) -> Request:
+        """Return the request as it goes upstream. Once it was sent, the loan is given back."""
         return Request(
             method=self.scope["method"],
             path=self.path,
@@ -148,6 +149,7 @@ class Visit(NamedTuple):
             body=body,
             forward_authorization=self.caller.forward_authorization,
             identity=identity,
+            sent=loan.shrink if loan is not None and loan.size else None,
         )
 
 
@@ -169,16 +171,19 @@ class Relay:
         reply = Reply(receive, send, dialect.error_body if dialect else LightningError.body)
         try:
             visit = await self._let_in(scope, path)
+            state = scope.setdefault("state", {})  # as the control API has it
             if visit.caller is not _NOBODY:
-                scope.setdefault("state", {})["caller"] = visit.caller  # as the control API has it
-            if visit.caller.limiter is None:
-                await self._handle(visit, receive, reply)
-                return
-            visit.caller.limiter.enter()
-            try:
-                await self._handle(visit, receive, reply)
-            finally:
-                visit.caller.limiter.leave()
+                state["caller"] = visit.caller
+            with self._bodies.memory.loan(visit.caller.owner) as loan:
+                state["loan"] = loan
+                if visit.caller.limiter is None:
+                    await self._handle(visit, receive, reply, loan)
+                    return
+                visit.caller.limiter.enter()
+                try:
+                    await self._handle(visit, receive, reply, loan)
+                finally:
+                    visit.caller.limiter.leave()
         except ClientDisconnected:
             return
         except LightningError as error:
@@ -203,32 +208,33 @@ class Relay:
             )
         return Visit(scope, path.rest, headers, caller, rollout)
 
-    async def _handle(self, visit: Visit, receive: Receive, reply: Reply) -> None:
-        body = b"" if visit.caller is _NOBODY else await self._bodies.read(receive, visit.headers)
+    async def _handle(self, visit: Visit, receive: Receive, reply: Reply, loan: Loan) -> None:
+        body = b"" if visit.caller is _NOBODY else await self._bodies.read(receive, visit.headers, loan)
         if visit.caller.own and visit.rollout.named:  # only now: while its body came, another key may have opened it
             await self._keys.require(visit.caller, [visit.rollout.rollout_id])
         method, path = visit.scope["method"], visit.path
         dialect = DIALECTS.get(path) if method == "POST" else None
         if dialect is not None:
-            await self._gateway.answer(await self._question(visit, body, dialect), reply)
+            await self._gateway.answer(await self._question(visit, body, dialect, loan), reply)
         elif method in _READS and path == "/v1/models":
             request = visit.request(body, identity=True)._replace(method="GET")  # to HEAD, the server sends no body
             await self._list_models(request, visit.rollout, reply)
         elif method in _READS and path == f"/v1/models/{self._policy.alias}":
             await reply.json(200, self._policy.alias_entry())
         else:
-            request = visit.request(body)._replace(path=_as_escaped(visit.scope, path))
+            request = visit.request(body, loan)._replace(path=_as_escaped(visit.scope, path))
             await self._pass_through(visit, request, reply)
 
-    async def _question(self, visit: Visit, body: bytes, dialect: Dialect) -> Question:
+    async def _question(self, visit: Visit, body: bytes, dialect: Dialect, loan: Loan) -> Question:
         recorded = wants_recording(visit.headers)
         if not recorded and visit.caller.rollout is not None:
             raise Forbidden("a rollout's own key cannot leave a call out of its record", param="X-Recording")
+        most = MOST_UNPACKED * len(body)
         if "content-encoding" in visit.headers and not body.startswith(b"{"):  # some send it with a plain body
-            body = await asyncio.to_thread(unpack, body, visit.headers["content-encoding"], self._bodies.limit)
+            body = await unpack(body, visit.headers["content-encoding"], self._bodies.limit, loan)
             kept = [header for header in visit.scope["headers"] if header[0] != b"content-encoding"]
             visit = visit._replace(scope={**visit.scope, "headers": kept})
-        request = visit.request(as_utf8(body), identity=True)
+        request = visit.request(as_utf8(body), loan if len(body) <= most else None, identity=True)
         return Question(
             request=request,
             body=await aside(len(request.body), partial(parse_object, request.body)),

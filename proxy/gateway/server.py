@@ -4,7 +4,8 @@ Trailers are dropped: they come when what the headers say has been decided. Upgr
 HTTP/2 with every request, and uvicorn would lose its body. A WebSocket is a 426. Clients of HTTP/1.0 get no chunks.
 What is no HTTP is refused in OpenAI's shape. Two lengths, a bare line feed and whatever else two parsers might read
 differently is refused by llhttp. A head has a time limit, also where nothing of it has come, and silent connections are
-closed when they are many. A limit on the size of a head is for a reverse proxy to set.
+closed when they are many. An answer that its client does not take counts as memory of the key, and ends after a minute.
+A limit on the size of a head is for a reverse proxy to set.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGISendEvent
 
 from ..errors import InvalidRequest, LightningError, Overloaded, RequestTimeout, UpgradeRequired
+from .asgi import SLOW_BYTES, SLOW_S, Loan
 from .connections import Connections, files_allowed
 
 HEAD_S = 10.0  # that a request's head may take
+UNTAKEN_S = 60.0  # in which a client takes a part of its answer
+UNTAKEN_WITHOUT_KEY = 2**26  # bytes of answers that clients without a key leave untaken, all together
 WITHOUT_KEY_S = 1.0  # for which a request without a key keeps its place where all are taken
 _PROBES = (b"/healthz", b"/readyz", b"/metrics")
 
@@ -82,6 +86,9 @@ class ServerProtocol(HttpToolsProtocol):
     _at_work = False  # from a request's head to the end of its answer
     _requested_at = 0.0
     _head_timer: asyncio.TimerHandle | None = None
+    _untaken_timer: asyncio.TimerHandle | None = None
+    _loan: Loan | None = None  # of the answer that is not taken
+    _without_key = 0  # bytes of it, where its request had no key
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -94,7 +101,45 @@ class ServerProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._others.lost(self)
         self._head_came()
+        self._taken()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        size = self.transport.get_write_buffer_size()
+        self._loan = None if self.cycle is None else self.cycle.scope["state"].get("loan")
+        if self._loan is not None:
+            self._loan.not_taken(size)
+        else:
+            self._without_key = size
+            self._others.untaken += size
+            if self._others.untaken > UNTAKEN_WITHOUT_KEY:
+                self.loop.call_soon(self.transport.abort)  # not in the middle of a write
+        self._untaken_timer = self.loop.call_later(UNTAKEN_S, self._is_untaken, size)
+
+    def resume_writing(self) -> None:
+        self._taken()
+        super().resume_writing()
+
+    def _taken(self) -> None:
+        if self._untaken_timer is not None:
+            self._untaken_timer.cancel()
+            self._untaken_timer = None
+            self._others.untaken -= self._without_key
+            self._without_key = 0
+            if self._loan is not None:
+                self._loan.not_taken(0)
+                self._loan = None
+
+    def _is_untaken(self, before: int) -> None:
+        """End the connection if less than the least of its answer was taken since `before` bytes waited."""
+        size = self.transport.get_write_buffer_size()
+        if size > before - SLOW_BYTES * UNTAKEN_S / SLOW_S:
+            self.transport.abort()
+            return
+        if self._loan is not None:
+            self._loan.not_taken(size)
+        self._untaken_timer = self.loop.call_later(UNTAKEN_S, self._is_untaken, size)
 
     def close_silent(self) -> None:
         self.transport.close()

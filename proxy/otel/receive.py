@@ -79,11 +79,11 @@ async def _record(request: Request, encoding: Encoding) -> bytes:
     headers = read_headers(request.scope)
     caller = request.state.caller = await p.keys.authenticate(headers)
     require_may_reward(caller)
-    with caller.counted():
-        body = await p.bodies.read(request.receive, headers)
-        compression = headers.get("content-encoding", "")
+    with caller.counted(), p.bodies.memory.loan(caller.owner) as loan:
+        body = await p.bodies.read(request.receive, headers, loan)
+        body = await unpack(body, headers.get("content-encoding", ""), p.bodies.limit, loan)
         # In threads: a large export takes a while to read, and agents wait for their answers meanwhile.
-        spans, problems = await asyncio.to_thread(_decode, body, compression, p.bodies.limit, encoding)
+        spans, problems = await asyncio.to_thread(read_spans, body, encoding)
         agents, owner = _agents(request), (caller.key_id, caller.rollout_id)
         for span in spans:
             agents.tell(owner, span, _own_agent(span))
@@ -158,10 +158,6 @@ async def _is_recorded(p: Parts, one: Imported | Action, problems: list[str]) ->
         log.warning("a span of rollout %s was not recorded", one.rollout.rollout_id, exc_info=error)
         problems.append(f"a span of rollout {one.rollout.rollout_id} was not recorded: {error!r:.200}")
         return False
-
-
-def _decode(body: bytes, compression: str, limit: int, encoding: Encoding) -> tuple[list[Span], list[str]]:
-    return read_spans(unpack(body, compression, limit), encoding)
 
 
 def read_all(spans: Iterable[Span]) -> tuple[list[Imported | Action], list[str]]:

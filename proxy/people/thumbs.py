@@ -83,7 +83,8 @@ async def _reward(request: Request) -> None:
     if not length.isdecimal() or int(length) > MOST_BYTES:
         raise TooLarge(f"a thumb has a Content-Length of at most {MOST_BYTES}")
     try:
-        given = ThumbBody.model_validate_json(await p.bodies.read(request.receive, headers))
+        with p.bodies.memory.loan(None) as loan:
+            given = ThumbBody.model_validate_json(await p.bodies.read(request.receive, headers, loan))
     except ValidationError as error:
         wrong = error.errors()[0]
         raise Unprocessable(": ".join([*map(str, wrong["loc"]), wrong["msg"]])) from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
@@ -40,7 +40,8 @@ class Request(NamedTuple):
 
     `path`: percent-encoded, from /v1/ on. `headers`: the agent's. `identity`: the answer is to come uncompressed.
     `rollout_id`: requests with the same one go to the same replica. `pieces`: what is sent in place of `body` where
-    that is large and hardly changed, so that it is not copied. `servers`: as those of `Route`.
+    that is large and hardly changed, so that it is not copied. `servers`: as those of `Route`. `sent` is called when a
+    large body was sent.
     """
 
     method: str
@@ -53,6 +54,7 @@ class Request(NamedTuple):
     rollout_id: str = ""
     pieces: tuple[Piece, ...] = ()
     servers: tuple[str, ...] = ()
+    sent: Callable[[], None] | None = None
 
     def with_body(self, *pieces: Piece) -> Request:
         """Return the request with these pieces for its body, which are joined if they are small."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -308,23 +308,25 @@ def _named_by_connection(headers: Iterable[Header]) -> set[bytes]:
 
 
 class _Pieces(aiohttp.Payload):
-    """A body in pieces, none of which is copied before it is written."""
+    """A body in pieces, none of which is copied before it is written. `sent` is called at its end."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Piece], sent: Callable[[], None] | None) -> None:
         super().__init__(pieces)
-        self._size = sum(map(len, pieces))
+        self._size, self._sent = sum(map(len, pieces)), sent
 
     async def write(self, writer: AbstractStreamWriter) -> None:
         for piece in self._value:
             await writer.write(piece)
+        if self._sent is not None:
+            self._sent()
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         return b"".join(self._value).decode(encoding, errors)
 
 
 def _payload(request: Request) -> aiohttp.Payload | None:
-    if request.pieces:
-        return _Pieces(request.pieces)
+    if request.pieces or request.sent:
+        return _Pieces(request.pieces or (request.body,), request.sent)
     return aiohttp.BytesPayload(request.body) if request.body else None
 
 

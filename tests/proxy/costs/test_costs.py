@@ -160,26 +160,6 @@ async def test_older_calls_that_were_imported_hide_no_newer_ones(
         assert (await CostTable(database, CONFIG).newest("day", NOW, None)).total.calls == 3
 
 
-async def test_one_question_is_answered_at_a_time_and_equal_ones_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
-        await record(Store(database), RolloutName("a", "t1", None), "big", CHAT)
-        table, all_of, reads = CostTable(database, CONFIG), database.all, list[int]()
-
-        async def counted(*args: Any) -> Any:
-            reads.append(1)
-            await asyncio.sleep(0)
-            found = await all_of(*args)
-            reads.append(-1)
-            return found
-
-        monkeypatch.setattr(database, "all", counted)
-        found = await asyncio.gather(*(table.newest(by, 0.0, None) for by in ("day", "model", "day", "day")))
-        assert [costs.total.calls for costs in found] == [1, 1, 1, 1]
-        assert reads == [1, -1] * 6  # where the calls are, these, and that there are no others: twice
-
-
 async def test_calls_of_others_do_not_hide_those_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_proxy.proxy.costs.table.CHUNK", 20)
     monkeypatch.setattr("lightning_proxy.proxy.costs.table.MOST", 20)

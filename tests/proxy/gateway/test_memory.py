@@ -1,4 +1,4 @@
-"""What all request bodies together may take."""
+"""What all bodies and answers together may take."""
 
 from __future__ import annotations
 
@@ -11,43 +11,58 @@ from lightning_proxy.proxy.gateway.asgi import Memory
 
 
 async def test_those_that_come_later_wait_in_the_order_in_which_they_came() -> None:
-    memory, order = Memory(100), list[str]()
+    memory, order = Memory(100, 100), list[str]()
 
     async def borrow(name: str, size: int) -> None:
-        lent = await memory.take(size)
-        order.append(name)
-        memory.give_back(lent)
+        with memory.loan(name) as loan:
+            await loan.grow(size)
+            order.append(name)
 
-    first = await memory.take(60)
-    waiting = [asyncio.create_task(borrow(name, size)) for name, size in (("large", 90), ("small", 10))]
-    await asyncio.sleep(0.01)
-    assert order == []
-    memory.give_back(first)
+    with memory.loan("first") as first:
+        await first.grow(60)
+        waiting = [asyncio.create_task(borrow(name, size)) for name, size in (("large", 90), ("small", 10))]
+        await asyncio.sleep(0.01)
+        assert order == []
     await asyncio.gather(*waiting)
     assert order == ["large", "small"]
 
 
-async def test_what_is_larger_than_all_there_is_gets_all() -> None:
-    memory = Memory(100)
-    lent = await memory.take(1000)
-    waiting = asyncio.create_task(memory.take(1))
-    await asyncio.sleep(0.01)
-    assert (lent, waiting.done()) == (100, False)
-    memory.give_back(lent)
-    assert await waiting == 1
+async def test_a_key_that_has_its_share_waits_and_no_other_waits_for_it() -> None:
+    memory = Memory(100, 25)
+    with memory.loan("one") as one, memory.loan("one") as more, memory.loan("other") as other:
+        await one.grow(1000)  # larger than its share: it gets all of that
+        waiting = asyncio.create_task(more.grow(1))
+        await asyncio.sleep(0.01)
+        await other.grow(25)
+        assert (one.size, waiting.done()) == (25, False)
+        one.shrink(5)
+        await waiting
+
+
+async def test_nothing_is_lent_to_a_key_whose_answers_are_not_read() -> None:
+    memory = Memory(100, 25)
+    with memory.loan("one") as one:
+        one.not_taken(30)
+    with pytest.raises(Overloaded):
+        memory.loan("one")
+    memory.loan("other")
+    one.not_taken(0)
+    with memory.loan("one") as again:
+        await again.grow(25)
 
 
 async def test_nothing_is_lost_by_those_who_give_up() -> None:
-    memory = Memory(100, wait_s=0.05)
-    lent = await memory.take(100)
-    with pytest.raises(Overloaded):
-        await memory.take(50)
+    memory = Memory(100, 100, wait_s=0.05)
+    with memory.loan("all") as lent, memory.loan("late") as late:
+        await lent.grow(100)
+        with pytest.raises(Overloaded):
+            await late.grow(50)
     for cancelled_first in (True, False):
-        leaves = asyncio.create_task(memory.take(50))
-        await asyncio.sleep(0.01)
-        for cancels in (cancelled_first, not cancelled_first):  # its turn comes at the very moment
-            leaves.cancel() if cancels else memory.give_back(lent)
-        await asyncio.wait([leaves])
-        assert leaves.cancelled()
-        lent = await memory.take(100)
-        assert lent == 100
+        with memory.loan("all") as lent, memory.loan("leaves") as leaves:
+            await lent.grow(100)
+            leaving = asyncio.create_task(leaves.grow(50))
+            await asyncio.sleep(0.01)
+            for cancels in (cancelled_first, not cancelled_first):  # its turn comes at the very moment
+                leaving.cancel() if cancels else lent.shrink()
+            await asyncio.wait([leaving])
+            assert leaving.cancelled() and leaves.size == 0

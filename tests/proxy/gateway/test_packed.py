@@ -13,6 +13,7 @@ import orjson
 import pytest
 
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError, TooLarge, UnsupportedMediaType
+from lightning_proxy.proxy.gateway.asgi import Memory
 from lightning_proxy.proxy.gateway.packed import MOST_PARTS, unpack
 from support.cases import Case, cases_with
 from support.relaying import MemoryRecorder, relaying, speaking
@@ -60,8 +61,10 @@ def the_encoding(value: object) -> str:
     ],
     ids=the_encoding,
 )
-def test_a_body_in_known_encodings_is_unpacked(encoding: str, body: bytes) -> None:
-    assert unpack(body, encoding, LIMIT) == SAID
+async def test_a_body_in_known_encodings_is_unpacked(encoding: str, body: bytes) -> None:
+    with Memory(LIMIT, LIMIT).loan("key") as loan:
+        assert await unpack(body, encoding, LIMIT, loan) == SAID
+        assert loan.size == len(SAID) * (encoding not in ("", "identity"))
 
 
 @pytest.mark.parametrize(
@@ -86,11 +89,11 @@ def test_a_body_in_known_encodings_is_unpacked(encoding: str, body: bytes) -> No
     ],
     ids=the_encoding,
 )
-def test_what_is_unknown_damaged_or_too_large_is_refused(
+async def test_what_is_unknown_damaged_or_too_large_is_refused(
     encoding: str, body: bytes, error: type[LightningError]
 ) -> None:
-    with pytest.raises(error):
-        unpack(body, encoding, LIMIT)
+    with pytest.raises(error), Memory(LIMIT, LIMIT).loan("key") as loan:
+        await unpack(body, encoding, LIMIT, loan)
 
 
 @pytest.mark.parametrize("case", cases_with("request_encoding"), ids=lambda case: case["name"])

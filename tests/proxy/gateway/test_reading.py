@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.gateway import asgi
+from lightning_proxy.proxy.gateway import asgi, server
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 CONTROL = ("/reward", "/rollouts", "/rollouts/r1/events", "/rollouts/r1/end", "/policy/promote", "/otlp/v1/traces")
@@ -109,6 +109,27 @@ async def test_while_large_bodies_come_others_wait_and_small_ones_do_not(
             assert (await slow.answer())[0] == 200
         many = json.dumps([json.loads(reward)] * 100).encode()  # 0.9 MB: all there is, again
         assert [(await system.call("POST", "/reward", many))[0] for _ in range(2)] == [200, 200]
+
+
+async def test_an_answer_that_nobody_takes_ends(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "UNTAKEN_S", 0.3)
+    notes = [{"kind": "note", "value": "x" * 20_000}] * 45
+    async with running(tmp_path) as system:
+        for _ in range(22):
+            assert (await system.call("POST", "/rollouts/r1/events", notes))[0] == 200
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(system.url.rsplit(":", 1)[1]), limit=2**12)
+        writer.write(b"GET /rollouts/r1 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(3)
+        taken = 0
+        with suppress(ConnectionError):
+            while piece := await asyncio.wait_for(reader.read(2**20), 10):
+                taken += len(piece)
+        writer.close()
+        assert taken < 19_000_000
+        assert (await system.call("GET", "/rollouts/r1"))[0] == 200  # who takes it gets all of it
 
 
 async def test_every_route_but_those_of_health_and_documents_asks_for_a_key(running: Running, tmp_path: Path) -> None:
