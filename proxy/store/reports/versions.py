@@ -172,7 +172,11 @@ class VersionReport:
             ]
         evaluated = {one.version for one in found if one.mode == "eval"}
         failed = await self._db.all(FAILED_HELD_OUT, params) if evaluated else ()
-        found += [TaskMean(*row[:3], 0.0, row["rollouts"], 0.0) for row in failed if row[0] in evaluated]
+        found += [
+            TaskMean(row["policy_version"], "eval", row["task_id"], 0.0, row["rollouts"], 0.0)
+            for row in failed
+            if row["policy_version"] in evaluated
+        ]
         joined: dict[tuple[Any, ...], TaskMean] = {}
         for one in found:
             known = joined.get(one[:3])
