@@ -29,7 +29,7 @@ from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, Sample
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "addition"))
-from agent import score
+from demo_agent import score
 from tasks import split
 
 TRAIN, HELD_OUT = ([(int(str(t["a"])), int(str(t["b"]))) for t in part] for part in split(0, 20))

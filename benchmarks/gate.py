@@ -142,7 +142,7 @@ class Place:
         """Let the agent work on so many tasks, in the seed's order."""
         file = self._directory / "work.jsonl"
         file.write_text("".join(json.dumps(task) + "\n" for task in itertools.islice(self._tasks, tasks)))
-        agent = ["--preload", ",".join(PRELOADED), "--", sys.executable, str(EXAMPLE / "agent.py")]
+        agent = ["--preload", ",".join(PRELOADED), "--", sys.executable, str(EXAMPLE / "demo_agent.py")]
         options = ["--tasks", str(file), "--group-size", str(GROUP_SIZE), "--concurrency", str(CONCURRENCY)]
         await self._ended(["run", *options, *more, *agent], env)
 

@@ -125,7 +125,7 @@ def trl_trainer(directory: Path, steps: int) -> Any:
     config = load_config(directory / CONFIG)
     settings, path = config.trainer, str(config.policy.model)
     sys.path.insert(0, str(EXAMPLE))
-    agent = import_module("agent")
+    agent = import_module("demo_agent")
     tasks = [json.loads(line) for line in (directory / "tasks" / "train.jsonl").read_text().splitlines()]
     requests = [request(agent, task) for task in tasks]
 

@@ -190,7 +190,7 @@ class Place:
     def _agent(self) -> list[str]:
         return [
             "--concurrency", str(CONCURRENCY), "--preload", ",".join(PRELOADED),
-            "--", sys.executable, str(EXAMPLE / "agent.py"),
+            "--", sys.executable, str(EXAMPLE / "demo_agent.py"),
         ]  # fmt: skip
 
     async def _command(self, *arguments: str) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from aiohttp import web
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "addition"))
-from agent import score
+from demo_agent import score
 
 NOISE = [0.02 * 1.15**i for i in range(60)]  # standard deviations that are tried
 SUM = re.compile(r"What is (\d+)\+(\d+)\?")

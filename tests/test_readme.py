@@ -1,28 +1,107 @@
-"""The README's five steps, word for word, are enough for a training step."""
+"""The README's five steps, word for word, are enough to train and to measure what came of it."""
 
 from __future__ import annotations
 
+import itertools
+import json
+import os
 import re
+import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
-from lightning_proxy.commands.run.tasks import read_tasks
-from support.paths import ROOT
-from support.sections import TrainerConfig
+import pytest
 
-README = (ROOT / "README.md").read_text()
+from support.loading import load_module
+from support.paths import EXAMPLES, ROOT
+from support.spelling_model import save_spelling_model
+from support.whole_system import free_port, wait_until
+
+FIVE = (ROOT / "README.md").read_text().partition("## Five steps")[2].partition("\n## ")[0]
+STEPS = re.split(r"^\*\*\d\. ", FIVE, flags=re.MULTILINE)[1:]
+ADDITION = EXAMPLES / "addition"
+MODEL = "~/.cache/lightning-proxy/SmolLM2-135M-Instruct"
 
 
-def test_the_environment_is_made_before_it_is_used() -> None:
-    steps = README.partition("## Five steps")[2]
-    assert 0 < steps.index("$ make setup\n") < steps.index("$ . .venv/bin/activate\n")
+def commands(step: int) -> list[str]:
+    """What is to be typed in it."""
+    return re.findall(r"^\$ (.+)$", STEPS[step - 1], re.M)
 
 
-def test_its_command_writes_as_many_tasks_as_a_step_takes(tmp_path: Path) -> None:
-    (command,) = re.findall(r"```sh\n(for .*?)```", README, re.S)
-    for shell in ("sh", "bash"):
-        subprocess.run([shell, "-c", command], cwd=tmp_path, check=True, timeout=30)
-        tasks = read_tasks(tmp_path / "tasks.jsonl")
-        assert len({task.task_id for task in tasks}) == len(tasks) >= TrainerConfig().tasks_per_step
-    rollouts = len(tasks) * TrainerConfig().group_size
-    assert f"\n{rollouts} rollouts, mean reward" in README  # what the next step shows
+def tasks(name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (ADDITION / name).read_text().splitlines()]
+
+
+def test_there_are_five_steps_of_at_most_three_lines_and_the_environment_is_made_before_it_is_used() -> None:
+    assert len(STEPS) == 5 and all(len(commands(step)) <= 3 for step in range(1, 6))
+    assert commands(1)[0] == "make setup && . .venv/bin/activate"
+
+
+def test_the_agent_that_is_shown_is_the_one_that_runs() -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", STEPS[2], re.S)
+    assert shown == (ADDITION / "agent.py").read_text()
+
+
+def test_no_held_out_sum_is_trained_on_in_either_order_and_all_steps_are_full() -> None:
+    trained, held_out = tasks("tasks.jsonl"), tasks("held_out.jsonl")
+    sums = [{tuple(sorted(re.findall(r"\d", task["question"]))) for task in part} for part in (trained, held_out)]
+    assert not sums[0] & sums[1]
+    for task in trained + held_out:
+        question, a, b, answer = task["question"], *re.findall(r"\d", task["question"]), task["answer"]
+        assert question == f"What is {a} + {b}? Answer with the equation."
+        assert answer == f"{a} + {b} = {int(a) + int(b)}"
+    (repeat,) = re.findall(r"--repeat (\d+)", STEPS[3])
+    assert len(trained) * int(repeat) % 8 == 0, "else the last groups wait for others"
+
+
+def test_its_reward_tells_wrong_answers_apart() -> None:
+    reward = load_module(ADDITION / "agent.py").reward
+    better = ["3 + 4 = 7", "3 + 4 = 7.", "3 + 4 = 8", "3+4=7", "The answer is 7", "Hello!"]
+    worth = [reward(text, better[0]) for text in better]
+    assert worth[0] == 1 and all(a > b for a, b in itertools.pairwise(worth))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(1200)
+def test_its_steps_train_and_measure_the_base_model_and_the_trained_one(tmp_path: Path) -> None:
+    """Their small form: a tiny model, one pass over 8 tasks, two held-out ones."""
+    place = tmp_path / "examples" / "addition"
+    shutil.copytree(ADDITION, place)
+    for name, lines in (("tasks.jsonl", 8), ("held_out.jsonl", 2)):
+        kept = (place / name).read_text().splitlines(keepends=True)[:lines]
+        (place / name).write_text("".join(kept))
+    (tmp_path / ".venv").symlink_to(sys.prefix)
+    model, ports = save_spelling_model(tmp_path / "model", letters="0123456789+="), (free_port(), free_port())
+    env = os.environ | {
+        "LIGHTNING_PROXY__PORT": str(ports[0]), "LIGHTNING_VLLM__PORT": str(ports[1]),
+        "LIGHTNING_UPSTREAMS": json.dumps([{"name": "policy", "base_url": f"http://127.0.0.1:{ports[1]}/v1"}]),
+        "LIGHTNING_VLLM__MAX_MODEL_LEN": "256", "LIGHTNING_VLLM__KV_CACHE_GIB": "1",
+    }  # fmt: skip
+
+    def typed(lines: list[str], log: Path) -> subprocess.Popen[bytes]:
+        """Typed into a shell at the root of a checkout."""
+        script = "\n".join(["set -e", ". .venv/bin/activate", *lines]).replace(MODEL, str(model))
+        with log.open("wb") as file:
+            return subprocess.Popen(
+                ["bash", "-c", script], cwd=tmp_path, env=env, stdout=file, stderr=file, start_new_session=True
+            )
+
+    first, second = tmp_path / "first.log", tmp_path / "second.log"
+    system = typed(commands(2), first)
+    try:
+        wait_until(
+            lambda: system.poll() is not None or "ready: OPENAI_BASE_URL" in first.read_text(), 480, "it is ready"
+        )
+        once = [re.sub(r"--repeat \d+", "--repeat 1", line) for line in commands(4)]
+        assert typed(once, second).wait(300) == 0, second.read_text()
+        assert re.search(r"^64 rollouts, mean reward 0\.\d+, 0 failed", second.read_text(), re.M), second.read_text()
+        wait_until(lambda: system.poll() is not None or "version 1" in first.read_text(), 300, "version 1 is live")
+        assert typed([commands(4)[0], *commands(5)], second).wait(300) == 0, second.read_text()
+        interval = r"\d+ % \(\d+ to \d+\)"
+        assert re.search(rf"^0 .* {interval}", second.read_text(), re.M), second.read_text()
+        assert re.search(rf"^live \(1\) .* {interval}", second.read_text(), re.M), second.read_text()
+    finally:
+        os.killpg(system.pid, signal.SIGINT)
+        system.wait(60)

@@ -26,7 +26,7 @@ MODULES = ("__init__.py", "__main__.py", "cli.py", "py.typed")
 def shipped() -> set[str]:
     """Every file of the package, the data that its modules read included."""
     files = [path for top in PACKAGES for path in (ROOT / top).rglob("*") if path.is_file()]
-    files += [path for path in (ROOT / "examples" / "addition").iterdir() if path.is_file()]
+    files += [path for path in (ROOT / "examples" / "addition").iterdir() if path.suffix in (".jsonl", ".md", ".py")]
     return {*MODULES, *(str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc")}
 
 

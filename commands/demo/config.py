@@ -19,7 +19,7 @@ CONFIG = "config.yaml"
 OPTIONS = "demo.json"  # marks a demo's directory
 GROUP_SIZE = 8
 Api = Literal["chat", "messages", "responses"]
-AGENTS: dict[Api, str] = {"chat": "agent.py", "messages": "messages_agent.py", "responses": "responses_agent.py"}
+AGENTS: dict[Api, str] = {"chat": "demo_agent.py", "messages": "messages_agent.py", "responses": "responses_agent.py"}
 TASKS_PER_STEP = 8
 
 

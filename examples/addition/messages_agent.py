@@ -1,10 +1,10 @@
-"""The agent of agent.py over Anthropic's API, without any client: it posts to /v1/messages."""
+"""The agent of demo_agent.py over Anthropic's API, without any client: it posts to /v1/messages."""
 
 import json
 import os
 import urllib.request
 
-import agent
+import demo_agent
 
 
 def answer(a: int, b: int) -> str:
@@ -26,4 +26,4 @@ def answer(a: int, b: int) -> str:
 
 
 if __name__ == "__main__":
-    agent.main(answer)
+    demo_agent.main(answer)

@@ -1,6 +1,6 @@
-"""The agent of agent.py over OpenAI's Responses API, streamed."""
+"""The agent of demo_agent.py over OpenAI's Responses API, streamed."""
 
-import agent
+import demo_agent
 from openai import OpenAI
 
 
@@ -17,4 +17,4 @@ def answer(a: int, b: int) -> str:
 
 
 if __name__ == "__main__":
-    agent.main(answer)
+    demo_agent.main(answer)

@@ -29,7 +29,7 @@ from support.whole_system import System
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
 
-ADDITION = EXAMPLES / "addition" / "agent.py"
+ADDITION = EXAMPLES / "addition" / "demo_agent.py"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Reykjavik"}}\n</tool_call>'
 WEATHER: Any = {
     "type": "function",

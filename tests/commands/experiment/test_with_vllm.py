@@ -21,7 +21,7 @@ vllm: {{max_model_len: 512, kv_cache_gib: 1}}
 trainer: {{group_size: 8, tasks_per_step: 2, report_to: []}}
 """
 FILE = """
-agent: {python} {addition}/agent.py
+agent: {python} {addition}/demo_agent.py
 tasks: tasks/train.jsonl
 held_out: tasks/held_out.jsonl
 {length}
