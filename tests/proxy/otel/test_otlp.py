@@ -8,7 +8,6 @@ import json
 import os
 import random
 import sys
-import zlib
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -29,7 +28,6 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
 from opentelemetry.trace import Status, StatusCode
 
 from lightning_proxy.proxy.errors import InvalidRequest, LightningError
-from lightning_proxy.proxy.gateway.packed import unpack
 from lightning_proxy.proxy.otel.otlp import read_spans
 from lightning_proxy.proxy.otel.receive import read_all
 from lightning_proxy.proxy.store.opening import opened
@@ -655,10 +653,8 @@ def test_no_attributes_break_the_reader(attributes: dict[str, Any]) -> None:
     assert len(found) + len(problems) == 1
 
 
-@given(st.binary(max_size=200), st.sampled_from(["protobuf", "json"]), st.sampled_from(["", "gzip", "deflate"]))
-def test_no_bytes_break_the_decoder(body: bytes, encoding: Any, compression: str) -> None:
-    packed = {"": body, "gzip": gzip.compress(body), "deflate": zlib.compress(body)}[compression]
-    assert unpack(packed, compression, 1000) == body
+@given(st.binary(max_size=200), st.sampled_from(["protobuf", "json"]))
+def test_no_bytes_break_the_decoder(body: bytes, encoding: Any) -> None:
     try:
         read_spans(body, encoding)
     except InvalidRequest as error:
