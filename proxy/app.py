@@ -50,7 +50,7 @@ from .store.opening import opened
 from .store.retention import Keeper
 from .store.store import Store
 from .upstreams.attempts import Upstreams
-from .upstreams.health import Health, check_health
+from .upstreams.health import Health, Reach, check_health
 from .upstreams.http import make_session
 
 
@@ -144,7 +144,8 @@ async def open_parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
             pins=pins, keys=keys, metrics=metrics, redactor=redactor, bodies=bodies, reads=Turns(), exact=exact,
             relay=Relay(config, keys, gateway, bodies), beside=[one.beside(config, store) for one in plugins],
-            model_check=ModelCheck(config, store, swap), health=upstreams.health, also_forget=plugged.on_deleted,
+            model_check=ModelCheck(config, store, swap), health=upstreams.health, reach=Reach(session),
+            also_forget=plugged.on_deleted,
         )  # fmt: skip
         if writes:
             await stack.enter_async_context(_at_work(parts, operator, plugged.work))

@@ -38,14 +38,19 @@ async def readyz(request: Request) -> Response:
         over = await over_bound(p.store.database, p.config.store.retention)
     except LightningError as error:
         checks["store"] = error.message
+    first, *standing_by = p.router.of_alias()
     try:
-        if p.watch is not None and not await p.watch.reachable():
+        if p.watch is None:
+            checks["upstream"] = await p.reach.problem(first) or "ok"
+        elif not await p.watch.reachable():
             checks["upstream"] = "not reachable"
-        elif p.watch is not None:
+        else:
             await p.watch.require()
     except LightningError as error:
         checks["upstream"] = error.message
-    answered = checks["upstream"] == "ok" or not all(p.health.is_down(other) for other in p.router.standing_by())
+    answered = checks["upstream"] == "ok" or any(
+        [not p.health.is_down(other) and await p.reach.problem(other) is None for other in standing_by]
+    )
     status = "not ready" if checks["store"] != "ok" or not answered else "ready"
     if status == "ready" and (other := await _other_weights(p)) is not None:
         checks["policy"] = other

@@ -21,7 +21,7 @@ from ..recording.metrics import Metrics
 from ..recording.recorder import Recorder
 from ..recording.redact import Redactor
 from ..store.store import Store
-from ..upstreams.health import Health
+from ..upstreams.health import Health, Reach
 from .beside import Beside
 
 
@@ -46,6 +46,7 @@ class Parts:
     exact: ExactTokens | None
     model_check: ModelCheck
     health: Health
+    reach: Reach
     beside: Sequence[Beside]  # what side rooms keep beside rollouts and versions
     also_forget: tuple[Callable[[str], None], ...]  # memories of side rooms
 

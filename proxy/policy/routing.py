@@ -53,9 +53,10 @@ class PolicyRouter:
         """Return the alias as an entry of `GET /v1/models`."""
         return {"id": self.alias, "object": "model", "created": int(time.time()), "owned_by": "lightning-proxy"}
 
-    def standing_by(self) -> list[UpstreamConfig]:
-        """Return the upstreams that answer for the alias while the policy's own does not."""
-        return [route.upstream for route in self._fallbacks(self._upstream_of(self.alias), self.alias)]
+    def of_alias(self) -> list[UpstreamConfig]:
+        """Return the upstream that answers for the alias, and those that answer while it does not."""
+        first = self._upstream_of(self.alias)
+        return [first, *(route.upstream for route in self._fallbacks(first, self.alias))]
 
     async def _route(self, rollout: RolloutName, model: str | None, recorded: bool) -> Route:
         upstream = self._upstream_of(model)

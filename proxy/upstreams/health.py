@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 
 import aiohttp
@@ -15,6 +16,7 @@ from .base import through
 
 log = logging.getLogger(__name__)
 
+RECENT_S = 1.0
 ONCE = {"once": True}  # every worker sees it, and one of them logs it
 
 Server = tuple[str, str]  # the upstream's name, and one of its URLs
@@ -42,6 +44,24 @@ class Health:
     def is_down(self, upstream: UpstreamConfig) -> bool:
         """Return whether none of an upstream's servers is up."""
         return bool(upstream.urls) and all(self._problems.get((upstream.name, url)) for url in upstream.urls)
+
+
+class Reach:
+    """Asks upstreams whether they answer, each at most once a second, however often it is asked itself."""
+
+    def __init__(self, session: aiohttp.ClientSession) -> None:
+        self._session = session
+        self._looks: dict[str, tuple[float, asyncio.Future[list[str | None]]]] = {}
+
+    async def problem(self, upstream: UpstreamConfig) -> str | None:
+        """Return why none of the upstream's servers answers; None if one does, or if it has no address of its own."""
+        begun = self._looks.get(upstream.name)
+        if begun is None or time.monotonic() >= begun[0] + RECENT_S:
+            urls = upstream.urls or [url for url in [upstream.litellm_params.get("api_base")] if isinstance(url, str)]
+            look = asyncio.gather(*(_problem(upstream, url, self._session) for url in urls))
+            self._looks[upstream.name] = begun = time.monotonic(), look
+        problems = await asyncio.shield(begun[1])
+        return None if None in problems or not problems else problems[0]
 
 
 def replica_name(url: str) -> str:

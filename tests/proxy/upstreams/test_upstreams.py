@@ -230,6 +230,43 @@ async def test_a_fallback_that_has_no_name_for_the_alias_makes_nothing_ready(tmp
         assert (await proxy.get("/readyz"))["status"] == "not ready"
 
 
+@pytest.mark.parametrize("more", [{"kind": "openai"}, {"kind": "litellm", "models": ["openai/m"]}])
+async def test_it_is_not_ready_while_the_only_upstream_is_down(tmp_path: Path, more: dict[str, Any]) -> None:
+    server = Server("only", free_port())
+    async with proxying(tmp_path, upstream("only", server, **more)) as proxy:
+
+        async def turns(status: int, upstream: str) -> None:
+            async with asyncio.timeout(20):  # an answer is kept for a second
+                while True:
+                    async with proxy.session.get(f"{proxy.url}/readyz") as answer:
+                        found = await answer.json()
+                    assert str(server.port) not in found["upstream"]
+                    if answer.status == status:
+                        break
+                    await asyncio.sleep(0.05)
+            assert upstream in found["upstream"]
+
+        await turns(503, "not reachable")
+        async with server.running():
+            await turns(200, "ok")
+            server.status = 500
+            await turns(503, "HTTP 500")
+            server.status = 401  # it wants an agent's key
+            await turns(200, "ok")
+
+
+async def test_it_is_ready_while_a_fallback_answers_and_not_once_that_is_down_too(tmp_path: Path) -> None:
+    second = Server("second")
+    async with second.running():
+        first = upstream("first", Server("gone", free_port()), fallbacks=["second"])
+        async with proxying(tmp_path, first, upstream("second", second)) as proxy:
+            assert (await proxy.get("/readyz"))["status"] == "degraded"
+            second.status = 502
+            async with asyncio.timeout(20):
+                while (await proxy.get("/readyz"))["status"] != "not ready":
+                    await asyncio.sleep(0.05)
+
+
 async def test_what_a_fallback_of_the_policy_answers_is_no_policy_version(tmp_path: Path) -> None:
     async with Server("second").running() as second:
         vllm = upstream("policy", Server("gone", free_port()), kind="vllm", fallbacks=["two"])
