@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,10 +14,13 @@ from ...proxy.config.address import shown, without_secrets
 from ...proxy.config.file import load_config
 from ...proxy.config.root import Config
 from ...proxy.config.upstreams import UpstreamConfig, below
-from ...proxy.errors import ConfigError
+from ...proxy.errors import ConfigError, LightningError
+from ...proxy.json_text import encode, loads
+from ...proxy.plugins.on_board import makers_of, plugins_of
 from ...proxy.policy.mode import publish_mode
 from ...proxy.providers import require_litellm
-from ...proxy.upstreams.base import through
+from ...proxy.upstreams.attempts import Upstreams
+from ...proxy.upstreams.base import Request, through
 from ...trainer.plan.settle import settle
 from ..api_client import ApiClient
 from ..formats import print_json
@@ -24,8 +28,17 @@ from ..plan import plan_line
 from ..put_back import put_back_left
 from ..signals import run_until_signal
 from ..vllm import other_port
-from .checks import Check, checks_table, failed, ok
-from .proxy import OTHER_STORE, check_alias, check_proxy, check_publish, check_rewards, check_store, check_warnings
+from .checks import Check, checks_table, failed, ok, warning
+from .proxy import (
+    OTHER_STORE,
+    REFUSED,
+    check_alias,
+    check_proxy,
+    check_publish,
+    check_rewards,
+    check_store,
+    check_warnings,
+)
 from .training import check_training
 from .vllm import VllmChecks
 
@@ -84,14 +97,56 @@ def check_memory(config: Config) -> list[Check]:
     return [] if plan is None else [ok("memory", plan_line(plan))]
 
 
-def check_provider(upstream: UpstreamConfig) -> Check:
-    """Check that the package for this provider is installed. The provider itself is not called."""
+async def check_call(config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig) -> Check:
+    """Make one call of one token: many providers check a key on calls alone."""
     name = f"upstream {upstream.name}"
+    named = [upstream.model_map.get(model, model) for model in upstream.models] or [*upstream.model_map.values()]
+    model = named[0] if named else config.policy.model
+    upstreams = Upstreams(session, makers=makers_of(plugins_of(config)))
     try:
-        require_litellm(f"upstream {upstream.name} of kind litellm")
-    except ConfigError as error:
-        return failed(name, error.message, "install it, or remove the upstream")
-    return ok(name, "not checked: litellm calls the provider only when an agent does")
+        async with asyncio.timeout(TIMEOUT_S):
+            model = model or await _listed(upstreams, upstream) or config.policy.alias
+            path = "/v1/messages" if upstream.api_key_header == "x-api-key" else "/v1/chat/completions"
+            body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+            status, answer = await _asked(upstreams, upstream, "POST", path, encode(body))
+    except (LightningError, TimeoutError) as error:
+        why = getattr(error, "message", "it takes too long")
+        return failed(name, f"a call is not answered: {why}", "check the provider's status")
+    finally:
+        await upstreams.close()
+    said = without_secrets(answer.decode(errors="replace"))[:200]
+    found = f"a call for {model!r} is answered with HTTP {status}"
+    if status in REFUSED and upstream.api_key is not None:
+        return failed(name, f"it refuses its key: {found}: {said}", "correct its api_key")
+    if status in REFUSED:
+        fix = "set its api_key or the provider's environment variable, unless the agents bring keys"
+        return warning(name, f"it wants another key: {found}: {said}", fix)
+    if status >= 400 and (named or status >= 429):
+        return warning(name, f"{found}: {said}", "see what it says: calls of agents may end so, too")
+    return ok(name, found)
+
+
+async def _listed(upstreams: Upstreams, upstream: UpstreamConfig) -> str | None:
+    """The first model that the upstream lists."""
+    status, answer = await _asked(upstreams, upstream, "GET", "/v1/models", b"")
+    try:
+        found = loads(answer)["data"][0]["id"] if status < 400 else None
+    except (ValueError, LookupError, TypeError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+async def _asked(
+    upstreams: Upstreams, upstream: UpstreamConfig, method: str, path: str, body: bytes
+) -> tuple[int, bytes]:
+    """The status and the body of an answer, as an agent would get them."""
+    headers = [(b"content-type", b"application/json"), (b"anthropic-version", b"2023-06-01")]
+    request = Request(method, path, b"", headers, body, forward_authorization=False, identity=True)
+    answer = await upstreams.open(upstream, request)
+    try:
+        return answer.status, await answer.read()
+    finally:
+        answer.release()
 
 
 async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> AsyncIterator[Check]:
@@ -102,11 +157,20 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
     reached = {}
     for upstream in config.upstreams:
         if upstream.kind == "litellm":
-            yield check_provider(upstream)
-            continue
-        for url in dict.fromkeys((*upstream.urls, *upstream.published_to)):
-            reached[url] = await check_server(config, session, upstream, url)
-            yield reached[url]
+            try:
+                require_litellm(f"upstream {upstream.name} of kind litellm")
+            except ConfigError as error:
+                yield failed(f"upstream {upstream.name}", error.message, "install it, or remove the upstream")
+                continue
+            reachable = True
+        else:
+            for url in dict.fromkeys((*upstream.urls, *upstream.published_to)):
+                reached[url] = await check_server(config, session, upstream, url)
+                yield reached[url]
+            reachable = reached[upstream.urls[0]].outcome == "ok"
+        has_key = upstream.api_key is not None or upstream.kind == "litellm"
+        if reachable and has_key and upstream is not config.policy_upstream:
+            yield await check_call(config, session, upstream)
     policy = config.policy_upstream
     if policy is None:
         fix = "add an upstream with kind: vllm to train"
