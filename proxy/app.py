@@ -197,6 +197,7 @@ def _watch(
 def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, None]]:
     """The background work of the proxy."""
     work = [parts.keys.watch(), parts.bodies.watch(), check_health(parts.config, session, parts.health)]
+    work.append(parts.store.database.look_for_damage())
     work.append(Keeper(parts.store.database, parts.config, parts.forget).run())
     work.append(parts.store.returns.keep())
     work.append(end_idle_rollouts(parts.store.database, parts.config.rollouts))

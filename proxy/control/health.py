@@ -56,10 +56,12 @@ async def readyz(request: Request) -> Response:
         checks["policy"] = other
     if status == "ready" and p.mode.problem is not None:
         checks["publish"] = p.mode.problem
+    if status == "ready" and p.store.database.damage is not None:
+        checks["store"] = p.store.database.damage
     if status == "ready" and over is not None:
         checks["retention"] = over
     if status == "ready" and any(check != "ok" for check in checks.values()):
-        status = "degraded"  # a fallback answers, or other weights, or the store is too large
+        status = "degraded"  # a fallback answers, or other weights, or the store is too large or damaged
     named = {upstream.name: upstream for upstream in p.config.upstreams}
     down = [named[name].server_name(url) for (name, url), problem in p.health.problems.items() if problem is not None]
     view = {"status": status, **{name: without_addresses(check) for name, check in checks.items()}} | (

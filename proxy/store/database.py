@@ -134,6 +134,11 @@ class Database(ABC):
     """
 
     where: str
+    damage: str | None = None  # what is wrong with its file, as far as was seen
+
+    @abstractmethod
+    async def look_for_damage(self) -> None:
+        """Look through the store once, and note in `damage` and in the log what is wrong."""
 
     @classmethod
     @abstractmethod

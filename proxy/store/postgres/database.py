@@ -234,6 +234,9 @@ class PostgresDatabase(Database):
 
     # The rest ------------------------------------------------------------------------------------------------------
 
+    async def look_for_damage(self) -> None:
+        """Do nothing: the server does it by itself."""
+
     async def checkpoint(self) -> None:
         """Do nothing: the server does it by itself."""
 

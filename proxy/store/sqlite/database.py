@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -17,11 +18,13 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 from ...config.server import StoreConfig
 from ...errors import OtherSchema, StoreUnavailable
 from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Work, Writing
-from .copies import connect_to_read, make_private
+from .copies import connect_to_read, make_private, only_read
 from .locks import keeping
 from .migrate import migrate, require_ours
 from .place import Place
 from .transaction import SqliteTransaction, finish
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Job = Callable[[sqlite3.Connection], T]
@@ -61,10 +64,15 @@ class SqliteDatabase(Database):
         path = config.path.expanduser().absolute()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # A proxy has worked on it, whose lock is still beside it.
+            emptied = Path(f"{path}-keeper").exists() and path.exists() and path.stat().st_size == 0
             connections = await asyncio.to_thread(_connect_all, path, config)
         except (OSError, sqlite3.Error) as error:
             raise _not_opened(path, error) from error
-        return await cls(path, config, connections)._started()
+        database = cls(path, config, connections)
+        if emptied:
+            database._damaged("it had 0 bytes when it was opened, so all that was recorded before is gone")
+        return await database._started()
 
     @classmethod
     async def open_as_it_is(cls, config: StoreConfig) -> SqliteDatabase:
@@ -130,10 +138,31 @@ class SqliteDatabase(Database):
             self._writes.failed(error.message)
             raise
 
-    def _failed(self, error: sqlite3.DatabaseError) -> NoReturn:
-        if type(error) in FAULTS:
+    def _failed(self, error: sqlite3.DatabaseError, what: str = "written") -> NoReturn:
+        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            self._damaged(str(error))
+        if type(error) in FAULTS and what == "written":
             self._writes.failed(str(error))
-        _raise_ours(error, "written")
+        _raise_ours(error, what)
+
+    def _damaged(self, how: str) -> None:
+        if self.damage is None:
+            self.damage = f"damaged: {how}; make it anew from a backup (`store restore`)"
+            log.error("the store %s is %s", self.path, self.damage, extra={"once": True})
+
+    async def look_for_damage(self) -> None:
+        def check() -> str:
+            with closing(only_read(self.path)) as connection:
+                return str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
+
+        try:
+            found = await asyncio.to_thread(check)
+        except sqlite3.OperationalError:  # busy; it says nothing of the file
+            return
+        except sqlite3.DatabaseError as error:
+            found = str(error)
+        if found != "ok":
+            self._damaged(" ".join(found.split()))
 
     async def require_writable(self) -> None:
         """Raise StoreUnavailable unless a record could be committed now to the file at the store's path."""
@@ -194,14 +223,14 @@ class SqliteDatabase(Database):
         try:
             return list(await self._reading.execute_fetchall(sql, params or {}))
         except sqlite3.DatabaseError as error:
-            _raise_ours(error, "read")
+            self._failed(error, "read")
 
     async def quick(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
         """Return the first row of a query, which runs at once in the event loop's thread."""
         try:
             row: sqlite3.Row | None = self._quick.execute(sql, params or {}).fetchone()
         except sqlite3.DatabaseError as error:
-            _raise_ours(error, "read")
+            self._failed(error, "read")
         return row
 
     @asynccontextmanager
