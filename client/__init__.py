@@ -6,6 +6,7 @@ No agent needs it to be recorded or trained. Beyond the standard library it impo
 from .emit import emit_action, emit_note, emit_reward, emit_state
 from .errors import ClientError, NoRollout, ProxyUnreachable, Refused
 from .follow import event_hooks, follow
+from .program import task
 from .scope import Rollout, agent, current, rollout
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "event_hooks",
     "follow",
     "rollout",
+    "task",
 ]

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from .control import FIND_S, PATIENCE_S, Control
 from .errors import ClientError, NoRollout, Refused
-from .no_proxy import reached_directly
+from .program import reached_directly
 
 DEFAULT_URL = "http://127.0.0.1:8080"
 CONFLICT = 409

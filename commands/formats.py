@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -60,6 +61,13 @@ def duration(seconds: float) -> str:
         if seconds >= size:
             return f"{int(seconds // size)}{unit}"
     return f"{int(seconds)}s"
+
+
+def how_it_ended(code: int | None) -> str:
+    """Return an exit code in words; a negative one is the signal that killed the process."""
+    if code is None or code >= 0:
+        return f"exit code {code}"
+    return f"signal {signal.Signals(-code).name if -code in {*signal.Signals} else -code}"
 
 
 def plain(value: object, style: str = "") -> Text:

@@ -12,7 +12,7 @@ import pytest
 from pyarrow import Table, parquet
 
 from lightning_proxy.commands.api_client import ApiClient
-from lightning_proxy.commands.run.programs import ProcessRunner
+from lightning_proxy.commands.run.programs import LocalRunner
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
 from lightning_proxy.commands.run.tasks import read_tasks
 from support.environments import ENVIRONMENTS
@@ -43,11 +43,12 @@ async def test_its_example_runs_and_is_rewarded(release: Path, tmp_path: Path, m
     rows = [{"question": "1 + 1?", "answer": "so\n#### 2"}, {"question": "1 + 2?", "answer": "#### 3"}]
     parquet.write_table(Table.from_pylist(rows), tmp_path / "train.parquet")
     agent = [sys.executable, "-m", "lightning_proxy.client.agl.agent", AGENT]
-    runner = ProcessRunner([*agent, "QUESTION=input.question", "ANSWER=input.answer"])
+    runner = LocalRunner([*agent, "QUESTION=input.question", "ANSWER=input.answer"])
     async with scripted(tmp_path) as (proxy,):
         await proxy.ask(CHAT, {"messages": []}, {"role": "assistant", "content": "### ANSWER: 2 ###"})
         async with ApiClient(proxy.url) as api:
             results = await run_tasks(api, read_tasks(tmp_path / "train.parquet"), runner, RunOptions(concurrency=2))
+            await runner.close()
             rollouts = [await api.rollout(result.rollout_id) for result in results]
     assert [(result.reason, result.calls) for result in results] == [(None, 1)] * 2
     assert sorted(rollout["reward"] for rollout in rollouts) == [0, 1]

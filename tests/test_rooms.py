@@ -32,7 +32,7 @@ LEVELS = {
         {"returns", "groups"},
         {"config", "types", "providers"},
         {"evidence"},
-        {"errors", "json_text", "aside", "bootstrap", "on_board"},
+        {"errors", "json_text", "aside", "bootstrap", "on_board", "guard"},
     ],
     "trainer": [
         {"main"},

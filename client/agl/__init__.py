@@ -10,7 +10,6 @@ import asyncio
 import functools
 import inspect
 import json
-import os
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -20,6 +19,8 @@ from typing import Any
 
 from .. import scope
 from ..emit import emit_note
+from ..errors import NoRollout
+from ..program import task
 from ..scope import Rollout, current
 from .operation import operation, plain
 
@@ -192,9 +193,11 @@ class LitAgent:
 
     def main(self) -> None:
         """Run the task in LIGHTNING_TASK, as a program under `lightning-proxy run … -- python agent.py`."""
-        if "LIGHTNING_TASK" not in os.environ:
-            raise SystemExit("there is no LIGHTNING_TASK: start this program by `lightning-proxy run --tasks FILE`")
-        found = self(json.loads(os.environ["LIGHTNING_TASK"]))
+        try:
+            given = task()
+        except NoRollout as error:
+            raise SystemExit(str(error)) from None
+        found = self(given)
         if self.is_async:
             asyncio.run(found)
 

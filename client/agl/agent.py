@@ -17,23 +17,25 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
+from ..program import task
 
-def value_at(task: Any, path: str) -> str:
+
+def value_at(given: Any, path: str) -> str:
     """Return what the task has at `input.a.b`, as text or JSON. A path that does not begin so is the value itself."""
     first, *places = path.split(".")
     if first != "input" or (not places and path != "input"):
         return path
-    value = reduce(lambda inner, at: inner[int(at) if isinstance(inner, list) else at], places, task)
+    value = reduce(lambda inner, at: inner[int(at) if isinstance(inner, list) else at], places, given)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Set the variables, make the agent and run it."""
     name, *variables = arguments
-    task = json.loads(os.environ["LIGHTNING_TASK"])
+    given = task()
     for variable, _, path in (one.partition("=") for one in variables):
         try:
-            os.environ[variable] = value_at(task, path)
+            os.environ[variable] = value_at(given, path)
         except (KeyError, IndexError, ValueError, TypeError):
             raise SystemExit(f"{variable}={path}: the task has no such place") from None
     module, _, kind = name.partition(":") if ":" in name else name.rpartition(".")

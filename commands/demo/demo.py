@@ -24,7 +24,7 @@ from ..eval.report import save
 from ..export.policy import where
 from ..run.backlog import POLL_S, Backlog, PolicyCollapsed
 from ..run.journal import KILLED
-from ..run.programs import PreloadRunner
+from ..run.programs import LocalRunner
 from ..run.progress import ProgressView
 from ..run.run import RolloutResult, RunOptions, run_tasks
 from ..run.runner import Runner
@@ -101,7 +101,8 @@ class Demo:
 
     async def run(self) -> DemoResult:
         config = load_config(self._config_path)
-        runner = PreloadRunner([sys.executable, str(EXAMPLE / AGENTS[self._options.api])], PRELOADED)
+        program = [sys.executable, str(EXAMPLE / AGENTS[self._options.api])]
+        runner = LocalRunner(program, PRELOADED, say=self._view.say)
         system = System(config, Launch(self._config_path), self._directory / "logs", self._view.say)
         with self._view:
             async with system, ApiClient.of(config, patience_s=60) as api:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from pathlib import Path
 import typer
 
 from ...proxy.errors import ConfigError, LightningError
-from .inside.alone import KEPT, SET
+from .inside.alone import KEPT, OF_ROLLOUT, ROLLOUT, SET
 from .inside.arguments import Wrong, require_known
 
 KINDS = ("reasoning_gym", "textarena", "verifiers")
@@ -21,11 +23,13 @@ CLIENT = "tenacity>=9,<10"
 OF_PACKAGES = ("bin", "include", "lib")  # all else in the folder stays
 # It stands for the kind's Python. Packages may look at the variables that their process began with.
 PYTHON = f"""#!/bin/sh
-for name in $(env | sed -n 's/^\\([A-Za-z_][A-Za-z0-9_]*\\)=.*/\\1/p'); do
-    case $name in LC_*|{"|".join(sorted(KEPT))}) ;; *) unset "$name" ;; esac
-done
-export {" ".join(f"{name}={value}" for name, value in SET.items())}
-exec "${{0%/*}}/bin/python" "$@"
+exec "${{0%/*}}/bin/python" -I -S -c 'import os, sys
+kept = {json.dumps(sorted(KEPT))}
+if "{ROLLOUT}" in os.environ:
+    kept += {json.dumps(sorted(OF_ROLLOUT))}
+env = {{name: value for name, value in os.environ.items() if name in kept or name.startswith("LC_")}}
+env.update({json.dumps(SET)})
+os.execve(sys.executable, [sys.executable, *sys.argv[1:]], env)' "$@"
 """
 PROGRAM = "from lightning_proxy.commands.environments.inside.play import main\n\nmain()\n"
 
@@ -51,10 +55,11 @@ class KindsEnvironment:
         return stamp.is_file() and {*self.requires, str(ROOT)} <= set(stamp.read_text().split("\n"))
 
     def require(self) -> None:
-        """Raise ConfigError if it is not there."""
+        """Raise ConfigError if it is not there. Write our files anew if another version of ours wrote them."""
         if not self.is_there:
             do = f"lightning-proxy environments {self.kind} --install"
             raise ConfigError(f"{self.kind} is not installed in {self.directory} of this folder; run `{do}`")
+        self._write()
 
     def make(self, further: Sequence[str]) -> None:
         """Make it anew, with `further` packages or those of before. LightningError has pip's last words.
@@ -79,16 +84,22 @@ class KindsEnvironment:
         """Write what is ours, once the packages are there."""
         (packages,) = self.directory.glob("lib/python*/site-packages")
         (packages / "lightning_proxy").symlink_to(ROOT)
-        python, program = map(Path, self.program[:2])
-        python.write_text(PYTHON)
-        python.chmod(0o755)
-        program.write_text(PROGRAM)
+        self._write()
         (self.directory / "installed.txt").write_text("\n".join([str(ROOT), *self.requires, "", *further]))
 
-    def ask(self, *what: str) -> list[str]:
-        """Return the lines that the kind's program prints. ConfigError has what it says is wrong."""
+    def _write(self) -> None:
+        for path, text in zip(map(Path, self.program), (PYTHON, PROGRAM), strict=False):
+            if not path.is_file() or path.read_text() != text:
+                beside = path.with_suffix(".new")
+                beside.write_text(text)
+                beside.chmod(0o755)
+                beside.replace(path)
+
+    def ask(self, *what: str, given: str = "") -> list[str]:
+        """Return the lines that the kind's program prints, with `given` as its input. ConfigError: what is wrong."""
         self.require()
-        done = subprocess.run([*self.program, *what], check=False, capture_output=True)
+        command, env = [*self.program, *what], {k: v for k, v in os.environ.items() if k != ROLLOUT}
+        done = subprocess.run(command, check=False, capture_output=True, input=given.encode(), env=env)
         said = done.stderr.decode(errors="replace").strip()
         if done.returncode:
             raise ConfigError(f"{self.kind}: {said.splitlines()[-1] if said else f'exit code {done.returncode}'}")

@@ -36,7 +36,7 @@ def source_of(environment: str, arguments: str | None, defaults: dict[str, Any])
     asked = json.dumps(defaults | _given(arguments), sort_keys=True)
     if sys.stderr.isatty():
         typer.echo(f"making the tasks of {environment}", err=True)
-    lines = of.ask("tasks", name, asked)
+    lines = of.ask("tasks", name, given=asked)
     if not lines:
         raise ConfigError(f"{environment} has no tasks with {asked}")
     file = of.directory / "tasks" / f"{name}-{hashlib.sha256(asked.encode()).hexdigest()[:8]}.jsonl"

@@ -120,3 +120,12 @@ async def piped(path: Path, keeping: Keeping) -> AsyncIterator[Path]:
                     break
             os.close(reading)
             log.close()
+
+
+def last_line(log: Path) -> str:
+    """Return the last line of a program's output that is not empty, at most 300 characters of it."""
+    with suppress(OSError):
+        for line in reversed(log.read_text(errors="replace").splitlines()):
+            if line.strip():
+                return line.strip()[:300]
+    return "no output"

@@ -18,8 +18,9 @@ from ..on_board import variables
 from .backlog import BacklogGate
 from .budget import Budget
 from .journal import Journal
+from .output import last_line
 from .refill import Refill
-from .runner import RunLost, Runner, RunTimedOut
+from .runner import RunLost, Runner, RunTimedOut, ServerDied
 from .tasks import Task
 
 CONFLICT = 409
@@ -27,7 +28,7 @@ SCORE_POLL_S = 0.2  # at first; later, and the more rollouts wait, the less ofte
 SCORE_POLL_MOST_S = 5.0
 SCORE_POLLS = 8  # rollouts that are looked at in this time
 RESTARTS = 3  # of a run whose machine goes away
-LOST = -9  # its exit code, as if it had been killed
+LOST = -9  # the exit code of a run whose machine or server went away, as if it had been killed
 MOST_UNSCORED = 64  # rollouts that await their rewards while others begin, or four groups
 OnOpen = Callable[[Sequence[str], str | None], None]  # rollouts that were opened, and one that was of their group
 LATE = 124  # that of a program that ran for too long, as of timeout(1)
@@ -201,6 +202,8 @@ class TaskRun:
             except RunTimedOut:
                 code = LATE
                 reason = f"ended after {self._options.timeout_s:g} s (run.timeout_s): {last_line(log)}"
+            except ServerDied as error:
+                code, reason = LOST, error.message
             except RunLost as error:
                 code, reason = LOST, error.message
                 if len(lost) < RESTARTS and (await self._api.rollout(name))["status"] == "running":
@@ -245,8 +248,10 @@ class TaskRun:
             "OPENAI_BASE_URL": url,
             "OPENAI_API_BASE": url,  # what llama-index reads
             "OPENAI_API_KEY": job.rollout.api_key,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # Anthropic's client adds it
+            "ANTHROPIC_API_KEY": job.rollout.api_key,
             "LIGHTNING_ROLLOUT_ID": job.rollout.rollout_id,
-            "LIGHTNING_TASK": job.task.line,
+            "LIGHTNING_TASK": job.task.line,  # the runner puts it into a file, too
             "LIGHTNING_URL": self._api.url,
             **variables(self._api.url, job.rollout),
         }
@@ -324,12 +329,3 @@ def _answers(calls: Iterable[Mapping[str, Any]]) -> dict[str | None, tuple[int |
             versions = dict.fromkeys(call["policy_versions"] or [None])
             found.setdefault(model if isinstance(model, str) else None, {}).update(versions)
     return {model: tuple(versions) for model, versions in found.items()}
-
-
-def last_line(log: Path) -> str:
-    """Return the last line of a program's output that is not empty, at most 300 characters of it."""
-    with contextlib.suppress(OSError):
-        for line in reversed(log.read_text(errors="replace").splitlines()):
-            if line.strip():
-                return line.strip()[:300]
-    return "no output"

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ...proxy.errors import LightningError
-
-CANNOT_START = 126  # what a shell answers
+from ...proxy.guard import CANNOT_START as CANNOT_START
 
 
 class RunLost(LightningError):
     """The machine under a run went away, through no fault of the program. Its outcome is not known."""
+
+
+class ServerDied(LightningError):
+    """The process of ours that had started the program died, and the program ended with it."""
 
 
 class RunTimedOut(LightningError):
@@ -26,8 +29,8 @@ class Runner(Protocol):
         """Run it once and return its exit code, negative for a signal. Cancelling the call kills it.
 
         `log` gets its stdout and stderr. A program that runs for `limit_s` gets SIGTERM with its process group,
-        and SIGKILL a little later. Raise RunTimedOut then, RunLost if the machine goes away, LightningError if no run
-        can continue.
+        and SIGKILL a little later. Raise RunTimedOut then, RunLost if the machine goes away, ServerDied if a process of
+        ours does, LightningError if no run can continue. Nothing that it started is left at the end.
         """
 
     async def close(self) -> None: ...

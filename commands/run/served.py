@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sys
 from abc import ABC, abstractmethod
+from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from ...proxy.config.file import inherited
 from ...proxy.errors import LightningError
-from .output import Keeping, piped
-from .runner import RunLost, RunTimedOut
+from ..formats import how_it_ended
+from .output import Keeping, last_line, piped
+from .runner import RunLost, RunTimedOut, ServerDied
 
 
 class ServedRunner(ABC):
@@ -21,44 +26,46 @@ class ServedRunner(ABC):
 
     The child's first line says that it is ready. It then gets a request with an `id` for each run, or {"kill": id}.
     Its reports are {"id", "code"}, {"id", "lost": why}, {"id", "late": true}, {"say": what} for a person, or
-    {"failed": why}, which fails all runs.
+    {"failed": why}, which fails all runs. If it dies, the next run starts another one.
     """
 
     name = "server"
+    setup = b""  # what it reads before it is ready
 
     def __init__(
         self, argv: Sequence[str], say: Callable[[str], None] = lambda _: None, keeping: Keeping | None = None
     ) -> None:
         self._argv, self._say, self._keeping = tuple(argv), say, keeping or Keeping()
-        self._child: asyncio.subprocess.Process | None = None
+        self._child: Process | None = None
+        self._life: asyncio.Task[LightningError] | None = None  # of the child
         self._running: dict[str, asyncio.Future[int]] = {}
         self._ids = itertools.count()
-        self._reader: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
-        self._why = f"the {self.name} ended while programs were running"
 
     @abstractmethod
     def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
         """Return the request to the child for a run."""
 
-    @abstractmethod
-    async def _open(self, child: asyncio.subprocess.Process) -> None:
-        """Wait until the child is ready. Raise LightningError if it will not be."""
+    def _ready(self, said: Mapping[str, Any]) -> None:  # noqa: B027 - most need nothing of it
+        """Take the child's first line."""
 
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
-        async with self._starting:
-            if self._child is None:
-                self._child = await self._start()
-        if self._reader is None or self._reader.done():
-            raise LightningError(self._why)
         async with piped(log, self._keeping) as pipe:
+            async with self._starting:
+                if self._life is None or self._life.done():
+                    ready = asyncio.get_running_loop().create_future()
+                    self._life = asyncio.create_task(self._live(ready))
+                    await asyncio.wait({ready, self._life}, return_when=asyncio.FIRST_COMPLETED)
+                    if self._life.done():
+                        raise self._life.result()
             return await self._run(env, pipe, limit_s)
 
     async def _run(self, env: Mapping[str, str], pipe: Path, limit_s: float | None) -> int:
         name = str(next(self._ids))
+        request = {"id": name, "limit_s": limit_s, **self._request(env, pipe)}
         ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._running[name] = ended
-        self._send({"id": name, "limit_s": limit_s, **self._request(env, pipe)})
+        self._send(request)
         try:
             return await ended
         except asyncio.CancelledError:
@@ -68,36 +75,63 @@ class ServedRunner(ABC):
             del self._running[name]
 
     async def close(self) -> None:
-        if self._child is not None and self._child.stdin is not None:
-            self._child.stdin.close()
-            await self._child.wait()
-        if self._reader is not None:
-            await self._reader
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.wait({self._life})
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        child = await asyncio.create_subprocess_exec(
-            *self._argv, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True
-        )
-        try:
-            await self._open(child)
-        except BaseException:
-            with suppress(ProcessLookupError):
-                child.kill()
-            await child.wait()
-            raise
-        assert child.stdout is not None
-        self._reader = asyncio.create_task(self._read(child.stdout))
-        return child
+    async def _live(self, ready: asyncio.Future[None]) -> LightningError:
+        """Start a child and take its reports to its end. Then fail what it was running, and return the error."""
+        with TemporaryDirectory(prefix="lightning-server-") as directory:
+            log = Path(directory) / "output.log"
+            async with piped(log, self._keeping) as pipe:
+                with pipe.open("wb") as output:
+                    child = self._child = await asyncio.create_subprocess_exec(
+                        *self._argv, stdin=PIPE, stdout=PIPE, stderr=output, env=inherited(), start_new_session=True
+                    )
+                assert child.stdin is not None and child.stdout is not None
+                try:
+                    child.stdin.write(self.setup)
+                    first = json.loads(await child.stdout.readline() or "{}")
+                    if first and "failed" not in first:
+                        self._ready(first)
+                        ready.set_result(None)
+                    why = first.get("failed") or await self._read(child.stdout)
+                finally:
+                    if not ready.done():
+                        with suppress(ProcessLookupError):
+                            child.kill()
+                    child.stdin.close()
+                    code = await child.wait()
+            last = last_line(log)
+            if not (ready.done() or why):
+                sys.stderr.write(log.read_text(errors="replace"))
+        error: LightningError
+        if why is not None:
+            error = LightningError(why)
+        elif ready.done():
+            error = ServerDied(f"the {self.name} died ({how_it_ended(code)}), last output: {last}")
+            self._say(f"{error.message}: {len(self._running)} programs failed; it is started again")
+        else:
+            error = LightningError(f"{self.cannot_start}: {last}")
+        for ended in self._running.values():
+            if not ended.done():
+                ended.set_exception(error)
+        return error
 
-    async def _read(self, reports: asyncio.StreamReader) -> None:
+    @property
+    def cannot_start(self) -> str:
+        """What to say if the child ends before it is ready."""
+        return f"the {self.name} cannot be started"
+
+    async def _read(self, reports: asyncio.StreamReader) -> str | None:
+        """Take reports until the child ends. Return why no run can go on, if it says so."""
         async for line in reports:
             report = json.loads(line)
             if "say" in report:
                 self._say(report["say"])
                 continue
             if "failed" in report:
-                self._why = report["failed"]
-                break
+                return str(report["failed"])
             ended = self._running.get(report["id"])
             if ended is None or ended.done():
                 continue
@@ -107,11 +141,8 @@ class ServedRunner(ABC):
                 ended.set_exception(RunTimedOut("the program was ended"))
             else:
                 ended.set_result(report["code"])
-        for ended in self._running.values():
-            if not ended.done():
-                ended.set_exception(LightningError(self._why))
+        return None
 
     def _send(self, request: Mapping[str, Any]) -> None:
-        assert self._child is not None
-        assert self._child.stdin is not None
+        assert self._child is not None and self._child.stdin is not None
         self._child.stdin.write(json.dumps(request).encode() + b"\n")

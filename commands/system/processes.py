@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,14 +20,15 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from ...proxy.errors import ConfigError, LightningError
+from ...proxy.guard import start_guarded
 from ...proxy.store.sqlite.copies import make_private
-from ..formats import duration
+from ..formats import duration, how_it_ended
 from .port_holder import holder_of
 from .reason import last_line, reason
 
 T = TypeVar("T")
 WAITING, STILL = "waiting for ", "still waiting for "  # a view knows these lines by them
-GUARD = Path(__file__).with_name("guard.py")
+KILL_AFTER_S = 0.5  # between SIGTERM and SIGKILL once nobody waits for a program
 RESTARTS_S = 600.0
 RESTART_DELAY_S = 1.0
 SHORTAGE_S = 1800.0
@@ -124,8 +124,7 @@ class Child:
     def how_it_ended(self) -> str:
         if self._is_deaf:
             return "closed its port and did not end"
-        code = self.process.returncode
-        return f"ended (signal {signal.Signals(-code).name})" if code and code < 0 else f"ended (exit code {code})"
+        return f"ended ({how_it_ended(self.process.returncode)})"
 
     def may_restart(self) -> bool:
         """Return whether the child may be started again now. If so, count this as a restart."""
@@ -271,21 +270,15 @@ class Supervisor:
 async def _launch(spec: ChildSpec, log: Path) -> tuple[asyncio.subprocess.Process, int]:
     """Start the program under its guard, appending to `log`. Returns the process and our end of its lifeline."""
     make_private(log)
-    read_end, lifeline = os.pipe()
-    try:
-        with log.open("ab") as output:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-S", "-E", str(GUARD), str(read_end), *spec.argv),
-                env={**os.environ, **spec.env, "PYTHONUNBUFFERED": "1"},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=asyncio.subprocess.STDOUT,
-                pass_fds=(read_end,),
-                start_new_session=True,
-            )
-    finally:
-        os.close(read_end)
-    return process, lifeline
+    with log.open("ab") as output:
+        return await start_guarded(
+            *spec.argv,
+            grace_s=KILL_AFTER_S,
+            env={**os.environ, **spec.env, "PYTHONUNBUFFERED": "1"},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+        )
 
 
 async def _until_one_is_done(either: set[asyncio.Future[Any]], spec: ChildSpec) -> None:

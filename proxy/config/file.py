@@ -17,8 +17,10 @@ from .wrong import ENV_PREFIX, lines, require_known
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
 # Set for agent programs by `lightning-proxy run`, and for vLLM by us; not configuration.
 ENV_NOT_CONFIG = {
-    "LIGHTNING_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_URL", "LIGHTNING_OPERATOR_KEY_FILE",
+    "LIGHTNING_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_TASK_FILE", "LIGHTNING_URL",
+    "LIGHTNING_OPERATOR_KEY_FILE",
 }  # fmt: skip
+PLACE = {"LIGHTNING_PROXY__HOST", "LIGHTNING_PROXY__PORT"}
 
 
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
@@ -52,6 +54,21 @@ def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, pat
         return Config.model_validate(data)
     except ValidationError as error:
         raise ConfigError(lines(error, Config, path, origins)) from None
+
+
+def inherited() -> dict[str, str]:
+    """Return our variables for a program of the user's: without keys of ours, and configuration, which may hold some.
+
+    Where the proxy listens is there: a program may run our commands.
+    """
+    return {name: value for name, value in os.environ.items() if name in PLACE or not _is_ours(name)}
+
+
+def _is_ours(name: str) -> bool:
+    if not name.startswith(ENV_PREFIX):
+        return False
+    section = name.removeprefix(ENV_PREFIX).lower().partition("_")[0]
+    return section in Config.model_fields or "__" in name or "KEY" in name or name in ENV_NOT_CONFIG
 
 
 def read_config(path: Path | None) -> dict[str, Any]:

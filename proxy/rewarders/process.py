@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
+from ..config.file import inherited
 from ..config.rollouts import RewardsConfig
+from ..guard import start_guarded
 from ..json_text import encode_in_turns
 from .rewarder import Away, GivenScore, Json, NoReward, Rewarder, together
 
 CHILD = Path(__file__).with_name("child.py")
 START_S = 60.0  # for the file's imports
+KILL_AFTER_S = 0.5  # after SIGTERM
 LONGEST_ANSWER = 2**20
 
 
@@ -39,6 +41,7 @@ class FunctionProcess:
     def __init__(self, config: RewardsConfig) -> None:
         self._config = config
         self._process: asyncio.subprocess.Process | None = None
+        self._lifeline = -1
         self._stamp: tuple[int, int] | None = None
         self._loaded = Loaded("", from_record=False)
 
@@ -52,12 +55,13 @@ class FunctionProcess:
         if self._process is not None and self._process.returncode is None and self._stamp == stamp:
             return self._loaded
         await self.close()
-        self._process = await asyncio.create_subprocess_exec(
+        self._process, self._lifeline = await start_guarded(
             *(sys.executable, str(CHILD), str(self._config.file), self._config.name),
+            grace_s=KILL_AFTER_S,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
+            env=inherited(),
             limit=LONGEST_ANSWER,
-            start_new_session=True,  # Ctrl-C is for the proxy, and what the function starts ends with it
         )
         self._stamp = stamp
         try:
@@ -86,8 +90,7 @@ class FunctionProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        os.close(self._lifeline)
         await process.communicate()
 
     async def _next_line(self, limit_s: float) -> dict[str, Any]:

@@ -20,7 +20,7 @@ import yaml
 from traffic.server import config_of
 
 from lightning_proxy.commands.api_client import ApiClient
-from lightning_proxy.commands.run.programs import PreloadRunner
+from lightning_proxy.commands.run.programs import LocalRunner
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
 from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.commands.system.processes import free_port
@@ -64,7 +64,7 @@ async def played_by_teacher(
     monkeypatch.setenv("PYTHONPATH", str(EXAMPLES / name))
     monkeypatch.setenv("MODEL", "teacher")
     preload = yaml.safe_load((EXAMPLES / name / "example.yaml").read_text())["preload"]
-    runner = PreloadRunner([python, str(EXAMPLES / "play.py")], preload)
+    runner = LocalRunner([python, str(EXAMPLES / "play.py")], preload)
     with teaching(path) as base_url:
         config = config_of("http://127.0.0.1:9", directory)
         config.upstreams.append(UpstreamConfig(name="teacher", kind="openai", base_url=base_url, models=["teacher"]))

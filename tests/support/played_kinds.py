@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import sysconfig
 import venv
 from collections.abc import Mapping
+from pathlib import Path
+
+import tenacity
 
 from lightning_proxy.commands.environments.install import KindsEnvironment
 
@@ -44,5 +46,5 @@ def played_kind(kind: str, modules: Mapping[str, str]) -> None:
         path = packages / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    (packages / "ours.pth").write_text(sysconfig.get_path("purelib"))  # tenacity, and the real openai
+    (packages / "ours.pth").write_text(str(Path(tenacity.__file__).parents[1]))  # and the real openai
     made.finish()

@@ -1,82 +1,56 @@
-"""Makes a process fit for others' code: without the user's variables, in a folder of its own, watched by another."""
+"""Makes a process fit for others' code: without the user's variables, in a folder of its own, under a guard."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import time
-from contextlib import suppress
-from pathlib import Path
+from functools import partial
+
+from ....proxy.guard import PR_SET_PDEATHSIG, PRCTL, guard
 
 KEPT = {
     *("PATH", "LANG", "TZ", "SHELL", "TERM", "NO_PROXY", "no_proxy", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
-    *("LIGHTNING_TASK", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_URL"),
-    *("SSL_CERT_FILE", "DOCKER_HOST", "OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
+    *("SSL_CERT_FILE", "DOCKER_HOST"),
+}
+# The rollout's own. Where there is none, as in a list of environments, they would be the user's.
+ROLLOUT = "LIGHTNING_ROLLOUT_ID"
+OF_ROLLOUT = {
+    *(ROLLOUT, "LIGHTNING_TASK", "LIGHTNING_TASK_FILE", "LIGHTNING_URL"),
+    *("OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY"),
 }
 # Nothing is fetched that the command line did not name; and a generator that goes through a set does so as before.
 SET = {"PYTHONHASHSEED": "0", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "UV_OFFLINE": "1", "PIP_NO_INDEX": "1"}
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of Linux
-HEARD = (signal.SIGCHLD, signal.SIGTERM)
+GRACE_S = 1.0  # to end, before all is killed; `run` waits longer
 
 
 def alone() -> None:
     """Remove all variables but those above, the user's keys among them."""
-    for name in os.environ.keys() - KEPT:
+    kept = KEPT | OF_ROLLOUT if ROLLOUT in os.environ else KEPT
+    for name in os.environ.keys() - kept:
         if not name.startswith("LC_"):
             del os.environ[name]
     os.environ.update(SET)
 
 
-def watched(seconds: float, late: str, *, listing: bool) -> None:
-    """Return in a grandchild, in an empty folder. The child between ends it after this time, or when this process ends.
+def watched(seconds: float, late: str) -> None:
+    """Return in a child, in an empty folder. This process ends it after this time, at a signal, or with its own parent.
 
-    It also ends all that was started there, and removes the folder. `run` kills this process and its group alone.
-    With `listing`, this process ends when its parent does. `late` says what took longer than `seconds`.
+    It also ends all that was started there, and removes the folder. `late` says what took longer than `seconds`.
     """
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-    if listing:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if watcher := os.fork():
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
-        sys.exit(os.waitstatus_to_exitcode(os.waitpid(watcher, 0)[1]))
-    os.setsid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, HEARD)
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    prctl(PR_SET_CHILD_SUBREAPER, 1)
-    if os.getppid() != parent:
-        os._exit(1)
+    PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
     folder = tempfile.mkdtemp(prefix="lightning-environment-")
-    if episode := os.fork():
-        os._exit(_watch(episode, folder, seconds, late))
-    os.setsid()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HEARD)
+    guard(partial(_ended, folder, f"{late} took longer than {seconds:g} s"), None, GRACE_S, seconds)
     os.environ.update(HOME=folder, TMPDIR=folder)
     tempfile.tempdir = None
     os.chdir(folder)
 
 
-def _watch(episode: int, folder: str, seconds: float, late: str) -> int:
-    """Return the exit code, after all has ended."""
-    until, code = time.monotonic() + seconds, None
-    while code is None:
-        heard = signal.sigtimedwait(HEARD, max(until - time.monotonic(), 0.0))
-        if heard is None or heard.si_signo == signal.SIGTERM:
-            code = 1
-        elif (ended := os.waitpid(episode, os.WNOHANG))[0]:
-            code = os.waitstatus_to_exitcode(ended[1])
-    with suppress(ChildProcessError):  # until there is none: orphans become children of this process
-        while True:
-            os.waitpid(-1, os.WNOHANG)
-            for status in Path("/proc").glob("[0-9]*/stat"):
-                with suppress(OSError):
-                    if status.read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
-                        os.kill(int(status.parent.name), signal.SIGKILL)
-            os.waitpid(-1, 0)
+def _ended(folder: str, late: str, code: int | None) -> int:
     shutil.rmtree(folder, ignore_errors=True)
-    if heard is None:
-        print(f"{late} took longer than {seconds:g} s", file=sys.stderr, flush=True)
+    if code is None:
+        print(late, file=sys.stderr, flush=True)
+        return 1
     return code if code >= 0 else 128 - code

@@ -1,17 +1,16 @@
-"""The program of a kind's environment: `play.py KIND` plays an episode; with `names` or `tasks NAME JSON` it lists."""
+"""The program of a kind's environment: `play.py KIND` plays an episode; `names`, or `tasks NAME` and JSON, lists."""
 
 from __future__ import annotations
 
 import importlib
 import io
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from typing import Any
 
-from ....client import Rollout, current
+from ....client import Rollout, current, task
 from .alone import alone, watched
 from .arguments import Arguments, Json, Wrong
 
@@ -24,17 +23,16 @@ def main() -> None:
     alone()
     name, *rest = sys.argv[1:]
     if rest:
-        watched(LISTING_S, f"listing {' '.join(rest[:2])}", listing=True)
+        watched(LISTING_S, f"listing {' '.join(rest)}")
     else:
-        limit_s = json.loads(os.environ["LIGHTNING_TASK"])["limit_s"]
-        watched(limit_s, "the episode (limit_s in --environment-args)", listing=False)
+        watched(task()["limit_s"], "the episode (limit_s in --environment-args)")
     kind = importlib.import_module(f".{name}", __package__)
     try:
         if not rest:
             episode(kind)
             return
         with redirect_stdout(io.StringIO()):  # games print
-            lines = list(names(kind) if rest[0] == "names" else tasks(kind, *rest[1:]))
+            lines = list(names(kind) if rest[0] == "names" else tasks(kind, rest[1]))
         sys.stdout.writelines(f"{line}\n" for line in lines)
     except Wrong as error:
         sys.exit(str(error))
@@ -50,12 +48,12 @@ def names(kind: Any) -> Iterator[str]:
         yield f"{name:28} {about}".rstrip()
 
 
-def tasks(kind: Any, name: str, given: str) -> Iterator[str]:
-    """Yield the tasks' lines. Say so if there are fewer than asked for."""
-    arguments = Arguments(json.loads(given))
+def tasks(kind: Any, name: str) -> Iterator[str]:
+    """Yield the tasks' lines, for the arguments on standard input. Say so if there are fewer than asked for."""
+    arguments = Arguments(json.load(sys.stdin))
     wanted, made = arguments.tasks, 0
-    for task in kind.tasks(name, arguments):
-        yield json.dumps(task | arguments.shared | {"environment": f"{kind.__name__.rpartition('.')[2]}:{name}"})
+    for one in kind.tasks(name, arguments):
+        yield json.dumps(one | arguments.shared | {"environment": f"{kind.__name__.rpartition('.')[2]}:{name}"})
         made += 1
     if made < wanted:
         print(f"{name} has {made} different tasks of split {arguments.split}, not {wanted}", file=sys.stderr)
@@ -63,9 +61,9 @@ def tasks(kind: Any, name: str, given: str) -> Iterator[str]:
 
 def episode(kind: Any) -> None:
     """Play the task of this rollout, post its rewards, and end it."""
-    task, run = json.loads(os.environ["LIGHTNING_TASK"]), current()
-    run.event("note", name="environment", value=task.get("environment"))
-    found = kind.play(task, run)
+    played, run = task(), current()
+    run.event("note", name="environment", value=played.get("environment"))
+    found = kind.play(played, run)
     measured = [{"name": name, "reward": value} for name, value in found.measured.items()]
     posts = [*measured, *_rewards(found.rewards, run)]
     run.control.post("/reward", [{"rollout_id": run.rollout_id, "final": False, **one} for one in posts], {})

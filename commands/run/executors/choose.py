@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from ....proxy.config.root import Config
 from ....proxy.errors import ConfigError
 from ..output import Keeping
-from ..programs import make_runner
+from ..programs import LocalRunner
 from ..runner import Runner
 
 PACKAGES = {"ray": "ray", "kubernetes": "kubernetes.aio"}
@@ -18,7 +18,7 @@ def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], s
     """Make the runner for a command line. ConfigError if it cannot work. `say` prints what the run waits for."""
     executor = config.run.executor
     if executor == "local":
-        return make_runner(command, preload, Keeping.of(config))
+        return LocalRunner(command, preload, Keeping.of(config), say)
     if not command:
         raise ConfigError("run: no command given; put it after `--`")
     if preload:

@@ -50,7 +50,8 @@ class Sums:
             time.sleep(0.3)
             return float(started[0].poll() is None)
         if answer == "secrets":
-            return float(len([n for n in os.environ if "SECRET" in n])) + SEEN
+            now = b"SECRET" in open("/proc/self/environ", "rb").read()
+            return float("SECRET" in str(os.environ)) + SEEN + now
         if answer == "folder":
             return float(len(os.listdir(".")) == 0 and os.environ["HOME"] == os.getcwd())
         return float(answer == entry["answer"])

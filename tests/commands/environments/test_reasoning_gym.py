@@ -84,12 +84,18 @@ def test_an_experiment_gets_both_splits_which_have_no_question_in_common(tmp_pat
     assert (len(many), 0 < len(few) < 20, many & few, (many | few) & shots, len(shots)) == (20, True, set(), set(), 6)
 
 
+def of_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables that no package of others needs."""
+    for name in ("MY_KEY", "OPENAI_API_KEY", "OPENAI_BASE_URL", "ANTHROPIC_API_KEY", "LIGHTNING_NOTE", "odd.name"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9/SECRET")
+
+
 async def test_an_episode_is_apart_from_the_user(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sees no variables of the user's, and works in an empty folder. An answer without a score earns nothing."""
     answers = iter(["secrets", "folder", "explode", "thread"])
-    monkeypatch.setenv("SECRET", "sk-1")
+    of_user(monkeypatch)
     async with running(tmp_path) as system:
         system.vllm.answer = lambda _: {"role": "assistant", "content": next(answers)}
         code, _, err = await system.lightning("eval", *SUMS, '{"tasks": 4, "system": ""}', "--concurrency", "1")
@@ -97,6 +103,12 @@ async def test_an_episode_is_apart_from_the_user(
         _, page = await system.call("GET", "/rollouts")
         thread, exploded, folder, secrets = page["data"]
         _, full = await system.call("GET", f"/rollouts/{exploded['rollout_id']}")
+        system.vllm.answer = lambda _: {"role": "assistant", "content": "secrets"}
+        (file,) = Path(".venv-environments/reasoning_gym/tasks").iterdir()
+        program = KindsEnvironment("reasoning_gym").program
+        asked = ("run", "--tasks", file, "--mode", "eval", "--json", "--", *program)
+        code, out, err = await system.lightning(*asked)
+        assert (code, code or json.loads(out)["mean_reward"]) == (0, 0.0), err
     assert [one["reward"] for one in (secrets, folder, exploded, thread)] == [0.0, 1.0, 0.0, 1.0]
     rewards = {one["name"]: one["reward"] for one in full["rewards"]}
     assert rewards == {"unscored": 1.0, "reward": 0.0}
@@ -196,7 +208,7 @@ def test_each_executor_gets_what_it_can_start(executor: str, absolute: int, prel
 
 
 def test_the_environments_of_a_kind_are_listed_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET", "sk-1")
+    of_user(monkeypatch)
     done = lightning("environments", "reasoning_gym")
     assert done.stdout.split() == [
         "drawn",

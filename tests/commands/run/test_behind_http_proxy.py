@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 
 from lightning_proxy import client
-from lightning_proxy.client.no_proxy import reached_directly
+from lightning_proxy.client.program import reached_directly
 from lightning_proxy.commands.run.run import RunOptions
 from support.control_api import ControlApi
 from support.http_proxy import http_proxy

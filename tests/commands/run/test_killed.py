@@ -7,13 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.run import group_guard
 from lightning_proxy.commands.run.run import RunOptions
 from support.control_api import ControlApi
 from support.paths import ROOT
@@ -21,12 +20,13 @@ from support.running import Program, run_all, task
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
-# Starts a child of its own, and says who is there.
+# Starts a child, and one that leaves it for a session of its own; says who is there.
 HANGS = """
 import os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+left = os.popen("setsid sleep 1000 >/dev/null 2>&1 & echo $!").read().strip()
 with open({pids!r}, "a") as file:
-    file.write(f"{{os.getpid()}} {{child.pid}}\\n")
+    file.write(f"{{os.getpid()}} {{child.pid}} {{left}}\\n")
 print("hanging", flush=True)
 time.sleep(1000)
 """
@@ -34,8 +34,9 @@ time.sleep(1000)
 
 async def are_gone(pids: Path) -> None:
     for pid in pids.read_text().split():
-        while Path(f"/proc/{pid}").exists() and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
-            await asyncio.sleep(0.02)
+        with suppress(FileNotFoundError, ProcessLookupError):
+            while "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+                await asyncio.sleep(0.02)
 
 
 async def test_a_program_that_hangs_is_ended_with_its_group_and_its_slot_is_free(
@@ -44,6 +45,8 @@ async def test_a_program_that_hangs_is_ended_with_its_group_and_its_slot_is_free
     pids, once = tmp_path / "pids", tmp_path / "once"
     text = f"import os\nif not os.path.exists({str(once)!r}):\n    open({str(once)!r}, 'w').close()\n"
     text += "".join(f"    {line}\n" for line in HANGS.format(pids=str(pids)).strip().splitlines())
+    if program.kind == "kubernetes":  # whose pods end what is in them
+        text = text.replace("setsid ", "")
     options = RunOptions(group_size=2, concurrency=1, timeout_s=3.0, logs=tmp_path / "logs")
     late, well = await run_all(proxy, program(tmp_path, text), [task(1)], options)
     assert (late.exit_code, late.failed, well.exit_code) == (124, True, 0)
@@ -68,7 +71,6 @@ signal.signal(signal.SIGTERM, late)
 while True:
     time.sleep(0.1)
 """
-    monkeypatch.setattr("lightning_proxy.commands.run.programs.GRACE_S", 0.5)
     for how in ("ends", "stays"):
         (late,) = await run_all(proxy, program(tmp_path, text, how), [task(1)], RunOptions(timeout_s=2.0))
         assert late.exit_code == 124
@@ -104,8 +106,11 @@ async def test_programs_end_with_a_killed_run_and_the_next_one_fails_its_rollout
         assert "was killed" not in err
 
 
-def test_the_guard_knows_the_grace_of_the_other_ways() -> None:
-    from lightning_proxy.commands.run import preload
-    from lightning_proxy.commands.run.executors.ray import task as on_ray
-
-    assert group_guard.GRACE_S == preload.GRACE_S == on_ray.GRACE_S
+async def test_what_a_program_leaves_behind_ends_with_it(proxy: ControlApi, tmp_path: Path, program: Program) -> None:
+    if program.kind == "kubernetes":
+        pytest.skip("its pods end what is in them")
+    pids = tmp_path / "pids"
+    text = HANGS.format(pids=str(pids)).replace("\ntime.sleep(1000)\n", "\n")
+    (result,) = await run_all(proxy, program(tmp_path, text), [task(1)], RunOptions())
+    assert result.reason is None
+    await are_gone(pids)

@@ -14,12 +14,13 @@ import pytest
 
 from lightning_proxy.commands.api_client import ApiClient, ApiError
 from lightning_proxy.commands.run.backlog import BacklogGate
-from lightning_proxy.commands.run.programs import PreloadRunner, ProcessRunner, make_runner
+from lightning_proxy.commands.run.programs import LocalRunner
 from lightning_proxy.commands.run.run import RolloutResult, RunOptions, require_success, run_tasks
 from lightning_proxy.commands.run.summary import summarize, totals
-from lightning_proxy.commands.run.tasks import read_tasks
+from lightning_proxy.commands.run.tasks import Task, read_tasks
 from lightning_proxy.proxy.errors import ConfigError, LightningError
 from support.control_api import ControlApi
+from support.paths import ROOT
 from support.running import Program, run_all, task
 
 REWARDS_TEN_TIMES_X = """
@@ -46,13 +47,44 @@ async def test_the_program_sees_the_environment_of_the_contract(
     proxy: ControlApi, tmp_path: Path, program: Program
 ) -> None:
     names = ["OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_API_KEY", "LIGHTNING_ROLLOUT_ID"]
-    names += ["LIGHTNING_TASK", "LIGHTNING_URL"]
+    names += ["LIGHTNING_TASK", "LIGHTNING_URL", "ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"]
     text = f"import os, sys; print(*[os.environ[n] for n in {names!r}], sys.argv[1], __name__, sep='|')"
     logs = tmp_path / "logs"
     await run_all(proxy, program(tmp_path, text, "extra"), [task(1)], RunOptions(logs=logs))
     seen = (logs / "r0.log").read_text().strip().split("|")
-    base = f"{proxy.url}/rollouts/r0/v1"
-    assert seen == [base, base, "k-r0", "r0", '{"x": 1}', proxy.url, "extra", "__main__"]
+    base = f"{proxy.url}/rollouts/r0"
+    ours = [f"{base}/v1", f"{base}/v1", "k-r0", "r0", '{"x": 1}', proxy.url, base, "k-r0"]
+    assert seen == [*ours, "extra", "__main__"]
+
+
+@pytest.mark.parametrize("size", [10, 200_000])
+async def test_a_task_is_in_a_file_and_also_in_a_variable_if_one_can_be_so_long(
+    proxy: ControlApi, tmp_path: Path, program: Program, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the program starts gets it, too, and the client reads either."""
+    if program.kind == "kubernetes":
+        pytest.skip("its programs get the variable alone")
+    for stale in ("LIGHTNING_TASK", "LIGHTNING_TASK_FILE", "LIGHTNING_ROLLOUT_ID", "ANTHROPIC_AUTH_TOKEN"):
+        monkeypatch.setenv(stale, "{}")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT.parent))
+    seen = tmp_path / "seen"
+    child = f"""
+import json, os
+from lightning_proxy import client
+with open(os.environ["LIGHTNING_TASK_FILE"]) as file:
+    task = json.load(file)
+assert task == client.task() == {{"x": "\u00e9" * {size}}}
+assert ("LIGHTNING_TASK" in os.environ) == ({size} < 1000)
+assert os.stat(file.name).st_mode & 0o077 == 0 or os.stat(os.path.dirname(file.name)).st_mode & 0o077 == 0
+assert "ANTHROPIC_AUTH_TOKEN" not in os.environ
+open({str(seen)!r}, "w").write(file.name)
+"""
+    (tmp_path / "child.py").write_text(child)
+    text = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, {str(tmp_path / 'child.py')!r}]))"
+    line = json.dumps({"x": "\u00e9" * size}, ensure_ascii=False)
+    (result,) = await run_all(proxy, program(tmp_path, text), [Task("long", line)], RunOptions())
+    assert result.reason is None
+    assert not Path(seen.read_text()).exists()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +148,7 @@ async def test_a_program_that_cannot_be_started_fails_its_rollout(proxy: Control
     script = tmp_path / "agent"
     script.write_text("no shebang, no format")
     script.chmod(0o755)
-    (result,) = await run_all(proxy, ProcessRunner([str(script)]), [task(1)], RunOptions())
+    (result,) = await run_all(proxy, LocalRunner([str(script)]), [task(1)], RunOptions())
     assert (result.exit_code, "cannot be started" in (result.reason or "")) == (126, True)
     assert proxy.rollouts["r0"]["status"] == "failed"
 
@@ -176,13 +208,48 @@ async def test_rollouts_whose_rewards_do_not_come_are_looked_at_seldom(proxy: Co
 async def test_a_proxy_that_is_not_there_is_one_error(tmp_path: Path) -> None:
     async with ApiClient("http://127.0.0.1:9") as api:
         with pytest.raises(ApiError, match="no proxy answers at http://127.0.0.1:9; start it"):
-            await run_tasks(api, [task(1)], ProcessRunner(["true"]), RunOptions(concurrency=2))
+            await run_tasks(api, [task(1)], LocalRunner(["true"]), RunOptions(concurrency=2))
 
 
 async def test_modules_that_cannot_be_imported_are_named(proxy: ControlApi, tmp_path: Path) -> None:
-    runner = PreloadRunner([sys.executable, "agent.py"], ["no_such_module"])
-    with pytest.raises(Exception, match="cannot import no_such_module"):
+    (tmp_path / "agent.py").touch()
+    runner = LocalRunner([sys.executable, str(tmp_path / "agent.py")], ["no_such_module"])
+    why = "cannot import no_such_module: ModuleNotFoundError: No module named 'no_such_module'"
+    with pytest.raises(LightningError, match=why):
         await run_all(proxy, runner, [task(1)], RunOptions())
+
+
+KILLS_ITS_SERVER = """
+import json, os, pathlib, signal, time
+def parent(pid):
+    return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+def is_server(pid):
+    command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b"fork_server.py" in command or b"preload.py" in command
+task = json.loads(os.environ["LIGHTNING_TASK"])["x"]
+if task == 1:
+    server = os.getpid()
+    while not is_server(server) or is_server(parent(server)):  # guards are forks of it
+        server = parent(server)
+    os.kill(server, signal.SIGKILL)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("modules", [[], ["agent_module"]], ids=["process", "preload"])
+async def test_a_fork_server_that_dies_fails_its_programs_and_is_started_again(
+    proxy: ControlApi, tmp_path: Path, modules: list[str]
+) -> None:
+    said = list[str]()
+    (tmp_path / "agent.py").write_text(KILLS_ITS_SERVER)
+    (tmp_path / "agent_module.py").write_text("import sys\nprint('imported', file=sys.stderr)")
+    runner = LocalRunner([sys.executable, str(tmp_path / "agent.py")], modules, say=said.append)
+    results = await run_all(proxy, runner, [task(n) for n in (0, 1, 2)], RunOptions(concurrency=1))
+    name, last = ("preload", "imported") if modules else ("fork", "no output")
+    why = f"the {name} server died (signal SIGKILL), last output: {last}"
+    assert [(result.exit_code, result.reason) for result in results] == [(0, None), (-9, why), (0, None)]
+    assert proxy.rollouts["r1"]["reason"] == why
+    assert said == [f"{why}: 1 programs failed; it is started again"]
 
 
 async def test_a_preloaded_module_finds_its_neighbours_and_none_of_ours(proxy: ControlApi, tmp_path: Path) -> None:
@@ -190,19 +257,19 @@ async def test_a_preloaded_module_finds_its_neighbours_and_none_of_ours(proxy: C
     (tmp_path / "agent.py").write_text("import helper\nassert helper.tasks.MINE")
     (tmp_path / "helper.py").write_text("import tasks")
     (tmp_path / "tasks.py").write_text("MINE = True")
-    runner = PreloadRunner([sys.executable, str(tmp_path / "agent.py")], ["helper"])
+    runner = LocalRunner([sys.executable, str(tmp_path / "agent.py")], ["helper"])
     (result,) = await run_all(proxy, runner, [task(1)], RunOptions())
     assert result.exit_code == 0
 
 
 def test_a_program_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match="no program '/nowhere/agent'"):
-        make_runner(["/nowhere/agent", "x"])
+        LocalRunner(["/nowhere/agent", "x"])
 
 
 def test_preload_needs_a_python_script() -> None:
     with pytest.raises(ConfigError, match=r"python script\.py"):
-        make_runner(["node", "agent.js"], ["openai"])
+        LocalRunner(["node", "agent.js"], ["openai"])
 
 
 @pytest.mark.parametrize(

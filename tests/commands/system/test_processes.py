@@ -150,14 +150,14 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
                 await supervisor.start(ChildSpec("x", ["/no/such"], health_url="http://[::1]:9"))
             )
 
-    with pytest.raises(ChildDied, match="/no/such: No such file"):
+    with pytest.raises(ChildDied, match="/no/such cannot be started: No such file"):
         asyncio.run(start())
 
 
 def test_the_guard_starts_without_the_package(tmp_path: Path) -> None:
-    guard = ROOT / "commands" / "system" / "guard.py"
+    guard = ROOT / "proxy" / "guard.py"
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-S", "-E", str(guard), str(read_end), "sh", "-c", "exit 5"]
+    command = [sys.executable, "-S", "-I", str(guard), str(read_end), "1", "sh", "-c", "exit 5"]
     assert subprocess.run(command, pass_fds=(read_end,), check=False).returncode == 5
     os.close(read_end)
     os.close(write_end)

@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from lightning_proxy.commands.run.programs import make_runner
+from lightning_proxy.commands.run.programs import LocalRunner
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import Conflict, NotFound
 from lightning_proxy.proxy.store.keys import Keyring
@@ -298,9 +298,12 @@ async def test_a_call_with_recording_off_leaves_nothing_behind(running: Running,
 
 
 async def test_agent_programs_do_not_inherit_our_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("LIGHTNING_API_KEY", "LIGHTNING_PROXY__ADMIN_KEYS", "LIGHTNING_UPSTREAMS"):
+    ours = ("LIGHTNING_API_KEY", "LIGHTNING_PROXY__ADMIN_KEYS", "LIGHTNING_UPSTREAMS", "LIGHTNING_STORE__URL")
+    for name in ours:
         monkeypatch.setenv(name, "our-secret")
     monkeypatch.setenv("LIGHTNING_NOTE", "theirs")
-    assert await make_runner(["env"]).run({"OPENAI_API_KEY": "of-the-rollout"}, tmp_path / "log") == 0
+    runner = LocalRunner(["env"])
+    assert await runner.run({"OPENAI_API_KEY": "of-the-rollout"}, tmp_path / "log") == 0
+    await runner.close()
     env = (tmp_path / "log").read_text()
     assert "our-secret" not in env and "OPENAI_API_KEY=of-the-rollout" in env and "LIGHTNING_NOTE=theirs" in env

@@ -163,6 +163,31 @@ async def test_a_fault_of_the_function_is_a_line_in_the_log_and_no_reward(
     assert line.startswith("rewards.function: no reward for rollout bad: ") and said in line and "\n" not in line
 
 
+@pytest.mark.parametrize("how", ["late", "proxy ends"])
+async def test_what_the_function_starts_ends_with_it_and_sees_none_of_our_keys(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Also in a session of its own, whose parent has ended."""
+    monkeypatch.setenv("LIGHTNING_PROXY__ADMIN_KEYS", "[SECRET-SECRET-SECRET]")
+    pid, waits = tmp_path / "pid", "time.sleep(60)\n" if how == "late" else ""
+    body = f"os.system('setsid sleep 1000 >/dev/null 2>&1 & echo $! > {pid}')\n{waits}"
+    body += "return float('SECRET' in str(os.environ))"
+    async with running(tmp_path, rewards={"function": written(tmp_path, body), "timeout_s": 3}) as system:
+        await completed(system, "r")
+        assert [r["reward"] for r in await scored(system, "r")] == ([] if how == "late" else [0.0])
+        if how == "late":
+            await until(gone(pid))
+    await until(gone(pid))
+
+
+def gone(pid: Path) -> Callable[[], Awaitable[bool]]:
+    async def is_gone() -> bool:
+        status = Path("/proc", pid.read_text().strip(), "status")
+        return not status.exists() or "\nState:\tZ" in status.read_text()
+
+    return is_gone
+
+
 async def test_what_the_function_prints_is_not_taken_for_its_answer(running: Running, tmp_path: Path) -> None:
     function = written(tmp_path, "print('{\"values\": {}}', flush=True)\nreturn 1.0")
     async with running(tmp_path, rewards={"function": function}) as system:

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from .....client.no_proxy import NAMES, reached_directly
+from .....client.program import NAMES, reached_directly
 from .....proxy.config.run import KubernetesConfig
 from .....proxy.errors import ConfigError
 

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray import exceptions as failures
 
-from .....client import no_proxy
+from .....client import program
 from . import task as sent
 
 WAITS_S = 30.0  # until a line says that no node has room
@@ -176,7 +176,7 @@ async def main() -> None:
 if __name__ == "__main__":
     # Ctrl-C reaches every process of the terminal; `run` decides what it means for the programs.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for module in (sent, no_proxy):
+    for module in (sent, program):
         ray.cloudpickle.register_pickle_by_value(module)
     # Ray logs nodes that die, in lines that would break a progress bar.
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):  # noqa: PTH123

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .....proxy.config.run import RunConfig
-from .....proxy.errors import ConfigError, LightningError
+from .....proxy.errors import ConfigError
 from ...output import Keeping
 from ...served import ServedRunner
 from ..address import reached_at
@@ -26,19 +25,13 @@ class RayRunner(ServedRunner):
     def __init__(self, config: RunConfig, command: Sequence[str], say: Callable[[str], None], keeping: Keeping) -> None:
         # Ray's client ends its process if the cluster goes away, and takes signals for itself.
         super().__init__([sys.executable, "-m", f"{__package__}.driver"], say, keeping)
-        self._config, self._command = config, tuple(command)
+        self._config = config
+        # Not in its arguments: everybody may read those, and runtime_env may hold keys.
+        self.setup = json.dumps({"command": command, **config.ray.model_dump()}).encode() + b"\n"
         self._machines: set[str] = set()
 
-    async def _open(self, child: asyncio.subprocess.Process) -> None:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        # Not in its arguments: everybody may read those, and runtime_env may hold keys.
-        setup = {"command": self._command, **self._config.ray.model_dump()}
-        child.stdin.write(json.dumps(setup).encode() + b"\n")
-        answer = json.loads(await child.stdout.readline() or b'{"failed": "Ray could not be started (see above)"}')
-        if "failed" in answer:
-            raise LightningError(answer["failed"])
-        self._machines = set(answer["machines"])
+    def _ready(self, said: Mapping[str, Any]) -> None:
+        self._machines = set(said["machines"])
 
     def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
         if self._config.proxy_url is None and len(self._machines) > 1 and _is_here_only(env["LIGHTNING_URL"]):

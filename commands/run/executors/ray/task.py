@@ -5,29 +5,18 @@ from __future__ import annotations
 import math
 import os
 import select
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from .....client.no_proxy import reached_directly
+from .....client.program import variables
+from .....proxy import guard
 
-# Becomes the program, which the kernel kills if the task's process dies. A function that the fork runs could hang: the
-# process has threads.
-LAUNCH = """
-import ctypes, os, signal, sys
-parent, *command = sys.argv[1:]
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-if os.getppid() == int(parent):
-    try:
-        os.execvp(command[0], command)
-    except OSError as error:
-        print(f"{command[0]} cannot be started: {error.strerror}", flush=True)
-os._exit(126)
-"""
-CANNOT_START = 126
+GUARD = Path(guard.__file__).read_text()  # sent along, for nodes without our package
 PIECE = 1 << 16  # Ray sends less than 100 KB directly, without its object store
 GRACE_S = 5.0  # for a program to end after SIGTERM, before SIGKILL
 LATE = "late"
@@ -42,46 +31,47 @@ def run_program(
     A program that runs for `limit_s` is ended, and `LATE` comes in place of its exit code.
     """
     reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    os.set_blocking(writing, True)
-    try:
+    with open(reading, "rb", buffering=0), TemporaryDirectory(prefix="lightning-task-") as directory:  # noqa: PTH123
         try:
-            process = _start(command, env, writing)
-        except OSError as error:  # a task too long for the environment
-            yield f"{command[0]} cannot be started: {error.strerror}\n".encode()
-            yield CANNOT_START
-            return
+            process, lifeline = _start(command, env, Path(directory) / "task.json", writing)
         finally:
             os.close(writing)
+        late = False
         try:
             yield b""
-            until, late = math.inf if limit_s is None else time.monotonic() + limit_s, False
+            until = math.inf if limit_s is None else time.monotonic() + limit_s
             while process.poll() is None:
                 if piece := _gather(reading, process):
                     yield piece
-                if time.monotonic() >= until:
-                    os.killpg(process.pid, signal.SIGKILL if late else signal.SIGTERM)
-                    until, late = time.monotonic() + GRACE_S, True
+                if not late and time.monotonic() >= until:
+                    late = True
+                    os.close(lifeline)
         finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            if not late:
+                os.close(lifeline)
             process.wait()
         while piece := _read(reading):
             yield piece
         yield LATE if late else process.returncode
-    finally:
-        os.close(reading)
 
 
-def _start(command: Sequence[str], env: Mapping[str, str], output: int) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], env: Mapping[str, str], task_file: Path, output: int
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start it under a guard, which ends it when the second number returned, a file, is closed."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("LIGHTNING_")}
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", LAUNCH, str(os.getpid()), *command],
-        env=inherited | reached_directly(env, inherited),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    theirs, lifeline = os.pipe()
+    os.set_blocking(output, True)
+    try:
+        # Not a function that the fork runs, which could hang: the process has threads.
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", GUARD, str(theirs), f"{GRACE_S:g}", *command],
+            env=variables(env, inherited, task_file), pass_fds=(theirs,), stdin=subprocess.DEVNULL, stdout=output,
+            stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    finally:
+        os.close(theirs)
+    return process, lifeline
 
 
 def _gather(reading: int, process: subprocess.Popen[bytes]) -> bytes:

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_proxy.commands.run.executors import choose
 from lightning_proxy.commands.run.executors.address import reached_at
-from lightning_proxy.commands.run.programs import PreloadRunner, ProcessRunner
+from lightning_proxy.commands.run.programs import LocalRunner
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.errors import ConfigError
 from support.command_line import lightning
@@ -21,8 +21,8 @@ def config(executor: str) -> Config:
 
 def test_programs_run_here_unless_something_else_is_asked_for() -> None:
     command = [sys.executable, __file__]
-    assert isinstance(choose.runner_for(Config(), command, [], print), ProcessRunner)
-    assert isinstance(choose.runner_for(Config(), command, ["json"], print), PreloadRunner)
+    assert isinstance(choose.runner_for(Config(), command, [], print), LocalRunner)
+    assert isinstance(choose.runner_for(Config(), command, ["json"], print), LocalRunner)
 
 
 @pytest.mark.parametrize("executor", ["ray", "kubernetes"])
