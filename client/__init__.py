@@ -3,6 +3,7 @@
 No agent needs it to be recorded or trained. Beyond the standard library it imports only tenacity.
 """
 
+from .answers import answer
 from .emit import emit_action, emit_note, emit_reward, emit_state
 from .errors import ClientError, NoRollout, ProxyUnreachable, Refused
 from .follow import event_hooks, follow
@@ -16,6 +17,7 @@ __all__ = [
     "Refused",
     "Rollout",
     "agent",
+    "answer",
     "current",
     "emit_action",
     "emit_note",

@@ -403,3 +403,17 @@ def test_what_is_no_json_is_refused_before_it_is_sent(flaky: Rollout, value: Any
     with pytest.raises(client.ClientError, match="cannot be sent as JSON"):
         flaky.event("note", value=value)
     assert Flaky.keys == []
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        {"choices": [{"message": {"content": "7"}}]},
+        {"choices": [{"text": "7"}]},
+        {"output": [{"type": "reasoning"}, {"type": "message", "content": [{"type": "output_text", "text": "7"}]}]},
+        {"content": [{"type": "thinking", "thinking": "3+4"}, {"type": "text", "text": "7"}]},
+    ],
+)
+def test_the_text_of_an_answer_is_read_whatever_its_api(response: dict[str, object]) -> None:
+    assert client.answer({"response": response}) == "7"
+    assert client.answer({"response": None}) == client.answer({"response": {"error": {}}}) == ""

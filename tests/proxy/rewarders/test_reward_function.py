@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import signal
-import subprocess
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -317,12 +316,11 @@ def test_a_function_that_is_not_there_is_a_clear_error_at_the_start(tmp_path: Pa
 
 
 async def test_the_example_of_the_documents_works(running: Running, tmp_path: Path) -> None:
-    """The file of docs/rewards.md, as it stands there, with the tasks of the README."""
-    document, readme = (ROOT / "docs" / "rewards.md").read_text(), (ROOT / "README.md").read_text()
+    """The file of docs/rewards.md, as it stands there."""
+    document = (ROOT / "docs" / "rewards.md").read_text()
     (example,) = re.findall(r"```python\n(# scoring\.py\n.*?)```", document, re.DOTALL)
-    (tasks,) = re.findall(r"```sh\n(for .*?)```", readme, re.DOTALL)
     (tmp_path / "scoring.py").write_text(example)
-    subprocess.run(["sh", "-c", tasks], cwd=tmp_path, check=True, timeout=30)
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "add-5-2", "answer": "7"}\n')
     async with running(tmp_path, rewards={"function": f"{tmp_path}/scoring.py:reward"}) as system:
         for name, text, worth in (("r1", " 7", [1.0]), ("r2", "It is 7, of course", [0.1]), ("r3", "8", [0.0])):
             system.vllm.answer = lambda _, text=text: {"role": "assistant", "content": text}
