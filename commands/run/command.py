@@ -178,3 +178,8 @@ class _Run:
             status = await self.api.request("GET", "/status")
             if standstill := status.get("standstill"):
                 self.warnings.append(standstill["story"])
+            if missing := status.get("unrewarded"):
+                self.warnings.append(
+                    f"{missing} completed rollouts of the newest 200 have no reward, so no step takes them: none "
+                    "came, or a rewarder failed: the proxy's log says where"
+                )

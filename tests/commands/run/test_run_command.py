@@ -302,3 +302,15 @@ def test_a_file_that_has_no_results_is_left_as_it_is(tmp_path: Path, text: str) 
     with pytest.raises(ConfigError, match=r"tasks\.jsonl is no file of results"), kept_results(tasks):
         pass
     assert tasks.read_text() == text
+
+
+async def test_a_reward_function_that_always_fails_is_told_at_the_end_of_a_run(
+    running: Running, tmp_path: Path
+) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "t1"}\n')
+    (tmp_path / "scoring.py").write_text("def reward(rollout):\n    raise ValueError('no')\n")
+    async with running(tmp_path, rewards={"function": f"{tmp_path}/scoring.py:reward"}) as system:
+        asked = ("--tasks", tmp_path / "tasks.jsonl", "--group-size", "2", "--", "true")
+        code, _, err = await system.lightning("run", *asked)
+    assert code == 0
+    assert "2 completed rollouts of the newest 200 have no reward, so no step takes them" in " ".join(err.split()), err
