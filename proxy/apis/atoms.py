@@ -5,7 +5,6 @@ Fields that clients drop, add or reformat when they send an answer back make no 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from .tools import answered_call, call_arguments, call_name, called_tool, dicts,
 
 Json = dict[str, Any]
 
-_FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL | re.IGNORECASE)
+FENCE = "```"
 
 
 class Atom(NamedTuple):
@@ -128,8 +127,9 @@ def same_arguments(text: str) -> str:
 def same_json(text: str) -> str | None:
     """Return the JSON of a text in a canonical form; None if it is no object and no list."""
     text = text.strip()
-    if fenced := _FENCED.fullmatch(text):
-        text = fenced[1]
+    if text.startswith(FENCE) and text.endswith(FENCE) and len(text) >= 2 * len(FENCE):
+        text = text[len(FENCE) : -len(FENCE)]
+        text = text[4 * (text[:4].lower() == "json") :].strip()
     value = parsed(text) if text[:1] in ("{", "[") else None
     if not isinstance(value, dict | list) or not value:
         return None

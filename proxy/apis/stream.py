@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import UpstreamUnreachable
-from ..json_text import as_utf8, encode_as_vllm, loads
+from ..json_text import as_utf8, encode_as_vllm, loads, loads_in_turns
 from .dialects import Dialect, Stream
 from .inject import Injection
 from .sse import Frame, SSEDecoder
@@ -16,6 +16,8 @@ Json = dict[str, Any]
 
 # The record of a larger answer has nothing of it.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
+# From so many bytes on, an answer that is no stream is read in a thread, though that takes several times as long.
+LARGE_ANSWER = 2**20
 TOO_LARGE = f"the answer is larger than {MAX_ANSWER_BYTES // 2**20} MB: the agent got it, and it was not kept"
 # An event that may hold injected fields is held until it ends; no real one is as large as this.
 MAX_HELD_BYTES = 1024 * 1024 * 1024
@@ -33,7 +35,7 @@ class Transcript:
         self.ended = False
         self.held = b""
         self._garbage: str | None = None
-        self._size = 0
+        self.size = 0
         self._let_go = False  # an event was too large to look at
         self._decoder = SSEDecoder()
         self._stream = stream
@@ -46,7 +48,7 @@ class Transcript:
     @property
     def unkept(self) -> str | None:
         """Return why the record has nothing of the answer, or None if it has."""
-        return TOO_LARGE if self._size > MAX_ANSWER_BYTES else None
+        return TOO_LARGE if self.size > MAX_ANSWER_BYTES else None
 
     @property
     def may_end(self) -> bool:
@@ -65,7 +67,7 @@ class Transcript:
 
         Raises UpstreamUnreachable for an event that is longer than any that can be meant.
         """
-        self._size += len(data)
+        self.size += len(data)
         out, usual = b"", self._stream.usual
         while data and not self.ended and usual is not None and usual.expected:
             if not self._decoder.pending:
@@ -148,6 +150,7 @@ class BufferedTranscript:
         self._injection = injection
         self._status = status
         self._pieces: list[bytes] = []
+        self.size = 0
         self._seen = self._sent = 0  # pieces that were looked at; bytes that were sent
         self._waits = b""  # of the pieces that were looked at
         self._body: Any = None
@@ -155,6 +158,7 @@ class BufferedTranscript:
     def feed(self, data: bytes) -> bytes:
         """Return the bytes to send now: none until the answer is `shown` as it comes."""
         self._pieces.append(data)
+        self.size += len(data)
         if not self.shown or (self.rewrites and self._waits):
             return b""
         data = self._waits + b"".join(self._pieces[self._seen :])
@@ -164,7 +168,10 @@ class BufferedTranscript:
         return data[:end]
 
     def end(self) -> bytes:
-        """Read the answer, which is there now. Return nothing to send: the rest of it is `held`."""
+        """Read the answer, which is there now; in a thread if it is large (`LARGE_ANSWER`).
+
+        Return nothing to send: the rest of it is `held`.
+        """
         data, self._pieces = b"".join(self._pieces), []
         self.unkept = TOO_LARGE if len(data) > MAX_ANSWER_BYTES else None
         if not self._succeeded:
@@ -173,7 +180,8 @@ class BufferedTranscript:
         if self.unkept and not (self._succeeded and self._injection):  # nothing to read in it, or to take out of it
             return b""
         try:
-            body = loads(data if data[:1] in b"{[" else as_utf8(data))
+            data = data if data[:1] in b"{[" else as_utf8(data)
+            body = loads(data) if len(data) < LARGE_ANSWER else loads_in_turns(data)
         except ValueError:
             body = data.decode(errors="replace") or None
         if isinstance(body, dict):

@@ -24,12 +24,16 @@ class ToolCalls:
         self._calls: list[ToolCallPieces] = []  # in the order in which they were opened
         self._places = Places()
         self._at: dict[int, ToolCallPieces] = {}  # by index: the call opened there last
+        self._by_id: dict[str, ToolCallPieces] = {}  # the call that got this id last
         self._last: ToolCallPieces | None = None  # the one that the last piece belonged to
 
     def feed(self, deltas: Any) -> None:
         for delta in objects(deltas):
             call = self._last = self._call_of(delta, number(delta.get("index")))
+            before = call.id
             call.add(delta)
+            if isinstance(call.id, str) and call.id != before:
+                self._by_id[call.id] = call
 
     @property
     def opened(self) -> bool:
@@ -60,7 +64,7 @@ class ToolCalls:
         """The call at this index, unless the id is another's; without an index that one, or the last piece's."""
         at_index, call_id = self._at.get(index) if index is not None else None, delta.get("id")
         if call_id and (at_index is None or at_index.id != call_id):
-            same = next((call for call in reversed(self._calls) if call.id == call_id), None)
+            same = self._by_id.get(call_id) if isinstance(call_id, str) else None
             if same is not None and (index is None or same.is_continued_by(delta)):
                 return same
         if at_index is not None:

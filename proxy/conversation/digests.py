@@ -18,6 +18,10 @@ from ..apis.marks import is_counted
 TELLING, TELLING_ORDER = 24, 12
 # As many fragments of a long answer are remembered from either end.
 FRAGMENTS = 4
+# How many texts in a row are read as one: each is read again for every one after it.
+IN_A_ROW = 8
+# How many texts of an answer are looked for in its request, and in how many characters in all.
+LOOKED_FOR, LOOKED_THROUGH = 512, 2**25
 # How much of a long text's ends is searched for fragments.
 QUOTING_CHARACTERS = 20_000
 # Where texts are cut into fragments, so that one is found again in whatever it is wrapped in: a transcript, JSON, XML.
@@ -56,14 +60,16 @@ def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
     The ids of calls do not count: clients write them anew. Adjacent texts of the assistant are one: a client may have
     the model continue where an answer ended.
     """
-    states, before, text = [], state, ""
+    states, before, text, in_a_row = [], state, "", 0
     for atom in atoms:
         if atom.kind == "text" and atom.who == "assistant":
-            text += atom.what
+            if in_a_row == IN_A_ROW:
+                before, text, in_a_row = state, "", 0
+            text, in_a_row = text + atom.what, in_a_row + 1
             state = before.then(atom, same_json(text) or "".join(normalize("NFC", text).split()))
         else:
             state = state.then(atom, same_arguments(atom.what) if atom.kind == "call" else atom.what)
-            before, text = state, ""
+            before, text, in_a_row = state, "", 0
         states.append(state)
     return states
 
@@ -74,14 +80,18 @@ def origins(
     """Return digests that identify this answer: of its ids, and of text that is not in the request.
 
     `request_text`: all texts of the request, joined. `question`: the last of them that is not an answer. `marks`: ids
-    that only this answer has.
+    that only this answer has. Of an answer of very many texts, or to a very long request, the first ones count.
     """
     digests = {identified(caller, mark) for mark in marks}
+    left = max(2 * FRAGMENTS, min(LOOKED_FOR, LOOKED_THROUGH // (len(request_text) + 1)))
 
     def add(name: str, text: str, telling: int) -> None:
         """Add a text, unless it is short or repeated. The question and a shared page are repeated, for example."""
-        if len(raw := _bytes(text)) >= telling and text not in request_text:
-            digests.add(digest(caller, name, raw))
+        nonlocal left
+        if left and len(raw := _bytes(text)) >= telling:
+            left -= 1
+            if text not in request_text:
+                digests.add(digest(caller, name, raw))
 
     for kind, who, what, _ in answer:
         if kind == "call" and who and not is_counted(who):

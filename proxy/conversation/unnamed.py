@@ -10,12 +10,14 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
-from itertools import chain, islice
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from ..apis.atoms import Atom, answer_atoms, request_atoms
 from ..apis.marks import answer_marks, is_unique, request_marks
 from ..apis.responses import is_under_way
+from ..aside import aside
 from ..recording.group_commit import Statement
 from ..store.calls import Giver
 from ..store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
@@ -35,9 +37,10 @@ _APART = "\0"  # between texts that are searched as one
 
 
 class Conversation:
-    """The atoms of a request, and a state for each beginning of them. Make that of a long request in `aside`."""
+    """The atoms of a request of `size` bytes, and a state for each beginning of them. Make that in `aside`."""
 
-    def __init__(self, request: Json) -> None:
+    def __init__(self, request: Json, size: int = 0) -> None:
+        self.size = size
         self.atoms = request_atoms(request)
         self.begun = beginnings(self.atoms)
 
@@ -103,7 +106,7 @@ class UnnamedRollouts:
         return (
             await self._marked(within, conversation, marks)
             or await self._extended(within, conversation)
-            or await self._quoted(within, conversation.atoms, marks)
+            or await self._quoted(within, conversation, marks)
         )
 
     async def _tried(self, request: bytes, conversation: Conversation, is_retry: bool) -> str | None:
@@ -128,19 +131,23 @@ class UnnamedRollouts:
                 return rollout
         return None
 
-    async def _quoted(self, within: str, atoms: list[Atom], marks: list[str]) -> str | None:
+    async def _quoted(self, within: str, conversation: Conversation, marks: list[str]) -> str | None:
         """By text and marks of one rollout alone that an edited or summarised history still has.
 
         Answers come first, the oldest before others. Texts of users may quote several rollouts, such as a summary's and
         the one that it is of: then it is the one with most calls.
         """
+
+        def quoted(*, by_users: bool) -> list[bytes]:
+            return [*islice(quotations(within, conversation.atoms, by_users=by_users), QUOTATIONS)]
+
         marked = (identified(within, mark) for mark in marks)
-        said = [*islice(chain(quotations(within, atoms, by_users=False), marked), QUOTATIONS)]
+        said = [*await aside(conversation.size, partial(quoted, by_users=False)), *marked][:QUOTATIONS]
         for quotation in said:
             if rollout := await self._index.leads_to(quotation):
                 return rollout
         found = dict[str, None]()
-        for quotation in islice(quotations(within, atoms, by_users=True), QUOTATIONS - len(said)):
+        for quotation in (await aside(conversation.size, partial(quoted, by_users=True)))[: QUOTATIONS - len(said)]:
             if rollout := await self._index.leads_to(quotation):
                 found[rollout] = None
         return await self._index.longest([*found])

@@ -15,11 +15,11 @@ from ..access.auth import credentials
 from ..access.limits import Limiter
 from ..apis.dialects import Dialect
 from ..apis.responses import is_under_way
-from ..apis.stream import BufferedTranscript, Transcript
+from ..apis.stream import LARGE_ANSWER, BufferedTranscript, Transcript
 from ..apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, ONLY_RECORDED, Tokens
 from ..apis.tools import tool_calls
 from ..apis.values import as_read
-from ..aside import aside
+from ..aside import LARGE, aside
 from ..config.root import Config
 from ..conversation.exact import ExactTokens
 from ..conversation.through_chat import ApiRequest, ChatDecision, ChatRoute
@@ -146,7 +146,8 @@ class Gateway:
         name = question.name
         if self.unnamed is None or name.named or not question.recorded:
             return name, None
-        conversation = await aside(len(question.request.body), partial(Conversation, question.body))
+        size = len(question.request.body)
+        conversation = await aside(size, partial(Conversation, question.body, size))
         caller = credentials(question.headers)
         rollout_id = await self.unnamed.find(caller, question.body, conversation, name, is_retry=question.is_retry)
         return name if rollout_id is None else name._replace(rollout_id=rollout_id), conversation
@@ -283,7 +284,10 @@ class CallUnderWay:
             late.cancel()
             if showing is not None:
                 await showing
-        transcript.end()
+        if transcript.size < LARGE_ANSWER:
+            transcript.end()
+        else:
+            await asyncio.to_thread(transcript.end)
 
     async def pass_on_the_rest(self) -> None:
         """Send what was held, and what the upstream sends after its last event."""
@@ -315,9 +319,11 @@ class CallUnderWay:
                 status, error = "cancelled", "the agent disconnected; its answer was finished for the record"
             elif status == "ok" and self._transcript is not None and is_under_way(self._transcript.response()):
                 status = "incomplete"
-            end = self._call_end(status, error)
-            self._committed = self._commit(end)
-            self._committed.add_done_callback(partial(self._tell_listeners, end))
+            size = len(self._question.request.body) + (self._transcript.size if self._transcript else 0)
+            if size < LARGE:
+                self._committed = self._commit(self._call_end(status, error))
+            else:
+                self._committed = asyncio.ensure_future(self._commit_large(status, error))
         await asyncio.shield(self._committed)
 
     @asynccontextmanager
@@ -397,13 +403,26 @@ class CallUnderWay:
         )
 
     def _commit(self, end: CallEnd) -> asyncio.Future[None]:
-        if not self._question.recorded:
-            nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            nothing.set_result(None)
-            return nothing
-        question, known = self._question, self._conversation
-        also = [] if known is None else end_statements(credentials(question.headers), self._start, known, end)
-        return asyncio.ensure_future(self._gateway.recorder.end(end, also))
+        recorder, also = self._gateway.recorder, self._found_again_by(end)
+        return self._told(end, asyncio.ensure_future(recorder.end(end, also)) if self._question.recorded else None)
+
+    async def _commit_large(self, status: CallStatus, error: str | None) -> None:
+        """Do the same with the work of a large request or answer in threads."""
+        end = await asyncio.to_thread(self._call_end, status, error)
+        also = await asyncio.to_thread(self._found_again_by, end)
+        await self._told(end, await self._gateway.recorder.end_large(end, also) if self._question.recorded else None)
+
+    def _found_again_by(self, end: CallEnd) -> list[Statement]:
+        known = self._conversation
+        return [] if known is None else end_statements(credentials(self._question.headers), self._start, known, end)
+
+    def _told(self, end: CallEnd, committed: asyncio.Future[None] | None) -> asyncio.Future[None]:
+        """The future, of which the listeners hear; one that is done if the call is not recorded."""
+        if committed is None:
+            committed = asyncio.get_running_loop().create_future()
+            committed.set_result(None)
+        committed.add_done_callback(partial(self._tell_listeners, end))
+        return committed
 
     def _tell_listeners(self, end: CallEnd, written: asyncio.Future[None]) -> None:
         """Update limits, metrics and telemetry with a call whose end is durable."""

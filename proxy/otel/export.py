@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from typing import Any
 
@@ -40,9 +41,13 @@ class Telemetry:
         self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("lightning_proxy")
         self._propagator = TraceContextTextMapPropagator()
+        self._thread = ThreadPoolExecutor(1)  # all of a conversation is redacted and written for each of its calls
 
     def call_ended(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
         """Export the call without waiting, and log failures. `headers` are of its request, with lower-case names."""
+        self._thread.submit(self._try_to_export, start, end, headers)
+
+    def _try_to_export(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
         try:
             self._export(start, end, headers)
         except Exception:
@@ -50,7 +55,12 @@ class Telemetry:
 
     async def close(self) -> None:
         """Send the waiting spans for up to FLUSH_S seconds. The SDK itself would wait 30 s for a collector."""
-        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+
+        def close() -> None:
+            self._thread.shutdown()
+            self._provider.shutdown()
+
+        closing = threading.Thread(target=close, daemon=True)
         closing.start()
         await asyncio.to_thread(closing.join, FLUSH_S)
         if closing.is_alive():

@@ -148,7 +148,8 @@ async def _is_recorded(p: Parts, one: Imported | Action, problems: list[str]) ->
     """Record one. What is wrong with it is a problem of it alone; raise StoreUnavailable."""
     try:
         if isinstance(one, Action):
-            await p.store.events.post(one.rollout, [p.redactor.event(one.event)], one.key, at=one.at)
+            event = await asyncio.to_thread(p.redactor.event, one.event)
+            await p.store.events.post(one.rollout, [event], one.key, at=one.at)
         else:
             await _record_call(p, one)
         return True
@@ -231,7 +232,7 @@ async def _record_call(p: Parts, call: Imported) -> None:
         await p.recorder.start(call.start)
     else:
         p.recorder.resume(call.start)
-    await p.recorder.end(call.end)
+    await (await p.recorder.end_large(call.end))
     await p.recorder.put_in_order(call.end)
     p.metrics.call_ended(call.end, True)
 

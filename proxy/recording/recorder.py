@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..apis.marks import is_unique
 from ..apis.tools import conversation, has_results
 from ..apis.usage import Used, used
-from ..aside import aside
+from ..aside import LARGE, aside
 from ..errors import StoreUnavailable
 from ..json_text import dumps, dumps_or_none, encode
 from ..store.calls import (
@@ -90,7 +90,7 @@ class Recorder:
 
     async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
         """Record a call as `incomplete`, together with `also`. Raise StoreUnavailable."""
-        request_bytes = len(start.request_text or b"")
+        request_bytes = LARGE if start.request_text is None else len(start.request_text)
         if self._redactor is None:
             await self._start(start, also, request_bytes)
             return
@@ -116,18 +116,37 @@ class Recorder:
 
         The future is done when that is durable, or fails with StoreUnavailable.
         """
-        was_trainable = end.trainable
+        return self._put_end(end, self._end_prepared(end, *self._taken(end), counted=counted), also)
+
+    async def end_large(self, end: CallEnd, also: Sequence[Statement] = ()) -> asyncio.Future[None]:
+        """Return the future that `end` returns, with the work of a large request or answer in a thread."""
+        prepared = await asyncio.to_thread(self._end_prepared, end, *self._taken(end))
+        return self._put_end(end, prepared, also)
+
+    def _taken(self, end: CallEnd) -> tuple[bool, RecentCall | None, RecentCall | None]:
+        """Whether the model was shown what was redacted; the call and its parent. It is under way no more."""
+        shown = end.call_id in self._shown
+        self._shown.discard(end.call_id)
+        return shown, *self._begun.pop(end.call_id, (None, None))
+
+    def _end_prepared(
+        self, end: CallEnd, shown: bool, call: RecentCall | None, parent: RecentCall | None, *, counted: bool = False
+    ) -> tuple[CallEnd, list[Statement], int]:
+        """What is recorded of an end, its statements, and about how many bytes these store."""
         if self._redactor is not None:
-            end = self._redactor.end(end, shown=end.call_id in self._shown)
-            self._shown.discard(end.call_id)
-        call, parent = self._begun.pop(end.call_id, (None, None))
+            end = self._redactor.end(end, shown=shown)
         shared_tokens = common_prefix(array("i", end.prompt_token_ids), parent.row_ids) if parent else 0
         row = call_end_row(end, shared_tokens, self._merged() and not end.imported)
-        tools = _tool_calls(end, call)
         stored_bytes = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
         counts = [] if counted or end.status == "incomplete" else [(ROLLOUT_CALL_ENDED, row)]
-        done = self._writer.put([(CALL_END, row), *counts, *tools, *also], stored_bytes)
-        done.add_done_callback(partial(self._ended, end, was_trainable))
+        return end, [(CALL_END, row), *counts, *_tool_calls(end, call)], stored_bytes
+
+    def _put_end(
+        self, end: CallEnd, prepared: tuple[CallEnd, list[Statement], int], also: Sequence[Statement]
+    ) -> asyncio.Future[None]:
+        kept, statements, stored_bytes = prepared
+        done = self._writer.put([*statements, *also], stored_bytes)
+        done.add_done_callback(partial(self._ended, kept, end.trainable))
         return done
 
     async def put_in_order(self, end: CallEnd) -> None:
