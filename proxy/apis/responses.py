@@ -21,11 +21,6 @@ _LAST = {
 }  # fmt: skip
 
 
-def is_under_way(response: Any) -> bool:
-    """Return whether a response goes on after its answer, to be polled: one with `background: true`."""
-    return isinstance(response, dict) and response.get("status") in ("queued", "in_progress")
-
-
 class ResponsesApi:
     def inject(self, body: Json) -> tuple[Json, Injection]:
         return body, Injection()

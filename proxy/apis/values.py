@@ -191,3 +191,8 @@ def message_of_error(error: Any) -> str:
         message = next((error[name] for name in _MESSAGES if error.get(name)), None)
         error = dumps(error) if message is None else message
     return f"{SAID}{error}"[:1000]
+
+
+def is_under_way(response: Any) -> bool:
+    """Return whether a response goes on after its answer, to be polled: one with `background: true`."""
+    return isinstance(response, dict) and response.get("status") in ("queued", "in_progress")

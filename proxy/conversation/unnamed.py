@@ -16,7 +16,7 @@ from typing import Any
 
 from ..apis.atoms import Atom, answer_atoms, request_atoms
 from ..apis.marks import answer_marks, is_unique, request_marks
-from ..apis.responses import is_under_way
+from ..apis.values import is_under_way
 from ..aside import aside
 from ..recording.group_commit import Statement
 from ..store.calls import Giver

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 from ..access.auth import credentials
 from ..access.limits import Limiter
 from ..apis.dialects import Dialect
-from ..apis.responses import is_under_way
 from ..apis.stream import LARGE_ANSWER, BufferedTranscript, Transcript
 from ..apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, ONLY_RECORDED, Tokens
 from ..apis.tools import tool_calls
-from ..apis.values import as_read
+from ..apis.values import as_read, is_under_way
 from ..aside import LARGE, aside
 from ..config.root import Config
 from ..conversation.exact import ExactTokens

@@ -14,8 +14,8 @@ import orjson
 
 from ..access.auth import Caller, Keys, credentials
 from ..apis.dialects import DIALECTS, Dialect
-from ..apis.responses import is_under_way
 from ..apis.stream import BufferedTranscript, Transcript
+from ..apis.values import is_under_way
 from ..aside import LARGE, aside
 from ..config.root import Config
 from ..errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound

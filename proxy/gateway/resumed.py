@@ -10,10 +10,10 @@ from ..access.auth import credentials
 from ..access.limits import Limiter
 from ..apis.dialects import DIALECTS
 from ..apis.inject import Injection
-from ..apis.responses import is_under_way
 from ..apis.stream import BufferedTranscript, Transcript
 from ..apis.tokens import NOT_THE_POLICY
 from ..apis.tools import tool_calls
+from ..apis.values import is_under_way
 from ..conversation.unnamed import Conversation, UnnamedRollouts, end_statements
 from ..types import CallEnd, CallStart, CallStatus, RolloutName
 from ..upstreams.base import Answer

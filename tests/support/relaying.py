@@ -42,6 +42,9 @@ class MemoryRecorder:
         self.ends.append(end)
         self.ended.set()
 
+    async def end_large(self, end: CallEnd, also: Any = ()) -> asyncio.Future[None]:
+        return asyncio.ensure_future(self.end(end, also))
+
 
 class OneUpstream:
     """Sends every model there; the alias is version 3 of `base`."""
