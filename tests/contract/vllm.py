@@ -101,9 +101,10 @@ class PlayedVllm:
         whole = self._whole(body)
         (choice,) = whole["choices"]
         head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
-        words = (choice["message"]["content"] or "").split(" ", 1)
+        text = choice["message"]["content"] or ""
+        pieces = [text[: len(text) // 2], text[len(text) // 2 :]]
         for i, token in enumerate(choice.get("token_ids", ANSWER)):
-            delta = {"content": words[i] if i < len(words) else ""} | ({"role": "assistant"} if i == 0 else {})
+            delta = {"content": pieces[i]} | ({"role": "assistant"} if i == 0 else {})
             one = {"index": 0, "delta": delta, "logprobs": {"content": [_logprob(LOGPROBS[i])]}, "finish_reason": None}
             if self.returns_token_ids:
                 one["token_ids"] = [token]

@@ -1,0 +1,195 @@
+"""CONTRACT.md, section 1: what an agent meets that changed its base URL and nothing else."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from contract.system import Proxy, in_this_process
+from contract.vllm import ANSWER, LOGPROBS, PROMPT
+
+NUMBERS = itertools.count()
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+INJECTED = ("token_ids", "prompt_token_ids", "logprobs")
+
+
+@pytest.fixture
+def name() -> str:
+    return f"r{next(NUMBERS)}"
+
+
+def named(proxy: Proxy, path: str = "", key: str | None = None, **headers: str) -> str:
+    """The rollout that a call with this path and these headers belongs to."""
+    answer = proxy.post(f"{path}/v1/chat/completions", CHAT, key, **headers)
+    assert answer.status == 200, answer.body
+    return answer.headers["x-rollout-id"]
+
+
+def test_a_header_names_the_rollout_its_task_its_agent_and_its_mode(proxy: Proxy, name: str) -> None:
+    headers = {"X_Rollout_Id": name, "X_Task_Id": "t1", "X_Agent_Name": "a1", "X_Rollout_Mode": "eval"}
+    assert named(proxy, **headers) == name
+    found = proxy.rollout(name)
+    assert (found["task_id"], found["mode"], found["calls"][0]["agent"]) == ("t1", "eval", "a1")
+
+
+def test_a_url_names_them_for_agents_that_can_set_only_that(proxy: Proxy, name: str) -> None:
+    assert named(proxy, f"/rollouts/{name}/tasks/t2/agents/a2") == name
+    found = proxy.rollout(name)
+    assert (found["task_id"], found["calls"][0]["agent"]) == ("t2", "a2")
+
+
+def test_the_header_wins_over_the_url_and_the_url_over_the_key(proxy: Proxy, name: str) -> None:
+    (opened,) = proxy.post("/rollouts", {"task_id": "t"}).json
+    key = opened["api_key"]
+    assert named(proxy, key=key) == opened["rollout_id"]
+    assert named(proxy, f"/rollouts/{name}") == name
+    assert named(proxy, f"/rollouts/{name}", X_Rollout_Id=f"{name}-h") == f"{name}-h"
+
+
+def test_a_call_without_a_name_continues_the_conversation_that_it_extends_or_opens_a_rollout(proxy: Proxy) -> None:
+    first = [{"role": "user", "content": "one of a kind"}]
+    opened = proxy.chat(None, *first)
+    answer = opened.json["choices"][0]["message"]
+    extended = proxy.chat(None, *first, answer, {"role": "user", "content": "go on"})
+    assert extended.headers["x-rollout-id"] == opened.headers["x-rollout-id"]
+    other = proxy.chat(None, {"role": "user", "content": "another"})
+    assert other.headers["x-rollout-id"] != opened.headers["x-rollout-id"]
+
+
+@pytest.mark.parametrize("wrong", ["a b", "é", "x" * 201, "a/b"])
+@pytest.mark.parametrize("header", ["X-Rollout-Id", "X-Task-Id", "X-Agent-Name"])
+def test_an_id_of_other_characters_or_too_long_is_400(proxy: Proxy, header: str, wrong: str) -> None:
+    answer = proxy.client.post(f"{proxy.url}/v1/chat/completions", json=CHAT, headers={header.encode(): wrong.encode()})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_ids_have_up_to_200_characters_of_the_listed_kinds(proxy: Proxy) -> None:
+    name = "aZ09._:-" + "x" * 192
+    assert named(proxy, X_Rollout_Id=name) == name
+
+
+def test_every_recorded_answer_names_rollout_call_and_version(proxy: Proxy, name: str) -> None:
+    answer = proxy.chat(name)
+    (call,) = proxy.rollout(name)["calls"]
+    told = [answer.headers[header] for header in ("x-rollout-id", "x-call-id", "x-policy-version")]
+    assert told == [name, call["call_id"], "0"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_proxy_asked_for_on_top_is_taken_out_again(proxy: Proxy, name: str, stream: bool) -> None:
+    body = proxy.chat(name, stream=stream).body
+    assert not [word for word in INJECTED if f'"{word}": [' in body.decode() or f'"{word}":[' in body.decode()], body
+    assert proxy.vllm is not None
+    asked = proxy.vllm.requests[-1]
+    assert (asked["return_token_ids"], asked["logprobs"]) == (True, True)
+    (call,) = proxy.rollout(name)["calls"]
+    assert (call["prompt_token_ids"], call["response_token_ids"], call["logprobs"]) == (PROMPT, ANSWER, LOGPROBS)
+    assert call["trainable"] and call["usage"]["completion_tokens"] == len(ANSWER)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_the_agent_asked_for_itself_stays(proxy: Proxy, name: str, stream: bool) -> None:
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    body = proxy.chat(name, stream=stream, logprobs=True, return_token_ids=True, **options).body.decode()
+    assert [word for word in (*INJECTED, "usage") if f'"{word}"' not in body] == []
+
+
+def test_unknown_fields_of_the_request_and_of_the_answer_survive(proxy: Proxy, name: str) -> None:
+    vllm = proxy.vllm
+    assert vllm is not None
+    before, vllm.answer = vllm.answer, lambda body: {"role": "assistant", "content": "x", "surprise": body["odd"]}
+    try:
+        answer = proxy.chat(name, odd={"deep": [1, None]})
+    finally:
+        vllm.answer = before
+    assert answer.json["choices"][0]["message"]["surprise"] == {"deep": [1, None]}
+
+
+def test_frames_of_a_stream_arrive_when_they_are_sent(proxy: Proxy, name: str) -> None:
+    assert proxy.vllm is not None
+    proxy.vllm.delay_s = 0.2
+    events = []
+    try:
+        with proxy.client.stream(
+            "POST", f"{proxy.url}/rollouts/{name}/v1/chat/completions", json=CHAT | {"stream": True}
+        ) as got:
+            for line in got.iter_lines():
+                if line.startswith("data: ") and not events:
+                    assert proxy.rollout(name)["calls"][0]["status"] == "incomplete", "it is still under way"
+                events += [line] if line else []
+    finally:
+        proxy.vllm.delay_s = 0.0
+    assert events[-1] == "data: [DONE]" and len(events) == 4
+
+
+def test_a_stream_that_breaks_upstream_is_seen_as_broken(proxy: Proxy, name: str) -> None:
+    assert proxy.vllm is not None
+    proxy.vllm.breaks_after = 1
+    try:
+        with pytest.raises(httpx.HTTPError):
+            proxy.chat(name, stream=True)
+    finally:
+        proxy.vllm.breaks_after = None
+    (call,) = proxy.rollout(name)["calls"]
+    assert (call["status"], call["trainable"]) == ("error", False)
+
+
+def test_an_upstreams_error_passes_through_and_is_recorded(proxy: Proxy, name: str) -> None:
+    answer = proxy.post(f"/rollouts/{name}/v1/chat/completions", CHAT | {"model": "nobody"})
+    assert (answer.status, answer.error["message"]) == (404, "The model `nobody` does not exist.")
+    assert proxy.rollout(name)["calls"][0]["status"] == "error"
+
+
+def test_models_are_the_upstreams_and_the_alias(proxy: Proxy) -> None:
+    assert {model["id"] for model in proxy.get("/v1/models")["data"]} == {"base", "policy"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/resume", "/collective_rpc", "/v1/../pause",
+     "/v1/%2e%2e/pause", "/rollouts/r/v1/load_lora_adapter"],
+)  # fmt: skip
+def test_no_operators_route_of_an_upstream_can_be_reached(proxy: Proxy, path: str) -> None:
+    host, port = proxy.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port))  # it sends the path as it is
+    connection.request("POST", path, b"{}", {"Content-Type": "application/json"})
+    assert connection.getresponse().status in (400, 404, 405)
+    connection.close()
+    assert proxy.vllm is not None and not proxy.vllm.paused and proxy.vllm.adapters == {}
+
+
+def test_recording_off_keeps_a_call_out_of_the_record_and_only_keeps_it_from_training(proxy: Proxy, name: str) -> None:
+    answer = proxy.post(f"/rollouts/{name}/v1/chat/completions", CHAT, X_Recording="off")
+    assert answer.status == 200 and proxy.call("GET", f"/rollouts/{name}").status == 404
+    proxy.post(f"/rollouts/{name}/v1/chat/completions", CHAT, X_Recording="only")
+    (call,) = proxy.rollout(name)["calls"]
+    assert (call["status"], call["trainable"]) == ("ok", False) and call["untrainable_reason"]
+    (opened,) = proxy.post("/rollouts", {}).json
+    refused = proxy.post("/v1/chat/completions", CHAT, opened["api_key"], X_Recording="off")
+    assert refused.status == 403, "a rollout's own key leaves nothing out"
+
+
+def test_the_openai_client_works_unchanged(proxy: Proxy, name: str) -> None:
+    with openai.OpenAI(base_url=f"{proxy.url}/rollouts/{name}/v1", api_key="unused") as client:
+        whole = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+        chunks = list(
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}], stream=True)
+        )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert whole.choices[0].message.content == text == "by base with " + Path(proxy.directory).name
+    assert [call["status"] for call in proxy.rollout(name)["calls"]] == ["ok", "ok"]
+
+
+def test_our_headers_and_keys_are_not_passed_on(tmp_path: Path) -> None:
+    with in_this_process(tmp_path, proxy={"api_keys": ["ours"]}) as proxy:
+        assert proxy.chat("r1", key="ours").status == 200
+        assert proxy.vllm is not None
+        headers = {name.lower(): value for name, value in proxy.vllm.requests[-1]["headers"].items()}
+        assert "ours" not in json.dumps(headers) and not [h for h in headers if h.startswith("x-rollout")]
