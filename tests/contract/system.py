@@ -8,6 +8,7 @@ does goes through HTTP, the command line, files, environment variables and `ligh
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import secrets
@@ -18,10 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, chdir, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import uvicorn
@@ -29,6 +31,7 @@ import yaml
 from aiohttp import web
 
 from contract.vllm import PlayedVllm
+from lightning_proxy.cli import app
 from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.proxy.app import create_app
 from lightning_proxy.proxy.config.file import load_config
@@ -112,18 +115,42 @@ class Proxy:
         found: Json = self.get(f"/rollouts/{rollout}?requests=whole", key)
         return found
 
-    def run(self, *arguments: str | Path, stdin: str | None = None, **environment: str) -> Done:
-        """Run a command of the command line with this proxy's configuration, in its directory."""
-        return lightning("--config", self.config, *arguments, cwd=self.directory, stdin=stdin, **environment)
+    def run(self, *arguments: str | Path) -> Done:
+        """Run a command of the command line with this proxy's configuration, in its directory, in this process."""
+        return lightning("--config", self.config, *arguments, cwd=self.directory)
+
+    def process(self, *arguments: str | Path, stdin: str | None = None, **environment: str) -> Done:
+        """Run a command as `run` does, in a process of its own: seconds, for its imports."""
+        done = subprocess.run(
+            [*CLI, "--config", self.config, *map(str, arguments)], cwd=self.directory, input=stdin, timeout=240,
+            capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "80"} | environment,
+        )  # fmt: skip
+        return Done(done.returncode, done.stdout, done.stderr)
 
 
-def lightning(*arguments: str | Path, cwd: Path, stdin: str | None = None, **environment: str) -> Done:
-    """Run `lightning-proxy` as a process."""
-    done = subprocess.run(
-        [*CLI, *map(str, arguments)], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=240, check=False,
-        env=os.environ | {"COLUMNS": "80"} | environment,
-    )  # fmt: skip
-    return Done(done.returncode, done.stdout, done.stderr)
+_one_command = threading.Lock()  # streams and working directory belong to the whole process
+
+
+def lightning(*arguments: str | Path, cwd: Path) -> Done:
+    """Run `lightning-proxy` to its end, in this process. No signal stops it."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8", newline="", write_through=True) for _ in range(2))
+    loop = asyncio.SelectorEventLoop
+    with ExitStack() as stack:
+        stack.enter_context(_one_command)
+        stack.enter_context(patch.dict(os.environ, {"COLUMNS": "80"}))
+        for name in ("add_signal_handler", "remove_signal_handler"):  # only the main thread can be told of them
+            stack.enter_context(patch.object(loop, name, lambda *_: None))
+        stack.enter_context(redirect_stdout(out))
+        stack.enter_context(redirect_stderr(err))
+        stack.enter_context(chdir(cwd))
+        try:
+            app([*map(str, arguments)], prog_name="lightning-proxy")
+        except SystemExit as end:
+            code = end.code
+    assert isinstance(code, int | None), code
+    for stream in (out, err):
+        stream.seek(0)
+    return Done(code or 0, out.read(), err.read())
 
 
 def write_config(directory: Path, upstream: str, port: int, **sections: Json | list[Json]) -> None:
@@ -226,15 +253,15 @@ class Process:
 class Served(Proxy):
     """`lightning-proxy serve` as a process, which can be killed and started again."""
 
-    process: Process = None  # type: ignore[assignment]
+    server: Process = None  # type: ignore[assignment]
 
     def start(self, **environment: str) -> None:
-        self.process.start(**environment)
+        self.server.start(**environment)
         self.wait_for("/healthz", 60)
 
     def wait_for(self, path: str, seconds: float) -> None:
         def answers() -> bool:
-            assert self.process.running, self.process.log.read_text()
+            assert self.server.running, self.server.log.read_text()
             with suppress(httpx.HTTPError):
                 return self.client.get(self.url + path).status_code == 200
             return False
@@ -249,13 +276,13 @@ def served(directory: Path, vllm: PlayedVllm | None = None, **sections: Any) -> 
     with played(vllm) as upstream:
         port = free_port()
         write_config(directory, f"{upstream}/v1", port, **sections)
-        proxy = Served(f"http://127.0.0.1:{port}", directory, vllm, process=Process(directory, "serve"))
+        proxy = Served(f"http://127.0.0.1:{port}", directory, vllm, server=Process(directory, "serve"))
         try:
             proxy.start()
             yield proxy
         finally:
             proxy.client.close()
-            proxy.process.end(signal.SIGKILL)
+            proxy.server.end(signal.SIGKILL)
 
 
 @asynccontextmanager

@@ -48,7 +48,7 @@ def work_until_killed(proxy: Served, agents: list[Agent]) -> None:
     for agent in agents:
         agent.start()
     time.sleep(0.5 + random.random())
-    proxy.process.end(signal.SIGKILL)
+    proxy.server.end(signal.SIGKILL)
     for agent in agents:
         agent.join()
 
@@ -75,15 +75,20 @@ def test_a_killed_proxy_has_lost_no_answer_and_no_reward(tmp_path: Path, workers
         assert statuses <= {"running", "completed"}
 
 
+def ask_in_vain(proxy: Served) -> None:
+    with pytest.raises(httpx.HTTPError):
+        proxy.chat("r1")
+
+
 def test_a_call_that_was_under_way_is_there_as_incomplete(tmp_path: Path) -> None:
     vllm = PlayedVllm(tmp_path)
     vllm.delay_s = 30
     with served(tmp_path, vllm) as proxy:
-        agent = threading.Thread(target=lambda: pytest.raises(httpx.HTTPError, proxy.chat, "r1"))
+        agent = threading.Thread(target=ask_in_vain, args=[proxy])
         agent.start()
         while not vllm.requests:
             time.sleep(0.02)
-        proxy.process.end(signal.SIGKILL)
+        proxy.server.end(signal.SIGKILL)
         agent.join()
         proxy.start()
         (call,) = proxy.rollout("r1")["calls"]
@@ -99,7 +104,7 @@ def test_stopped_in_good_order_it_finishes_what_is_under_way(tmp_path: Path) -> 
         agent.start()
         while not vllm.requests:
             time.sleep(0.02)
-        assert proxy.process.end(signal.SIGTERM) == 0
+        assert proxy.server.end(signal.SIGTERM) == 0
         agent.join()
         assert answers == [200]
         proxy.start()

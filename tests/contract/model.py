@@ -1,0 +1,119 @@
+"""A played vLLM over a real model: answers are sampled from the weights that were loaded, as vLLM's are.
+
+`Faulty` names how one goes wrong with new weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any
+
+import torch
+from aiohttp import web
+from peft import PeftModel
+from tokenizers import Tokenizer, models
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from contract.vllm import PlayedVllm
+
+Json = dict[str, Any]
+VOCABULARY, END = 24, 1
+
+
+class Faulty(Enum):
+    """What a server does with new weights in place of loading them."""
+
+    STALE = auto()  # it says yes and goes on serving the old ones
+    HALF = auto()  # it loads half of them
+    WRONG = auto()  # it loads others
+
+
+def save_model(directory: Path) -> Path:
+    """Write a model of one layer with random weights; its words are w0 to w23."""
+    torch.manual_seed(0)
+    shape: Json = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    special: Json = {"bos_token_id": 0, "eos_token_id": END, "pad_token_id": END}
+    config = LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, initializer_range=0.2, **shape, **special)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", pad_token="w1")
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+class ModelVllm(PlayedVllm):
+    """Samples from the model in a directory, and from each adapter and each weights that were loaded."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.fault: Faulty | None = None
+        self._models: dict[str, Any] = {"base": self._open(str(root))}
+        self.app.router.add_post("/v1/completions", self._complete)
+        self.app.router.add_post("/v1/unload_lora_adapter", self._unload)
+
+    def _open(self, path: str) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(self.root, dtype=torch.float32)
+        if path == str(self.root) or self.fault is Faulty.STALE:
+            return model
+        if (Path(path) / "adapter_config.json").exists():
+            new = PeftModel.from_pretrained(model, path).merge_and_unload()
+            model = AutoModelForCausalLM.from_pretrained(self.root, dtype=torch.float32)
+        else:
+            new = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        with torch.no_grad():
+            for i, (old, weight) in enumerate(zip(model.parameters(), new.parameters(), strict=True)):
+                if self.fault is Faulty.WRONG:
+                    old.add_(torch.randn(old.shape) * 0.2)
+                elif self.fault is None or i % 2:
+                    old.copy_(weight)
+        return model
+
+    async def _operate(self, request: web.Request) -> web.Response:
+        answer = await super()._operate(request)
+        if request.path == "/collective_rpc":
+            self._models["base"] = self._open(self.weights)
+        return answer
+
+    async def _load(self, request: web.Request) -> web.Response:
+        answer = await super()._load(request)
+        name = (await request.json())["lora_name"]
+        self._models[name] = self._open(self.adapters[name])
+        return answer
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        self.adapters.pop(name, None)
+        self._models.pop(name, None)
+        return web.Response(text="ok")
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        """Answer a prompt of token ids, as the publisher asks."""
+        body = await request.json()
+        if body["model"] not in self._models:
+            return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
+        ids, logprobs = await asyncio.to_thread(self._sample, body["model"], body["prompt"], body["max_tokens"])
+        return web.json_response({"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]})
+
+    def _whole(self, body: Json) -> Json:
+        text = "".join(str(message["content"]) for message in body["messages"])
+        prompt = [0, *(2 + ord(letter) % (VOCABULARY - 2) for letter in text)]
+        ids, logprobs = self._sample(body["model"], prompt, body.get("max_tokens") or 4)
+        content = [
+            {"token": f"w{i}", "logprob": value, "top_logprobs": []} for i, value in zip(ids, logprobs, strict=True)
+        ]
+        message = {"role": "assistant", "content": " ".join(f"w{i}" for i in ids)}
+        choice = {"index": 0, "message": message, "finish_reason": "length", "token_ids": ids}
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
+        answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": usage}
+        return answer | {"choices": [choice | {"logprobs": {"content": content}}], "prompt_token_ids": prompt}
+
+    @torch.no_grad()
+    def _sample(self, name: str, prompt: list[int], tokens: int) -> tuple[list[int], list[float]]:
+        ids, logprobs = list(prompt), []
+        for _ in range(tokens):
+            found = self._models[name](input_ids=torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
+            ids.append(int(torch.multinomial(found.exp(), 1)))
+            logprobs.append(float(found[ids[-1]]))
+        return ids[len(prompt) :], logprobs
