@@ -1,0 +1,210 @@
+"""CONTRACT.md, section 4: tenants are apart. Every route of /openapi.json is asked with each kind of key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from contract.model import ModelVllm, save_model
+from contract.system import Answer, Proxy, in_this_process, wait_until
+
+Json = dict[str, Any]
+REWARD = 0.1234
+SECRETS = ("b-task", "SECRET", str(REWARD))  # what tells of the other tenant
+TRAINER = {"group_size": 2, "tasks_per_step": 1, "learning_rate": 0.05, "report_to": [], "dtype": "float32"}
+
+
+class Route(NamedTuple):
+    """The status for an own-scoped key, for one of all rollouts, an admin's, and a rollout's own key.
+
+    `shows`: keys that see all find the other tenant in the answer. `{}` in the body is its rollout.
+    """
+
+    own: int
+    all: int
+    admin: int
+    rollout: int
+    shows: bool = False
+    body: Any = None
+    query: str = ""
+
+
+OPEN = Route(200, 200, 200, 200)
+VERSION = {"version": 99}
+ROUTES: dict[str, Route] = {
+    "get /healthz": OPEN,
+    "get /readyz": OPEN,
+    "get /metrics": OPEN,
+    "post /reward": Route(404, 200, 200, 403, body={"rollout_id": "{}", "reward": REWARD, "final": False}),
+    "post /rollouts": Route(200, 200, 200, 403, body={}),
+    "get /rollouts": Route(200, 200, 200, 403, True),
+    "get /rollouts/{rollout_id}": Route(404, 200, 200, 403, True),
+    "delete /rollouts/{rollout_id}": Route(401, 401, 404, 401),  # one that is not there
+    "get /rollouts/{rollout_id}/transitions": Route(404, 200, 200, 403, True),
+    "get /rollouts/{rollout_id}/rows": Route(404, 200, 200, 403, True),
+    "get /rollouts/{rollout_id}/tokens": Route(404, 200, 200, 403),
+    "post /rollouts/{rollout_id}/events": Route(404, 200, 200, 403, body={"kind": "note", "value": "SECRET"}),
+    "post /agl/api/rollouts/{rollout_id}/attempt/0/events": Route(
+        404, 200, 200, 403, body={"event_type": "note", "data": {"text": "SECRET"}}
+    ),
+    "post /rollouts/{rollout_id}/calls/{call_id}/reward-key": Route(404, 404, 404, 403, body={}),
+    "delete /rollouts/{rollout_id}/rewards/{reward_id}": Route(404, 404, 404, 403),
+    "get /people/queue": Route(200, 200, 200, 403, True, query="?person=anna"),
+    "post /rollouts/{rollout_id}/end": Route(404, 409, 409, 403, body={"status": "discarded"}),
+    "get /costs": Route(200, 200, 200, 403, True, query="?by=task"),
+    "get /tasks": Route(200, 200, 200, 403, True),
+    "get /policy": Route(200, 200, 200, 403, True),
+    "get /policy/versions": Route(200, 200, 200, 403, True),
+    "get /policy/steps": Route(200, 200, 200, 403, True),
+    "get /policy/compare": Route(200, 200, 200, 403, True, query="?a=0&b=0"),
+    "post /policy/promote": Route(401, 401, 404, 401, body=VERSION),
+    "post /policy/rollback": Route(401, 401, 200, 401),
+    "get /status": Route(200, 200, 200, 403),
+    "get /machine": Route(403, 200, 200, 403),
+    "get /plugins": Route(403, 200, 200, 403),
+    "get /environments": Route(200, 200, 200, 403),
+    "get /rewarders": Route(200, 200, 200, 403),
+    "get /prompts": Route(200, 200, 200, 403, True),
+    "post /prompts": Route(401, 401, 200, 401, body={"name": "writer", "text": "Be brief."}),
+    "get /prompts/{name}": Route(200, 200, 200, 200, True),
+    "get /prompts/{name}/rollouts": Route(200, 200, 200, 403, query="?run=run"),
+    "get /prompts/{name}/versions/{version}/rollouts": Route(200, 200, 200, 403, True),
+    "post /prompts/{name}/test": Route(401, 401, 404, 401, body=VERSION),
+    "post /prompts/{name}/promote": Route(401, 401, 404, 401, body=VERSION),
+    "post /prompts/{name}/rollback": Route(401, 401, 409, 401),
+    "get /feed": Route(200, 200, 200, 403, True, query="?cursor=0"),
+}
+
+
+@dataclass
+class Tenants:
+    """A proxy with the rollouts of two tenants, of which the other's were trained on. `keys`: by kind."""
+
+    proxy: Proxy
+    mine: str
+    theirs: str
+    keys: dict[str, str | None]
+
+
+def new_key(proxy: Proxy, name: str, *options: str) -> str:
+    """Make a key with the command line; the proxy knows it within a second."""
+    done = proxy.run("keys", "create", name, *options)
+    assert done.returncode == 0, done.stderr
+    key = next(word for word in done.stdout.split() if word.startswith("lpk-"))
+    wait_until(lambda: proxy.call("GET", "/rollouts", key=key).status == 200, 30, "the key is known")
+    return key
+
+
+def live(proxy: Proxy, key: str, task: str, sibling: int) -> str:
+    """A rollout of a tenant that was called and rewarded, and has a prompt's version."""
+    theirs = task == "b-task"
+    body = {"task_id": task, "metadata": {"optimize": "run", "note": task}, "prompts": {"writer": 1 + theirs}}
+    (opened,) = proxy.post("/rollouts", body, key).json
+    name: str = opened["rollout_id"]
+    text = "SECRET" if theirs else "mine"
+    assert proxy.chat(name, {"role": "user", "content": text}, key=key, max_tokens=4).status == 200
+    reward = {"rollout_id": name, "reward": REWARD if theirs else 0.5 + sibling, "comment": text}
+    assert proxy.post("/reward", reward, key).status == 200
+    return name
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
+    directory = tmp_path_factory.mktemp("SECRET")
+    model = save_model(directory / "base")
+    access = {"api_keys": ["agent"], "admin_keys": ["admin"]}
+    policy = {"model": str(model), "publish": "lora"}
+    sections = {"proxy": access, "policy": policy, "trainer": TRAINER, "rewards": {"origins": ["https://chat.example"]}}
+    with in_this_process(directory, ModelVllm(model), **sections) as proxy:
+        for text, more in (("Be kind.", {}), ("Be curt.", {"comment": "SECRET", "metrics": {"reward": REWARD}})):
+            prompt = {"name": "writer", "text": text, "match": {"agent": "writer"}} | more
+            assert proxy.post("/prompts", prompt, "admin").status == 200
+        own, other = new_key(proxy, "own", "--scope", "own"), new_key(proxy, "other", "--scope", "own")
+        mine, theirs = live(proxy, own, "a-task", 0), live(proxy, other, "b-task", 0)
+        second = live(proxy, other, "b-task", 1)
+        proxy.post("/reward", {"rollout_id": second, "reward": 1}, other)
+        trained = proxy.run("train", "--once")
+        assert trained.returncode == 0, trained.stderr
+        keys: dict[str, str | None] = {
+            "none": None,
+            "wrong": "lpk-agent-x",
+            "own": own,
+            "all": "agent",
+            "admin": "admin",
+        }
+        for kind, more in (("rollout", {}), ("rollout, calls only", {"may_reward": False})):
+            (opened,) = proxy.post("/rollouts", more, own).json
+            keys[kind] = opened["api_key"]
+        keys["own evaluator"] = new_key(proxy, "own-judge", "--scope", "own", "--evaluator")
+        keys["evaluator"] = new_key(proxy, "judge", "--evaluator")
+        keys["revoked"] = revoked = new_key(proxy, "gone")
+        assert proxy.run("keys", "revoke", "gone").returncode == 0
+        wait_until(lambda: proxy.call("GET", "/rollouts", key=revoked).status == 401, 30, "the key is gone")
+        yield Tenants(proxy, mine, theirs, keys)
+
+
+def expected(route: Route, kind: str) -> int:
+    if route is OPEN:
+        return 200
+    if kind in ("none", "wrong", "revoked"):
+        return 401
+    if kind.startswith("rollout"):
+        return 403 if kind != "rollout" and route.rollout == 200 else route.rollout
+    return {"admin": route.admin, "own": route.own, "own evaluator": route.own}.get(kind, route.all)
+
+
+def ask(tenants: Tenants, name: str, route: Route, key: str | None) -> Answer:
+    method, path = name.split()
+    rollout = "gone" if name.startswith("delete /rollouts/{rollout_id}") and path.endswith("}") else tenants.theirs
+    path = path.format(rollout_id=rollout, name="writer", version=2, call_id="c", reward_id=1) + route.query
+    body = None if route.body is None else json.dumps(route.body).replace('"{}"', f'"{tenants.theirs}"').encode()
+    if path.startswith("/feed"):
+        return read_feed(tenants.proxy, path, key)
+    return tenants.proxy.call(method.upper(), path, body, key)
+
+
+def read_feed(proxy: Proxy, path: str, key: str | None) -> Answer:
+    """Return what is there now."""
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    with proxy.client.stream("GET", proxy.url + path, headers=headers, timeout=httpx.Timeout(30, read=0.7)) as got:
+        said = b""
+        try:
+            for chunk in got.iter_bytes():
+                said += chunk
+        except httpx.ReadTimeout:
+            pass
+        return Answer(got.status_code, got.headers, said)
+
+
+def test_the_table_has_every_route(tenants: Tenants) -> None:
+    paths = tenants.proxy.get("/openapi.json", "admin")["paths"]
+    assert {f"{method} {path}" for path, methods in paths.items() for method in methods} == ROUTES.keys()
+
+
+@pytest.mark.parametrize("name", ROUTES)
+def test_a_route_says_to_each_key_what_the_table_says(tenants: Tenants, name: str) -> None:
+    route = ROUTES[name]
+    for kind, key in tenants.keys.items():
+        answer = ask(tenants, name, route, key)
+        said = answer.body.decode()
+        assert answer.status == expected(route, kind), (kind, said[:300])
+        told = [text for text in SECRETS if text in said]
+        sees_all = kind in ("all", "evaluator", "admin") or route is OPEN
+        assert told if route.shows and sees_all and answer.status == 200 else sees_all or not told, (kind, said[:300])
+        if not sees_all and answer.status == 200:
+            assert tenants.theirs not in said, kind
+
+
+def test_a_tenant_sees_its_own_rollouts_and_numbers_made_of_these_alone(tenants: Tenants) -> None:
+    own = tenants.keys["own"]
+    listed = [one["rollout_id"] for one in tenants.proxy.get("/rollouts", own)["data"]]
+    assert tenants.mine in listed and tenants.theirs not in listed
+    assert [task["task_id"] for task in tenants.proxy.get("/tasks", own)["data"]] == ["a-task"]
+    base = next(one for one in tenants.proxy.get("/policy/versions", own)["data"] if one["version"] == 0)
+    assert base["rewards"] == {"train": {"mean": 0.5, "rollouts": 1}}
+    assert tenants.proxy.chat(tenants.theirs, key=own).status == 404, "it continues none of another's"
