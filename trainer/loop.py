@@ -148,12 +148,12 @@ class TrainingLoop:
         except (JudgeError, UpstreamUnreachable, UpstreamTimeout) as error:
             await self.pause_after(error)
             return True  # there is more to do, also with `once`
-        self._tell_standing(None if trained else self.collector.why_no_step())
+        self._tell_standing(None if trained else await self.collector.why_no_step())
         return trained
 
     def _tell_standing(self, why: str | None) -> None:
         if why is not None and not self._told_standing:
-            log.warning("no step, though complete rollouts have waited for minutes: %s", why)
+            log.warning("no step, though rollouts have waited for minutes: %s", why)
         self._told_standing = why is not None
 
     async def pause_after(self, error: LightningError) -> None:

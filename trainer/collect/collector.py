@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,7 +24,7 @@ from ..credit.strategies import Credited, group_credit
 from ..report.batch_metrics import Seen
 from ..rows.samples import Placement, RolloutSamples, rollout_samples
 from ..types import Batch, Guide, Sample, Sibling, Sift
-from .groups import Order, WaitingGroups
+from .groups import STANDS_S, Order, WaitingGroups
 from .sampled import Sampled
 from .siblings import AskJudge, Siblings
 from .take import ComparedRollouts, Take, TrainingMember, together
@@ -79,6 +80,8 @@ class Collector:
         self._seen = Seen()
         self._unverified: frozenset[int] = frozenset()  # versions that will not be
         self._logged: set[str] = set()  # why nothing was learned, since the last step
+        self._unrewarded: str | None = None  # rollouts without a reward that counts, at the last look
+        self._looks_at = 0.0
 
     async def next_batch(self, base: int, *, fewer: bool = False, since: float | None = None) -> Batch | None:
         """Claim the rollouts of the next step, which trains on from version `base`; None while there are too few.
@@ -259,9 +262,20 @@ class Collector:
         """Return how many complete rollouts wait for a step, and the Unix time at which the oldest began to wait."""
         return await self._waiting.totals()
 
-    def why_no_step(self) -> str | None:
-        """Return what the next step lacks, if complete rollouts have waited for it for minutes."""
-        return self._waiting.why_none()
+    async def why_no_step(self) -> str | None:
+        """Return what the next step lacks, once rollouts have waited for minutes: for others, or for a reward."""
+        if (why := self._waiting.why_none()) is not None:
+            return why
+        if (now := time.time()) >= self._looks_at:
+            self._looks_at = now + STANDS_S
+            newest, _ = await self._store.rollouts.page({"mode": "train"}, 200)
+            ended = [r for r in newest if r.ended_at is not None and r.ended_at <= now - STANDS_S]
+            count, names = await self._store.waiting.unrewarded(ended)
+            came = (
+                f"what came has other names: {', '.join(names)}" if names else "none came, or a reward function failed"
+            )
+            self._unrewarded = f"{count} completed rollouts have no reward that counts ({came})" if count else None
+        return self._unrewarded
 
     async def samples_of(self, rollouts: Sequence[Rollout]) -> list[Sample]:
         """Return the rows of rollouts, without advantages. While vLLM is away, requests alone say how it samples."""

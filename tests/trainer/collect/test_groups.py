@@ -14,6 +14,7 @@ from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.groups import Group, Grouping, Member, formed
 from lightning_proxy.proxy.returns import Rules
 from lightning_proxy.proxy.types import Limits, Reward, RolloutName
+from lightning_proxy.trainer.collect import collector as collecting
 from lightning_proxy.trainer.collect import groups
 from lightning_proxy.trainer.collect.collector import Collector
 from support.rewarded import Traffic, advantages, traffic
@@ -358,8 +359,20 @@ async def test_what_a_step_lacks_is_said_once_rollouts_have_waited_for_minutes(
     for name, reward in [*halves("a"), *halves("b")[:5]]:
         await traffic.rollout(name, name[0], reward)
     assert await collector.next_batch(0) is None
-    assert collector.why_no_step() is None
+    assert await collector.why_no_step() is None
     monkeypatch.setattr(groups, "STANDS_S", 0.0)
-    assert collector.why_no_step() == (
+    assert await collector.why_no_step() == (
         "1 of the 2 groups that it takes are full (of 8 ended rollouts); 1 more has begun, 3 rollouts short"
+    )
+
+
+async def test_rollouts_without_a_reward_that_counts_are_said_once_they_have_waited_for_minutes(
+    traffic: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    collector = Collector(TrainerConfig(), traffic.store)
+    await traffic.rollout("a", "t", None, status="completed")
+    assert await collector.next_batch(0) is None
+    monkeypatch.setattr(collecting, "STANDS_S", -1.0)
+    assert await collector.why_no_step() == (
+        "1 completed rollouts have no reward that counts (none came, or a reward function failed)"
     )
