@@ -63,6 +63,7 @@ def test_its_reward_tells_wrong_answers_apart() -> None:
     assert worth[0] == 1 and all(a > b for a, b in itertools.pairwise(worth))
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.timeout(1200)
 def test_its_steps_train_and_measure_the_base_model_and_the_trained_one(tmp_path: Path) -> None:

@@ -73,15 +73,15 @@ def clients(proxy: Served) -> Iterator[Clients]:
 
 def memory_of(proxy: Served) -> float:
     """The MB that the process has for itself."""
-    assert proxy.process.process is not None
-    status = Path(f"/proc/{proxy.process.process.pid}/status").read_text()
+    assert proxy.server.process is not None
+    status = Path(f"/proc/{proxy.server.process.pid}/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) / 1000
 
 
 def work_of(proxy: Served) -> int:
     """The processor time of the process so far, in the system's ticks."""
-    assert proxy.process.process is not None
-    stat = Path(f"/proc/{proxy.process.process.pid}/stat").read_text().rpartition(")")[2].split()
+    assert proxy.server.process is not None
+    stat = Path(f"/proc/{proxy.server.process.pid}/stat").read_text().rpartition(")")[2].split()
     return int(stat[11]) + int(stat[12])
 
 

@@ -186,7 +186,8 @@ async def test_a_key_of_scope_own_sees_and_rewards_what_was_opened_with_it(runni
             answer = (await system.call("GET", f"/tasks{query}", **key))[1]
             assert [task["task_id"] for task in answer["data"]] == tasks
             answer = (await system.call("GET", "/policy/compare?a=0&b=0", **key))[1]
-            assert [task["task_id"] for task in answer["data"]] == tasks
+            counted = [] if key is AGENT else tasks  # an own key's rewards judge no version for others
+            assert [task["task_id"] for task in answer["data"]] == counted
         assert len((await system.call("GET", "/rollouts", **AGENT))[1]["data"]) == 4
         for method, path in (("POST", "/policy/rollback"), ("DELETE", "/rollouts/called")):
             assert (await system.call(method, path, **mine))[0] == 401

@@ -249,7 +249,7 @@ async def play(proxies: Sequence[Proxy], turns: list[list[Any]]) -> list[list[An
     return await proxies[0].results(rollout)
 
 
-@pytest.mark.parametrize("case", cases_with("turns"), ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", cases_with("turns", "results"), ids=lambda case: case["name"])
 async def test_a_result_belongs_to_the_conversation_that_sends_it(case: Case, proxy: Proxy) -> None:
     assert await play([proxy], case["turns"]) == case["results"]
 

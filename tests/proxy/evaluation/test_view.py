@@ -37,7 +37,6 @@ async def evaluated(system: Any, directory: Path) -> None:
             await evaluations.ended(found, {})
         await evaluations.begin(3, 3)
         await evaluations.failed(3, HOSTILE)
-        await evaluations.choose({})
 
 
 @needs_browser

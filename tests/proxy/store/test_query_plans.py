@@ -65,6 +65,7 @@ SORTED = (
     "SELECT * FROM rollouts WHERE step =",
     "SELECT * FROM tool_calls WHERE",
     "SELECT * FROM rewards WHERE",
+    "SELECT * FROM events WHERE rollout_id",
     "tasks by",
 )
 
