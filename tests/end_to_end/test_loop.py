@@ -56,8 +56,11 @@ def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequ
 
 
 def is_best_of_several(system: System) -> bool:
-    """Whether several versions were evaluated on held-out tasks, and the best of them is named."""
+    """Whether several versions were evaluated beside training, and none of them is above the one named as the best.
+
+    The agents' own held-out rollouts count for the best, too.
+    """
     versions = system.get("/policy/versions")["data"]
     rewards = [v["evaluation"]["reward"] for v in versions if v["evaluation"] and v["evaluation"]["ended_at"]]
     best = system.get("/policy")["best"]
-    return len(rewards) > 1 and best["judged"] == "evaluation" and best["reward"] == max(rewards)
+    return len(rewards) > 1 and best["judged"] == "evaluation" and best["reward"] >= max(rewards)
