@@ -5,10 +5,9 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from sys import getsizeof
 from typing import Any
 
 from ..apis.tools import conversation
@@ -57,23 +56,28 @@ class RecentCall:
 
 
 def taken(value: Any, most: int = 2**27) -> int:
-    """Return how many bytes a JSON value takes in memory, about. It stops counting at `most`."""
-    size = getsizeof(value)
-    if type(value) is not dict and type(value) is not list:
-        return size
-    left: Iterable[Any] = (value,)
-    while size < most:
-        items: list[Any] = []
-        for one in left:
-            if type(one) is dict:
-                items += one
-                items += one.values()
-            elif type(one) is list:
-                items += one
-        if not items:
-            break
-        size += sum(map(getsizeof, items))
-        left = items
+    """Return how many bytes a JSON value takes in memory, about. It stops counting at `most`.
+
+    By lengths: `sys.getsizeof` takes four times as long. CPython has a byte for a character of ASCII, else up to four.
+    """
+    size, left = 0, [value]
+    while left and size < most:
+        one = left.pop()
+        if type(one) is dict:
+            size += 64 + 50 * len(one)
+            for name, item in one.items():
+                size += len(name)
+                if type(item) is str:
+                    size += 50 + len(item) * (1 if item.isascii() else 4)
+                else:
+                    left.append(item)
+        elif type(one) is list:
+            size += 56 + 8 * len(one)
+            left += one
+        elif type(one) is str:
+            size += 50 + len(one) * (1 if one.isascii() else 4)
+        else:
+            size += 32
     return size
 
 

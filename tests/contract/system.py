@@ -166,6 +166,13 @@ def write_config(directory: Path, upstream: str, port: int, **sections: Json | l
     (directory / "config.yaml").write_text(yaml.safe_dump(defaults))
 
 
+def configuration(directory: Path) -> Json:
+    """Return what the file in a directory, if it is there, and the environment set; all other keys with defaults."""
+    file = directory / "config.yaml"
+    found: Json = load_config(file if file.exists() else None).model_dump(mode="json")
+    return found
+
+
 @contextmanager
 def in_this_process(directory: Path, vllm: PlayedVllm | None = None, **sections: Any) -> Iterator[Proxy]:
     """Run the app behind a real server, and the played vLLM, in a thread."""
