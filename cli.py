@@ -50,7 +50,7 @@ Command = Annotated[list[str], typer.Argument(help="the agent program, after `--
 Concurrency = Annotated[int, typer.Option(metavar="N", min=1, help="how many programs run at once")]
 Preload = Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")]
 Executor = Annotated[
-    Literal["local", "ray", "kubernetes"] | None,
+    Literal["local", "ray"] | None,
     typer.Option(help="where the programs run (run.executor)", show_default="local"),
 ]
 ProxyUrl = Annotated[

@@ -30,7 +30,6 @@ EXTRAS = {
     "commands/moving": {"postgres"},
     "commands/optimize": {"optimize", "providers"},
     "commands/run/tasks.py": {"parquet"},
-    "commands/run/executors/kubernetes": {"kubernetes"},
     "commands/run/executors/ray": {"ray"},
     "commands/system": {"vllm"},
     "commands/train.py": {"train"},

@@ -134,7 +134,7 @@ class _Run:
         size = self.options.group_size
         with self.view:
             async with self.api as api:
-                if failed := await fail_left(api, self.runner):
+                if failed := await fail_left(api):
                     self.view.say(f"{failed} rollouts of a run that was killed have failed")
                 if self.too_few and (wrong := self.too_few((await api.request("GET", "/status")).get("waiting", 0))):
                     self.view.console.print(wrong, markup=False, style="yellow")

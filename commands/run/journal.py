@@ -12,7 +12,6 @@ from typing import TextIO
 
 from ...proxy.store.sqlite.copies import make_private
 from ..api_client import ApiClient, ApiError
-from .runner import OutlivesRun, Runner
 
 KILLED = "its `run` was killed"
 GONE, CONFLICT = 404, 409
@@ -58,11 +57,8 @@ class Journal:
                 self._file.flush()
 
 
-async def fail_left(api: ApiClient, runner: Runner) -> int:
-    """End the rollouts that killed runs left open at this proxy as failed, and return how many there were.
-
-    Their programs are ended first, where the runner's outlive their `run`.
-    """
+async def fail_left(api: ApiClient) -> int:
+    """End the rollouts that killed runs left open at this proxy as failed, and return how many there were."""
     count = 0
     for path in sorted(directory().glob("*")):
         with suppress(OSError), path.open(encoding="utf-8") as file:
@@ -71,8 +67,6 @@ async def fail_left(api: ApiClient, runner: Runner) -> int:
             if url == api.url:
                 ended = {line[1:] for line in lines if line.startswith("-")}
                 left = [line[1:] for line in lines if line.startswith("+") and line[1:] not in ended]
-                if left and isinstance(runner, OutlivesRun):
-                    await runner.end_left(left)
                 count += sum([await _failed(api, rollout_id) for rollout_id in left])
                 path.unlink()
     return count

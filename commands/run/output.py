@@ -59,12 +59,6 @@ class ProgramLog:
             self._keep(self._redacted(self._line[:end]))
             self._line = self._line[end:]
 
-    def restart(self) -> None:
-        """Drop all output so far."""
-        self._file.seek(0)
-        self._file.truncate()
-        self._line, self._head, self._tail, self._left_out = b"", 0, bytearray(), 0
-
     def close(self) -> None:
         """Write the end. Secrets that span lines are redacted now."""
         self._keep(self._redacted(self._line))

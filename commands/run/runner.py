@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from ...proxy.errors import LightningError
 from ...proxy.guard import CANNOT_START as CANNOT_START
@@ -34,11 +34,3 @@ class Runner(Protocol):
         """
 
     async def close(self) -> None: ...
-
-
-@runtime_checkable
-class OutlivesRun(Protocol):
-    """A runner whose programs keep running when `run` is killed."""
-
-    async def end_left(self, rollout_ids: Collection[str]) -> None:
-        """End the programs that work on these rollouts."""

@@ -59,22 +59,12 @@ class RayConfig(Section):
         return options
 
 
-class KubernetesConfig(Section):
-    image: str | None = None
-    namespace: str | None = None
-    context: str | None = None
-    resources: dict[str, Any] = {"requests": {"cpu": "1"}}
-    template: Path | None = None
-    start_timeout_s: Seconds = 300.0
-
-
 class RunConfig(Section):
-    executor: Literal["local", "ray", "kubernetes"] = "local"
+    executor: Literal["local", "ray"] = "local"
     proxy_url: str | None = None
     timeout_s: Seconds | None = None
     log_mb: Annotated[float, Field(gt=0)] = 10.0
     ray: RayConfig = RayConfig()
-    kubernetes: KubernetesConfig = KubernetesConfig()
 
     @field_validator("proxy_url")
     @classmethod

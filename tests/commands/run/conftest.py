@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
-import yaml
 
 from support.control_api import ControlApi, served
-from support.paths import ROOT
-from support.played_kubernetes import PlayedCluster, played_cluster
 from support.ray_cluster import RayCluster, ray_cluster
 from support.running import Program
 
@@ -19,15 +15,6 @@ from support.running import Program
 async def proxy() -> AsyncIterator[ControlApi]:
     async with served() as api:
         yield api
-
-
-@pytest.fixture
-async def kubernetes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PlayedCluster]:
-    """A played cluster, which the kubeconfig names. It allows no more than deploy/agents-role.yaml does."""
-    rules = yaml.safe_load((ROOT / "deploy" / "agents-role.yaml").read_text())["rules"]
-    async with played_cluster(rules) as cluster:
-        monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig(tmp_path)))
-        yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +27,7 @@ def ray_nodes() -> Iterator[RayCluster]:
         yield cluster
 
 
-@pytest.fixture(params=["process", "preload", "kubernetes", pytest.param("ray", marks=pytest.mark.long)])
+@pytest.fixture(params=["process", "preload", pytest.param("ray", marks=pytest.mark.long)])
 def program(request: pytest.FixtureRequest, proxy: ControlApi) -> Program:
     """Makes a runner of a Python program, one for each way of running it."""
     return Program(request.param, settings(request, proxy))
@@ -48,9 +35,6 @@ def program(request: pytest.FixtureRequest, proxy: ControlApi) -> Program:
 
 def settings(request: pytest.FixtureRequest, proxy: ControlApi) -> dict[str, object]:
     """The section `run` of the configuration."""
-    if request.param == "kubernetes":
-        request.getfixturevalue("kubernetes")
-        return {"executor": "kubernetes", "proxy_url": proxy.url, "kubernetes": {"image": "agent:1"}}
     if request.param == "ray":
         return {"executor": "ray", "ray": {"address": request.getfixturevalue("ray_nodes").address}}
     return {}

@@ -58,12 +58,6 @@ async def test_programs_of_run_ask_the_proxy_directly(
 async def test_what_the_user_keeps_from_the_http_proxy_stays_beside_our_host(
     proxy: ControlApi, tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if program.kind == "kubernetes":
-        template = tmp_path / "job.yaml"
-        env = "env: [{name: NO_PROXY, value: 'mine.example,.corp'}]"
-        container = f"containers: [{{name: a, image: 'agent:1', {env}}}]"
-        template.write_text(f"apiVersion: batch/v1\nkind: Job\nspec: {{template: {{spec: {{{container}}}}}}}\n")
-        program.run["kubernetes"] = {"template": str(template)}
     if program.kind == "ray":
         program.run["ray"] |= {"runtime_env": {"env_vars": {"NO_PROXY": "mine.example,.corp"}}}  # type: ignore[operator]
     monkeypatch.setenv("NO_PROXY", "mine.example,.corp")

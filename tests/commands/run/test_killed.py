@@ -45,8 +45,6 @@ async def test_a_program_that_hangs_is_ended_with_its_group_and_its_slot_is_free
     pids, once = tmp_path / "pids", tmp_path / "once"
     text = f"import os\nif not os.path.exists({str(once)!r}):\n    open({str(once)!r}, 'w').close()\n"
     text += "".join(f"    {line}\n" for line in HANGS.format(pids=str(pids)).strip().splitlines())
-    if program.kind == "kubernetes":  # whose pods end what is in them
-        text = text.replace("setsid ", "")
     options = RunOptions(group_size=2, concurrency=1, timeout_s=3.0, logs=tmp_path / "logs")
     late, well = await run_all(proxy, program(tmp_path, text), [task(1)], options)
     assert (late.exit_code, late.failed, well.exit_code) == (124, True, 0)
@@ -107,8 +105,6 @@ async def test_programs_end_with_a_killed_run_and_the_next_one_fails_its_rollout
 
 
 async def test_what_a_program_leaves_behind_ends_with_it(proxy: ControlApi, tmp_path: Path, program: Program) -> None:
-    if program.kind == "kubernetes":
-        pytest.skip("its pods end what is in them")
     pids = tmp_path / "pids"
     text = HANGS.format(pids=str(pids)).replace("\ntime.sleep(1000)\n", "\n")
     (result,) = await run_all(proxy, program(tmp_path, text), [task(1)], RunOptions())

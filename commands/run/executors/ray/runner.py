@@ -14,7 +14,8 @@ from .....proxy.config.run import RunConfig
 from .....proxy.errors import ConfigError
 from ...output import Keeping
 from ...served import ServedRunner
-from ..address import reached_at
+
+SCHEMES = ("http://", "https://")
 
 
 class RayRunner(ServedRunner):
@@ -40,6 +41,14 @@ class RayRunner(ServedRunner):
                 "only: give --proxy-url (run.proxy_url), the proxy's address as the other machines reach it"
             )
         return {"env": reached_at(self._config.proxy_url, env), "log": str(log)}
+
+
+def reached_at(proxy_url: str | None, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with another root in the proxy's addresses. None: as they are."""
+    if proxy_url is None:
+        return dict(env)
+    root = proxy_url.rstrip("/")
+    return {name: root + urlsplit(value).path if value.startswith(SCHEMES) else value for name, value in env.items()}
 
 
 def _is_here_only(url: str) -> bool:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_proxy.commands.run.executors import choose
-from lightning_proxy.commands.run.executors.address import reached_at
+from lightning_proxy.commands.run.executors.ray.runner import reached_at
 from lightning_proxy.commands.run.programs import LocalRunner
 from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.errors import ConfigError
 from support.command_line import lightning
 
-
-def config(executor: str) -> Config:
-    return Config.model_validate({"run": {"executor": executor, "proxy_url": "http://proxy:8080"}})
+RAY = Config.model_validate({"run": {"executor": "ray"}})
 
 
 def test_programs_run_here_unless_something_else_is_asked_for() -> None:
@@ -25,23 +24,17 @@ def test_programs_run_here_unless_something_else_is_asked_for() -> None:
     assert isinstance(choose.runner_for(Config(), command, ["json"], print), LocalRunner)
 
 
-@pytest.mark.parametrize("executor", ["ray", "kubernetes"])
-@pytest.mark.parametrize("package", ["no_such_package", "no_such_package.inside"])
-def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(
-    executor: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(choose.PACKAGES, executor, package)
-    with pytest.raises(ConfigError) as caught:
-        choose.runner_for(config(executor), ["agent"], [], print)
-    assert caught.value.message == f"executor {executor} needs a package: pip install 'lightning-proxy[{executor}]'"
+def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=re.escape("pip install 'lightning-proxy[ray]'")):
+        choose.runner_for(RAY, ["agent"], [], print)
 
 
-@pytest.mark.parametrize("executor", ["ray", "kubernetes"])
-def test_what_does_not_go_with_other_machines_is_refused(executor: str) -> None:
+def test_what_does_not_go_with_other_machines_is_refused() -> None:
     with pytest.raises(ConfigError, match="--preload goes with executor local only"):
-        choose.runner_for(config(executor), ["python", "agent.py"], ["json"], print)
+        choose.runner_for(RAY, ["python", "agent.py"], ["json"], print)
     with pytest.raises(ConfigError, match="no command given"):
-        choose.runner_for(config(executor), [], [], print)
+        choose.runner_for(RAY, [], [], print)
 
 
 def test_the_options_are_those_of_the_configuration(tmp_path: Path) -> None:
@@ -49,9 +42,7 @@ def test_the_options_are_those_of_the_configuration(tmp_path: Path) -> None:
     tasks.write_text("{}\n")
     unknown = lightning("run", "--tasks", tasks, "--executor", "slurm", "--", "true")
     assert unknown.returncode == 2
-    assert "'slurm' is not one of 'local', 'ray', 'kubernetes'" in " ".join(unknown.stderr.split())
-    lacking = lightning("run", "--tasks", tasks, "--executor", "kubernetes", "--", "true")
-    assert (lacking.returncode, "needs --proxy-url" in lacking.stderr) == (2, True)
+    assert "'slurm' is not one of 'local', 'ray'" in " ".join(unknown.stderr.split())
     (tmp_path / "config.yaml").write_text("run: {ray: {options: {cpus: 1}}}\n")
     wrong = lightning("run", "--tasks", tasks, "--", "true", cwd=tmp_path)
     assert (wrong.returncode, "run.ray.options" in wrong.stderr, "num_cpus" in wrong.stderr) == (2, True, True)
