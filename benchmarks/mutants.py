@@ -101,21 +101,10 @@ def planted(source: str, number: int) -> tuple[str, int]:
 
 def caught(copy: Path, tests: tuple[str, ...]) -> str | None:
     """Return the test that fails in a copy, or None."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        *tests,
-        "-x",
-        "-q",
-        "-m",
-        "not long and not vllm",
-        "-p",
-        "no:cacheprovider",
-    ]
+    pytest = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        command, cwd=copy, capture_output=True, text=True, timeout=1200, check=False,
-        env=os.environ | {"PYTHONPATH": str(copy / "package")},
+        [*pytest, "-m", "not long and not vllm", *tests], cwd=copy, timeout=1200, check=False,
+        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(copy / "package")},
     )  # fmt: skip
     if done.returncode == 0:
         return None
@@ -146,6 +135,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         copy = copied(Path(directory))
         for place in [one for one in PLACES if given.only in (None, one.name)]:
+            if failed := caught(copy, place.tests):
+                raise SystemExit(f"without a fault, too: {failed}")
             source = (ROOT / place.file).read_text()
             plain, most = planted(source, 0)
             chosen = random.Random(given.seed).sample(range(1, most + 1), min(given.faults, most))

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-import re
-import signal
 import socket
 import sqlite3
 import subprocess
 import sys
-import urllib.request
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
-import aiohttp
 import pytest
-from aiohttp import web
 
 from lightning_proxy.commands.system.processes import free_port
 from lightning_proxy.commands.system.system import Launch
@@ -52,13 +45,6 @@ def option(argv: tuple[str, ...], name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
-def test_a_wrong_key_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("proxy: {prot: 1}\n")
-    done = lightning("serve", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == "lightning-proxy: config.yaml: proxy.prot: unknown key; did you mean port?\n"
-
-
 def test_a_missing_configuration_file_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
     done = in_a_process("--config", "no.yaml", "serve", cwd=tmp_path)
     assert done.returncode == 2
@@ -66,12 +52,6 @@ def test_a_missing_configuration_file_ends_with_one_line_and_code_2(tmp_path: Pa
         done.stderr
         == "lightning-proxy: cannot read no.yaml: there is no such file; `lightning-proxy init no.yaml` writes one\n"
     )
-
-
-def test_a_missing_model_directory_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
-    done = lightning("vllm", "--model", "./nowhere", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr == "lightning-proxy: policy.model: there is no directory ./nowhere\n"
 
 
 def test_a_port_in_use_ends_with_one_line_before_anything_starts(tmp_path: Path, model: Path) -> None:
@@ -220,67 +200,3 @@ def test_logs_of_up_that_cannot_be_written_are_one_line_and_code_2(tmp_path: Pat
 def test_the_version_is_told(tmp_path: Path) -> None:
     done = lightning("--version", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, f"lightning-proxy {version('lightning-proxy')}\n")
-
-
-def test_serve_needs_only_the_url_of_a_model_server(tmp_path: Path) -> None:
-    async def ask() -> tuple[dict[str, Any], list[str]]:
-        asked: list[str] = []
-
-        async def models(_: web.Request) -> web.Response:
-            return web.json_response({"data": [{"id": "embedder"}, {"id": "org/chat"}]})
-
-        async def chat(request: web.Request) -> web.Response:
-            asked.append((await request.json())["model"])
-            message = {"role": "assistant", "content": "hi"}
-            return web.json_response({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]})
-
-        app = web.Application()
-        app.router.add_get("/models/v1/models", models)
-        app.router.add_post("/models/v1/chat/completions", chat)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        upstream = f"http://127.0.0.1:{runner.addresses[0][1]}/models/v1"
-        options = ("serve", "--port", "0", "--upstream", upstream, "--model", "org/chat")
-        serve = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "lightning_proxy.cli", *options, cwd=tmp_path, stderr=asyncio.subprocess.PIPE
-        )
-        try:
-            assert serve.stderr is not None
-            said = (await serve.stderr.readline()).decode()
-            url = said.partition("OPENAI_BASE_URL=")[2].partition(";")[0]
-            async with aiohttp.ClientSession() as session:
-                async with session.post(f"{url}/chat/completions", json={"model": "policy", "messages": []}) as answer:
-                    assert answer.status == 200, await answer.text()
-                    rollout = answer.headers["X-Rollout-Id"]
-                async with session.get(f"{url.removesuffix('/v1')}/rollouts/{rollout}") as answer:
-                    return (await answer.json())["calls"][0], asked
-        finally:
-            serve.send_signal(signal.SIGINT)
-            await serve.communicate()
-            await runner.cleanup()
-
-    call, asked = asyncio.run(ask())
-    assert asked == ["org/chat"]
-    assert (call["status"], call["trainable"]) == ("ok", False) and "token ids" in call["untrainable_reason"]
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_serve_says_where_it_listens_also_on_a_port_of_the_systems_choice(tmp_path: Path, workers: int) -> None:
-    settings = {"proxy": {"port": 0, "workers": workers}, "store": {"url": "sqlite:///records.db"}}
-    (tmp_path / "config.yaml").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "lightning_proxy.cli", "serve"]
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as serve:
-        assert serve.stderr is not None
-        # That vLLM is away may be found, and said, before.
-        said = next((line for line in serve.stderr if "is not reachable" not in line and " is down: " not in line), "")
-        told = r"[\d-]{10} \d\d:\d\d:\d\d serving: OPENAI_BASE_URL=(\S+)/v1; records in records.db; Ctrl-C stops\n"
-        url = re.fullmatch(told, said)
-        try:
-            assert url is not None, said
-            with urllib.request.urlopen(f"{url[1]}/healthz", timeout=30) as answer:
-                assert answer.status == 200
-        finally:
-            serve.send_signal(signal.SIGINT)
-            serve.stderr.read()
-    assert serve.returncode == 0

@@ -191,14 +191,11 @@ async def test_another_host_is_closed_even_while_there_is_no_key(running: Runnin
         assert await noticed(system, key)
 
 
-def test_serving_other_machines_without_a_key_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_with_a_key_other_machines_are_served(tmp_path: Path) -> None:
     serve = partial(lightning, cwd=tmp_path)
     with socket.create_server(("0.0.0.0", 0)) as taken:
         port = taken.getsockname()[1]
         (tmp_path / "config.yaml").write_text(f"proxy: {{host: 0.0.0.0, port: {port}}}\n")
-        done = serve("serve")
-        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert "lightning-proxy keys create" in done.stderr and "proxy.api_keys" in done.stderr
         assert serve("keys", "create", "ci").returncode == 0
         assert "proxy.port" in serve("serve").stderr, "the key is enough: now it is the port that cannot be had"
     assert serve("keys", "create", "many", "--concurrent", str(2**64)).returncode == 2
