@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from rich.console import Console
@@ -51,16 +50,6 @@ def plan_facts(settled: Settled) -> dict[str, Any]:
         "trainer_gib": {name: round(needs / GIB, 2) for name, needs in plan.trainer.items()},
         "model": config.policy.model,
     }
-
-
-def keep_plan(settled: Settled) -> None:
-    """Write the plan beside the policy, or remove that of an earlier start."""
-    file = settled.config.policy.plan_file
-    if settled.plan is None:
-        file.unlink(missing_ok=True)
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(plan_facts(settled)))
 
 
 def plan_tables(settled: Settled) -> tuple[Table, Table]:

@@ -20,7 +20,6 @@ ON_BOARD = (
     "texts",
     "costs",
     "environments",
-    "machine",
     "evaluation",
     "promotion",
     "prompts",

@@ -54,7 +54,7 @@ SIDE_ROOMS = {
     "proxy": {
         *("upstreams/litellm", "otel", "agl", "rewarders", "people", "page", "gate", "prompts", "promotion"),
         *("algorithms", "guides", "sft", "preferences", "backends", "evaluation", "contexts", "texts", "costs"),
-        *("environments", "machine"),
+        "environments",
     },
     "trainer": {
         *("algorithms", "rewarders", "guides", "tuning", "sft", "preferences", "promotion", "offline", "distributed"),

@@ -16,7 +16,7 @@ from ...proxy.store.sqlite.locks import keeping
 from ...trainer.plan.settle import settle
 from ..formats import address
 from ..lines import LogFormat
-from ..plan import keep_plan, plan_tables
+from ..plan import plan_tables
 from ..put_back import put_back_left
 from ..vllm import without_tools
 from .steps import tell_steps, tell_why_it_stands
@@ -27,7 +27,6 @@ from .view import UpView
 async def up(config: Config, launch: Launch, logs: Path, console: Console, log_format: LogFormat = "text") -> None:
     """Run vLLM, proxy and trainer until cancelled or until vLLM or the proxy is lost; show their calls and steps."""
     settled = settle(config)
-    keep_plan(settled)
     if settled.plan is not None and log_format == "text":
         console.print(*plan_tables(settled), sep="\n")
     with UpView(console, logs, log_format) as view:

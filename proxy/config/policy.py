@@ -33,11 +33,6 @@ class PolicyConfig(Section):
     verify_samples: Annotated[int, Field(ge=1)] = 4
     verify_tolerance: Annotated[float, Field(gt=0)] | None = None
 
-    @property
-    def plan_file(self) -> Path:
-        """Return the file in which `up` keeps the memory plan, for those who look at the machine."""
-        return self.directory / "memory-plan.json"
-
     @field_validator("model")
     @classmethod
     def _home(cls, model: str | None) -> str | None:

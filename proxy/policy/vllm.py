@@ -127,10 +127,6 @@ class VllmServer:
     async def name_weights(self, label: str) -> None:
         await self._request("POST", "/update_weight_version", {"new_version": label})
 
-    async def metrics(self) -> str:
-        """Return its metrics, in Prometheus' text format."""
-        return await self._request("GET", "/metrics", read=str, parse=str)
-
     async def requests(self) -> int:
         """Return how many requests it has under way or waiting; 0 if it does not say."""
         try:

@@ -65,8 +65,6 @@ ROUTES: dict[str, Route] = {
     "post /policy/promote": Route(401, 401, 404, 401, body=VERSION),
     "post /policy/rollback": Route(401, 401, 200, 401),
     "get /status": Route(200, 200, 200, 403),
-    "get /machine": Route(403, 200, 200, 403),
-    "get /plugins": Route(403, 200, 200, 403),
     "get /environments": Route(200, 200, 200, 403),
     "get /rewarders": Route(200, 200, 200, 403),
     "get /prompts": Route(200, 200, 200, 403, True),

@@ -26,8 +26,6 @@ VIEWS = {
     "compare?a=0&b=5": "paired tasks",
     "costs": "Calls by day",
     "environments": "reasoning_gym:sums",
-    "machine": "wait for a step",
-    "plugins": "Rooms of the proxy",
     "rate": "Say who you are",
     "evaluations": "mean of all eval rollouts",
     "prompts": "No prompts yet",

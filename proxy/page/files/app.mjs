@@ -1,5 +1,5 @@
 // The page: which view is shown, the login, the theme. Each view is a module of its own.
-import { hasKey, keepKey, LOGIN, seesAll, takeKey, useData } from "./api.mjs";
+import { hasKey, keepKey, LOGIN, takeKey } from "./api.mjs";
 import { Compare } from "./compare.mjs";
 import { Costs } from "./costs.mjs";
 import { startFeed, stopFeed, useFeedState } from "./feed.mjs";
@@ -74,12 +74,11 @@ function useTheme() {
 
 function Header({ view, onHelp, onLogout, theme, onTheme }) {
   const [state, meaning] = FEED_SAYS[useFeedState()];
-  const all = seesAll(useData("/status").data);
   return html`<header class="top">
     <a class="brand" href="#/overview">lightning-proxy</a>
     <nav aria-label="Views">
       <${Folded} key=${view} label=${`views: ${view}`}>
-        ${[...VIEWS].filter(([, { ofAll }]) => all || !ofAll).map(([name]) => html`<a href=${`#/${name}`} aria-current=${name === view && "page"}>${name}</a>`)}
+        ${[...VIEWS.keys()].map((name) => html`<a href=${`#/${name}`} aria-current=${name === view && "page"}>${name}</a>`)}
         <a href="docs">routes</a>
       <//>
     </nav>

@@ -70,8 +70,6 @@ ROUTES: dict[tuple[str, str], Asked | str] = {
     ("post", "/policy/promote"): Asked(401, 401, 404, 401, body=VERSION),
     ("post", "/policy/rollback"): Asked(401, 401, 409, 401),
     ("get", "/status"): Asked(200, 200, 200, 403),
-    ("get", "/machine"): Asked(403, 200, 200, 403),
-    ("get", "/plugins"): Asked(403, 200, 200, 403),
     ("get", "/environments"): Asked(200, 200, 200, 403),
     ("get", "/rewarders"): Asked(200, 200, 200, 403),
     ("get", "/prompts"): Asked(200, 200, 200, 403, True),
