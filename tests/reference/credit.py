@@ -58,7 +58,29 @@ def return_of(rollout: Json, weights: Mapping[str, float]) -> float | None:
 
 
 def advantages(group: Sequence[Json], c: Json) -> list[list[float | None]]:
-    """Return each call's advantage. `c`: the settings of the section `trainer`; None for agents not trained."""
+    """Return each call's advantage. `c`: the settings of the section `trainer`.
+
+    None for agents that are not trained, and for calls that are left out.
+    """
+    fates = [[call.get("fate") for call in rollout["calls"]] for rollout in group]
+    group = [r | {"calls": [_decided(call) for call in r["calls"]]} for r in group]
+    return [
+        [_fated(a, fate) for a, fate in zip(values, own, strict=True)]
+        for values, own in zip(_by_agent(group, c), fates, strict=True)
+    ]
+
+
+def _decided(call: Json) -> Json:
+    return call | {"answered": call["answered"] and call.get("fate") != "rejected"}
+
+
+def _fated(advantage: float | None, fate: str | None) -> float | None:
+    if advantage is None or fate in ("rejected", "left out"):
+        return None
+    return -abs(advantage) if fate == "negative" else advantage
+
+
+def _by_agent(group: Sequence[Json], c: Json) -> list[list[float | None]]:
     if c.get("agents") is None:
         return [*map(list, _of_strategy(group, c))]
     found: list[list[float | None]] = [[None] * len(rollout["calls"]) for rollout in group]
@@ -84,6 +106,12 @@ def _only(rollout: Json, places: Sequence[int]) -> Json:
 
 
 def _of_strategy(group: Sequence[Json], c: Json) -> list[list[float]]:
+    if isinstance(c["credit"], dict):
+        names = [
+            [c["credit"].get(call["agent"], c["credit"].get("*", "uniform")) for call in r["calls"]] for r in group
+        ]
+        found = {name: _of_strategy(group, c | {"credit": name}) for own in names for name in own}
+        return [[found[name][i][j] for j, name in enumerate(own)] for i, own in enumerate(names)]
     strategy = {"uniform": uniform, "discounted": discounted, "anchor": anchor, "gdpo": gdpo, "rae": rae}[c["credit"]]
     return strategy(group, c)
 

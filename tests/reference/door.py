@@ -5,7 +5,8 @@ In go plain values, such as JSON has: settings of the section `trainer`, and row
 `prompt` is all that the model was shown, as token ids. It begins with the row so far: the last answer's prompt and ids.
 `result` is [start, end) of what a tool wrote within the prompt, `teacher` {"logprobs", "weight"} a guide's scores.
 Out come gradients as float64 tensors, by adapter and name, and metrics.
-A rollout of a group is `{"rewards", "calls": [{"prompt", "agent", "rewards", "answered", "at"}]}`, rewards by name.
+A rollout of a group is `{"rewards", "calls": [{"prompt", "agent", "rewards", "answered", "at", "fate"?}]}`, rewards by
+name. `fate`: "rejected" (another attempt's answer was used), "negative" (so it was, and is taught against), "left out".
 Out come advantages: one for each call, None where a call is not trained on.
 A lesson of fine-tuning is a row (sft), {"chosen", "rejected"} (dpo) or {"row", "up"} (kto).
 """
@@ -34,7 +35,7 @@ from lightning_proxy.trainer.sft.sft import SFT
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.tuning.fit import tune
 from lightning_proxy.trainer.tuning.lessons import Lessons
-from lightning_proxy.trainer.types import Batch, Guidance, RolloutRewards, Sample, Sampling, Sibling
+from lightning_proxy.trainer.types import Batch, Guidance, RolloutRewards, Sample, Sampling, Sibling, Sifted
 
 Json = dict[str, Any]
 Weights = dict[str, Tensor]
@@ -42,6 +43,7 @@ PLAIN: Json = {
     "learning_rate": 1e-6, "lora_rank": 4, "lora_alpha": 8, "report_to": [], "dtype": "float32", "threads": 1,
     "max_sample_tokens": 256, "max_grad_norm": 1e9,
 }  # fmt: skip
+OUT = ("rejected", "left out")
 
 
 @dataclass(frozen=True)
@@ -127,13 +129,17 @@ def advantages(settings: Json, group: Sequence[Json]) -> list[list[float | None]
             named = call["rewards"].items()
             rewards += [Reward(str(number), value, call_id=f"{number}-{place}", name=name) for name, value in named]
         calls = [_call(f"{number}-{place}", call) for place, call in enumerate(one["calls"])]
-        siblings.append(Sibling(calls, RolloutRewards.counted(rewards, rules)))
+        fates = [call.get("fate") for call in one["calls"]]
+        left_out, negative = ({i for i, fate in enumerate(fates) if fate in names} for names in (OUT, ("negative",)))
+        sifted = Sifted(calls, left_out, negative)
+        siblings.append(Sibling(calls, RolloutRewards.counted(rewards, rules), sifted))
     return [[one and one.advantage for one in credited] for credited in group_credit(siblings, config)]
 
 
 def _call(call_id: str, call: Json) -> ModelCall:
     values: Json = dict.fromkeys(field.name for field in fields(ModelCall))
     values |= {"call_id": call_id, "agent": call["agent"], "prompt_token_ids": tuple(call["prompt"]), "request": {}}
+    values |= {"superseded_by": "another" if call.get("fate") == "rejected" else None}
     values |= {"status": "ok" if call["answered"] else "error", "started_at": call["at"], "tool_calls": ()}
     return ModelCall(**values)
 

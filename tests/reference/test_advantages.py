@@ -31,8 +31,13 @@ SETTINGS: dict[str, Json] = {
         for credit in ("uniform", "discounted", "anchor")
         for own in ("team", "own")
     },
+    "a strategy for each agent": {"credit": {"a": "discounted", "*": "anchor"}, "discount": 0.8},
+    "some agents, each by its strategy": {"credit": {"a": "anchor"}, "discount": 0.8, "agents": ["a", "b"]},
     "one agent": {"credit": "discounted", "discount": 0.8, "agents": ["a"]},
 }
+
+
+FATES = ("rejected", "negative", "left out")
 
 
 def random_group(seed: int) -> list[Json]:
@@ -48,6 +53,7 @@ def random_group(seed: int) -> list[Json]:
             {
                 "prompt": [chance.randrange(3)], "agent": chance.choice([None, "a", "b"]), "at": number + place / 10,
                 "rewards": rewards(0.6 if by_calls else 0.3), "answered": chance.random() < 0.85,
+                "fate": chance.choice(FATES) if chance.random() < 0.2 else None,
             }
             for place in range(chance.randint(1, 5))
         ]  # fmt: skip
