@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,8 +122,59 @@ def test_named_rewards_make_one_return_by_their_weights(tmp_path: Path) -> None:
         assert proxy.run("rollouts", "show", "r1", "--json").json["reward"] == pytest.approx(1.2)
 
 
-def test_the_range_of_rewards_can_be_set(tmp_path: Path) -> None:
-    with in_this_process(tmp_path, rewards={"range": [0, 1]}) as proxy:
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"reward": 1e308}, "reward"),
+        ({"reward": -1.5, "name": "style"}, "reward"),
+        ([{"reward": 1.0}, {"reward": 2.01}], "1.reward"),
+    ],
+)
+def test_the_range_of_rewards_can_be_set(ranged: Proxy, wrong: Any, param: str) -> None:
+    whole = [{"rollout_id": "r1"} | one for one in wrong] if isinstance(wrong, list) else {"rollout_id": "r1"} | wrong
+    answer = ranged.post("/reward", whole)
+    assert (answer.status, answer.error["param"]) == (422, param)
+    assert answer.error["message"].endswith("is outside of rewards.range, -1 to 2")
+    assert ranged.rollout("r1")["rewards"] == []
+
+
+@pytest.fixture
+def ranged(tmp_path: Path) -> Iterator[Proxy]:
+    """A proxy that takes rewards from -1 to 2, with the rollout r1."""
+    with in_this_process(tmp_path, rewards={"range": [-1, 2]}) as proxy:
         proxy.chat("r1")
-        assert proxy.post("/reward", {"rollout_id": "r1", "reward": 1.5}).status == 422
-        assert proxy.post("/reward", {"rollout_id": "r1", "reward": 1}).status == 200
+        yield proxy
+        ends = [{"rollout_id": "r1", "reward": reward} for reward in (-1, 2)]
+        assert proxy.post("/reward", ends).status == 200
+
+
+def test_a_list_has_at_most_10_000_rewards(proxy: Proxy, rollout: str) -> None:
+    one = {"rollout_id": rollout, "reward": 1}
+    assert proxy.post("/reward", [one] * 10_001).status == 413
+    assert proxy.rollout(rollout)["rewards"] == []
+
+
+def test_an_idempotency_key_has_at_most_200_characters(proxy: Proxy, rollout: str) -> None:
+    key, body = rollout.ljust(200, "k"), {"rollout_id": rollout, "reward": 1}
+    first, again = (proxy.post("/reward", body, Idempotency_Key=key) for _ in range(2))
+    assert (first.status, first.json) == (200, again.json)
+    refused = proxy.post("/reward", body, Idempotency_Key=f"{key}k")
+    assert refused.status == 422 and "at most 200 characters" in refused.error["message"]
+
+
+def test_an_idempotency_key_is_its_senders_own(proxy: Proxy) -> None:
+    """Agents that count their posts all begin with the same key."""
+    for opened in proxy.post("/rollouts", {"task_id": "t", "n": 2}).json:
+        name, body = opened["rollout_id"], {"rollout_id": opened["rollout_id"], "reward": 1}
+        for _ in range(2):
+            assert proxy.post("/reward", body, opened["api_key"], Idempotency_Key="1").status == 200
+        assert len(proxy.rollout(name)["rewards"]) == 1
+
+
+def test_a_rollouts_own_key_offers_nothing_to_the_trainer_again(proxy: Proxy) -> None:
+    (opened,) = proxy.post("/rollouts", {"task_id": "t"}).json
+    reward = {"rollout_id": opened["rollout_id"], "reward": 1, "retrain": True}
+    assert proxy.post("/reward", [reward | {"retrain": False}, reward], opened["api_key"]).status == 403
+    found = proxy.rollout(opened["rollout_id"])
+    assert (found["rewards"], found["status"]) == ([], "running")
+    assert proxy.post("/reward", reward).status == 200
