@@ -39,7 +39,7 @@ FULL, SMALL = Size(100_000, 10_000, 500), Size(400, 50, 20)
 EMPTY = Size(4 * SIBLINGS * 8, 4, 4)
 REPEATS = 15
 TIMES = 3.0  # slower than beside an empty store, and by its answer's size
-NO_JSON = ("/", "/feed", "/thumbs.js", "/metrics", "/docs", "/redoc", "/openapi.json")
+NO_JSON = ("/", "/feed", "/metrics", "/docs", "/redoc", "/openapi.json")
 ROLLOUTS = ("r1", "long")
 
 Look = Callable[[Store], Awaitable[object]]

@@ -1,15 +1,15 @@
-"""Plugs in what people say: thumbs in an application, and the queue of those who rate rollouts."""
+"""Plugs in the queue of people who rate rollouts, and the way back."""
 
 from __future__ import annotations
 
 from ..plugins.hooks import ProxyPlugin
-from . import rating, thumbs
+from . import rating
 
 
 class PeoplePlugin(ProxyPlugin):
     """Takes people's rewards, which are named `human`."""
 
-    routers = (rating.router, thumbs.router, thumbs.open_router)
+    routers = (rating.router,)
 
 
 plugin = PeoplePlugin

@@ -52,7 +52,6 @@ ROUTES: dict[str, Route] = {
     "post /agl/api/rollouts/{rollout_id}/attempt/0/events": Route(
         404, 200, 200, 403, body={"event_type": "note", "data": {"text": "SECRET"}}
     ),
-    "post /rollouts/{rollout_id}/calls/{call_id}/reward-key": Route(404, 404, 404, 403, body={}),
     "delete /rollouts/{rollout_id}/rewards/{reward_id}": Route(404, 404, 404, 403),
     "get /people/queue": Route(200, 200, 200, 403, True, query="?person=anna"),
     "post /rollouts/{rollout_id}/end": Route(404, 409, 409, 403, body={"status": "discarded"}),
@@ -117,7 +116,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     model = save_model(directory / "base")
     access = {"api_keys": ["agent"], "admin_keys": ["admin"]}
     policy = {"model": str(model), "publish": "lora"}
-    sections = {"proxy": access, "policy": policy, "trainer": TRAINER, "rewards": {"origins": ["https://chat.example"]}}
+    sections = {"proxy": access, "policy": policy, "trainer": TRAINER}
     with in_this_process(directory, ModelVllm(model), **sections) as proxy:
         for text, more in (("Be kind.", {}), ("Be curt.", {"comment": "SECRET", "metrics": {"reward": REWARD}})):
             prompt = {"name": "writer", "text": text, "match": {"agent": "writer"}} | more

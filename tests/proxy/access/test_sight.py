@@ -57,7 +57,6 @@ ROUTES: dict[tuple[str, str], Asked | str] = {
     ("get", "/rollouts/{rollout_id}/tokens"): Asked(404, 200, 200, 403),
     ("post", "/rollouts/{rollout_id}/events"): Asked(404, 200, 200, 403, body=NOTE),
     ("post", "/agl/api/rollouts/{rollout_id}/attempt/0/events"): Asked(404, 200, 200, 403, body=EVENT),
-    ("post", "/rollouts/{rollout_id}/calls/{call_id}/reward-key"): Asked(404, 404, 404, 403, body={}),
     ("delete", "/rollouts/{rollout_id}/rewards/{reward_id}"): Asked(404, 404, 404, 403),
     ("get", "/people/queue"): Asked(200, 200, 200, 403, True, query="?person=anna"),
     ("post", "/rollouts/{rollout_id}/end"): Asked(404, 409, 409, 403, body={"status": "discarded"}),
@@ -139,7 +138,7 @@ async def learned(system: Any, directory: Path, theirs: str) -> None:
 @asynccontextmanager
 async def two_tenants(running: Running, tmp_path: Path) -> AsyncIterator[Tenants]:
     access: dict[str, Any] = {"api_keys": ["agent"], "admin_keys": ["admin"]}
-    async with running(tmp_path, publish="lora", rewards={"origins": ["https://chat.example"]}, **access) as system:
+    async with running(tmp_path, publish="lora", **access) as system:
         for text, more in (("Be kind.", {}), ("Be curt.", {"comment": "SECRET", "metrics": {"reward": 0.1234}})):
             body = {"name": "writer", "text": text, "match": {"agent": "writer"}} | more
             assert (await system.call("POST", "/prompts", body, **bearer("admin")))[0] == 200
