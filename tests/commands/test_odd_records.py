@@ -1,4 +1,4 @@
-"""Commands show and export whatever agents and upstreams have written: the cases with a command or an export."""
+"""Commands show and export whatever agents and upstreams have written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from support.cases import Case, cases_with
 from support.command_line import Done, lightning
 from support.scripted import CHAT, Proxy, scripted
 
@@ -36,27 +35,6 @@ async def ran(proxy: Proxy, tmp_path: Path, *command: str) -> Done:
     config = {"store": {"url": proxy.config.store.url}, "proxy": {"port": int(proxy.url.rpartition(":")[2])}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     return await asyncio.to_thread(lightning, *command, cwd=tmp_path)
-
-
-@pytest.mark.parametrize("case", cases_with("command") + cases_with("export"), ids=lambda case: case["name"])
-async def test_a_case_is_shown_or_exported(proxy: Proxy, tmp_path: Path, case: Case) -> None:
-    name = case["name"]
-    if "metadata" in case:
-        (opened,) = await proxy.post("/rollouts", {"metadata": case["metadata"]})
-        name = opened["rollout_id"]
-    for messages, answer in case.get("turns", ()):
-        await proxy.ask(f"/rollouts/{name}{CHAT}", {"messages": messages}, answer)
-    if "reward" in case:
-        await proxy.post("/reward", {"rollout_id": name, "reward": case["reward"]})
-    if "export" in case:
-        done = await ran(proxy, tmp_path, "export", "--kind", case["export"], "-")
-        assert name in [
-            row.get("session_id", row.get("rollout_id")) for row in map(json.loads, done.stdout.splitlines())
-        ]
-    else:
-        done = await ran(proxy, tmp_path, *(name if part == "%ROLLOUT%" else part for part in case["command"]))
-        assert json.loads(done.stdout)
-    assert done.returncode == 0, done.stderr
 
 
 async def test_a_result_without_an_id_is_of_the_call_without_one(proxy: Proxy, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def lightning(*arguments: str | Path, cwd: Path) -> Done:
     return Done(code or 0, out.read(), err.read())
 
 
-def write_config(directory: Path, upstream: str, port: int, **sections: Json | list[Json]) -> None:
+def write_config(directory: Path, upstream: str, port: int, **sections: Any) -> None:
     """Write a configuration with one vLLM as the policy's server. `sections` replace keys of its sections."""
     defaults: Json = {
         "proxy": {"port": port},
@@ -161,6 +161,8 @@ def write_config(directory: Path, upstream: str, port: int, **sections: Json | l
         "upstreams": [{"name": "policy", "kind": "vllm", "base_url": upstream}],
         "policy": {"publish": "merged", "directory": str(directory / "policy")},
     }
+    if "upstreams" in sections:  # without an address: the played server's
+        sections["upstreams"] = [{"base_url": upstream} | one for one in sections["upstreams"]]
     for name, section in sections.items():
         defaults[name] = {**defaults.get(name, {}), **section} if isinstance(section, dict) else section
     (directory / "config.yaml").write_text(yaml.safe_dump(defaults))

@@ -14,7 +14,6 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.sft.traces import TraceReader, Traces
-from support.cases import Case, cases_with
 from support.command_line import Done, lightning
 from support.sections import TrainerConfig
 from support.small_model import save_small_model
@@ -151,13 +150,6 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     for path in (tmp_path / "nowhere", tmp_path / "binary"):
         code, _, err = run(tmp_path, "import", path)
         assert (code, err.count("\n"), str(path) in err) == (2, 1, True), err
-
-
-@pytest.mark.parametrize("case", cases_with("import_file"), ids=lambda case: case["name"])
-def test_files_of_others_are_taken_as_they_are(tmp_path: Path, case: Case) -> None:
-    (file := tmp_path / "theirs.jsonl").write_text(case["import_file"], encoding="utf-8")
-    done = run(tmp_path, "import", file)
-    assert (done.returncode, f"{case['imported']} rollouts" in done.stderr) == (0, True), done.stderr
 
 
 async def test_functions_of_older_files_become_tools_with_their_results(tmp_path: Path) -> None:

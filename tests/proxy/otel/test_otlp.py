@@ -33,7 +33,6 @@ from lightning_proxy.proxy.otel.receive import read_all
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
-from support.cases import Case, cases_with
 from support.sections import TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -418,19 +417,6 @@ def export(spans: list[dict[str, Any]], first_id: int = 1, **named: str) -> dict
         for i, span in enumerate(spans)
     ]
     return posted
-
-
-@pytest.mark.parametrize("case", cases_with("posts"), ids=lambda case: case["name"])
-async def test_spans_stand_in_the_order_of_their_own_times(running: Running, tmp_path: Path, case: Case) -> None:
-    async with running(tmp_path) as system:
-        for i, spans in enumerate(case["posts"]):
-            body = export(spans, 1 + 100 * i, rollout_id="r1")
-            assert await system.call("POST", "/otlp/v1/traces", body) == (200, {})
-        _, rollout = await system.call("GET", "/rollouts/r1?requests=whole")
-    calls = rollout["calls"]
-    assert [call["model"] for call in calls] == case["models"]
-    assert [[tool["result"] for tool in call["tool_calls"]] for call in calls if call["tool_calls"]] == case["results"]
-    assert all(call["latency_ms"] >= 0 for call in calls)
 
 
 async def test_each_span_in_a_post_of_its_own_is_as_all_in_one(running: Running, tmp_path: Path) -> None:

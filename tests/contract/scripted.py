@@ -1,0 +1,163 @@
+"""A model server that answers each request with what its test wrote down, and a proxy in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from aiohttp import web
+
+from contract.system import Answer, Proxy, in_this_process
+from contract.vllm import PlayedVllm
+
+Json = dict[str, Any]
+CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"
+CASES = Path(__file__).parents[1] / "cases"
+
+
+@dataclass
+class Wire:
+    """An answer as it goes over the wire: each piece in a packet of its own, `delay_s` apart."""
+
+    pieces: list[bytes]
+    content_type: str | None = "text/event-stream"
+    status: int = 200
+    delay_s: float = 0.0
+    breaks: bool = False  # after the last piece
+    is_at_its_end: bool = field(default=False, init=False)  # the last piece is about to be sent
+    came_early: bool = field(default=False, init=False)  # the agent had bytes before that
+
+
+class ScriptedVllm(PlayedVllm):
+    """Answers what is written for the request's header X-Script: a `Wire`, an error's status, or an answer's content.
+
+    That is a message (chat), a text (completions), the blocks of Messages, or the items of Responses' output.
+    """
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.scripts: dict[str, Any] = {}
+        self._ids = itertools.count()
+        self.app.router.add_route("*", "/v1/{path:.*}", self._chat)
+        self.app.on_response_prepare.append(_without_type)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        script = self.scripts.get(request.headers.get("X-Script", ""))
+        body = json.loads(await request.read() or b"{}")
+        self.requests.append({"path": request.raw_path, "headers": dict(request.headers), **body})
+        await asyncio.sleep(float(request.headers.get("X-Wait", "0")))
+        if isinstance(script, Wire):
+            return await _write(request, script)
+        if isinstance(script, int) or script is None:
+            return web.json_response({"error": {"message": "busy"}}, status=script or 404)
+        head = {"id": f"answer_{next(self._ids)}_of_the_server", "model": body["model"]}
+        return web.json_response(head | _shaped(request.path, script))
+
+
+def _shaped(path: str, content: Any) -> Json:
+    if path == RESPONSES:
+        return {"object": "response", "status": "completed", "output": content}
+    if path == f"{RESPONSES}/compact":
+        return {"object": "response.compaction", "output": content}
+    if path == MESSAGES:
+        return {"type": "message", "role": "assistant", "content": content, "stop_reason": "end_turn"}
+    name = "text" if path == COMPLETIONS else "message"
+    return {"choices": [{"index": 0, name: content, "finish_reason": "stop"}]}
+
+
+async def _write(request: web.Request, wire: Wire) -> web.StreamResponse:
+    answer = web.StreamResponse(status=wire.status)
+    if wire.content_type is not None:
+        answer.headers["Content-Type"] = wire.content_type
+    await answer.prepare(request)
+    for place, piece in enumerate(wire.pieces, 1):
+        await asyncio.sleep(wire.delay_s if place > 1 else 0)
+        wire.is_at_its_end = place == len(wire.pieces)
+        await answer.write(piece)
+    if wire.breaks:
+        assert request.transport is not None
+        request.transport.abort()
+    return answer
+
+
+async def _without_type(_: web.Request, answer: web.StreamResponse) -> None:
+    """Take off the type that aiohttp gives to what has none."""
+    if answer.headers.get("Content-Type") == "application/octet-stream":
+        del answer.headers["Content-Type"]
+
+
+@dataclass
+class Scripted:
+    """A proxy in front of a scripted server: model "m" is an upstream's of kind openai, "policy" a vLLM's."""
+
+    proxy: Proxy
+    server: ScriptedVllm
+
+    @contextmanager
+    def script(self, answer: Any) -> Iterator[Json]:
+        """Yield the headers of a request that has this answer."""
+        name = uuid.uuid4().hex
+        self.server.scripts[name] = answer
+        try:
+            yield {"X_Script": name}
+        finally:
+            del self.server.scripts[name]
+
+    def ask(self, path: str, request: Json | None, answer: Any, *, method: str = "POST", **headers: str) -> Answer:
+        """Send a request and have it answered; its model is "m"."""
+        with self.script(answer) as scripted:
+            body = None if request is None else {"model": "m"} | request
+            got = self.proxy.call(method, path, body, **scripted, **headers)
+        assert got.status == (answer if isinstance(answer, int) else 200), got.body
+        return got
+
+    def receive(self, method: str, path: str, body: Json | None, wire: Wire) -> tuple[httpx.Headers, bytes, bool]:
+        """Ask for an answer as the wire has it; return its headers, what came of it, and whether it came whole."""
+        got = b""
+        with self.script(wire) as scripted, ExitStack() as stack:
+            headers = {"X-Script": scripted["X_Script"]}
+            answer = stack.enter_context(
+                self.proxy.client.stream(method, self.proxy.url + path, json=body, headers=headers)
+            )
+            try:
+                for piece in answer.iter_raw():
+                    wire.came_early |= not wire.is_at_its_end
+                    got += piece
+            except httpx.HTTPError:
+                return answer.headers, got, False
+        return answer.headers, got, True
+
+    def results(self, rollout: str, turns: list[Any]) -> list[list[Any]]:
+        """Ask [messages, answer, agent's name?] one after the other; return the results of each call's tools."""
+        for messages, answer, *agent in turns:
+            named = {"X_Agent_Name": agent[0]} if agent else {}
+            self.ask(CHAT, {"messages": messages}, answer, X_Rollout_Id=rollout, **named)
+        return results_of(self.proxy.rollout(rollout))
+
+    def rollouts(self, turns: list[Any], key: str = "same") -> list[str]:
+        """Ask [path, request, answer] one after the other, unnamed; return the rollouts of the recorded ones."""
+        found = [
+            self.ask(path, request, answer, Authorization=f"Bearer {key}").headers.get("x-rollout-id")
+            for path, request, answer in turns
+        ]
+        return [rollout for rollout in found if rollout]
+
+
+def results_of(rollout: Json) -> list[list[Any]]:
+    return [[tool["result"] for tool in call["tool_calls"]] for call in rollout["calls"] if call["tool_calls"]]
+
+
+@contextmanager
+def scripted(directory: Path, **sections: Any) -> Iterator[Scripted]:
+    upstreams = [{"name": "policy", "kind": "vllm"}, {"name": "theirs", "kind": "openai", "models": ["m"]}]
+    server = ScriptedVllm(directory)
+    with in_this_process(directory, server, upstreams=upstreams, **sections) as proxy:
+        yield Scripted(proxy, server)
