@@ -82,7 +82,7 @@ def test_an_image_runs_a_command_that_is_there_with_keys_that_are_there(
 
 @pytest.mark.parametrize("target", ["proxy", "all"])
 def test_an_image_installs_the_wheel_with_extras_that_are_there(target: str) -> None:
-    """tests/test_wheel.py builds that wheel of what the Dockerfile copies, and starts its program."""
+    """tests/contract/test_wheel.py builds that wheel of what the Dockerfile copies, and starts its program."""
     (copied,) = (rest for word, rest in instructions(target) if word == "COPY")
     assert copied == "--from=wheel /wheels /wheels"
     (extras,) = re.findall(r"\[([\w,]+)\]", one(target, "RUN"))

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from contract.system import free_port, wait_until
 from support.loading import load_module
 from support.paths import EXAMPLES, ROOT
 from support.spelling_model import save_spelling_model
-from support.whole_system import free_port, wait_until
 
 FIVE = (ROOT / "README.md").read_text().partition("## Five steps")[2].partition("\n## ")[0]
 STEPS = re.split(r"^\*\*\d\. ", FIVE, flags=re.MULTILINE)[1:]

@@ -12,11 +12,11 @@ from email.message import Message
 from email.parser import BytesParser
 from pathlib import Path
 
-import aiohttp
 import pytest
 
+from contract.system import CLI, Process, Served, free_port, played, write_config
+from contract.vllm import PlayedVllm
 from support.paths import ROOT
-from support.served import Client, proxy_in_front
 
 PACKAGES = ("proxy", "trainer", "commands", "client")
 COPIED = re.compile(r"^COPY (?!--)(.+) (\S+)$", re.MULTILINE)  # what an image is built of is enough to build
@@ -100,7 +100,7 @@ def test_the_metadata_says_what_an_index_shows(wheel: Path) -> None:
 def test_every_link_of_the_shown_readme_leads_to_a_file_of_the_release(wheel: Path) -> None:
     told = metadata(wheel)
     repository = told["Project-URL"].removeprefix("Repository, ")
-    targets = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", told.get_payload())
+    targets = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", str(told.get_payload()))
     assert len(targets) > 20
     for image, target in targets:
         assert target.startswith("https://"), target
@@ -110,21 +110,28 @@ def test_every_link_of_the_shown_readme_leads_to_a_file_of_the_release(wheel: Pa
             assert (ROOT / path).exists(), target
 
 
-async def test_a_fresh_environment_serves_and_records_a_call(fresh: Path, tmp_path: Path) -> None:
-    program = fresh / "lightning-proxy"
-    async with proxy_in_front(tmp_path, [program]) as proxy, aiohttp.ClientSession() as session:
-        await proxy.start()
-        client = Client(proxy, "c")
-        await client.turn(session, "r1", stream=True)
-        assert client.statuses == {200}
-        command = [program, "--config", proxy.config, "rollouts", "list", "--json"]
-        listed = subprocess.run(command, capture_output=True, text=True, check=True)
-        (rollout,) = json.loads(listed.stdout)["data"]
-        assert (rollout["rollout_id"], rollout["reward"]) == ("r1", 1)
+def test_a_fresh_environment_serves_and_records_a_call(fresh: Path, tmp_path: Path) -> None:
+    program, port = str(fresh / "lightning-proxy"), free_port()
+    with played(vllm := PlayedVllm(tmp_path)) as upstream:
+        write_config(tmp_path, f"{upstream}/v1", port)
+        server = Process(tmp_path, "serve")
+        server.argv = [program, *server.argv[len(CLI) :]]
+        proxy = Served(f"http://127.0.0.1:{port}", tmp_path, vllm, server=server)
+        try:
+            proxy.start()
+            assert proxy.chat("r1", stream=True).status == 200
+            assert proxy.post("/reward", {"rollout_id": "r1", "reward": 1}).status == 200
+            command = [program, "--config", str(proxy.config), "rollouts", "list", "--json"]
+            listed = subprocess.run(command, capture_output=True, text=True, check=True)
+        finally:
+            proxy.client.close()
+            server.end()
+    (rollout,) = json.loads(listed.stdout)["data"]
+    assert (rollout["rollout_id"], rollout["reward"], rollout["calls"]) == ("r1", 1, 1)
 
 
 def test_a_fresh_environment_says_its_version(fresh: Path, wheel: Path) -> None:
-    asked = subprocess.run([fresh / "lightning-proxy", "--version"], capture_output=True, text=True, check=True)
+    asked = subprocess.run([str(fresh / "lightning-proxy"), "--version"], capture_output=True, text=True, check=True)
     assert asked.stdout == f"lightning-proxy {metadata(wheel)['Version']}\n"
 
 
@@ -138,7 +145,7 @@ def test_a_fresh_environment_says_its_version(fresh: Path, wheel: Path) -> None:
 def test_a_fresh_environment_says_what_a_provider_needs(fresh: Path, tmp_path: Path, command: str, what: str) -> None:
     assert not (fresh / "litellm").exists()
     (tmp_path / "config.yaml").write_text("upstreams: [{name: gemini, kind: litellm, models: [gemini/m]}]\n")
-    asked = [fresh / "lightning-proxy", "--config", "config.yaml", *command.split()]
+    asked = [str(fresh / "lightning-proxy"), "--config", "config.yaml", *command.split()]
     done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith(f"{what} needs litellm: pip install 'lightning-proxy[providers]'")
@@ -147,7 +154,7 @@ def test_a_fresh_environment_says_what_a_provider_needs(fresh: Path, tmp_path: P
 
 @pytest.mark.parametrize(("command", "extras"), [("train", "[train]"), ("vllm", "[vllm]"), ("up", "[vllm]")])
 def test_a_command_that_needs_an_extra_names_it(fresh: Path, tmp_path: Path, command: str, extras: str) -> None:
-    asked = [fresh / "lightning-proxy", command, "--model", "any"]
+    asked = [str(fresh / "lightning-proxy"), command, "--model", "any"]
     done = subprocess.run(asked, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and extras in done.stderr
     assert "Traceback" not in done.stderr
