@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 from aiohttp import web
 
 from contract.system import Answer, Proxy, in_this_process
@@ -161,3 +162,15 @@ def scripted(directory: Path, **sections: Any) -> Iterator[Scripted]:
     server = ScriptedVllm(directory)
     with in_this_process(directory, server, upstreams=upstreams, **sections) as proxy:
         yield Scripted(proxy, server)
+
+
+@contextmanager
+def scripted_twice(directory: Path) -> Iterator[list[Scripted]]:
+    """Two proxies in front of one server, on one store."""
+    for name in ("one", "other"):
+        (directory / name).mkdir()
+    with scripted(directory / "one") as one:
+        config = yaml.safe_load(one.proxy.config.read_text())
+        same = {name: config[name] for name in ("store", "upstreams")}
+        with in_this_process(directory / "other", **same) as other:
+            yield [one, Scripted(other, one.server)]

@@ -1,31 +1,32 @@
-"""A tool's result belongs to the call that its own conversation made, whatever the ids."""
+"""A tool's result belongs to the call that its own conversation made, whatever the ids (CONTRACT.md, section 3)."""
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from support.cases import Case, cases_with
-from support.scripted import CHAT, MESSAGES, RESPONSES, Proxy, scripted
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-Json = dict[str, Any]
+from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, Scripted, results_of, scripted_twice
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def proxies(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sequence[Proxy]]:
-    async with scripted(tmp_path_factory.mktemp("results"), proxies=2) as found:
-        yield found
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Scripted]]:
+    """Two proxies on one store."""
+    with scripted_twice(tmp_path_factory.mktemp("results")) as both:
+        yield both
 
 
 @pytest.fixture
-def proxy(proxies: Sequence[Proxy]) -> Proxy:
-    return proxies[0]
+def model(models: list[Scripted]) -> Scripted:
+    return models[0]
+
+
+@pytest.fixture
+def rollout() -> str:
+    return uuid.uuid4().hex
 
 
 def user(text: str) -> Json:
@@ -48,22 +49,19 @@ def called(name: str) -> Json:
     return {"role": "assistant", "content": None, "function_call": {"name": name, "arguments": "{}"}}
 
 
-DONE = {"role": "assistant", "content": "done"}
+def said(text: str) -> Json:
+    return {"role": "assistant", "content": text}
+
+
+DONE = said("done")
 GO, X, N = user("go"), "X", "functions.get_the_current_weather:0"
 SYSTEM = {"role": "system", "content": "You are one."}
 OTHER = {"role": "system", "content": "You are another."}
+# What smolagents writes down of the calls and the results of its tools.
+WROTE = "Calling tools:\n[{'id': 'call_1', 'type': 'function', 'function': {'name': 'f', 'arguments': {'a': 1}}}]"
+WROTE_TWO = WROTE[:-1] + ", {'id': 'call_2', 'type': 'function', 'function': {'name': 'f', 'arguments': {'a': 2}}}]"
 # The ids are alike in all conversations. Each: turns, as in the cases, and the results.
-OWN: dict[str, tuple[list[list[Any]], list[list[Any]]]] = {
-    "three answers that count alike": (
-        [
-            [[GO], calls((N, {"n": 1}))],
-            [[GO, calls((N, {"n": 1})), told(N, "1")], calls((N, {"n": 2}))],
-            [[GO, calls((N, {"n": 1})), told(N, "1"), calls((N, {"n": 2})), told(N, "2")], calls((N, {"n": 3}))],
-            [[GO, calls((N, {"n": 1})), told(N, "1"), calls((N, {"n": 2})), told(N, "2"), calls((N, {"n": 3})),
-              told(N, "3")], DONE],
-        ],
-        [["1"], ["2"], ["3"]],
-    ),
+CONVERSATIONS: dict[str, tuple[list[list[Any]], list[list[Any]]]] = {
     "a poll whose arguments never change": (
         [
             [[GO], calls((X, {}))],
@@ -73,11 +71,6 @@ OWN: dict[str, tuple[list[list[Any]], list[list[Any]]]] = {
              DONE],
         ],
         [["wait"], ["wait"], ["ok"]],
-    ),
-    "equal calls with equal ids in a turn": (
-        [[[GO], calls((X, {}), (X, {}), (X, {}))],
-         [[GO, calls((X, {}), (X, {}), (X, {})), told(X, "same"), told(X, "same"), told(X, "other")], DONE]],
-        [["same", "same", "other"]],
     ),
     "one of two results with one id, and the other later": (
         [[[GO], calls((X, {}), (X, {}))],
@@ -89,11 +82,6 @@ OWN: dict[str, tuple[list[list[Any]], list[list[Any]]]] = {
         [[[GO], calls(("a", {}), ("b", {}))],
          [[GO, calls(("a", {}), ("b", {})), told("b", "B"), told("a", "A")], DONE]],
         [["A", "B"]],
-    ),
-    "calls that the client sends in another order, with ids that count": (
-        [[[GO], calls(("f:0", {"n": 1}), ("f:1", {"n": 2}))],
-         [[GO, calls(("f:1", {"n": 2}), ("f:0", {"n": 1})), told("f:1", "2"), told("f:0", "1")], DONE]],
-        [["1", "2"]],
     ),
     "the second call alone, with an id that counts": (
         [[[GO], calls(("f:0", {"n": 1}), ("f:1", {"n": 2}))],
@@ -116,11 +104,6 @@ OWN: dict[str, tuple[list[list[Any]], list[list[Any]]]] = {
          [[GO, calls((None, {"n": 1}), (None, {"n": 2})), told(None, "1"), told(None, "2")], DONE]],
         [["1", "2"]],
     ),
-    "results whose ids the client left out": (
-        [[[GO], calls(("a", {"n": 1}), ("b", {"n": 2}))],
-         [[GO, calls(("a", {"n": 1}), ("b", {"n": 2})), told(None, "1"), told(None, "2")], DONE]],
-        [["1", "2"]],
-    ),
     "ids that the client wrote anew": (
         [[[GO], calls(("call_a", {"n": 1}), ("call_b", {"n": 2}))],
          [[GO, calls(("x1", {"n": 1}), ("x2", {"n": 2})), told("x2", "2"), told("x1", "1")], DONE]],
@@ -131,12 +114,6 @@ OWN: dict[str, tuple[list[list[Any]], list[list[Any]]]] = {
          [[GO, called("f"), {"role": "function", "name": "f", "content": "1"}, called("f"),
            {"role": "function", "name": "f", "content": "2"}], DONE]],
         [["1"], ["2"]],
-    ),
-    "two agents with functions": (
-        [[[user("A")], called("f"), "A"], [[user("B")], called("f"), "B"],
-         [[user("A"), called("f"), {"role": "function", "name": "f", "content": "a"}], DONE, "A"],
-         [[user("B"), called("f"), {"role": "function", "name": "f", "content": "b"}], DONE, "B"]],
-        [["a"], ["b"]],
     ),
     "agents that only their system's prompts tell apart": (
         [[[SYSTEM, GO], calls((X, {}))], [[OTHER, GO], calls((X, {}))],
@@ -238,29 +215,37 @@ OWN: dict[str, tuple[list[list[Any]], list[list[Any]]]] = {
          [[GO, calls((X, {"n": 1})), told(X, "1")], DONE]],
         [["1"], [None]],
     ),
+    "a result in a text": (
+        [[[GO], calls(("call_1", {"a": 1}))],
+         [[GO, said(f"So:\n{WROTE}"), user("Observation:\n3\nNew task:\nAnd now?")], DONE]],
+        [["3"]],
+    ),
+    "an error in a text": (
+        [[[GO], calls(("call_1", {"a": 1}))],
+         [[GO, said(WROTE), user("Call id: call_1\nError:\nno such tool\nNow let's retry")], DONE]],
+        [["no such tool\nNow let's retry"]],
+    ),
+    "a text of which nobody can say whose result it is": (
+        [[[GO], calls(("call_1", {"a": 1}), ("call_2", {"a": 2}))],
+         [[GO, said(WROTE_TWO), user("Observation:\n3\n4")], DONE]],
+        [[None, None]],
+    ),
+    "a question about a result": (
+        [[[GO], calls(("call_1", {"a": 1}))], [[GO, said(WROTE), user("What does the Observation:\n3 mean?")], DONE]],
+        [[None]],
+    ),
 }  # fmt: skip
 
 
-async def play(proxies: Sequence[Proxy], turns: list[list[Any]]) -> list[list[Any]]:
-    rollout = f"r-{uuid.uuid4().hex}"
-    for i, (messages, answer, *agent) in enumerate(turns):
-        named = {"X_Rollout_Id": rollout} | ({"X_Agent_Name": agent[0]} if agent else {})
-        await proxies[i % len(proxies)].ask(CHAT, {"messages": messages}, answer, **named)
-    return await proxies[0].results(rollout)
-
-
-@pytest.mark.parametrize("case", cases_with("turns", "results"), ids=lambda case: case["name"])
-async def test_a_result_belongs_to_the_conversation_that_sends_it(case: Case, proxy: Proxy) -> None:
-    assert await play([proxy], case["turns"]) == case["results"]
-
-
-@pytest.mark.parametrize("case", OWN)
-@pytest.mark.parametrize("workers", [1, 2])
-async def test_a_result_is_given_to_the_call_that_stands_before_it(
-    case: str, workers: int, proxies: Sequence[Proxy]
+@pytest.mark.parametrize("name", CONVERSATIONS)
+@pytest.mark.parametrize("proxies", [1, 2])
+def test_a_result_is_given_to_the_call_that_stands_before_it(
+    name: str, proxies: int, models: list[Scripted], rollout: str
 ) -> None:
-    turns, results = OWN[case]
-    assert await play(proxies[:workers], turns) == results
+    turns, results = CONVERSATIONS[name]
+    for i, turn in enumerate(turns):
+        found = models[i % proxies].results(rollout, [turn])
+    assert found == results
 
 
 def use(call_id: str, **given: Any) -> Json:
@@ -271,14 +256,16 @@ def used(call_id: str, text: str) -> Json:
     return {"type": "tool_result", "tool_use_id": call_id, "content": text}
 
 
-async def test_blocks_of_messages_are_matched_within_their_conversation(proxy: Proxy) -> None:
-    named, both = {"X_Rollout_Id": "messages"}, [use("t:0", n=1), use("t:0", n=2)]
-    await proxy.ask(MESSAGES, {"system": "s", "messages": [GO]}, both, **named)
-    await proxy.ask(MESSAGES, {"messages": [user("B")]}, [use("t:0", n=3)], **named)
+def test_blocks_of_messages_are_matched_within_their_conversation(model: Scripted, rollout: str) -> None:
+    named, both = {"X_Rollout_Id": rollout}, [use("t:0", n=1), use("t:0", n=2)]
+    model.ask(MESSAGES, {"system": "s", "messages": [GO]}, both, **named)
+    model.ask(MESSAGES, {"messages": [user("B")]}, [use("t:0", n=3)], **named)
     history = [GO, {"role": "assistant", "content": both}]
-    back = [used("t:0", "1"), {"type": "text", "text": "Hurry."}, used("t:0", "2")]
-    await proxy.ask(MESSAGES, {"system": "s2", "messages": [*history, {"role": "user", "content": back}]}, [], **named)
-    assert await proxy.results("messages") == [["1", "2"], [None]]
+    back = [used("t:0", "1"), {"type": "text", "text": "Hurry."}, used("t:0", "2") | {"is_error": True}]
+    model.ask(MESSAGES, {"system": "s2", "messages": [*history, {"role": "user", "content": back}]}, [], **named)
+    found = model.proxy.rollout(rollout)
+    assert results_of(found) == [["1", "2"], [None]]
+    assert [tool["is_error"] for tool in found["calls"][0]["tool_calls"]] == [False, True]
 
 
 def item(kind: str, call_id: str, item_id: str, given: str) -> Json:
@@ -292,41 +279,65 @@ def output(kind: str, call_id: str, text: str) -> Json:
 
 @pytest.mark.parametrize("kind", ["function_call", "custom_tool_call"])
 @pytest.mark.parametrize("way", ["whole", "previous_response_id", "item_reference"])
-async def test_items_of_responses_are_matched_within_their_conversation(kind: str, way: str, proxy: Proxy) -> None:
-    rollout = f"{kind}-{way}"
-    made, given = {}, {}
+def test_items_of_responses_are_matched_within_their_conversation(
+    kind: str, way: str, model: Scripted, rollout: str
+) -> None:
+    made, given, named = {}, {}, {"X_Rollout_Id": rollout}
     for who in ("A", "B"):
         given[who] = [item(kind, "c:0", f"fc_{who}{i}", f'{{"n":{i}}}') for i in (1, 2)]
-        _, made[who] = await proxy.asked(RESPONSES, {"input": who}, given[who], X_Rollout_Id=rollout)
+        made[who] = model.ask(RESPONSES, {"input": who}, given[who], **named).json
     for who in ("A", "B"):
         results = [output(kind, "c:0", f"{who}{i}") for i in (1, 2)]
         sent: Json = {"input": [user(who), *given[who], *results]}
         if way == "previous_response_id":
             sent = {"input": results, "previous_response_id": made[who]["id"]}
         if way == "item_reference":
-            sent = {"input": [{"type": "item_reference", "id": made["id"]} for made in given[who]] + results}
-        await proxy.ask(RESPONSES, sent, [], X_Rollout_Id=rollout)
-    assert await proxy.results(rollout) == [["A1", "A2"], ["B1", "B2"]]
+            sent = {"input": [{"type": "item_reference", "id": one["id"]} for one in given[who]] + results}
+        model.ask(RESPONSES, sent, [], **named)
+    assert results_of(model.proxy.rollout(rollout)) == [["A1", "A2"], ["B1", "B2"]]
 
 
-async def test_a_client_that_sends_the_request_again_changes_nothing(proxy: Proxy) -> None:
-    named = {"X_Rollout_Id": "again"}
-    await proxy.ask(CHAT, {"messages": [GO]}, calls((X, {})), **named)
-    await proxy.ask(CHAT, {"messages": [GO]}, calls((X, {})), **named, x_stainless_retry_count="1")
+@pytest.mark.parametrize(
+    ("made", "name", "arguments"),
+    [
+        ({"type": "shell_call", "action": {"commands": ["ls"]}}, "shell", '{"commands":["ls"]}'),
+        ({"type": "local_shell_call", "action": {"command": ["ls"]}}, "local_shell", '{"command":["ls"]}'),
+        ({"type": "apply_patch_call", "operation": {"path": "a"}}, "apply_patch", '{"path":"a"}'),
+        ({"type": "computer_call", "action": None, "actions": [{"type": "wait"}]}, "computer", '[{"type":"wait"}]'),
+    ],
+)
+def test_tools_that_openai_defines_are_tools_and_those_that_the_server_runs_are_not(
+    made: Json, name: str, arguments: str, model: Scripted, rollout: str
+) -> None:
+    by_the_server = {"type": "web_search_call", "id": "ws_1", "action": {"type": "search"}}
+    made |= {"id": "x", "call_id": "call_1"}
+    model.ask(RESPONSES, {"input": "go"}, [by_the_server, made], X_Rollout_Id=rollout)
+    place = {"id": "call_1"} if made["type"] == "local_shell_call" else {"call_id": "call_1"}
+    result = {"type": f"{made['type']}_output", "output": "done"} | place
+    model.ask(RESPONSES, {"input": [user("go"), made, result]}, [], X_Rollout_Id=rollout)
+    (tool,) = model.proxy.rollout(rollout)["calls"][0]["tool_calls"]
+    assert (tool["id"], tool["name"], tool["arguments"], tool["result"]) == ("call_1", name, arguments, "done")
+
+
+def test_a_client_that_sends_the_request_again_changes_nothing(model: Scripted, rollout: str) -> None:
+    named, again = {"X_Rollout_Id": rollout}, {"x_stainless_retry_count": "1"}
+    model.ask(CHAT, {"messages": [GO]}, calls((X, {})), **named)
+    model.ask(CHAT, {"messages": [GO]}, calls((X, {})), **named, **again)
     follow = {"messages": [GO, calls((X, {})), told(X, "1")]}
-    await proxy.ask(CHAT, follow, 503, **named)
-    await proxy.ask(CHAT, follow, DONE, **named, x_stainless_retry_count="1")
-    assert await proxy.results("again") == [[None], ["1"]]  # the agent was answered by the second
+    model.ask(CHAT, follow, 503, **named)
+    model.ask(CHAT, follow, DONE, **named, **again)
+    assert results_of(model.proxy.rollout(rollout)) == [[None], ["1"]]  # the agent was answered by the second
 
 
-async def test_many_agents_that_count_alike_at_once(proxies: Sequence[Proxy]) -> None:
+def test_many_agents_that_count_alike_at_once(models: list[Scripted], rollout: str) -> None:
     """More than are kept in memory, by two proxies in turn, three turns each."""
     histories = {f"{i}": [user(f"task {i}")] for i in range(12)}
     for turn in range(3):
         for i, (who, history) in enumerate(histories.items()):
             answer = calls((N, {"turn": turn}))
-            await proxies[i % 2].ask(CHAT, {"messages": history}, answer, X_Rollout_Id="many")
+            models[i % 2].ask(CHAT, {"messages": history}, answer, X_Rollout_Id=rollout)
             history += [answer, told(N, f"{who} in {turn}")]
     for i, history in enumerate(histories.values()):
-        await proxies[(i + 1) % 2].ask(CHAT, {"messages": history}, DONE, X_Rollout_Id="many")
-    assert await proxies[0].results("many") == [[f"{i} in {turn}"] for turn in range(3) for i in range(12)]
+        models[(i + 1) % 2].ask(CHAT, {"messages": history}, DONE, X_Rollout_Id=rollout)
+    expected = [[f"{i} in {turn}"] for turn in range(3) for i in range(12)]
+    assert results_of(models[0].proxy.rollout(rollout)) == expected
