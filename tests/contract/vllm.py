@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 Json = dict[str, Any]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PROMPT, ANSWER, LOGPROBS = [1, 2, 3], [5, 6], [-0.5, -1.5]
 
 
@@ -25,12 +26,17 @@ class PlayedVllm:
         self.answer: Callable[[Json], Json] = self._by_model  # the message, from the request
         self.status = 200  # of each answer of a model
         self.returns_token_ids = True
+        self.processed_logprobs = True  # taken after temperature
+        self.stable_template = True  # a second turn begins as the first one was
+        self.parses_tools = True
+        self.guarded = False  # operator routes need a key
+        self.refuses: dict[str, int] = {}  # paths, with a status
         self.delay_s = 0.0  # before an answer, and before each later chunk of a stream
         self.breaks_after: int | None = None  # chunks of a stream
         self.requests: list[Json] = []  # what models were asked, with "path" and "headers"
         self.adapters: dict[str, str] = {}
         self.weights, self.label, self.paused = str(root), "default", False
-        self.app = web.Application()
+        self.app = web.Application(middlewares=[self._refuse])
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_get("/weight_info", self._weight_info)
         self.app.router.add_get("/is_paused", self._is_paused)
@@ -43,6 +49,16 @@ class PlayedVllm:
 
     def _by_model(self, body: Json) -> Json:
         return {"role": "assistant", "content": f"by {body['model']} with {Path(self.weights).name}"}
+
+    @web.middleware
+    async def _refuse(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_operators = not request.path.startswith("/v1/") or "adapter" in request.path
+        has_key = "x-lightning-operator-key" in request.headers or request.path == "/tokenize"
+        if self.guarded and is_operators and not has_key:
+            return web.Response(status=401)
+        if request.path in self.refuses:
+            return web.json_response({"error": {"message": "no"}}, status=self.refuses[request.path])
+        return await handler(request)
 
     async def _models(self, _: web.Request) -> web.Response:
         base = {"id": "base", "object": "model", "parent": None, "root": str(self.root), "max_model_len": 512}
@@ -81,6 +97,9 @@ class PlayedVllm:
         if body["model"] not in {"base", *self.adapters}:
             error = {"message": f"The model `{body['model']}` does not exist.", "type": "NotFoundError", "code": 404}
             return web.json_response({"error": error}, status=404)
+        if body.get("tools") and not self.parses_tools:
+            error = {"message": "tool choice requires --tool-call-parser to be set", "type": "BadRequestError"}
+            return web.json_response({"error": error}, status=400)
         if body.get("stream"):
             return await self._stream(request, body)
         return web.json_response(self._whole(body))
@@ -88,6 +107,10 @@ class PlayedVllm:
     def _whole(self, body: Json) -> Json:
         choice = {"index": 0, "message": self.answer(body), "finish_reason": "stop", "token_ids": ANSWER}
         choice["logprobs"] = {"content": [_logprob(value) for value in LOGPROBS]}
+        if body.get("top_logprobs", 0) > 1:
+            temperature = body.get("temperature", 1.0) if self.processed_logprobs else 1.0
+            top = [{"token": token, "logprob": value / temperature} for token, value in (("a", -0.5), ("b", -1.5))]
+            choice["logprobs"]["content"][0]["top_logprobs"] = top
         usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(ANSWER), "total_tokens": 5}
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": usage}
         if not self.returns_token_ids:
@@ -136,6 +159,7 @@ class PlayedVllm:
         if "prompt" in body:
             return web.json_response({"tokens": list(body["prompt"].encode())})
         text = "".join(f"<{m['role']}>{m['content']}|" for m in body["messages"]) + "<assistant>"
+        text = text if self.stable_template else f"{len(text)}{text}"
         return web.json_response({"tokens": list(text.encode())})
 
 
