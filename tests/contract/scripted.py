@@ -24,6 +24,14 @@ CHAT, COMPLETIONS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/completion
 CASES = Path(__file__).parents[1] / "cases"
 
 
+def user(content: Any) -> Json:
+    return {"role": "user", "content": content}
+
+
+def said(content: Any, **more: Any) -> Json:
+    return {"role": "assistant", "content": content} | more
+
+
 @dataclass
 class Wire:
     """An answer as it goes over the wire: each piece in a packet of its own, `delay_s` apart."""
@@ -112,7 +120,7 @@ class Scripted:
         finally:
             del self.server.scripts[name]
 
-    def ask(self, path: str, request: Json | None, answer: Any, *, method: str = "POST", **headers: str) -> Answer:
+    def ask(self, path: str, request: Json | None, answer: Any, /, *, method: str = "POST", **headers: str) -> Answer:
         """Send a request and have it answered; its model is "m"."""
         with self.script(answer) as scripted:
             body = None if request is None else {"model": "m"} | request

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, Scripted, results_of, scripted_twice
+from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, Scripted, results_of, said, scripted_twice, user
 
 
 @pytest.fixture(scope="module")
@@ -29,10 +29,6 @@ def rollout() -> str:
     return uuid.uuid4().hex
 
 
-def user(text: str) -> Json:
-    return {"role": "user", "content": text}
-
-
 def calls(*made: tuple[str | None, Any], name: str = "f", text: str | None = None) -> Json:
     """An answer with these calls: their ids and arguments."""
     functions = [{"name": name, "arguments": json.dumps(given)} for _, given in made]
@@ -47,10 +43,6 @@ def told(call_id: str | None, text: str, **more: Any) -> Json:
 
 def called(name: str) -> Json:
     return {"role": "assistant", "content": None, "function_call": {"name": name, "arguments": "{}"}}
-
-
-def said(text: str) -> Json:
-    return {"role": "assistant", "content": text}
 
 
 DONE = said("done")

@@ -264,3 +264,16 @@ async def test_looking_for_what_is_over_uses_indexes(recorded: Recorded) -> None
         params: dict[str, Any] = dict.fromkeys(("after", "limit", "before", "quiet", "n", "failed", "lone"))
         steps = [row["detail"] for row in await recorded.database.all(f"EXPLAIN QUERY PLAN {statement}", params)]
         assert not [step for step in steps if step.startswith("SCAN") and "steps_claimed" not in step], steps
+
+
+async def test_of_too_many_conversations_those_that_were_quiet_the_longest_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.proxy.store.retention.CONVERSATIONS", 3)
+    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
+        insert = "INSERT INTO conversation_points (digest, rollout_id, at) VALUES (:digest, :rollout_id, :at)"
+        rows = [{"digest": bytes([i]) * 32, "rollout_id": f"r{i}", "at": NOW - 1000 + i} for i in range(5)]
+        await database.commit([(insert, rows)])
+        await Keeper(database, Config(), lambda *_: None).tidy()
+        left = await database.all("SELECT rollout_id FROM conversation_points ORDER BY at")
+    assert [row["rollout_id"] for row in left] == ["r2", "r3", "r4"]
