@@ -84,6 +84,8 @@ class Planter(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.AnnAssign | ast.ImportFrom | ast.arguments):  # types, imports, defaults
             return node
+        if isinstance(node, ast.keyword) and node.arg in ("strict", "slots", "frozen"):  # nobody could see it
+            return node
         node = self.generic_visit(node)
         for fault in faults(node):
             self.count += 1
