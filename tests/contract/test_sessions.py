@@ -1,20 +1,30 @@
-"""Sessions of agent programs: what they ask, call by call, what is answered, and the edges that the program made."""
+"""Sessions of agent programs, real ones and played ones: which calls are one run, and the edges between them.
+
+`sessions/real.jsonl` has what real programs sent to a scripted model, with every word replaced by its digest; each
+call has its messages by place. The edges were made by reading the sessions. `sessions/played.txt` has played ones.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
 import re
+import uuid
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.scripted import Proxy
+import pytest
 
-Json = dict[str, Any]
+from contract.scripted import CHAT, Json, Scripted, scripted
+
 Edge = tuple[str, int]
+HERE = Path(__file__).parent / "sessions"
+# How much of it is found at least without a name.
+RECALL = {"one rollout": 0.88, "continues": 1, "delegates": 0.9, "returns": 0.9, "edits": 0.95, "compacts": 0.8}
 WORDS = [
     "amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "knoll", "lemur", "mango",
     "nadir", "ocean", "pearl", "quartz", "river", "summit", "tundra", "umber", "valley", "willow", "yonder", "zephyr",
@@ -38,6 +48,7 @@ class SessionCall:
 class Session:
     label: str
     calls: list[SessionCall]
+    apart: list[int] = field(default_factory=list)  # calls that nothing in their text ties to the run
 
 
 def recorded(path: Path) -> Iterator[Session]:
@@ -50,7 +61,7 @@ def recorded(path: Path) -> Iterator[Session]:
         ]
         for call in calls:
             call.headers["Authorization"] = f"Bearer {one['label']}"
-        yield Session(one["label"], calls)
+        yield Session(one["label"], calls, one.get("apart_when_unnamed", []))
 
 
 def edges_of(text: str) -> set[Edge]:
@@ -59,7 +70,7 @@ def edges_of(text: str) -> set[Edge]:
 
 
 def played(path: Path) -> Iterator[Session]:
-    """Read the sessions of played programs; `scenarios.txt` says how they are written."""
+    """Read the sessions of played programs; `played.txt` says how they are written."""
     text = "\n".join(line for line in path.read_text().splitlines() if not line.startswith("#"))
     for block in text.strip().split("\n\n"):
         label, *lines = block.splitlines()
@@ -149,26 +160,91 @@ class Replayed:
     rejected: set[int]
 
 
-async def replay(proxy: Proxy, session: Session, prefix: str | None = None) -> Replayed:
+def replay(model: Scripted, session: Session, prefix: str | None = None) -> Replayed:
     """Send a session's calls through a proxy. With `prefix` each run's rollout is named, else none is."""
-    found: list[tuple[str, str]] = []
 
-    async def ask(place: int, call: SessionCall, wait: str) -> tuple[str, str]:
+    def ask(call: SessionCall, wait: str) -> tuple[str, str]:
         named = {} if prefix is None else {"X-Rollout-Id": f"{prefix}-{call.run}"}
-        headers = {"x-wait": wait, **named, **call.headers}
-        return await proxy.called({"messages": call.messages}, call.answer, f"{session.label} {place}", headers)
+        answer = model.ask(CHAT, {"messages": call.messages}, call.answer, X_Wait=wait, **named, **call.headers)
+        return answer.headers["x-rollout-id"], answer.headers["x-call-id"]
 
-    numbered = [*enumerate(session.calls)]
-    starts = [place for place, call in numbered if not call.with_last]
-    for start, end in zip(starts, [*starts[1:], len(numbered)], strict=True):
-        wait = "0.3" if end - start > 1 else "0"  # longer than clocks may differ, on a busy machine, too
-        found += await asyncio.gather(*(ask(*one, wait) for one in numbered[start:end]))
+    found: list[tuple[str, str]] = []
+    starts = [place for place, call in enumerate(session.calls) if not call.with_last]
+    with ThreadPoolExecutor(4) as pool:
+        for start, end in zip(starts, [*starts[1:], len(session.calls)], strict=True):
+            wait = "0.3" if end - start > 1 else "0"  # longer than clocks may differ, on a busy machine, too
+            found += pool.map(lambda call, wait=wait: ask(call, wait), session.calls[start:end])
     places = {call_id: place for place, (_, call_id) in enumerate(found)}
-    edges = [set[Edge]() for _ in found]
-    rejected = set[int]()
+    edges, rejected = [set[Edge]() for _ in found], set[int]()
     for rollout in dict.fromkeys(rollout for rollout, _ in found):
-        for call in (await proxy.rollout(rollout, requests="short"))["calls"]:
+        for call in model.proxy.get(f"/rollouts/{rollout}")["calls"]:
             place = places[call["call_id"]]
             edges[place] = {(one["edge"], places.get(one["call_id"], -1)) for one in call["contexts"]}
             rejected |= {place} if call["rejected"] else set()
     return Replayed([rollout for rollout, _ in found], edges, rejected)
+
+
+SESSIONS = [*recorded(HERE / "real.jsonl"), *played(HERE / "played.txt")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
+    with scripted(tmp_path_factory.mktemp("sessions")) as one:
+        yield one
+
+
+@pytest.mark.parametrize("session", SESSIONS, ids=lambda session: session.label)
+def test_the_edges_of_a_session_are_those_that_its_program_made(model: Scripted, session: Session) -> None:
+    found = replay(model, session, uuid.uuid4().hex)
+    assert [sorted(edges) for edges in found.edges] == [sorted(call.edges) for call in session.calls]
+    assert found.rejected == {i for i, call in enumerate(session.calls) if call.rejected}
+
+
+def test_unnamed_sessions_at_the_same_time_are_told_apart(model: Scripted) -> None:
+    """All at once: those of played programs with one key, those of real ones, which have texts in common, with theirs.
+
+    What is found without a name is right, and most of it is found. Runs of different programs or users are never one.
+    """
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda session: replay(model, session), SESSIONS))
+    runs, table = dict[str, set[tuple[str, str]]](), Table()
+    for session, replayed in zip(SESSIONS, found, strict=True):
+        for i, call in enumerate(session.calls):
+            runs.setdefault(replayed.rollouts[i], set()).add((session.label, call.run))
+            for edge in replayed.edges[i] | call.edges:
+                table.note(edge[0], edge in replayed.edges[i], edge in call.edges)
+            for j in set(range(i)) - {*session.apart}:
+                together = replayed.rollouts[i] == replayed.rollouts[j]
+                table.note("one rollout", together, call.run == session.calls[j].run)
+    assert [names for names in runs.values() if len(names) > 1] == []
+    assert not +table.wrong, table
+    assert {name: table.recall(name) >= least for name, least in RECALL.items()} == dict.fromkeys(RECALL, True), table
+    for session, replayed in zip(recorded(HERE / "real.jsonl"), found, strict=False):
+        apart = {replayed.rollouts[i] for i in session.apart}
+        assert len({*replayed.rollouts} - apart) == 1, session.label
+
+
+@dataclass
+class Table:
+    """What was found, wrongly found, and missed, by name."""
+
+    right: Counter[str] = field(default_factory=Counter)
+    wrong: Counter[str] = field(default_factory=Counter)
+    missed: Counter[str] = field(default_factory=Counter)
+
+    def note(self, name: str, is_found: bool, is_there: bool) -> None:
+        self.right[name] += is_found and is_there
+        self.wrong[name] += is_found and not is_there
+        self.missed[name] += is_there and not is_found
+
+    def recall(self, name: str) -> float:
+        return self.right[name] / (self.right[name] + self.missed[name])
+
+
+def test_the_status_counts_contexts_of_rollouts_that_have_ended(tmp_path: Path) -> None:
+    (session,) = (one for one in SESSIONS if one.label == "the best of three, at once")
+    with scripted(tmp_path) as model:
+        rollout = replay(model, session, "counted").rollouts[0]
+        assert not any(model.proxy.get("/status")["contexts"].values())
+        model.proxy.post("/reward", {"rollout_id": rollout, "reward": 1.0})
+        assert model.proxy.get("/status")["contexts"] == {"new": 1, "continues": 4, "rejected": 2}
