@@ -24,7 +24,7 @@ from contract.scripted import CHAT, Json, Scripted, scripted
 Edge = tuple[str, int]
 HERE = Path(__file__).parent / "sessions"
 # How much of it is found at least without a name.
-RECALL = {"one rollout": 0.88, "continues": 1, "delegates": 0.9, "returns": 0.9, "edits": 0.95, "compacts": 0.8}
+RECALL = {"one rollout": 0.9, "continues": 1, "delegates": 0.9, "returns": 0.9, "edits": 0.95, "compacts": 0.8}
 WORDS = [
     "amber", "basin", "cedar", "delta", "ember", "fjord", "grove", "haven", "inlet", "jetty", "knoll", "lemur", "mango",
     "nadir", "ocean", "pearl", "quartz", "river", "summit", "tundra", "umber", "valley", "willow", "yonder", "zephyr",
@@ -219,9 +219,6 @@ def test_unnamed_sessions_at_the_same_time_are_told_apart(model: Scripted) -> No
     assert [names for names in runs.values() if len(names) > 1] == []
     assert not +table.wrong, table
     assert {name: table.recall(name) >= least for name, least in RECALL.items()} == dict.fromkeys(RECALL, True), table
-    for session, replayed in zip(recorded(HERE / "real.jsonl"), found, strict=False):
-        apart = {replayed.rollouts[i] for i in session.apart}
-        assert len({*replayed.rollouts} - apart) == 1, session.label
 
 
 @dataclass
