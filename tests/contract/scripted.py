@@ -59,14 +59,14 @@ class ScriptedVllm(PlayedVllm):
         self.app.on_response_prepare.append(_without_type)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        script = self.scripts.get(request.headers.get("X-Script", ""))
+        script = self.scripts.get(request.headers.get("X-Script", ""), 404)
         body = json.loads(await request.read() or b"{}")
         self.requests.append({"path": request.raw_path, "headers": dict(request.headers), **body})
         await asyncio.sleep(float(request.headers.get("X-Wait", "0")))
         if isinstance(script, Wire):
             return await _write(request, script)
-        if isinstance(script, int) or script is None:
-            return web.json_response({"error": {"message": "busy"}}, status=script or 404)
+        if isinstance(script, int):
+            return web.json_response({"error": {"message": "busy"}}, status=script)
         head = {"id": f"answer_{next(self._ids)}_of_the_server", "model": body["model"]}
         return web.json_response(head | _shaped(request.path, script))
 
