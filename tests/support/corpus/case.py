@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from support import voice
@@ -12,12 +12,11 @@ from support.played import Script, Step
 
 @dataclass(frozen=True)
 class Case:
-    """What is asked, what is answered; `settings` are those of the proxy's upstream."""
+    """What is asked, and what is answered."""
 
     name: str
     request: bytes
     script: Script
-    settings: dict[str, Any] = field(default_factory=dict)
 
 
 def post(path: str = "chat/completions", body: Any = None, *headers: str, method: str = "POST") -> bytes:

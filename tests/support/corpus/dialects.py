@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from support import voice
-from support.corpus.case import CHAT, DONE, STREAM, Case, post, says, streamed, whole
+from support.corpus.case import CHAT, DONE, ERROR, STREAM, Case, post, says, streamed, whole
 from support.played import Asked, Step
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -91,7 +91,21 @@ def dialects() -> Iterable[Case]:
 def pretty() -> Iterable[Case]:
     """An upstream other than vLLM: no byte of its JSON is written anew."""
     text = b'{ "id" : "x",\r\n "choices": [ ], "n": 1.50, "big": 123456789012345678901234567890, "e": "\\u00e9\\/" }'
-    odd = [text, b"[]", b"null", b'"text"', b"", b" ", b"\xff\xfe", b"<html>", b"1" * 200_000, b"{" + b" " * 99 + b"}"]
+    odd = [text, b"[]", b"null", b'"text"', b"", b" ", b"\xff\xfe", b"<html>", b"1" * 4_000, b"{" + b" " * 99 + b"}"]
     for body in odd:
         yield Case(f"body {body[:12]!r}", CHAT, says(whole(body)))
         yield Case(f"event {body[:12]!r}", STREAM, says(*streamed(b"data: " + body + b"\n\n", DONE)))
+    wrong = {"stream": "yes", "messages": 3, "n": [], "temperature": "hot", "stream_options": 1}
+    for said in ({"model": 5}, wrong, b'{"model": "m", "messages": [{"role": "user", "content": "a\\ud800b"}]}'):
+        yield Case(f"asked {said!r}", post(body=said), says(whole(ERROR, status=400)))
+    yield Case("a character in halves", STREAM, halves)
+
+
+def halves(asked: Asked) -> list[Step]:
+    """As servers send a character that they cut in two, which UTF-8 cannot hold."""
+    ids = b'"token_ids":[%d],"logprobs":{"content":[{"token":"x","logprob":-1}]}'
+    nothing = b'"token_ids":null,"logprobs":null'
+    tokens = [ids % i if b'"return_token_ids"' in asked.body else nothing for i in range(2)]
+    texts = (b'"a\\ud83d"', b'"\\ude00b"')
+    said = [b'{"index":0,"delta":{"content":%s},%s}' % pair for pair in zip(texts, tokens, strict=True)]
+    return streamed(*(b'data: {"choices":[%s]}\n\n' % choice for choice in said), DONE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import replace
 
 from support import voice
 from support.corpus.case import (
@@ -91,16 +90,19 @@ def broken_dialects() -> Iterable[Case]:
 
 
 def stalls() -> Iterable[Case]:
-    first, patience = voice.sse(delta("a")), {"first_byte_timeout_s": 0.3, "idle_timeout_s": 0.3}
-    found = [
-        Case("before the head", CHAT, says(Do.HANG)),
-        Case("in the head", CHAT, says(b"HTTP/1.1 200 OK\r\n", Do.HANG)),
-        Case("in the body", CHAT, says(whole(ANSWER)[:-9], Do.HANG)),
-        Case("before the first event", STREAM, says(SSE_HEAD, Do.HANG)),
-        Case("between events", STREAM, says(SSE_HEAD, chunk(first), Do.HANG)),
-        Case("in an event", STREAM, says(SSE_HEAD, chunk(first), chunk(first)[:-9], Do.HANG)),
-        Case("in [DONE]", STREAM, says(SSE_HEAD, chunk(HELLO)[:-9], Do.HANG)),
-        Case("after [DONE]", STREAM, says(SSE_HEAD, chunk(HELLO), Do.HANG)),
-        Case("in a download", get("files/x"), says(whole(b"x" * 99)[:-9], Do.HANG)),
-    ]
-    return [replace(case, settings=patience) for case in found]
+    """To the model of an upstream that the proxy gives little time."""
+    first = voice.sse(delta("a"))
+    chat, stream = (post(body={"model": "hurried", "messages": [], "stream": streamed}) for streamed in (False, True))
+    yield Case("before the head", chat, says(Do.HANG))
+    yield Case("in the head", chat, says(b"HTTP/1.1 200 OK\r\n", Do.HANG))
+    yield Case("in the body", chat, says(whole(ANSWER)[:-9], Do.HANG))
+    yield Case("before the first event", stream, says(SSE_HEAD, Do.HANG))
+    yield Case("between events", stream, says(SSE_HEAD, chunk(first), Do.HANG))
+    yield Case("in an event", stream, says(SSE_HEAD, chunk(first), chunk(first)[:-9], Do.HANG))
+    yield Case("in [DONE]", stream, says(SSE_HEAD, chunk(HELLO)[:-9], Do.HANG))
+    yield Case("after [DONE]", stream, says(SSE_HEAD, chunk(HELLO), Do.HANG))
+    yield Case(
+        "in an answer that is not recorded",
+        post("embeddings", {"model": "hurried"}),
+        says(whole(b"x" * 99)[:-9], Do.HANG),
+    )
