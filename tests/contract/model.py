@@ -97,8 +97,7 @@ class ModelVllm(PlayedVllm):
         return web.json_response({"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]})
 
     def _whole(self, body: Json) -> Json:
-        text = "".join(str(message["content"]) for message in body["messages"])
-        prompt = [0, *(2 + ord(letter) % (VOCABULARY - 2) for letter in text)]
+        prompt = [0, *(token for message in body["messages"] for token in _tokens(message))]
         ids, logprobs = self._sample(body["model"], prompt, body.get("max_tokens") or 4)
         content = [
             {"token": f"w{i}", "logprob": value, "top_logprobs": []} for i, value in zip(ids, logprobs, strict=True)
@@ -117,3 +116,11 @@ class ModelVllm(PlayedVllm):
             ids.append(int(torch.multinomial(found.exp(), 1)))
             logprobs.append(float(found[ids[-1]]))
         return ids[len(prompt) :], logprobs
+
+
+def _tokens(message: Json) -> list[int]:
+    """An answer that is sent back has the tokens that were sampled; of other texts, each letter is one."""
+    text = str(message["content"])
+    if message["role"] == "assistant":
+        return [int(word[1:]) for word in text.split()]
+    return [2 + ord(letter) % (VOCABULARY - 2) for letter in text]

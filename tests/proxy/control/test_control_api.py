@@ -14,26 +14,6 @@ import pytest
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 
-async def test_a_rollout_is_recorded_rewarded_and_read_back(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        assert (await system.chat("r1", X_Task_Id="t1"))[0] == 200
-        status, answer = await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 1})
-        assert status == 200
-        assert answer == {"reward_id": 1, "rollout_id": "r1", "status": "recorded"}
-        status, rollout = await system.call("GET", "/rollouts/r1")
-        assert (rollout["status"], rollout["task_id"], rollout["reward"]) == ("completed", "t1", 1.0)
-        call = rollout["calls"][0]
-        assert call["prompt_token_ids"] == [1, 2, 3]
-        assert call["response_token_ids"] == [5, 6]
-        assert call["logprobs"] == [-0.5, -1.5]
-        assert call["trainable"] is True
-        assert call["policy_version"] == 0
-        _, transitions = await system.call("GET", "/rollouts/r1/transitions")
-        (only,) = transitions["data"]
-        assert (only["kind"], only["reward"], only["done"]) == ("llm", 1.0, True)
-        assert only["action"]["message"]["content"].startswith("by base")
-
-
 async def test_a_body_that_does_not_say_that_it_is_json_is_told_so(running: Running, tmp_path: Path) -> None:
     """As `curl -d` sends it without a header."""
     async with running(tmp_path) as system:
@@ -49,19 +29,6 @@ async def test_a_body_that_does_not_say_that_it_is_json_is_told_so(running: Runn
         for path, body in (("/reward", b"5"), ("/rollouts/r1/events", b'{"kind": "song"}')):
             status, answer = await system.call("POST", path, body)
             assert (status, answer["error"]["message"][:6]) == (422, "Input ")
-
-
-async def test_configured_keys_close_every_door_and_admins_hold_the_policy(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, api_keys=["agent-key"], admin_keys=["admin-key"]) as system:
-        agent, admin = {"Authorization": "Bearer agent-key"}, {"Authorization": "Bearer admin-key"}
-        for path in ("/rollouts", "/policy", "/policy/versions", "/v1/models"):
-            assert (await system.call("GET", path))[0] == 401
-            assert (await system.call("GET", path, **agent))[0] == 200
-        assert (await system.chat("r1"))[0] == 401
-        assert (await system.chat("r1", X_Api_Key="agent-key"))[0] == 200
-        assert (await system.call("POST", "/policy/promote", {"version": 0}, **agent))[0] == 401
-        assert (await system.call("POST", "/policy/promote", {"version": 0}, **admin))[0] == 200
-        assert (await system.call("GET", "/healthz"))[0] == 200
 
 
 async def test_merged_weights_are_promoted_rolled_back_and_named_on_calls(running: Running, tmp_path: Path) -> None:
@@ -279,21 +246,6 @@ async def test_a_store_that_lost_its_name_is_not_ready(running: Running, tmp_pat
         status, answer = await system.call("GET", "/readyz")
     assert (status, answer["status"]) == (503, "not ready")
     assert "store.db was removed or replaced" in answer["store"]
-
-
-async def test_an_alias_that_cannot_be_answered_is_not_ready(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        async with system.store() as store:
-            await store.versions.set_live(await store.versions.new("lora", 1, {}), 1)
-        while (ready := await system.call("GET", "/readyz"))[0] == 200:
-            await asyncio.sleep(0.05)
-        assert (await system.chat("r1"))[0] == 503
-        async with system.store() as store:
-            await store.versions.set_live(0)
-        while (await system.call("GET", "/readyz"))[0] != 200:
-            await asyncio.sleep(0.05)
-        assert (await system.chat("r1"))[0] == 200
-    assert "published as lora, and policy.publish is now merged" in ready[1]["upstream"]
 
 
 @pytest.mark.sqlite

@@ -7,77 +7,11 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from lightning_proxy.proxy.control import status as control
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
 
-NOTHING: dict[str, Any] = {
-    "dropped": {}, "untrainable": {}, "publishing": None, "standstill": None, "uncounted": None, "collapse": None,
-    "plugins": [], "per_step": 64, "unrewarded": 0, "other_rewards": {},
-    "verified": {
-        "version": 0, "verified": True, "deviations": None, "difference": None, "by": None, "probed_at": None,
-        "problem": None, "story": "the base model: there is nothing to verify",
-    },
-}  # fmt: skip
-OF_SIDE_ROOMS = {"contexts", "spent"}
-NO_CALLS = {"calls": 0, "since": None, "by_status": {}, "latency_ms": None, "ttft_ms": None, "response_tokens": 0}
 Running = Callable[..., AbstractAsyncContextManager[Any]]
-
-
-async def test_status_counts_rollouts_and_those_that_wait(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        code, status = await system.call("GET", "/status")
-        for name in OF_SIDE_ROOMS:
-            status.pop(name, None)
-        assert (code, status) == (200, {**NOTHING, "rollouts": {}, "waiting": 0, "recent": NO_CALLS})
-        await system.chat("r1", X_Task_Id="t1")
-        await system.chat("r2", X_Task_Id="t1")
-        await system.chat("e1", X_Rollout_Mode="eval")
-        await system.call("POST", "/reward", [{"rollout_id": name, "reward": 1.0} for name in ("r1", "e1")])
-        code, status = await system.call("GET", "/status")
-        assert status.pop("recent")["calls"] == 3
-        for name in OF_SIDE_ROOMS:
-            status.pop(name, None)
-        assert (code, status) == (
-            200,
-            {
-                "rollouts": {"eval": {"completed": 1, "running": 0}, "train": {"completed": 1, "running": 1}},
-                **NOTHING,
-                "waiting": 1,
-            },
-        )
-        await store.steps.drop({"too long": ["r1"]})
-        _, status = await system.call("GET", "/status")
-        assert (status["waiting"], status["dropped"]) == (0, {"too long": 1})
-
-
-async def test_status_says_which_calls_cannot_be_trained_on(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        await system.chat("r1")
-        system.vllm.returns_token_ids = False
-        await system.chat("r2")
-        _, status = await system.call("GET", "/status")
-        assert status["untrainable"] == {"no token ids from the upstream": 1}
-        _, out, _ = await system.lightning("status")
-        shown = " ".join(out.split())
-        assert "of the newest 200 calls: no token ids from the upstream (1) `lightning-proxy doctor` says" in shown
-
-
-async def test_status_says_which_rewards_do_not_count(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        for name in ("r1", "r2", "r3", "r4"):
-            await system.chat(name, X_Task_Id="t1")
-        other = [{"rollout_id": name, "name": "accuracy", "reward": 1.0} for name in ("r1", "r2")]
-        await system.call("POST", "/reward", [*other, {"rollout_id": "r3", "reward": 1.0}])
-        await system.call("POST", "/rollouts/r4/end", {"status": "completed"})
-        _, status = await system.call("GET", "/status")
-        assert (status["waiting"], status["unrewarded"], status["other_rewards"]) == (1, 3, {"accuracy": 2})
-        shown = " ".join((await system.lightning("status")).stdout.split())
-        assert "3 completed of the newest 200 rollouts have none that counts" in shown
-        assert "trainer.reward_weights leaves out what came: accuracy (2)" in shown
 
 
 async def test_status_says_that_nothing_was_learned_for_three_batches(running: Running, tmp_path: Path) -> None:
@@ -99,32 +33,6 @@ async def test_status_says_that_nothing_was_learned_for_three_batches(running: R
         assert (await system.call("DELETE", "/rollouts/next"))[0] == 204
         _, status = await system.call("GET", "/status")
         assert status["standstill"] is None
-
-
-async def test_status_sums_up_the_newest_calls(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(control, "RECENT_CALLS", 3)
-    async with running(tmp_path) as system, system.store() as store:
-        async with Recorder(store, merged=False) as recorder:
-            for i, (status, usage, took) in enumerate(
-                [
-                    ("ok", {"completion_tokens": 1000}, 1.0),
-                    ("ok", {"completion_tokens": 7}, 10.0),
-                    ("error", {"completion_tokens": "many"}, 20.0),
-                    ("ok", {"output_tokens": 5}, 60.0),
-                ]
-            ):
-                start = CallStart(f"c{i}", RolloutName("r"), "chat/completions", "policy", 0, {"n": i}, 100.0 + i)
-                await recorder.start(start)
-                await recorder.end(
-                    CallEnd(f"c{i}", "r", status, {}, 200, usage=usage, latency_ms=took, ttft_ms=took / 2)
-                )
-        _, answer = await system.call("GET", "/status")
-        assert answer["recent"] == {
-            "calls": 3, "since": 101.0, "by_status": {"ok": 2, "error": 1}, "latency_ms": 20.0, "ttft_ms": 10.0,
-            "response_tokens": 12,
-        }  # fmt: skip
 
 
 async def test_sampled_tokens_are_counted_where_no_usage_was_reported(running: Running, tmp_path: Path) -> None:
@@ -166,17 +74,3 @@ async def test_status_says_how_the_live_version_was_verified(running: Running, t
                 assert f"lightning_policy_verify_deviations {answer['verified']['deviations'] or 0.0}\n" in (
                     await found.text()
                 )
-
-
-async def test_status_needs_a_key_where_there_are_keys(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, api_keys=["secret"]) as system:
-        assert (await system.call("GET", "/status", Authorization=""))[0] == 401
-        assert (await system.call("GET", "/status", Authorization="Bearer secret"))[0] == 200
-
-
-async def test_the_document_describes_status(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        _, document = await system.call("GET", "/openapi.json")
-        answer = document["paths"]["/status"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
-        properties = document["components"]["schemas"][answer["$ref"].rsplit("/", 1)[1]]["properties"]
-        assert set(properties) - OF_SIDE_ROOMS == {"rollouts", "waiting", "recent", *NOTHING}

@@ -62,37 +62,6 @@ async def shown(system: Any, name: str, **headers: str) -> Any:
     return answer
 
 
-async def test_each_call_says_how_it_was_trained_and_why_it_opened_a_row(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        await record(store, "good", TALK, 1.0)
-        await record(store, "bad", [([1, 2], [3, 6]), ([1, 2, 3, 6, 7], [])], 0.0)
-        before = await shown(system, "good")
-        assert (before["calls"][0]["row"], before["rows"], before["tree"]) == (None, [], [])
-        step = await claim(store, credit="discounted", discount=0.5)
-        answer = await shown(system, "good")
-        assert {name: answer[name] for name in ("rollout_id", "task_id", "step", "dropped", "tree_left_out")} == {
-            "rollout_id": "good", "task_id": "t", "step": step, "dropped": None, "tree_left_out": 0,
-        }  # fmt: skip
-        assert answer["calls"] == [
-            {"call_id": "good-0", "seq": 0, "agent": "planner", "step": step, "return": 0.25, "advantage": 0.125,
-             "row": 0, "placed": "first"},
-            {"call_id": "good-1", "seq": 1, "agent": "planner", "step": step, "return": 0.5, "advantage": 0.25,
-             "row": 0, "placed": "merged"},
-            {"call_id": "good-2", "seq": 2, "agent": "executor", "step": step, "return": 1.0, "advantage": 0.0,
-             "row": 1, "placed": "edited"},
-        ]  # fmt: skip
-        assert answer["rows"] == [
-            {"row": 0, "call_ids": ["good-0", "good-1"], "tokens": 6, "trained_tokens": 3},
-            {"row": 1, "call_ids": ["good-2"], "tokens": 7, "trained_tokens": 2},
-        ]
-        assert answer["group"] == [
-            {"rollout_id": "good", "reward": 1.0, "advantage": 0.125, "step": step, "dropped": None},
-            {"rollout_id": "bad", "reward": 0.0, "advantage": -0.125, "step": step, "dropped": None},
-        ]
-        left_out = (await shown(system, "bad"))["calls"][1]
-        assert (left_out["row"], left_out["placed"], left_out["advantage"]) == (None, "untrainable", -0.25)
-
-
 async def test_the_tree_has_every_shared_token_once(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         await record(store, "good", TALK, 1.0)
