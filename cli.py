@@ -245,9 +245,7 @@ def evaluate(
     tasks: Annotated[Path, typer.Option(help="a JSON Lines file, one held-out task per line")],
     models: Annotated[
         str,
-        typer.Option(
-            help="what answers, by commas: live, a policy version, a model, power:4; the first is the baseline"
-        ),
+        typer.Option(help="what answers, by commas: live, a policy version, a model; the first is the baseline"),
     ] = "live",
     samples: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="rollouts per task and model")] = 1,
     concurrency: Concurrency = 8,

@@ -99,7 +99,7 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
         argv += ["--max-loras", str(options.max_loras * (1 + len(config.policy.adapters)))]
     argv += parsers_of(model, options.extra_args).argv
     argv += ["--middleware", GUARD]
-    argv += ["--enable-scale-out"]  # routes from messages to tokens, for token continuity and power sampling
+    argv += ["--enable-scale-out"]  # routes from messages to tokens, for token continuity
     environment = _environment(config, model, gpu) | visible_gpus(settled.vllm_devices)
     return Program((*argv, *options.extra_args), environment)
 

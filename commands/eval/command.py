@@ -14,7 +14,6 @@ from ...proxy.config.root import Config
 from ...proxy.errors import ConfigError
 from ..api_client import ApiClient
 from ..formats import print_json
-from ..power.serving import check_power, serving_power
 from ..run.command import logs_directory, score_timeout_s
 from ..run.executors.choose import runner_for
 from ..run.progress import Bar, ProgressView
@@ -62,12 +61,9 @@ def eval_command(config: Config, request: EvalRequest) -> None:
         samples, request.concurrency, "eval", logs, score_timeout_s=limit_s, timeout_s=config.run.timeout_s
     )
     api = ApiClient.of(config, patience_s=60)
-    names = [model.name for model in models]
-    check_power(config, names)
-    power = serving_power(config, names)
     evaluation = Evaluation(api, runner, options, models, promote=request.promote, say=view.say, gate=gate)
     try:
-        run_until_signal(_run(api, power, gate or nullcontext(), runner, evaluation, tasks, view, samples))
+        run_until_signal(_run(api, gate or nullcontext(), runner, evaluation, tasks, view, samples))
     finally:
         _show(evaluation, request)
     require_success([result for row in evaluation.rows for result in row.results])
@@ -75,7 +71,6 @@ def eval_command(config: Config, request: EvalRequest) -> None:
 
 async def _run(
     api: ApiClient,
-    power: AbstractAsyncContextManager[None],
     gate: AbstractAsyncContextManager[None],
     runner: Runner,
     evaluation: Evaluation,
@@ -92,7 +87,7 @@ async def _run(
         bars[name].add(result)
 
     with view:
-        async with api, power, gate:
+        async with api, gate:
             try:
                 await evaluation.run(tasks, on_result)
             finally:

@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...proxy.errors import ConfigError, InvalidRequest, LightningError
+from ...proxy.errors import ConfigError, LightningError
 from ..api_client import ApiClient, ApiError
-from ..power.chat import power_of
 from ..run.backlog import BacklogGate
 from ..run.run import RolloutResult, RunOptions, run_tasks
 from ..run.runner import Runner
@@ -30,11 +29,6 @@ class Model:
         return int(self.name) if self.name.isascii() and self.name.isdigit() else None
 
     @property
-    def needs(self) -> int | None:
-        """Return the version that must be live if versions are not served side by side; None if any will do."""
-        return 0 if self.version is None and power_of(self.name) is not None else self.version
-
-    @property
     def choice(self) -> dict[str, Any]:
         """Return the fields of `POST /rollouts` that choose this model."""
         if self.name == LIVE:
@@ -52,16 +46,11 @@ class EvalRow:
 
 
 def parse_models(text: str) -> list[Model]:
-    """Parse `live,0,5,gpt-4o-mini,power:4`; `base` is version 0. ConfigError for an empty or repeated name."""
+    """Parse `live,0,5,gpt-4o-mini`; `base` is version 0. ConfigError for an empty or repeated name."""
     names = [name.strip() for name in text.split(",")]
     names = ["0" if name == "base" else name for name in names]
     if "" in names or len(set(names)) < len(names):
         raise ConfigError(f"--models: names separated by commas, each once, got {text!r}")
-    for name in names:
-        try:
-            power_of(name)
-        except InvalidRequest as error:
-            raise ConfigError(f"--models: {error.message}") from None
     return [Model(name) for name in names]
 
 
@@ -108,17 +97,16 @@ class Evaluation:
         if not self._promote:
             for row in self.rows:
                 await self._api.open_rollouts("eval", "eval", 0, **row.model.choice)
-                _check_base_is_served(row.model, policy)
             return
         known = {v["version"]: v for v in (await self._api.request("GET", "/policy/versions"))["data"]}
         for row in self.rows:
-            if (needed := row.model.needs) is not None:
+            if (needed := row.model.version) is not None:
                 _check_promotable(needed, known.get(needed))
             elif row.model.name != LIVE:
                 await self._api.open_rollouts("eval", "eval", 0, **row.model.choice)
 
     async def _put_live(self, model: Model) -> None:
-        needed = self._before if model.name == LIVE else model.needs
+        needed = self._before if model.name == LIVE else model.version
         if self._promote and needed is not None and needed != self._live:
             self._say(f"making policy version {needed} live; version {self._before} will be live again at the end")
             self._live = needed  # even if the next line is cut short, it may be live by then
@@ -154,15 +142,6 @@ class Evaluation:
             on_result(row, result)
 
         return take
-
-
-def _check_base_is_served(model: Model, policy: dict[str, Any]) -> None:
-    """Power sampling needs the base model, in whose place merged weights may be served."""
-    if model.version is None and model.needs == 0 and policy["publish"] == "merged" and policy["live_version"]:
-        raise LightningError(
-            f"{model.name} samples from the base model, and policy version {policy['live_version']} is served in its "
-            "place: `--promote` makes version 0 live meanwhile"
-        )
 
 
 def _check_promotable(number: int, version: dict[str, Any] | None) -> None:

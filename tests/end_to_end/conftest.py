@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from support.tool_template import TEMPLATE
-from support.whole_system import AGENT, System, free_port
+from support.whole_system import AGENT, System
 
 NAME = "speller"
 
@@ -61,13 +61,11 @@ def evaluation(directory: Path) -> dict[str, Any]:
 
 
 def other_upstreams(vllm_port: int) -> list[dict[str, Any]]:
-    """The same vLLM as other providers' models, and where `eval` serves power sampling of it."""
-    through_litellm = [
+    """The same vLLM as other providers' models."""
+    return [
         {
             "name": provider, "kind": "litellm", "base_url": f"http://127.0.0.1:{vllm_port}{path}",
             "api_key": "unused", "model_map": {provider: f"{provider}/{NAME}"},
         }
         for provider, path in (("hosted_vllm", "/v1"), ("anthropic", ""))
     ]  # fmt: skip
-    power_url = f"http://127.0.0.1:{free_port()}/v1"
-    return [*through_litellm, {"name": "power", "kind": "openai", "base_url": power_url, "models": ["power:4"]}]

@@ -5,24 +5,15 @@ The model may say one sentence only, but in which tokens is sampled: seldom thos
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
-import yaml
 
-from lightning_proxy.commands.power.server import power_server
-from lightning_proxy.proxy.config.upstreams import UpstreamConfig
 from support.paths import EXAMPLES
 from support.token_continuity import SENTENCE, Json, Served, converse, say, two_proxies
 from support.whole_system import System
@@ -181,53 +172,3 @@ def keys(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: keys(item) for name, item in value.items()}
     return [keys(item) for item in value[:1]] if isinstance(value, list) else type(value).__name__
-
-
-@pytest.mark.long
-async def test_power_sampling_finds_answers_that_the_model_holds_for_likelier(served: Served) -> None:
-    """By vLLM's own routes between messages and tokens: text, tokens and log-probabilities are of one answer."""
-    questions = ["What is the capital of France?", "Name a colour.", "Count to five.", "Say hello."]
-
-    def ask(model: str, **more: Any) -> None:
-        def one(question: str) -> Any:
-            messages: list[Any] = [{"role": "user", "content": question}]
-            client = served.client("text", f"likely-{model}".replace(":", "-"))
-            return client.chat.completions.create(model=model, messages=messages, max_tokens=12, logprobs=True, **more)
-
-        with ThreadPoolExecutor(len(questions)) as pool:
-            for answer in pool.map(one, questions):
-                for choice in answer.choices:
-                    tokens = [entry.token for entry in choice.logprobs.content]
-                    assert (choice.message.content or "") == "".join(tokens).removesuffix("<|im_end|>")
-
-    def likelihoods(model: str) -> list[float]:
-        calls = served.calls("text", f"likely-{model}".replace(":", "-"))
-        return [sum(choice.logprobs) for call in calls for choice in call.choices]
-
-    config = yaml.safe_load(served.config.read_text())
-    by_name = {upstream["name"]: UpstreamConfig(**upstream) for upstream in config["upstreams"]}
-    await asyncio.to_thread(ask, "policy", n=8, temperature=1.0)
-    async with power_server(by_name["power"], by_name["policy"], Path(config["policy"]["directory"])):
-        await asyncio.to_thread(ask, "power:4", temperature=0.3)
-    before, after = [await asyncio.to_thread(likelihoods, model) for model in ("policy", "power:4")]
-    assert (len(before), len(after)) == (32, 4)
-    assert sum(after) / len(after) > sum(before) / len(before) + 2
-
-
-@pytest.mark.long
-def test_an_agent_is_evaluated_with_the_base_model_and_with_power_sampling(served: Served, tmp_path: Path) -> None:
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text("\n".join(json.dumps({"a": a, "b": 2}) for a in range(3)))
-    command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(served.config), "eval"]
-    command += ["--tasks", str(tasks), "--models", "base,power:4", "--samples", "2", "--json", "--concurrency", "6"]
-    command += ["--preload", "openai,openai.resources"]
-    env = os.environ | {"LIGHTNING_PROXY__PORT": served.url["text"].rpartition(":")[2]}
-    done = subprocess.run([*command, "--", sys.executable, str(ADDITION)], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    base, power = json.loads(done.stdout)["rows"]
-    for row in (base, power):
-        assert [reason for task in row["by_task"].values() for reason in task["failures"]] == []
-        assert (row["rollouts"], row["failed"], row["without_reward"], row["complete"]) == (6, 0, 0, True)
-        assert row["tokens"] > 0
-    assert (base["policy_versions"], power["policy_versions"]) == ([0], [None])
-    assert power["versus"]["tasks"] == 3

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Callable
@@ -108,28 +107,17 @@ async def other_provider() -> AsyncIterator[UpstreamConfig]:
     await runner.cleanup()
 
 
-def power_upstream() -> UpstreamConfig:
-    """Where `eval` is to serve power sampling."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    return UpstreamConfig(name="power", kind="openai", base_url=url, models=["power:4"])
-
-
-async def test_versions_other_models_and_power_sampling_are_compared_with_the_first(
-    running: Running, tmp_path: Path
-) -> None:
-    others = [power_upstream()]
-    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider, *others]) as e:
-        code, out, err = await e.run("live,1,base,vendor/gpt-mini,power:4", "--samples", "2", "--json")
+async def test_versions_and_other_models_are_compared_with_the_first(running: Running, tmp_path: Path) -> None:
+    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
+        code, out, err = await e.run("live,1,base,vendor/gpt-mini", "--samples", "2", "--json")
         rollouts = await e.rollouts()
     assert code == 0, err
     found, rows = json.loads(out), e.rows()
     assert found == json.loads(e.out.read_text())
     assert {name: row["mean_reward"] for name, row in rows.items()} == {
-        "live": 0.5, "1": 1.0, "0": 0.5, "vendor/gpt-mini": 0.0, "power:4": 0.0,
+        "live": 0.5, "1": 1.0, "0": 0.5, "vendor/gpt-mini": 0.0,
     }  # fmt: skip
-    assert [row["policy_versions"] for row in rows.values()] == [[0], [1], [0], [None], [None]]
+    assert [row["policy_versions"] for row in rows.values()] == [[0], [1], [0], [None]]
     assert rows["live"]["by_task"]["t1"]["rewards"] == [1.0, 1.0]
     versus = rows["1"]["versus"]
     assert versus == {
@@ -138,7 +126,7 @@ async def test_versions_other_models_and_power_sampling_are_compared_with_the_fi
     }  # fmt: skip
     assert (versus["evidence"]["shown"], rows["0"]["versus"]["same_version"]) == (False, 0)
     assert rows["live"]["pass_at_k"]["2"]["value"] == 0.5
-    assert (found["complete"], found["samples"], len(rollouts)) == (True, 2, 5 * 4 * 2)
+    assert (found["complete"], found["samples"], len(rollouts)) == (True, 2, 4 * 4 * 2)
     assert {r["mode"] for r in rollouts} == {"eval"}
 
 
@@ -173,8 +161,6 @@ async def test_failed_rollouts_and_those_without_a_reward_count_as_0_and_are_cou
     [
         ("live,7", "no policy version 7"),
         ("live,nobody", "no upstream serves the model 'nobody'"),
-        ("live,power:1", "above 1"),
-        ("live,power:4", "power:4 needs an upstream of its own"),
         ("live,live", "each once"),
         ("live,", "each once"),
     ],
@@ -216,34 +202,30 @@ async def test_an_agent_that_never_asks_for_the_alias_is_found_out_whatever_the_
 
 
 async def test_agents_that_are_not_trained_may_ask_for_other_models_by_name(running: Running, tmp_path: Path) -> None:
-    others = [power_upstream()]
-    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider, *others]) as e:
+    async with other_provider() as provider, evaluating(running, tmp_path, others=[provider]) as e:
         e.set_tasks([{"x": 1, "untrained_asks_for": name} for name in ("base", "vendor/gpt-mini")])
-        code, _, err = await e.run("1,live,power:4")
+        code, _, err = await e.run("1,live")
         assert code == 0, err
         rows = e.rows()
-    assert [row["mean_reward"] for row in rows.values()] == [1.0, 1.0, 0.0]
-    assert [row["policy_versions"] for row in rows.values()] == [[1], [0], [None]]
+    assert [row["mean_reward"] for row in rows.values()] == [1.0, 1.0]
+    assert [row["policy_versions"] for row in rows.values()] == [[1], [0]]
 
 
 async def test_where_weights_are_merged_only_the_live_version_answers(running: Running, tmp_path: Path) -> None:
-    async with evaluating(running, tmp_path, "merged", others=[power_upstream()]) as e:
+    async with evaluating(running, tmp_path, "merged") as e:
         code, _, err = await e.run("0,1")
         assert (code, "--promote" in err) == (1, True)
         assert await e.rollouts() == []
-        code, _, err = await e.run("0,live,power:4")
+        code, _, err = await e.run("0,live")
         assert (code, e.rows()["0"]["policy_versions"]) == (0, [0]), err
-        await e.system.call("POST", "/policy/promote", {"version": 1})
-        code, _, err = await e.run("live,power:4")
-        assert (code, "version 1 is served in its place" in " ".join(err.split())) == (1, True), err
 
 
 async def test_versions_are_promoted_in_turn_and_the_live_one_is_live_again(running: Running, tmp_path: Path) -> None:
-    async with evaluating(running, tmp_path, "merged", others=[power_upstream()]) as e:
-        code, _, err = await e.run("live,power:4,1", "--promote")
+    async with evaluating(running, tmp_path, "merged") as e:
+        code, _, err = await e.run("live,1", "--promote")
         assert code == 0, err
         rows = e.rows()
-        assert [row["policy_versions"] for row in rows.values()] == [[0], [None], [1]]
+        assert [row["policy_versions"] for row in rows.values()] == [[0], [1]]
         assert (rows["live"]["mean_reward"], rows["1"]["mean_reward"]) == (0.5, 1.0)
         assert (await e.live(), "0 is live again" in err) == (0, True)
         assert (await e.system.chat("after"))[1]["choices"][0]["message"]["content"].endswith(tmp_path.name)
@@ -305,8 +287,8 @@ async def test_a_version_is_loaded_again_where_vllm_has_forgotten_it(running: Ru
 
 
 def test_models_are_named_between_commas() -> None:
-    assert [m.choice for m in parse_models("live, base,5,power:4")] == [
-        {}, {"policy_version": 0}, {"policy_version": 5}, {"model": "power:4"},
+    assert [m.choice for m in parse_models("live, base,5,gpt-mini")] == [
+        {}, {"policy_version": 0}, {"policy_version": 5}, {"model": "gpt-mini"},
     ]  # fmt: skip
     with pytest.raises(ConfigError):
         parse_models("0,base")
