@@ -168,7 +168,7 @@ def results_of(rollout: Json) -> list[list[Any]]:
 def scripted(directory: Path, **sections: Any) -> Iterator[Scripted]:
     upstreams = [{"name": "policy", "kind": "vllm"}, {"name": "theirs", "kind": "openai", "models": ["m"]}]
     server = ScriptedVllm(directory)
-    with in_this_process(directory, server, upstreams=upstreams, **sections) as proxy:
+    with in_this_process(directory, server, **{"upstreams": upstreams} | sections) as proxy:
         yield Scripted(proxy, server)
 
 

@@ -8,7 +8,6 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -81,32 +80,6 @@ async def test_a_server_left_paused_is_resumed(running: Running, tmp_path: Path)
                 break
             await asyncio.sleep(0.1)
         assert not system.vllm.paused
-
-
-async def test_a_request_that_the_client_sends_again_is_one_decision(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        for retry in ({}, {"X_Stainless_Retry_Count": "1"}, {"X_Stainless_Retry_Count": "2"}):
-            assert (await system.chat("r1", **retry))[0] == 200
-        await system.chat("r1", X_Stainless_Retry_Count="0")  # the agent asked again by itself
-        _, rollout = await system.call("GET", "/rollouts/r1")
-        ids = [call["call_id"] for call in rollout["calls"]]
-        assert [call["superseded_by"] for call in rollout["calls"]] == [ids[1], ids[2], None, None]
-        assert [call["trainable"] for call in rollout["calls"]] == [False, False, True, True]
-        _, transitions = await system.call("GET", "/rollouts/r1/transitions")
-        assert [t["call_id"] for t in transitions["data"]] == ids[2:]
-
-
-async def test_the_openai_clients_own_retry_is_one_decision(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        system.vllm.delays = [5.0]
-        async with openai.AsyncOpenAI(base_url=f"{system.url}/rollouts/r1/v1", api_key="k", timeout=0.5) as client:
-            await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
-        _, rollout = await system.call("GET", "/rollouts/r1")
-        first, second = rollout["calls"]
-        assert (first["status"], first["superseded_by"]) == ("cancelled", second["call_id"])
-        assert (second["status"], second["superseded_by"]) == ("ok", None)
-        _, transitions = await system.call("GET", "/rollouts/r1/transitions")
-        assert len(transitions["data"]) == 1
 
 
 async def test_a_call_names_every_version_that_was_live_while_it_ran(running: Running, tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.control.views import call_view
 from lightning_proxy.proxy.errors import NotFound, StoreUnavailable
-from lightning_proxy.proxy.json_text import dumps, loads
+from lightning_proxy.proxy.json_text import loads
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.opening import open_database, opened
@@ -42,16 +41,6 @@ def start(call_id: str, request: dict[str, Any], rollout_id: str = "r", agent: s
 def end(call_id: str, prompt: tuple[int, ...] = (), answer: tuple[int, ...] = (), **more: Any) -> CallEnd:
     choice = Choice(0, answer, tuple(-0.5 for _ in answer), "stop")
     return CallEnd(call_id, more.pop("rollout_id", "r"), "ok", {"id": call_id}, 200, prompt, (choice,), **more)
-
-
-async def test_an_edited_history_is_read_back_as_it_was_sent(database: Database, recorder: Recorder) -> None:
-    """Also where Python takes the values for equal: each turn is stored as what it adds to an earlier one."""
-    histories = [[{"strict": value}, {"turn": turn}] for turn, value in enumerate([True, 1, True, 1.0, 1])]
-    for turn, messages in enumerate(histories):
-        await recorder.start(start(f"c{turn}", {"messages": messages}))
-        await recorder.end(end(f"c{turn}"))
-    calls = await Store(database).calls.of("r")
-    assert dumps([call.request["messages"] for call in calls]) == dumps(histories)
 
 
 async def test_a_conversation_is_stored_once_however_often_it_is_sent_again(
@@ -94,15 +83,6 @@ async def test_a_request_of_any_size_is_read_back_and_deleted_with_its_rollout(
         assert await database.all(f"SELECT * FROM {table}") == []
 
 
-async def test_every_choice_is_read_back_with_its_own_tokens(database: Database, recorder: Recorder) -> None:
-    choices = (Choice(0, (7, 8), (-0.5, -0.25), "stop"), Choice(1, (9,), (-1.0,), "length"))
-    await recorder.start(start("c", {"messages": [], "n": 2}))
-    await recorder.end(end("c", (1, 2))._replace(choices=choices))
-    (call,) = await Store(database).calls.of("r")
-    assert call.choices == choices
-    assert [choice["token_ids"] for choice in call_view(call)["choices"]] == [(7, 8), (9,)]
-
-
 async def test_a_request_as_deep_as_it_may_be_is_read_back(database: Database, recorder: Recorder) -> None:
     text = '{"messages":' + "[" * 1023 + "]" * 1023 + "}"
     await recorder.start(start("c", loads(text))._replace(request_text=text.encode()))
@@ -118,36 +98,6 @@ async def test_a_call_that_never_became_a_record_is_not_counted(database: Databa
     await recorder.end(end("c", (1,), (2,)))
     await recorder.end(end("unknown", (1,), (2,)))
     assert (await Store(database).rollouts.get("r")).calls == 1
-
-
-async def test_branches_and_edited_histories_are_read_back_as_they_were(database: Database, recorder: Recorder) -> None:
-    histories = [["a"], ["a", "b"], ["a", "c"], ["a", "b", "d"], ["x"], [], ["a", "b", "d", "e"]]
-    for i, history in enumerate(histories):
-        request = {"messages": [{"role": "user", "content": text} for text in history], "temperature": i}
-        await recorder.start(start(f"c{i}", request))
-        await recorder.end(end(f"c{i}", tuple(map(ord, history)), (i,)))
-    calls = await Store(database).calls.of("r")
-    assert [[m["content"] for m in call.request["messages"]] for call in calls] == histories
-    assert [call.request["temperature"] for call in calls] == list(range(len(histories)))
-    assert [call.prompt_token_ids for call in calls] == [tuple(map(ord, history)) for history in histories]
-    assert [call.seq for call in calls] == list(range(len(histories)))
-
-
-async def test_a_tool_call_gets_its_result_from_the_request_that_brings_it(
-    database: Database, recorder: Recorder
-) -> None:
-    await recorder.start(start("c0", {"messages": [{"role": "user", "content": "q"}]}))
-    tools = (ToolCall("id-1", "add", '{"a": 1}'), ToolCall("id-2", "sub", "{}"))
-    await recorder.end(end("c0", (1,), (2,), tool_calls=tools))
-    history = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": []}]
-    history += [{"role": "tool", "tool_call_id": "id-2", "content": "7"}]
-    await recorder.start(start("c1", {"messages": history}))
-    (first, second) = await Store(database).calls.of("r")
-    assert [(t.name, t.arguments, t.result) for t in first.tool_calls] == [
-        ("add", '{"a": 1}', None),
-        ("sub", "{}", "7"),
-    ]
-    assert (second.status, second.trainable) == ("incomplete", False)
 
 
 async def test_many_calls_at_once_are_all_there(database: Database, recorder: Recorder) -> None:
@@ -172,12 +122,6 @@ async def test_a_record_that_cannot_be_stored_fails_alone(database: Database, re
     assert {c.call_id for c in await Store(database).calls.of("r")} == {"twice", "a", "b"}
 
 
-async def test_lone_surrogates_and_huge_numbers_are_kept(database: Database, recorder: Recorder) -> None:
-    request = {"messages": [{"role": "user", "content": "\ud800"}], "seed": 2**80}
-    await recorder.start(start("c", request))
-    assert (await Store(database).calls.of("r"))[0].request == request
-
-
 async def test_names_and_ids_that_utf8_cannot_hold_do_not_keep_a_call_from_its_record(
     database: Database, recorder: Recorder
 ) -> None:
@@ -189,48 +133,6 @@ async def test_names_and_ids_that_utf8_cannot_hold_do_not_keep_a_call_from_its_r
     (first, second) = await Store(database).calls.of("r")
     assert (first.model, first.error, first.tool_calls[0].id, first.tool_calls[0].result) == ("a?", "a?", "a?", odd)
     assert second.request == told
-
-
-async def test_a_repeated_id_brings_its_newest_result_to_the_newest_call(
-    database: Database, recorder: Recorder
-) -> None:
-    def told(*results: str) -> dict[str, Any]:
-        return {"messages": [{"role": "tool", "tool_call_id": "call_0", "content": text} for text in results]}
-
-    tool = (ToolCall("call_0", "f", "{}"),)
-    await recorder.start(start("a", {"messages": []}))
-    await recorder.end(end("a", tool_calls=tool))
-    await recorder.start(start("b", told("A")))
-    await recorder.end(end("b", tool_calls=tool))
-    async with Recorder(Store(database), merged=False) as restarted:
-        await restarted.start(start("c", told("A", "B")))
-    calls = await Store(database).calls.of("r")
-    assert [tool.result for call in calls for tool in call.tool_calls] == ["A", "B"]
-
-
-@pytest.mark.parametrize(
-    ("statuses", "expected"), [(["ok", "error", "ok"], 1), (["ok", "ok"], 1), (["error", "ok"], 0)]
-)
-async def test_a_retry_takes_the_place_of_what_failed(
-    database: Database, recorder: Recorder, statuses: list[Any], expected: int
-) -> None:
-    request = {"messages": [{"role": "user", "content": "same"}]}
-    for i, status in enumerate(statuses):
-        await recorder.start(start(f"c{i}", request))
-        await recorder.end(end(f"c{i}")._replace(status=status))
-    await recorder.start(start("retry", request)._replace(is_retry=True))
-    calls = await Store(database).calls.of("r")
-    assert [i for i, call in enumerate(calls) if call.superseded_by == "retry"] == [expected]
-
-
-async def test_a_retry_after_another_request_takes_no_answered_calls_place(
-    database: Database, recorder: Recorder
-) -> None:
-    for i, text in enumerate(("same", "other")):
-        await recorder.start(start(f"c{i}", {"messages": [text]}))
-        await recorder.end(end(f"c{i}"))
-    await recorder.start(start("retry", {"messages": ["same"]})._replace(is_retry=True))
-    assert [call.superseded_by for call in await Store(database).calls.of("r")] == [None, None, None]
 
 
 @pytest.mark.parametrize("earlier", [4, 40])
@@ -253,13 +155,6 @@ async def test_a_retry_reads_what_it_may_repeat_alone(
     assert rows == [[f"c{earlier - 1}"]] * 2
     monkeypatch.undo()
     assert (await Store(database).calls.of("r"))[-2].superseded_by == "retry"
-
-
-async def test_once_an_evaluation_always_one(database: Database, recorder: Recorder) -> None:
-    for i, mode in enumerate(("train", "eval", "train")):
-        call = start(f"c{i}", {})
-        await recorder.start(call._replace(rollout=call.rollout._replace(mode=mode)))
-    assert (await Store(database).rollouts.get("r")).mode == "eval"
 
 
 @pytest.mark.sqlite

@@ -1,0 +1,294 @@
+"""CONTRACT.md, section 3: a rollout as a Markov decision process, and what the record has of each call."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from contract.scripted import (
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    RESPONSES,
+    Json,
+    Scripted,
+    Wire,
+    said,
+    scripted,
+    user,
+)  # fmt: skip
+from contract.system import Proxy, free_port
+from contract.vllm import ANSWER, PROMPT
+
+GO, DONE = user("go"), said("done")
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
+    with scripted(tmp_path_factory.mktemp("transitions")) as one:
+        yield one
+
+
+@pytest.fixture
+def rollout() -> str:
+    return uuid.uuid4().hex
+
+
+def calls(*made: tuple[str, Any]) -> Json:
+    functions = [{"id": i, "type": "function", "function": {"name": "f", "arguments": json.dumps(a)}} for i, a in made]
+    return said(None, tool_calls=functions)
+
+
+def told(call_id: str, text: str) -> Json:
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def transitions(proxy: Proxy, rollout: str) -> list[Json]:
+    found: list[Json] = proxy.get(f"/rollouts/{rollout}/transitions?requests=whole")["data"]
+    assert [one["t"] for one in found] == list(range(len(found)))
+    return found
+
+
+# Transitions
+
+
+def test_each_call_and_each_result_is_a_transition(model: Scripted, rollout: str) -> None:
+    both, one = calls(("a", {"n": 1}), ("b", {"n": 2})), calls(("c", {}))
+    first = [GO]
+    second = [*first, both, told("b", "B"), told("a", "A")]
+    third = [*second, one]  # "c" never has a result
+    for messages, answer in ((first, both), (second, one), (third, DONE)):
+        model.ask(CHAT, {"messages": messages, "tools": TOOLS}, answer, X_Rollout_Id=rollout, X_Agent_Name="solver")
+    ids = [call["call_id"] for call in model.proxy.rollout(rollout)["calls"]]
+    assert [one["done"] for one in transitions(model.proxy, rollout)] == [False] * 5, "it is running"
+    model.proxy.post("/reward", {"rollout_id": rollout, "reward": 0.25, "call_id": ids[0]})
+    model.proxy.post("/reward", {"rollout_id": rollout, "reward": 1})
+    found = transitions(model.proxy, rollout)
+    assert found[0].keys() == {"t", "kind", "agent", "call_id", "state", "action", "reward", "next_state", "done"}
+    places = [(one["kind"], one["agent"], one["call_id"]) for one in found]
+    assert places == [("llm", "solver", ids[0]), *[("tool", "solver", ids[0])] * 2,
+                      ("llm", "solver", ids[1]), ("llm", "solver", ids[2])]  # fmt: skip
+    states = [{"messages": messages, "tools": TOOLS, "prompt_token_ids": []} for messages in (first, second, third)]
+    assert [one["state"] for one in found] == [states[0], both, both, states[1], states[2]]
+    following = [{"result": text, "is_error": False} for text in "AB"]
+    assert [one["next_state"] for one in found] == [states[1], *following, states[2], None]
+    made = [{"id": i, "name": "f", "arguments": a} for i, a in (("a", '{"n": 1}'), ("b", '{"n": 2}'))]
+    llm = [{"message": m, "token_ids": [], "finish_reason": "stop"} for m in (both, one, DONE)]
+    assert [one["action"] for one in found] == [llm[0], *made, llm[1], llm[2]]
+    assert [one["reward"] for one in found] == [0.25, 0, 0, 0, 1]
+    assert [one["done"] for one in found] == [False, False, False, False, True]
+
+
+def test_a_sampled_answers_action_and_state_have_its_tokens(proxy: Proxy, rollout: str) -> None:
+    proxy.chat(rollout)
+    (only,) = transitions(proxy, rollout)
+    assert (only["action"]["token_ids"], only["state"]["prompt_token_ids"]) == (ANSWER, PROMPT)
+
+
+def test_agents_that_take_turns_have_transitions_in_the_order_of_their_calls(model: Scripted, rollout: str) -> None:
+    for agent in ("alice", "bob", "alice"):
+        model.ask(CHAT, {"messages": [user(agent)]}, said(f"I am {agent}"), X_Rollout_Id=rollout, X_Agent_Name=agent)
+    found = transitions(model.proxy, rollout)
+    assert [(one["agent"], one["action"]["message"]["content"]) for one in found] == [
+        ("alice", "I am alice"), ("bob", "I am bob"), ("alice", "I am alice"),
+    ]  # fmt: skip
+    assert model.proxy.get("/rollouts?agent=bob&limit=1")["data"][0]["rollout_id"] == rollout
+
+
+def test_a_call_that_failed_is_in_the_record_and_is_no_decision(model: Scripted, rollout: str) -> None:
+    model.ask(CHAT, {"messages": [GO]}, DONE, X_Rollout_Id=rollout)
+    model.ask(CHAT, {"messages": [GO, DONE, user("more")]}, 500, X_Rollout_Id=rollout)
+    first, failed = model.proxy.rollout(rollout)["calls"]
+    assert (failed["status"], failed["error"], failed["trainable"]) == ("error", "the upstream answered 500", False)
+    assert failed["response"] == {"error": {"message": "busy"}}
+    (only,) = transitions(model.proxy, rollout)
+    assert (only["call_id"], only["next_state"]) == (first["call_id"], None)
+
+
+# One decision is one transition
+
+
+def test_a_request_that_the_client_sends_again_is_one_decision(proxy: Proxy, rollout: str) -> None:
+    path, body = f"/rollouts/{rollout}{CHAT}", {"model": "policy", "messages": [GO]}
+    for count in ("0", "1", "2", "0"):  # at last the agent asks again by itself
+        assert proxy.post(path, body, X_Stainless_Retry_Count=count).status == 200
+    found = proxy.rollout(rollout)["calls"]
+    ids = [call["call_id"] for call in found]
+    assert [call["superseded_by"] for call in found] == [ids[1], ids[2], None, None]
+    assert [call["trainable"] for call in found] == [False, False, True, True]
+    assert [one["call_id"] for one in transitions(proxy, rollout)] == ids[2:]
+
+
+@pytest.mark.parametrize(("answers", "place"), [([DONE, 500, DONE], 1), ([DONE, DONE], 1), ([500, DONE], 0)])
+def test_a_retry_takes_the_place_of_what_failed_or_else_of_the_last_answer(
+    answers: list[Any], place: int, model: Scripted, rollout: str
+) -> None:
+    for answer in answers:
+        model.ask(CHAT, {"messages": [GO]}, answer, X_Rollout_Id=rollout)
+    model.ask(CHAT, {"messages": [GO]}, DONE, X_Rollout_Id=rollout, X_Stainless_Retry_Count="1")
+    *before, retry = model.proxy.rollout(rollout)["calls"]
+    found = [i for i, call in enumerate(before) if call["superseded_by"] == retry["call_id"]]
+    assert found == [place]
+
+
+def test_a_retry_after_another_request_takes_no_answered_calls_place(model: Scripted, rollout: str) -> None:
+    for text, count in (("same", "0"), ("other", "0"), ("same", "1")):
+        model.ask(CHAT, {"messages": [user(text)]}, DONE, X_Rollout_Id=rollout, X_Stainless_Retry_Count=count)
+    assert len(transitions(model.proxy, rollout)) == 3
+
+
+def test_the_openai_clients_own_retry_is_one_decision(model: Scripted, rollout: str) -> None:
+    with model.script(503) as scripted:
+        headers = {"X-Script": scripted["X_Script"]}
+        url = f"{model.proxy.url}/rollouts/{rollout}/v1"
+        with (
+            openai.OpenAI(base_url=url, api_key="k", max_retries=1, default_headers=headers) as client,
+            pytest.raises(openai.InternalServerError),
+        ):
+            client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    first, second = model.proxy.rollout(rollout)["calls"]
+    assert (first["superseded_by"], second["superseded_by"]) == (second["call_id"], None)
+
+
+def test_a_retry_of_the_proxy_and_a_fallback_add_no_call(tmp_path: Path, rollout: str) -> None:
+    away = {"name": "away", "kind": "openai", "base_url": f"http://127.0.0.1:{free_port()}/v1", "models": ["m"]}
+    with scripted(tmp_path, upstreams=[{"name": "policy"}, away | {"retries": 1, "fallbacks": ["policy"]}]) as model:
+        model.ask(CHAT, {"messages": [GO]}, DONE, X_Rollout_Id=rollout)
+        (call,) = model.proxy.rollout(rollout)["calls"]
+        assert (call["status"], call["upstream"]) == ("ok", "policy")
+        assert len(transitions(model.proxy, rollout)) == 1
+
+
+# What the record has of a call, in each dialect, streamed or not
+
+FIELDS = {
+    "call_id", "seq", "agent", "endpoint", "status", "model", "policy_version", "request", "response",
+    "prompt_token_ids", "response_token_ids", "logprobs", "finish_reason", "usage", "tool_calls", "reward", "trainable",
+    "untrainable_reason", "superseded_by", "policy_versions", "started_at", "ttft_ms", "latency_ms", "contexts",
+    "rejected",
+}  # fmt: skip
+COUNTS = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+COUNTED = {"input_tokens": 3, "output_tokens": 2, "total_tokens": 5}
+TOP = {"id": "c1", "created": 1, "model": "m"}
+CALLED = [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}]
+ITEM = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "f", "arguments": '{"a":1}',
+        "status": "completed"}  # fmt: skip
+USED = {"type": "tool_use", "id": "call_1", "name": "f", "input": {"a": 1}}
+RESPONSE = {"id": "resp_1", "object": "response", "created_at": 1, "model": "m"}
+MESSAGE = {"id": "msg_1", "type": "message", "role": "assistant", "model": "m"}
+# By dialect: the request, the whole answer, and the events that say the same.
+DIALECTS: dict[str, tuple[Json, Json, list[Json]]] = {
+    CHAT: (
+        {"messages": [GO]},
+        TOP | {"object": "chat.completion", "usage": COUNTS, "choices": [
+            {"index": 0, "message": said("hi", tool_calls=CALLED), "finish_reason": "tool_calls"}]},
+        [TOP | {"object": "chat.completion.chunk"} | one for one in (
+            {"choices": [{"index": 0, "delta": {"role": "assistant", "content": "h"}, "finish_reason": None}]},
+            {"choices": [{"index": 0, "delta": {"content": "i"}, "finish_reason": None}]},
+            {"choices": [{"index": 0, "delta": {"tool_calls": [{"index": 0, **CALLED[0]}]}, "finish_reason": None}]},
+            {"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]},
+            {"choices": [], "usage": COUNTS})],
+    ),
+    COMPLETIONS: (
+        {"prompt": "go"},
+        TOP | {"object": "text_completion", "usage": COUNTS,
+               "choices": [{"index": 0, "text": "hi", "finish_reason": "stop"}]},
+        [TOP | {"object": "text_completion"} | one for one in (
+            {"choices": [{"index": 0, "text": "h", "finish_reason": None}]},
+            {"choices": [{"index": 0, "text": "i", "finish_reason": "stop"}]},
+            {"choices": [], "usage": COUNTS})],
+    ),
+    MESSAGES: (
+        {"messages": [GO], "max_tokens": 9},
+        MESSAGE | {"content": [{"type": "text", "text": "hi"}, USED], "stop_reason": "tool_use", "usage": COUNTED},
+        [{"type": "message_start", "message": MESSAGE | {"content": [], "stop_reason": None,
+                                                         "usage": COUNTED | {"output_tokens": 0}}},
+         {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}},
+         {"type": "content_block_delta", "index": 0, "delta": {"type": "text_delta", "text": "hi"}},
+         {"type": "content_block_stop", "index": 0},
+         {"type": "content_block_start", "index": 1, "content_block": USED | {"input": {}}},
+         {"type": "content_block_delta", "index": 1, "delta": {"type": "input_json_delta", "partial_json": '{"a":1}'}},
+         {"type": "content_block_stop", "index": 1},
+         {"type": "message_delta", "delta": {"stop_reason": "tool_use"}, "usage": {"output_tokens": 2}},
+         {"type": "message_stop"}],
+    ),
+    RESPONSES: (
+        {"input": "go"},
+        RESPONSE | {"status": "completed", "output": [ITEM], "usage": COUNTED},
+        [{"type": "response.created", "response": RESPONSE | {"status": "in_progress", "output": []}},
+         {"type": "response.output_item.done", "output_index": 0, "item": ITEM},
+         {"type": "response.completed", "response": RESPONSE | {"status": "completed", "output": [ITEM],
+                                                                "usage": COUNTED}}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", DIALECTS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_has_all_its_fields_and_a_streamed_answer_is_the_whole_object(
+    path: str, stream: bool, model: Scripted, rollout: str
+) -> None:
+    request, whole, events = DIALECTS[path]
+    body = {"model": "m", "stream": stream} | request
+    text = [f"event: {one.get('type')}\ndata: {json.dumps(one)}\n\n" for one in events]
+    text += ["data: [DONE]\n\n"] if "choices" in whole else []
+    answer = Wire([one.encode() for one in text]) if stream else Wire([json.dumps(whole).encode()], "application/json")
+    model.ask(f"/rollouts/{rollout}/agents/solver{path}", body, answer)
+    (call,) = model.proxy.rollout(rollout)["calls"]
+    assert call.keys() >= FIELDS
+    assert (call["seq"], call["agent"], call["endpoint"]) == (0, "solver", path.removeprefix("/v1/"))
+    assert (call["status"], call["model"], call["request"], call["response"]) == ("ok", "m", body, whole)
+    assert call["usage"] == whole["usage"] and call["finish_reason"] in ("stop", "tool_calls", "tool_use")
+    made = [{"id": "call_1", "name": "f", "arguments": {"a": 1}, "result": None, "is_error": None}]
+    found = [one | {"arguments": json.loads(one["arguments"])} for one in call["tool_calls"]]
+    assert found == ([] if path == COMPLETIONS else made)
+    assert 0 <= (call["ttft_ms"] or 0) <= call["latency_ms"] and (call["ttft_ms"] is not None) is stream
+    assert (call["prompt_token_ids"], call["response_token_ids"], call["logprobs"]) == ([], [], [])
+    assert call["trainable"] is False and call["untrainable_reason"] and call["policy_version"] is None
+    (only,) = transitions(model.proxy, rollout)
+    shown = {name: request[name] for name in request if name != "max_tokens"}
+    assert only["state"] == shown | {"prompt_token_ids": []}
+
+
+def test_each_of_several_answers_is_kept(proxy: Proxy, rollout: str) -> None:
+    proxy.chat(rollout, n=2)
+    (call,) = proxy.rollout(rollout)["calls"]
+    assert [choice["token_ids"] for choice in call["choices"]] == [ANSWER, ANSWER]
+    assert "n > 1" in call["untrainable_reason"]
+
+
+HISTORIES: dict[str, list[Any]] = {
+    "values that Python takes for equal": [[{"strict": v}, {"turn": t}] for t, v in enumerate([True, 1, True, 1.0, 1])],
+    "branches and edits": [
+        [user(text) for text in history]
+        for history in (["a"], ["a", "b"], ["a", "c"], ["a", "b", "d"], ["x"], [], ["a", "b", "d", "e"])
+    ],
+    "of all sizes": [[user("ä" * length)] for length in (10, 4_000, 100_000)],
+    "half characters and huge numbers": [[user("\ud800")], [user("\ud800"), {"seed": 2**80}]],
+}
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_requests_are_read_back_as_they_were_sent(name: str, model: Scripted, rollout: str) -> None:
+    for messages in HISTORIES[name]:
+        model.ask(CHAT, {"messages": messages}, DONE, X_Rollout_Id=rollout)
+    found = model.proxy.rollout(rollout)["calls"]
+    assert json.dumps([call["request"]["messages"] for call in found]) == json.dumps(HISTORIES[name])
+    assert json.dumps([one["state"]["messages"] for one in transitions(model.proxy, rollout)]) == json.dumps(
+        HISTORIES[name]
+    )
+    assert [call["seq"] for call in found] == list(range(len(found)))
+
+
+def test_once_an_evaluation_always_one(proxy: Proxy, rollout: str) -> None:
+    for mode in ("train", "eval", "train"):
+        body = {"model": "policy", "messages": [GO]}
+        assert proxy.post(CHAT, body, X_Rollout_Id=rollout, X_Rollout_Mode=mode).status == 200
+    assert proxy.rollout(rollout)["mode"] == "eval"
