@@ -80,14 +80,13 @@ ABOUT_METRICS = {
 
 def settings(known: dict[str, str]) -> str:
     """Return the page of all keys, with the meanings that are known."""
-    seen: dict[type[BaseModel], str] = {}
     order = {key: n for n, key in enumerate(known)}  # the page's own; a new key comes at the end of its section
     parts: dict[str, list[tuple[int, str]]] = {}
     for name, field in Config.model_fields.items():
         default = field.get_default(call_default_factory=True)
         parts[name] = sorted(
             (order.get(key, len(order)), f"- `{key}` (`{shown}`): {known.get(key, 'TODO')}\n")
-            for key, shown in _keys(name, field.annotation, default, seen)
+            for key, shown in _keys(name, field.annotation, default)
         )
     sections = sorted(parts, key=lambda name: parts[name][0][0])
     return "\n".join([
@@ -154,18 +153,15 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _keys(name: str, kind: Any, default: Any, seen: dict[type[BaseModel], str]) -> Iterator[tuple[str, str]]:
+def _keys(name: str, kind: Any, default: Any) -> Iterator[tuple[str, str]]:
     (item,) = get_args(kind) if get_args(kind) and isinstance(default, list) and default else (None,)
     if isinstance(item, type) and issubclass(item, BaseModel):
         name, kind, default = f"{name}[]", item, default[0]
     if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
         yield name, _shown(default)
-    elif kind in seen:
-        yield name, f"as {seen[kind]}"
     else:
-        seen[kind] = name
         for key, field in kind.model_fields.items():
-            yield from _keys(f"{name}.{key}", field.annotation, getattr(default, key), seen)
+            yield from _keys(f"{name}.{key}", field.annotation, getattr(default, key))
 
 
 def _shown(default: Any) -> str:

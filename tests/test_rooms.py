@@ -52,7 +52,7 @@ LEVELS = {
 # Nothing of the core imports them: `plugins/on_board.py` has their names.
 SIDE_ROOMS = {
     "proxy": {
-        *("upstreams/litellm", "otel", "agl", "rewarders", "people", "page", "gate", "prompts", "promotion"),
+        *("upstreams/litellm", "otel", "agl", "rewarders", "people", "page", "prompts", "promotion"),
         *("algorithms", "guides", "sft", "preferences", "backends", "evaluation", "contexts", "texts", "costs"),
         "environments",
     },
@@ -63,7 +63,7 @@ SIDE_ROOMS = {
     "commands": {"agl", "costs", "environments", "experiment", "optimize", "page", "people", "prompts", "rewarders"},
 }
 # What plugs nothing in by itself: what several side rooms share, and algorithms, which the configuration names.
-SHARED = {"proxy": {"gate"}, "trainer": {"tuning", "algorithms"}, "commands": set[str]()}
+SHARED = {"proxy": set[str](), "trainer": {"tuning", "algorithms"}, "commands": set[str]()}
 # What each top-level package may import besides itself.
 BELOW = {"proxy": set[str](), "trainer": {"proxy"}, "commands": {"proxy", "trainer", "client"}, "client": set[str]()}
 

@@ -1,6 +1,6 @@
 """Tests whether tasks show a drop, or exclude one of more than the margin. Plain data, and a line of text.
 
-The same statistics decide whether a new version goes live (proxy/gate).
+The same statistics decide whether a new version goes live (proxy/promotion).
 """
 
 from __future__ import annotations

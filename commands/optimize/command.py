@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import json
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -67,8 +67,7 @@ class OptimizeRequest:
 class Found:
     """The outcome. `mean`s are over the validation tasks; `held_out`: how far the best is above the first there.
 
-    `tested`: the best one was to go live, and new rollouts decide about that (prompts.promotion). `reflect_tokens`,
-    `reflect_usd`: of the reflecting model; None without a price.
+    `reflect_tokens`, `reflect_usd`: of the reflecting model; None without a price.
     """
 
     prompt: str
@@ -83,7 +82,6 @@ class Found:
     held_out: Comparison | None
     reflect_tokens: int
     reflect_usd: float | None
-    tested: bool = False
 
 
 def optimize(config: Config, request: OptimizeRequest) -> None:
@@ -194,8 +192,8 @@ class _Optimization:
         )  # fmt: skip
         metrics = {"method": self.request.method, "run": run, "validation": best.mean, "held_out": found.after}
         body = {"name": self.request.prompt, "text": best.text, "metrics": metrics, "promote": self.request.promote}
-        prompt = await api.request("POST", "/prompts", body)
-        return replace(found, tested=self.request.promote and prompt["live_version"] != best.version)
+        await api.request("POST", "/prompts", body)
+        return found
 
     async def _held_out(self, scores: PromptScores, candidate: Candidate) -> list[float]:
         tried = await scores.of(candidate.version, self.split.held_out, held_out=True)
@@ -225,9 +223,7 @@ def summary(found: Found, *, promoted: bool) -> str:
         f"held-out tasks: {found.before:.3f} before, {found.after:.3f} after: {gain.difference:+.3f} "
         f"[{gain.interval.low:+.3f}, {gain.interval.high:+.3f}] over {gain.tasks} tasks, p {gain.p:.2g}"
     )
-    if found.tested:
-        lines.append(f"new rollouts test version {found.version}: `lightning-proxy prompts list` shows how it goes")
-    elif promoted:
+    if promoted:
         lines.append(f"version {found.version} is live")
     else:
         lines.append(f"make it live: lightning-proxy prompts promote {found.prompt} {found.version}")

@@ -1,4 +1,4 @@
-"""`prompts list|show|add|diff|test|promote|rollback`: the texts that take the place of an agent's own."""
+"""`prompts list|show|add|diff|promote|rollback`: the texts that take the place of an agent's own."""
 
 from __future__ import annotations
 
@@ -54,19 +54,12 @@ def list_prompts(context: typer.Context, as_json: Json = False) -> None:
     from rich.console import Console
 
     from ..formats import print_json
-    from ..show.promotion import tests_view
 
     answer = _ask(context, "GET", "/prompts")
     if as_json:
         print_json(answer)
     elif answer["data"]:
-        console = Console()
-        console.print(prompts_table(answer["data"]))
-        for prompt in answer["data"]:
-            for line in tests_view(prompt["versions"], f"prompt {prompt['name']} "):
-                console.print(line)
-            if prompt["waiting"] is not None:
-                typer.echo(f"prompt {prompt['name']} version {prompt['waiting']} is tested next")
+        Console().print(prompts_table(answer["data"]))
     else:
         typer.echo("no prompts yet: `lightning-proxy prompts add NAME FILE` adds the first one")
 
@@ -97,7 +90,7 @@ def add(
     agent: Annotated[str | None, typer.Option(help="whose message it is (X-Agent-Name)", show_default="any")] = None,
     role: Annotated[Literal["system", "user"] | None, typer.Option(help="the role of the message")] = None,
     comment: Annotated[str | None, typer.Option(help="why it was made")] = None,
-    promote: Annotated[bool, typer.Option("--promote", help="make it live, or test it if prompts have a gate")] = False,
+    promote: Annotated[bool, typer.Option("--promote", help="make it live")] = False,
     as_json: Json = False,
 ) -> None:
     """Add a prompt, or a version of one. The first version is the agent's own text, and live."""
@@ -117,8 +110,6 @@ def add(
     else:
         live = "it is live" if prompt["version"] == prompt["live_version"] else f"{prompt['live_version']} is live"
         typer.echo(f"prompt {name} version {prompt['version']}; {live}")
-        if promote and prompt["version"] != prompt["live_version"]:
-            typer.echo(test_of(prompt, prompt["version"]))
 
 
 @app.command()
@@ -140,20 +131,8 @@ def diff(context: typer.Context, name: Name, a: Version, b: Version) -> None:
 
 
 @app.command()
-def test(context: typer.Context, name: Name, version: Version, as_json: Json = False) -> None:
-    """Let new rollouts decide whether a version goes live. It needs `prompts.promotion: gated`."""
-    from ..formats import print_json
-
-    prompt = _ask(context, "POST", f"{_path(name)}/test", {"version": version})
-    if as_json:
-        print_json(prompt)
-    else:
-        typer.echo(test_of(prompt, version))
-
-
-@app.command()
 def promote(context: typer.Context, name: Name, version: Version, as_json: Json = False) -> None:
-    """Make a version live now, without a test. Rollouts that have begun keep theirs."""
+    """Make a version live now. Rollouts that have begun keep theirs."""
     _change(context, name, "promote", {"version": version}, as_json)
 
 
@@ -161,16 +140,6 @@ def promote(context: typer.Context, name: Name, version: Version, as_json: Json 
 def rollback(context: typer.Context, name: Name, as_json: Json = False) -> None:
     """Make the version before the live one live again."""
     _change(context, name, "rollback", None, as_json)
-
-
-def test_of(prompt: dict[str, Any], version: int) -> str:
-    """Return a line about a version that is tested, or waits for its test."""
-    subject, test = f"prompt {prompt['name']} version {version}", prompt["test"]
-    if test is not None and prompt["waiting"] == version:
-        return f"{subject} is tested after version {test['version']}"
-    if test is None or test["version"] != version:
-        return f"{subject}: `lightning-proxy prompts list` shows its test"
-    return f"{subject} is tested against version {test['against']}: `lightning-proxy prompts list` shows how it goes"
 
 
 def prompts_table(prompts: list[dict[str, Any]]) -> Table:

@@ -14,23 +14,20 @@ from ..formats import count, number, plain
 COLUMNS = ("metric", "pairs", "live", "candidate", "diff.", "may be", "worse", "safe", "so far")
 
 
-def tests_view(versions: list[dict[str, Any]], of: str = "") -> Iterator[RenderableType]:
-    """Yield the last test that is over, and the one that is under way, of versions as the API has them.
-
-    `of`: what they are versions of, as it stands before the word.
-    """
+def tests_view(versions: list[dict[str, Any]]) -> Iterator[RenderableType]:
+    """Yield the last test that is over, and the one that is under way, of versions as the API has them."""
     tests = sorted((v["promotion"] for v in versions if v["promotion"]), key=lambda test: test["n"])
     over = [test for test in tests if test["status"] != "testing"]
     for test in (*over[-1:], *(test for test in tests if test["status"] == "testing")):
         yield Text("")
-        yield line_of(test, of)
+        yield line_of(test)
         if (table := table_of(test)) is not None:
             yield table
 
 
-def line_of(test: dict[str, Any], of: str = "") -> Text:
+def line_of(test: dict[str, Any]) -> Text:
     """Return one line about a test (`Promotion` of the API)."""
-    versions = f"{of}version {test['version']} against {test['against']}"
+    versions = f"version {test['version']} against {test['against']}"
     match test["status"]:
         case "testing":
             return plain(f"testing {versions}: {_progress(test['evidence'])}", "yellow")

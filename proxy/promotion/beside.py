@@ -18,7 +18,7 @@ class PromotionBeside(Beside):
         under_way, waiting = await tests.under_way(), await tests.waiting()
         return {
             "promotion": GateKeys.of(self.config.policy).promotion,
-            "test": asdict(under_way[0]) if under_way else None,
+            "test": None if under_way is None else asdict(under_way),
             "waiting": None if waiting is None else waiting.version,
         }
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..control.answers import Policy, VersionSeen
-from ..gate.tests import Promotion
+from .tests import Promotion
 
 
 class PolicyWithTest(Policy):

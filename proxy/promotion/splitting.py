@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 
 from ..config.root import Config
-from ..gate.sides import sides_of
 from ..policy.swap import Placed
 from ..types import PolicyVersion, RolloutName
 from .config import GateKeys
 from .promotions import Promotions
+from .sides import choose
 
 KEPT = 20_000  # rollouts whose version is in memory
 
@@ -31,7 +32,7 @@ class PolicySplit:
         test = trial.promotion
         n, version = self._versions.get(rollout.rollout_id, (None, live.version))
         if n != test.n:
-            sides = sides_of(test, self._gate, self._group_size)
+            sides = partial(choose, test, group_size=self._group_size, share=self._gate.share)
             version = await self._tests.assign(test, rollout, self._gate.max_rollouts, sides)
             self._versions[rollout.rollout_id] = test.n, version
             if len(self._versions) > KEPT:

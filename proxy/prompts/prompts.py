@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -16,9 +16,6 @@ from ..recording.redact import MASK, Redactor
 from ..types import CallStart, RolloutName
 from .placing import Json, Place, find, put, text_at
 from .table import CALL_PROMPT, ROLLOUT_PROMPT_KEPT, Prompt, PromptTable
-
-# Says which version a rollout keeps that begins to use a prompt: by the prompt's name, and the live version.
-Choose = Callable[[RolloutName, str, int], Awaitable[int]]
 
 LOOK_S = 0.5  # until the first prompt is seen; then every call looks
 Outcome = Literal["placed", "unmatched"]
@@ -34,17 +31,11 @@ class _Place(NamedTuple):
 class PromptRewriter:
     """All prompts. Use it with `async with`. As long as there is none, a call costs nothing more."""
 
-    def __init__(
-        self, table: PromptTable, redactor: Redactor, count: Callable[[Outcome], None], choose: Choose | None = None
-    ) -> None:
-        """`count` is called for each call, while there are prompts, with whether one was put into it.
-
-        Without `choose`, rollouts keep the version that is live when they begin to use a prompt.
-        """
+    def __init__(self, table: PromptTable, redactor: Redactor, count: Callable[[Outcome], None]) -> None:
+        """`count` is called for each call, while there are prompts, with whether one was put into it."""
         self._table = table
         self._redactor = redactor
         self._count = count
-        self._choose = choose
         self._stamp: Any = None
         self._prompts: list[Prompt] = []
         self._watch: asyncio.Task[None] | None = None
@@ -80,7 +71,7 @@ class PromptRewriter:
             version = await self._table.kept_by(rollout.rollout_id, prompt.name)
             if version is None and await self._table.has_begun(rollout.rollout_id, rollout.agent):
                 continue  # it began with the agent's own text, before there was this prompt
-            version = version or await self._version(prompt, question, rollout)
+            version = version or prompt.live
             body = put(body, place, prompt.text_of(version))
             placed.append(_Place(prompt.name, version, place, sent))
         self._count("placed" if placed else "unmatched")
@@ -89,12 +80,6 @@ class PromptRewriter:
         if any(text_at(body, one.place) != one.sent for one in placed):
             question = question._replace(body=body, request=question.request.with_body(encode(body)))
         return question._replace(also=partial(self._statements, placed, original))
-
-    async def _version(self, prompt: Prompt, question: Question, rollout: RolloutName) -> int:
-        """The version of a rollout that keeps none yet. An unrecorded call is no evidence about a candidate."""
-        if self._choose is None or not question.recorded:
-            return prompt.live
-        return await self._choose(rollout, prompt.name, prompt.live)
 
     async def _refresh(self) -> None:
         if (stamp := await self._table.stamp()) != self._stamp:

@@ -15,12 +15,8 @@ from ..control.door import AdminRoute, AgentRoute
 from ..control.parts import Parts
 from ..control.requests import Limit, caller_of, large_response, parts, parts_for, parts_for_all
 from ..control.views import record_view
-from ..errors import Conflict
-from ..types import RolloutName, check_id
-from .config import PromptKeys
+from ..types import check_id
 from .fields import Version
-from .prompt_tests import PromptTest, PromptTests
-from .splitting import PromptSplit
 from .table import Kept, Prompt, PromptTable, Role, TriedOut
 
 router = APIRouter(tags=["prompts"], responses=ERRORS, route_class=AgentRoute)
@@ -39,8 +35,7 @@ class Match(Body):
 class PromptBody(Body):
     """A prompt's text. The first one of a new name is the agent's own, and live.
 
-    `match` is needed only for the first version. `parent`: the version that it was made from. `promote`: make it live,
-    or test it where prompts have a gate (`prompts.promotion`).
+    `match` is needed only for the first version. `parent`: the version that it was made from. `promote`: make it live.
     """
 
     name: Id
@@ -57,7 +52,7 @@ class PromptVersionBody(Body):
 
 
 class PromptVersionSeen(BaseModel):
-    """One text. `rewards`: by mode, the mean reward of the rollouts that kept it. `promotion`: its last test."""
+    """One text. `rewards`: by mode, the mean reward of the rollouts that kept it."""
 
     version: int
     text: str
@@ -67,14 +62,10 @@ class PromptVersionSeen(BaseModel):
     comment: str | None
     metrics: dict[str, Any]
     rewards: dict[Literal["train", "eval"], dict[str, float]]
-    promotion: PromptTest | None
 
 
 class PromptSeen(BaseModel):
-    """`version` and `text`: those of the rollout that asks; without one, or before it keeps any, the live ones.
-
-    `test`: the test that is under way (docs/promotion.md). `waiting`: the version that is tested next.
-    """
+    """`version` and `text`: those of the rollout that asks; without one, or before it keeps any, the live ones."""
 
     name: str
     match: Match
@@ -82,8 +73,6 @@ class PromptSeen(BaseModel):
     version: int
     text: str
     versions: list[PromptVersionSeen]
-    test: PromptTest | None
-    waiting: int | None
 
 
 class PromptList(BaseModel):
@@ -120,9 +109,6 @@ async def get_prompt(request: Request, name: PathId, version: Annotated[int | No
     if rollout_id is not None:
         await parts_for(request, rollout_id)
     if rollout_id is not None and not asks_for_one:
-        if PromptKeys.of(p.config).prompts.is_gated:
-            split = PromptSplit(p.config, _tests(p))
-            await split(RolloutName(rollout_id), name, prompt.live, opens=False)
         await _table(p).pin([rollout_id], {name: prompt.live})
     kept = None if rollout_id is None else await _table(p).kept_by(rollout_id, name)
     chosen = kept if caller.rollout_id is not None else version or kept
@@ -146,7 +132,7 @@ async def list_tried_out(request: Request, name: PathId, run: Id | None = None) 
 async def list_kept(
     request: Request, name: PathId, version: Annotated[int, Path(ge=1, lt=2**31)], limit: Limit = 100
 ) -> Response:
-    """The newest rollouts that kept a version, and whether each is evidence in its last test."""
+    """The newest rollouts that kept a version."""
     p, caller = await parts_for_all(request), caller_of(request)
     (await _table(p).get(check_id(name, "name"))).text_of(version)
     kept = await _table(p).kept(name, version, limit, caller.sight.key_id)
@@ -157,39 +143,21 @@ async def list_kept(
 async def post_prompt(request: Request, body: PromptBody) -> Response:
     """Add a prompt, or a version of one. A text that a version has already is that version."""
     p, match = parts(request), body.match
-    is_gated = PromptKeys.of(p.config).prompts.is_gated
     version = await _table(p).add(
         body.name, body.text, agent=match.agent if match else None, role=match.role if match else None,
-        parent=body.parent, comment=body.comment, metrics=body.metrics, promote=body.promote and not is_gated,
+        parent=body.parent, comment=body.comment, metrics=body.metrics, promote=body.promote,
     )  # fmt: skip
     if body.metrics:
         await _table(p).measured(body.name, version, body.metrics)
-    prompt = await _table(p).get(body.name)
-    if is_gated and body.promote and version != prompt.live:
-        await _tests(p).begin(body.name, version)
-    elif body.promote and not is_gated:
+    if body.promote:
         caller_of(request).log_change(f"version {version} of prompt {body.name} was promoted")
-    view = await _view(p, prompt, version, caller_of(request))
+    view = await _view(p, await _table(p).get(body.name), version, caller_of(request))
     return await large_response(lambda: view)
-
-
-@admins.post("/prompts/{name}/test", response_model=None, responses=answers(PromptSeen))
-async def test_prompt(request: Request, name: PathId, body: PromptVersionBody) -> Response:
-    """Let new rollouts decide whether a version goes live. While another one of the prompt is tested, it waits.
-
-    It needs a gate (`prompts.promotion: gated`).
-    """
-    p = parts(request)
-    (await _table(p).get(check_id(name, "name"))).text_of(body.version)
-    if not PromptKeys.of(p.config).prompts.is_gated:
-        raise Conflict("prompts have no gate: set prompts.promotion to gated, and start the proxy again")
-    await _tests(p).begin(name, body.version)
-    return await _live(p, name, caller_of(request))
 
 
 @admins.post("/prompts/{name}/promote", response_model=None, responses=answers(PromptSeen))
 async def promote_prompt(request: Request, name: PathId, body: PromptVersionBody) -> Response:
-    """Make a version live now. Rollouts that have begun keep theirs. A test of the prompt ends."""
+    """Make a version live now. Rollouts that have begun keep theirs."""
     p = parts(request)
     await _table(p).promote(check_id(name, "name"), body.version)
     caller_of(request).log_change(f"version {body.version} of prompt {name} was promoted")
@@ -198,7 +166,7 @@ async def promote_prompt(request: Request, name: PathId, body: PromptVersionBody
 
 @admins.post("/prompts/{name}/rollback", response_model=None, responses=answers(PromptSeen))
 async def rollback_prompt(request: Request, name: PathId) -> Response:
-    """Make the version before the live one live again. A test of the prompt ends."""
+    """Make the version before the live one live again."""
     p = parts(request)
     await _table(p).rollback(check_id(name, "name"))
     caller_of(request).log_change(f"prompt {name} was rolled back")
@@ -217,32 +185,21 @@ async def _live(p: Parts, name: str, caller: Caller) -> Response:
 async def _view(p: Parts, prompt: Prompt, version: int, caller: Caller) -> dict[str, Any]:
     """The prompt as this caller may see it: code that the policy runs can read its rollout's key."""
     views: list[dict[str, Any]] = []
-    tests: dict[int, PromptTest] = {}
-    waiting: int | None = None
     sight = caller.sight
     if caller.rollout_id is None:
         rewards = await _table(p).rewards(prompt.name, own=sight.own, key_id=sight.key_id)
-        tests = {test.version: test for test in await _tests(p).last(prompt.name)}
-        waiting = (await _tests(p).waiting()).get(prompt.name)
         for one in prompt.versions:
             facts = {"live": one.version == prompt.live, "rewards": rewards.get(one.version, {})}
-            views.append(sight.of("prompt version", asdict(one) | facts | {"promotion": tests.get(one.version)}))
-    view = {
+            views.append(sight.of("prompt version", asdict(one) | facts))
+    return {
         "name": prompt.name,
         "match": {"agent": prompt.agent, "role": prompt.role},
         "live_version": prompt.live,
         "version": version,
         "text": prompt.text_of(version),
         "versions": views,
-        "test": next((test for test in tests.values() if test.status == "testing"), None),
-        "waiting": waiting,
     }
-    return sight.of("prompt", view)
 
 
 def _table(p: Parts) -> PromptTable:
     return PromptTable(p.store.database)
-
-
-def _tests(p: Parts) -> PromptTests:
-    return PromptTests(p.store.database)

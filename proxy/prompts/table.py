@@ -39,12 +39,6 @@ PROMPT_BEFORE = """
 SELECT version FROM prompt_log WHERE name = :name AND version < :version ORDER BY version DESC LIMIT 1
 """
 PROMPT_LOG = "INSERT INTO prompt_log (name, version, at) VALUES (:name, :version, :at)"
-# Whoever makes a version live decides about the one that is tested, and about the one that waits.
-PROMPT_TEST_ENDED = """
-UPDATE prompt_tests SET status = 'ended', decided_at = :at, reason = :reason WHERE name = :name AND status = 'testing'
-"""
-PROMPT_WAITS_NO_MORE = "DELETE FROM prompt_waiting WHERE name = :name"
-PROMPT_MADE_LIVE = (PROMPT_TEST_ENDED, PROMPT_WAITS_NO_MORE, PROMPT_LOG)
 PROMPTS_CHANGED = "SELECT (SELECT MAX(n) FROM prompt_log) AS live, (SELECT MAX(rowid) FROM prompt_versions) AS made"
 ROLLOUT_PROMPT = "SELECT version FROM rollout_prompts WHERE rollout_id = :rollout_id AND name = :name"
 AGENT_HAS_CALLED = "SELECT 1 FROM calls WHERE rollout_id = :rollout_id AND agent IS :agent LIMIT 1"
@@ -74,14 +68,8 @@ SELECT version, mode, AVG(reward) AS mean, COUNT(*) AS rollouts
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
 WHERE name = :name AND reward IS NOT NULL AND (NOT :own OR rollouts.key_id IS :key_id) GROUP BY version, mode
 """
-# `counts`: its group is compared in the version's last test.
 PROMPT_KEPT = """
-SELECT rollouts.rollout_id, rollouts.task_id, mode, status, reward, created_at, EXISTS (
-    SELECT 1 FROM prompt_test_rollouts AS tried WHERE tried.rollout_id = rollouts.rollout_id
-        AND compared = 1 AND tried.evidence = 1 AND test = (
-            SELECT MAX(n) FROM prompt_tests WHERE prompt_tests.name = :name AND :version IN (version, against)
-        )
-) AS counts
+SELECT rollouts.rollout_id, rollouts.task_id, mode, status, reward, created_at
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
 WHERE name = :name AND version = :version AND (NOT :own OR rollouts.key_id IS :key_id)
 ORDER BY rollouts.n DESC LIMIT :limit
@@ -168,7 +156,7 @@ class TriedOut:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A rollout that kept a version. `counts`: it is evidence in the last test that the version is part of."""
+    """A rollout that kept a version."""
 
     rollout_id: str
     task_id: str | None
@@ -176,7 +164,6 @@ class Kept:
     status: str
     reward: float | None
     created_at: float
-    counts: bool
 
 
 class PromptTable:
@@ -250,7 +237,7 @@ class PromptTable:
         return await self._db.write(work, len(text))
 
     async def promote(self, name: str, version: int) -> None:
-        """Make a version the live one; NotFound if there is no such version. A test that is under way ends."""
+        """Make a version the live one; NotFound if there is no such version."""
         (await self.get(name)).text_of(version)
         await self._db.write(lambda db: _make_live(db, name, version))
 
@@ -317,7 +304,7 @@ class PromptTable:
     async def kept(self, name: str, version: int, limit: int, key_id: str | None) -> list[Kept]:
         """Return the newest rollouts that kept a version. `key_id`: only those that were opened with this key."""
         wanted = {"name": name, "version": version, "limit": limit, "own": key_id is not None, "key_id": key_id}
-        return [read(Kept, row, counts=bool(row["counts"])) for row in await self._db.all(PROMPT_KEPT, wanted)]
+        return [read(Kept, row) for row in await self._db.all(PROMPT_KEPT, wanted)]
 
     async def tried_out(
         self, name: str, run: str | None, *, own: bool = False, key_id: str | None = None
@@ -333,10 +320,7 @@ class PromptTable:
 
 
 async def _make_live(db: Transaction, name: str, version: int) -> None:
-    reason = f"version {version} was made live during the test"
-    row = {"name": name, "version": version, "reason": reason, "at": time.time()}
-    for statement in PROMPT_MADE_LIVE:
-        await db.run(statement, row)
+    await db.run(PROMPT_LOG, {"name": name, "version": version, "at": time.time()})
 
 
 def _version(row: Row) -> PromptVersion:

@@ -7,7 +7,7 @@ Every reward trains the rollout that it was given to. On everybody act
 - those of other keys that see all rollouts, until the first one of an evaluator
 - never those of other keys made with `--scope own`
 
-A gate counts those of evaluators alone (`gate/table.py`).
+A gate counts those of evaluators alone (`promotion/promotions.py`).
 """
 
 from __future__ import annotations

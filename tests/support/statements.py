@@ -41,12 +41,7 @@ def statements() -> Iterator[tuple[str, str]]:
         parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
         texts = [(name, text) for name, text in vars(module).items() if isinstance(text, str)]
         several = [(name, texts) for name, texts in vars(module).items() if isinstance(texts, tuple)]
-        texts += [
-            (f"{name} {n}", one)
-            for name, all_ in several
-            for n, one in zip(getattr(all_, "_fields", range(len(all_))), all_, strict=True)
-            if isinstance(one, str)
-        ]
+        texts += [(f"{name} {n}", one) for name, all_ in several for n, one in enumerate(all_) if isinstance(one, str)]
         for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
             for node in ast.walk(function):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:

@@ -16,13 +16,13 @@ from typing import Any
 
 from ...proxy.config.root import Config
 from ...proxy.errors import Conflict, PublishError, UpstreamTimeout, UpstreamUnreachable
-from ...proxy.gate.tests import Promotion
 from ...proxy.policy.mode import has_gpu
 from ...proxy.policy.swap import Check, Superseded, Swap
 from ...proxy.policy.vllm import VllmFault
 from ...proxy.policy.weights import labels_of
 from ...proxy.promotion.config import PromotionKeys
 from ...proxy.promotion.promotions import Promotions
+from ...proxy.promotion.tests import Promotion
 from ...proxy.store.store import Store
 from ...proxy.store.training import Step
 from ...proxy.types import PolicyVersion

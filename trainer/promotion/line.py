@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...proxy.gate.tests import Promotion
+from ...proxy.promotion.tests import Promotion
 from ...proxy.store.reports.versions import Ancestor
 from ...proxy.types import PolicyVersion
 

@@ -1,16 +1,14 @@
-// Prompts: their versions, which one is live, how tests of them go, and each text beside the one before it.
+// Prompts: their versions, which one is live, and each text beside the one before it.
 import { useData } from "./api.mjs";
 import { useFresh } from "./feed.mjs";
-import { number, signed } from "./format.mjs";
+import { number } from "./format.mjs";
 import { html, useEffect, useMemo } from "./html.mjs";
 import { Badge, Empty, Facts, Loaded, LongText, Panel, Reward, RolloutLink, Start, Table, Time, link, to } from "./parts.mjs";
-import { Test, outcome } from "./promotion.mjs";
 import { RolloutStatus } from "./rollouts.mjs";
 
 const EVERY_MS = 15_000; // their rewards are summed up over all rollouts
 const MOST_LINES = 600; // that are compared one by one
 const MOST_CHARACTERS = 30_000;
-const TEST_KIND = { testing: "accent", promoted: "good", rejected: "bad" };
 
 export const key = "p";
 
@@ -38,50 +36,37 @@ function List({ prompts }) {
 }
 
 function Prompt({ prompt }) {
-  const { name, match, versions, test, waiting } = prompt;
+  const { name, match, versions } = prompt;
   const columns = [
     { name: "version", label: "version", cell: ({ version }) => html`<a class="pick" href=${to("prompts", name, version)}>version ${version}</a>` },
-    { name: "status", label: "status", cell: (one) => html`<${Status} version=${one} waiting=${waiting} />` },
+    { name: "status", label: "status", cell: ({ live }) => live && LIVE },
     ...["train", "eval"].map((mode) => ({ name: mode, label: `${mode} reward`, num: true, title: "mean of the rollouts that kept this version", cell: ({ rewards }) => html`<${Mean} of=${rewards[mode]} />` })),
-    { name: "difference", label: "in its last test", num: true, title: "how far it was above the version that was live", cell: ({ promotion }) => html`<${Difference} test=${promotion} />` },
     { name: "text", label: "text", cell: ({ text }) => html`<div class="words"><span>${text.slice(0, 200)}</span></div>` },
     { name: "made", label: "made", num: true, cell: ({ created_at }) => html`<${Time} at=${created_at} />` },
   ];
   return html`<${Panel} title=${name} note=${`takes the place of the ${match.role} message of ${match.agent ?? "any agent"}`} wide>
       <${Table} label=${`Versions of ${name}`} columns=${columns} rows=${[...versions].reverse()} rowKey=${({ version }) => version} />
-    <//>
-    ${test && html`<${Test} test=${test} />`}`;
+    <//>`;
 }
 
-function Status({ version, waiting }) {
-  const { live, promotion } = version;
-  return html`${live && html`<${Badge} kind="accent">live<//> `}${version.version === waiting && html`<${Badge}>tested next<//> `}
-    ${promotion && html`<span title=${outcome(promotion)}><${Badge} kind=${TEST_KIND[promotion.status]}>${promotion.status === "ended" ? "test ended" : promotion.status}<//></span>`}`;
-}
+const LIVE = html`<${Badge} kind="accent">live<//>`;
 
 const Mean = ({ of }) => html`<${Reward} value=${of?.mean} />${of && html` <small>of ${number(of.rollouts)}</small>`}`;
 
-function Difference({ test }) {
-  const found = test?.evidence.metrics?.reward;
-  if (!found) return null;
-  return html`${signed(found.difference)}${found.interval && html` <small>${signed(found.interval[0])} to ${signed(found.interval[1])}</small>`}`;
-}
-
-// One version: its text beside another's, how its test went, and the rollouts that kept it.
+// One version: its text beside another's, and the rollouts that kept it.
 function One({ prompt, version, beside }) {
   const { name, versions } = prompt;
-  const { promotion, rewards } = version;
+  const { rewards } = version;
   const other = versions.find((one) => String(one.version) === beside) ?? versions.find((one) => one.version === (version.parent ?? version.version - 1));
   const others = versions.filter((one) => one !== version);
   const onChange = ({ target }) => (location.hash = `${to("prompts", name, version.version)}?${new URLSearchParams({ beside: target.value })}`);
-  return html`<div class="title-line"><h1>${name} version ${version.version}</h1> <${Status} version=${version} waiting=${prompt.waiting} /> <a href="#/prompts">all prompts</a></div>
+  return html`<div class="title-line"><h1>${name} version ${version.version}</h1> ${version.live && LIVE} <a href="#/prompts">all prompts</a></div>
     ${others.length > 0 && html`<form class="filters" onSubmit=${(event) => event.preventDefault()}><label>beside<select name="beside" onChange=${onChange}>${others.map((one) => html`<option value=${one.version} selected=${one === other}>version ${one.version}${one.live ? ", live" : ""}</option>`)}</select></label></form>`}
     <${Texts} before=${other} after=${version} />
     <div class="grid">
       <${Panel} title="About this version"><${Facts} of=${{ made: html`<${Time} at=${version.created_at} />`, from: version.parent && `version ${version.parent}`, comment: version.comment, "train reward": rewards.train && html`<${Mean} of=${rewards.train} />`, "eval reward": rewards.eval && html`<${Mean} of=${rewards.eval} />`, ...version.metrics }} /><//>
       <${Kept} name=${name} version=${version.version} />
-    </div>
-    ${promotion ? html`${promotion.reason && html`<p>${outcome(promotion)}</p>`}<${Test} test=${promotion} />` : html`<p class="muted">No test compared this version with the live one. With <code>prompts.promotion: gated</code>, <code>lightning-proxy prompts test NAME ${version.version}</code> begins one.</p>`}`;
+    </div>`;
 }
 
 const KEPT = [
@@ -90,7 +75,6 @@ const KEPT = [
   { name: "status", label: "status", cell: ({ status }) => html`<${RolloutStatus} status=${status} />` },
   { name: "task", label: "task", cell: ({ task_id }) => task_id && html`<a class="id" href=${link("rollouts", { task_id })} title=${task_id}>${task_id}</a>` },
   { name: "mode", label: "mode", cell: ({ mode }) => mode },
-  { name: "counts", label: "evidence", title: "of the last test that this version is part of", cell: ({ counts }) => counts && html`<${Badge}>evidence<//>` },
   { name: "opened", label: "opened", num: true, cell: ({ created_at }) => html`<${Time} at=${created_at} />` },
 ];
 

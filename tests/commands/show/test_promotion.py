@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.gate import gate
+from lightning_proxy.proxy.promotion import gate
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 

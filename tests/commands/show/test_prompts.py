@@ -44,27 +44,3 @@ async def test_what_is_wrong_is_one_line(running: Running, tmp_path: Path) -> No
         )
         unread = await system.lightning("prompts", "add", "x", tmp_path / "none.txt")
         assert unread.returncode == 1 and "none.txt cannot be read" in unread.stderr
-
-
-async def test_a_test_is_begun_and_shown(running: Running, tmp_path: Path) -> None:
-    files = [tmp_path / f"{n}.txt" for n in range(3)]
-    for file in files:
-        file.write_text(f"Be {file.stem}.")
-    async with running(tmp_path, prompts={"promotion": "gated"}) as system:
-        await system.lightning("prompts", "add", "writer", files[0])
-        await system.lightning("prompts", "add", "writer", files[2])
-        told = await system.lightning("prompts", "test", "writer", "2")
-        assert told.stdout == (
-            "prompt writer version 2 is tested against version 1: `lightning-proxy prompts list` shows how it goes\n"
-        )
-        added = await system.lightning("prompts", "add", "writer", files[1], "--promote")
-        assert added.stdout.splitlines() == [
-            "prompt writer version 3; 1 is live",
-            "prompt writer version 3 is tested after version 2",
-        ]
-        shown = (await system.lightning("prompts", "list")).stdout
-        assert "testing prompt writer version 2 against 1: " in shown
-        assert shown.endswith("prompt writer version 3 is tested next\n")
-        refused = await system.lightning("prompts", "test", "writer", "1")
-        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-        assert "version 1 is live: there is nothing to test" in refused.stderr

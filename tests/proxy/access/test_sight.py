@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_proxy.proxy.promotion.promotions import Promotions
-from lightning_proxy.proxy.prompts.prompt_tests import PromptTests
 from lightning_proxy.proxy.store.keys import Keyring
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.training import ComparedGroup
@@ -76,7 +75,6 @@ ROUTES: dict[tuple[str, str], Asked | str] = {
     ("get", "/prompts/{name}"): Asked(200, 200, 200, 200, True),
     ("get", "/prompts/{name}/rollouts"): Asked(200, 200, 200, 403, query="?run=run"),
     ("get", "/prompts/{name}/versions/{version}/rollouts"): Asked(200, 200, 200, 403, True),
-    ("post", "/prompts/{name}/test"): Asked(401, 401, 404, 401, body=VERSION),
     ("post", "/prompts/{name}/promote"): Asked(401, 401, 404, 401, body=VERSION),
     ("post", "/prompts/{name}/rollback"): Asked(401, 401, 409, 401),
     ("get", "/feed"): Asked(200, 200, 200, 403, True, query="?cursor=0"),
@@ -119,7 +117,7 @@ async def lived(system: Any, key: dict[str, str], task: str, prompt: int) -> str
 
 
 async def learned(system: Any, directory: Path, theirs: str) -> None:
-    """What the trainer, the gates and an optimisation made of the other tenant's rollouts."""
+    """What the trainer, the gate and an optimisation made of the other tenant's rollouts."""
     numbers = {"reward_mean": 0.1234, "reward_by_task": {"b-task": 0.1234}}
     async with system.store() as store:
         step = await store.steps.claim([theirs], 0, groups=[ComparedGroup("b-task", [theirs])])
@@ -130,9 +128,6 @@ async def learned(system: Any, directory: Path, theirs: str) -> None:
         await system.candidate(store, directory)
         trial = await Promotions(store.database).now()
         await Promotions(store.database).found(trial.promotion, {"metrics": {"reward": {"difference": 0.1234}}})
-        await PromptTests(store.database).begin("writer", 2)
-        (test,) = await PromptTests(store.database).under_way()
-        await PromptTests(store.database).found(test, {"metrics": {"reward": {"difference": 0.1234}}})
 
 
 @asynccontextmanager

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.gate import gate
 from lightning_proxy.proxy.policy import watch
+from lightning_proxy.proxy.promotion import gate
 from lightning_proxy.proxy.promotion.promotions import Promotions
 from lightning_proxy.proxy.store.versions import PolicyVersions
 from support.judging import judging, ordered

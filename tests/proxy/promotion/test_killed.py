@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.gate.sides import choose
 from lightning_proxy.proxy.promotion.promotions import Promotions
+from lightning_proxy.proxy.promotion.sides import choose
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import Reward, RolloutName

@@ -6,19 +6,16 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.gate import gate
-from lightning_proxy.proxy.gate.gate import Gate, rules
-from lightning_proxy.proxy.gate.tests import Assigned
-from lightning_proxy.proxy.promotion.plugin import stopped
+from lightning_proxy.proxy.promotion import gate
+from lightning_proxy.proxy.promotion.gate import Gate
 from lightning_proxy.proxy.promotion.promotions import Promotions, Trial
 from lightning_proxy.proxy.promotion.splitting import PolicySplit
+from lightning_proxy.proxy.promotion.tests import Assigned
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.store.training import Collapse
@@ -29,9 +26,8 @@ from support.stores import store_url
 Tested = tuple[Config, Store, Trial]
 
 
-def of_policy(config: Config, store: Store) -> Gate[Any]:
-    found = rules(config.policy.gate, config.trainer)
-    return Gate("gate", Promotions(store.database), store.database, found, partial(stopped, store))
+def of_policy(config: Config, store: Store) -> Gate:
+    return Gate(config, store, Promotions(store.database))
 
 
 @pytest.fixture
@@ -86,7 +82,7 @@ async def test_an_unexpected_error_in_a_look_does_not_end_the_gate(
     monkeypatch.setattr(gate, "LOOK_S", 0.01)
     look, looks = Gate.look, list[int]()
 
-    async def faulty(self: Gate[Any]) -> None:
+    async def faulty(self: Gate) -> None:
         looks.append(1)
         if len(looks) == 1:
             raise RuntimeError("a fault of the gate's own")
@@ -128,7 +124,7 @@ async def test_the_gate_looks_again_in_a_second_however_long_a_look_took_under_l
 
     look = Gate.look
 
-    async def slow(self: Gate[Any]) -> None:
+    async def slow(self: Gate) -> None:
         await sleep(0.5)  # others have the processor
         await look(self)
 

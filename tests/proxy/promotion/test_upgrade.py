@@ -1,4 +1,4 @@
-"""A store of an earlier release goes on where it was: the tests that are under way in it, of both kinds."""
+"""A store of an earlier release goes on where it was: the tests that are under way in it, of versions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.promotion.promotions import Promotions
-from lightning_proxy.proxy.prompts.prompt_tests import PromptTests
-from lightning_proxy.proxy.prompts.table import PromptTable
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.sqlite.migrate import FIRST
 from lightning_proxy.proxy.store.store import Store
@@ -21,10 +19,6 @@ SCRIPTS = sorted((ROOT / "proxy/store/migrations").glob("*.sql"))
 UNDER_WAY = """
 INSERT INTO policy_versions (version, status, created_at) VALUES (1, 'candidate', 1);
 INSERT INTO promotions (version, against, status, began_at) VALUES (1, 0, 'testing', 1);
-INSERT INTO prompts (name, role, created_at) VALUES ('p', 'system', 1);
-INSERT INTO prompt_versions (name, version, text, created_at) VALUES ('p', 1, 'a', 1), ('p', 2, 'b', 1);
-INSERT INTO prompt_log (name, version, at) VALUES ('p', 1, 1);
-INSERT INTO prompt_tests (name, version, against, status, began_at) VALUES ('p', 2, 1, 'testing', 1);
 """
 
 
@@ -43,14 +37,11 @@ def made_by_release(path: Path, last: int, rows: str = "") -> StoreConfig:
 async def test_tests_under_way_at_an_upgrade_go_on_until_somebody_decides(tmp_path: Path) -> None:
     config = made_by_release(tmp_path / "store.db", len(SCRIPTS), UNDER_WAY)
     async with opened(config) as database:
-        promotions, prompts = Promotions(database), PromptTests(database)
-        assert [test.status for test in (*await promotions.under_way(), *await prompts.under_way())] == ["testing"] * 2
+        promotions = Promotions(database)
+        assert await promotions.under_way() is not None
         await Store(database).versions.set_live(0)
-        await PromptTable(database).promote("p", 1)
-        ended = [(await promotions.last())[1], *await prompts.last("p")]
-        assert [(test.status, test.reason) for test in ended] == [
-            ("ended", f"version {live} was made live during the test") for live in (0, 1)
-        ]
+        ended = (await promotions.last())[1]
+        assert (ended.status, ended.reason) == ("ended", "version 0 was made live during the test")
         (tested,) = await database.all("SELECT status FROM policy_versions WHERE version = 1")
         assert tested["status"] == "ready"
 
@@ -63,6 +54,6 @@ async def test_a_store_of_an_early_release_tests_versions(tmp_path: Path, last: 
         version = await store.versions.new("lora", 1, {})
         await promotions.wait(version, 1)
         await promotions.begin(version, 0)
-        (test,) = await promotions.under_way()
-        assert await promotions.decide(test, "promoted", "better", {})
+        test = await promotions.under_way()
+        assert test is not None and await promotions.decide(test, "promoted", "better", {})
         assert ((await store.versions.live()).version, (await promotions.last())[version].status) == (1, "promoted")

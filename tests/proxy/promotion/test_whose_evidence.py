@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,17 +11,13 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.gate import gate
-from lightning_proxy.proxy.prompts.prompt_tests import PromptTests
+from lightning_proxy.proxy.promotion import gate
+from lightning_proxy.proxy.promotion.promotions import Promotions
 from lightning_proxy.proxy.store.keys import Keyring
 from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.sqlite.migrate import FIRST
 from lightning_proxy.proxy.types import Limits
-from support.paths import ROOT
 
 GATED = {"promotion": "gated", "gate": {"max_rollouts": 40}}
-TEXTS = ("You are a writer.", "You are a careful writer.")
 ADMIN = {"Authorization": "Bearer admin"}
 CONFIGURED = {"Authorization": "Bearer agent"}
 
@@ -46,26 +40,28 @@ async def key_of(system: Any, name: str, **more: Any) -> dict[str, str]:
 
 @asynccontextmanager
 async def gate_closed(running: Any, tmp_path: Path, keys: bool = True) -> AsyncIterator[Any]:
-    """A proxy that tests version 2 of the prompt `writer`."""
+    """A proxy that tests version 1 against version 0."""
     settings = {"api_keys": ["agent"], "admin_keys": ["admin"]} if keys else {}
-    async with running(tmp_path, prompts=GATED, trainer={"group_size": 2}, **settings) as system:
-        for text in TEXTS:
-            body = {"name": "writer", "text": text, "match": {"agent": "writer"}}
-            assert (await system.call("POST", "/prompts", body, **ADMIN))[0] == 200
-        await asyncio.sleep(0.6)  # the first prompt of a running proxy
-        assert (await system.call("POST", "/prompts/writer/test", {"version": 2}, **ADMIN))[0] == 200
+    async with running(tmp_path, publish="lora", policy=GATED, trainer={"group_size": 2}, **settings) as system:
+        async with system.store() as store:
+            assert await system.candidate(store, tmp_path) == 1
+        async with asyncio.timeout(20):
+            while "policy-v1" not in system.vllm.adapters:
+                await asyncio.sleep(0.05)
         yield system
 
 
-async def called(system: Any, rollout: str, key: dict[str, str]) -> None:
-    messages = [{"role": "system", "content": TEXTS[0]}, {"role": "user", "content": "go"}]
-    body = {"model": "policy", "messages": messages}
-    status, answer = await system.call("POST", f"/rollouts/{rollout}/agents/writer/v1/chat/completions", body, **key)
-    assert status == 200, answer
+async def called(system: Any, rollout: str, key: dict[str, str]) -> int:
+    """The version that answered a call of the rollout."""
+    headers = {"X-Rollout-Id": rollout} | key
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    async with system.session.post(f"{system.url}/v1/chat/completions", json=body, headers=headers) as answer:
+        assert answer.status == 200, await answer.text()
+        return int(answer.headers["X-Policy-Version"])
 
 
 async def began(
-    system: Any, opener: dict[str, str], *, own_keys: bool = False, call: bool = True, n: int = 40
+    system: Any, opener: dict[str, str], *, own_keys: bool = False, n: int = 40
 ) -> list[tuple[str, int, dict[str, str]]]:
     """Rollouts that take part in the test, each with its version and the key that is used for it."""
     found = []
@@ -75,14 +71,11 @@ async def began(
         for one in made:
             name, own = one["rollout_id"], {"Authorization": f"Bearer {one['api_key']}"}
             key = own if own_keys else opener
-            _, prompt = await system.call("GET", "/prompts/writer", **{"X-Rollout-Id": name}, **key)
-            if call:
-                await called(system, name, key)
-            found.append((name, prompt["version"], key))
+            found.append((name, await called(system, name, key), key))
     return found
 
 
-async def reward(system: Any, rollouts: Any, key: dict[str, str] | None = None, *, good: int = 2) -> None:
+async def reward(system: Any, rollouts: Any, key: dict[str, str] | None = None, *, good: int = 1) -> None:
     rewards = [{"rollout_id": name, "reward": float(version == good)} for name, version, _ in rollouts]
     if key is not None:
         assert (await system.call("POST", "/reward", rewards, **key))[0] == 200
@@ -91,36 +84,36 @@ async def reward(system: Any, rollouts: Any, key: dict[str, str] | None = None, 
         assert (await system.call("POST", "/reward", one, **own))[0] == 200
 
 
+async def last_test(system: Any) -> Any:
+    _, versions = await system.call("GET", "/policy/versions", **ADMIN)
+    return next(one["promotion"] for one in versions["data"] if one["version"] == 1)
+
+
 async def looked(system: Any) -> Any:
     """The test after the gate has looked at all that there is: its numbers do not change any more."""
     seen: Any = None
     async with asyncio.timeout(20):
         for _ in range(3):
             await asyncio.sleep(0.5)
-            _, prompt = await system.call("GET", "/prompts/writer", **ADMIN)
-            seen = prompt["versions"][1]["promotion"]
+            seen = await last_test(system)
     return seen
 
 
 async def decided(system: Any) -> Any:
     async with asyncio.timeout(30):
-        while True:
-            _, prompt = await system.call("GET", "/prompts/writer", **ADMIN)
-            if (test := prompt["versions"][1]["promotion"])["status"] != "testing":
-                return test
+        while (test := await last_test(system))["status"] == "testing":
             await asyncio.sleep(0.05)
+    return test
 
 
-@pytest.mark.parametrize(
-    ("scope", "call"), [("own", False), ("own rollout's", True), ("all", True), ("configured", True)]
-)
+@pytest.mark.parametrize("scope", ["own", "own rollout's", "all", "configured"])
 async def test_a_key_that_is_no_evaluators_decides_nothing(
-    running: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, scope: str, call: bool
+    running: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, scope: str
 ) -> None:
     async with gate_closed(running, tmp_path) as system:
         key = CONFIGURED if scope == "configured" else await key_of(system, "a", scope=scope.partition(" ")[0])
-        found = await began(system, key, call=call, own_keys="rollout" in scope)
-        assert Counter(version for _, version, _ in found) == {1: 20, 2: 20}
+        found = await began(system, key, own_keys="rollout" in scope)
+        assert Counter(version for _, version, _ in found) == {0: 20, 1: 20}
         await reward(system, found)
         test = await looked(system)
         assert (test["status"], test["evidence"].get("rollouts", 0)) == ("testing", 0)
@@ -128,8 +121,8 @@ async def test_a_key_that_is_no_evaluators_decides_nothing(
         # It does not use up the bound of the test either.
         evaluator = await key_of(system, "e", evaluator=True)
         found = await began(system, evaluator)
-        assert Counter(version for _, version, _ in found) == {1: 20, 2: 20}
-        await reward(system, found, evaluator, good=1)
+        assert Counter(version for _, version, _ in found) == {0: 20, 1: 20}
+        await reward(system, found, evaluator, good=0)
         assert (await decided(system))["status"] == "rejected"
 
 
@@ -144,37 +137,6 @@ async def test_an_admins_and_an_evaluators_rewards_decide(running: Any, tmp_path
         assert (test["status"], test["evidence"]["metrics"]["reward"]["difference"]) == ("promoted", 1.0)
 
 
-async def test_the_gate_of_policies_counts_the_same_keys(running: Any, tmp_path: Path) -> None:
-    keys = {"api_keys": ["agent"], "admin_keys": ["admin"]}
-    async with running(tmp_path, publish="lora", policy=GATED, trainer={"group_size": 2}, **keys) as system:
-        tenant = await key_of(system, "a", scope="own")
-        async with system.store() as store:
-            version = await system.candidate(store, tmp_path)
-        async with asyncio.timeout(20):
-            while f"policy-v{version}" not in system.vllm.adapters:
-                await asyncio.sleep(0.05)
-
-        async def test() -> Any:
-            _, seen = await system.call("GET", "/policy/versions", **ADMIN)
-            return next(one["promotion"] for one in seen["data"] if one["version"] == version)
-
-        for key, good in ((tenant, version), (ADMIN, 0)):
-            for i in range(40):
-                status, (made,) = await system.call("POST", "/rollouts", {"task_id": f"t{i // 2}"}, **key)
-                name = made["rollout_id"]
-                assert (status, (await system.chat(name, **key))[0]) == (200, 200)
-                _, seen = await system.call("GET", f"/rollouts/{name}", **key)
-                body = {"rollout_id": name, "reward": float(seen["calls"][0]["policy_version"] == good)}
-                assert (await system.call("POST", "/reward", body, **key))[0] == 200
-            if key is tenant:
-                await asyncio.sleep(1.0)
-                assert (await test())["status"] == "testing"
-        async with asyncio.timeout(30):
-            while (found := await test())["status"] == "testing":
-                await asyncio.sleep(0.05)
-        assert (found["status"], found["evidence"]["metrics"]["reward"]["difference"]) == ("rejected", -1.0)
-
-
 async def test_without_keys_everybody_decides(running: Any, tmp_path: Path) -> None:
     async with gate_closed(running, tmp_path, keys=False) as system:
         await reward(system, await began(system, {}, own_keys=True))
@@ -187,8 +149,8 @@ async def test_an_evaluators_word_about_a_tenants_rollouts_counts_and_the_tenant
     async with gate_closed(running, tmp_path) as system:
         tenant, evaluator = await key_of(system, "t", scope="own"), await key_of(system, "e", evaluator=True)
         found = await began(system, tenant)
-        await reward(system, found, evaluator, good=1)
-        await reward(system, found, tenant, good=2)  # the newest value, but no evidence
+        await reward(system, found, evaluator, good=0)
+        await reward(system, found, tenant, good=1)  # the newest value, but no evidence
         test = await decided(system)
         assert (test["status"], test["evidence"]["metrics"]["reward"]["difference"]) == ("rejected", -1.0)
 
@@ -197,8 +159,9 @@ async def test_a_tenants_rollout_is_no_evidence_once_the_evaluators_word_is_take
     running: Any, tmp_path: Path
 ) -> None:
     async with gate_closed(running, tmp_path) as system, system.store() as store:
-        tests = PromptTests(store.database)
-        (test,) = await tests.under_way()
+        tests = Promotions(store.database)
+        test = await tests.under_way()
+        assert test is not None
         (name, _, _), _ = await began(system, await key_of(system, "t", scope="own"), n=2)
         seen = []
         for value in (1, 0):
@@ -217,18 +180,11 @@ async def test_a_rollout_that_another_key_ended_has_not_failed(running: Any, tmp
         other, evaluator = await key_of(system, "o"), await key_of(system, "e", evaluator=True)
         found = await began(system, evaluator)
         for name, version, _ in found:
-            if version == 2:
+            if version == 1:
                 assert (await system.call("POST", f"/rollouts/{name}/end", {"status": status}, **other))[0] == 200
         await reward(system, found, evaluator)
         test = await decided(system)
         assert (test["status"], test["evidence"]["candidate"]["failed"]) == ("promoted", 0)
-
-
-async def test_a_rollout_without_a_call_of_its_version_is_no_evidence(running: Any, tmp_path: Path) -> None:
-    async with gate_closed(running, tmp_path) as system:
-        await reward(system, await began(system, ADMIN, call=False, n=20), ADMIN)
-        test = await looked(system)
-        assert (test["status"], test["evidence"]["metrics"]["reward"]["pairs"]) == ("testing", 0)
 
 
 async def test_a_tenant_does_not_shift_the_sides_of_an_evaluators_rollouts(running: Any, tmp_path: Path) -> None:
@@ -238,35 +194,5 @@ async def test_a_tenant_does_not_shift_the_sides_of_an_evaluators_rollouts(runni
         for i in range(8):
             for name, key in ((f"mine{i}", tenant), (f"a{i}", ADMIN), (f"b{i}", ADMIN)):
                 _, opened = await system.call("POST", "/rollouts", {"task_id": "t"}, **key)
-                asked = {"X-Rollout-Id": opened[0]["rollout_id"]}
-                _, prompt = await system.call("GET", "/prompts/writer", **asked, **key)
-                sides[prompt["version"]] += name[0] != "m"
-            assert sides[1] == sides[2] == i + 1
-
-
-@pytest.mark.sqlite
-@pytest.mark.parametrize("keys", [0, 1])
-async def test_a_test_that_is_under_way_at_an_upgrade_keeps_its_evidence_where_there_never_was_a_key(
-    tmp_path: Path, keys: int
-) -> None:
-    scripts = sorted((ROOT / "proxy/store/migrations").glob("*.sql"))
-    before = [script for script in scripts if script.name < next(s.name for s in scripts if "_evidence" in s.name)]
-    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as db:
-        for script in before:
-            db.executescript(script.read_text())
-        db.execute(f"PRAGMA user_version = {FIRST + len(before)}")
-        db.executescript("""
-            INSERT INTO prompt_versions (name, version, text, created_at) VALUES ('p', 1, 'a', 1), ('p', 2, 'b', 1);
-            INSERT INTO prompt_tests (name, version, against, status, began_at) VALUES ('p', 2, 1, 'testing', 1);
-            INSERT INTO rollouts (rollout_id, created_at) VALUES ('r', 1);
-            INSERT INTO rewards (rollout_id, name, value, final, created_at) VALUES ('r', 'reward', 1, 1, 1);
-            INSERT INTO prompt_test_rollouts (test, rollout_id, place, version, compared, at)
-            VALUES (1, 'r', 0, 2, 1, 1);
-        """)
-        if keys:
-            db.execute("INSERT INTO keys (key_id, key_hash, name, role, created_at) VALUES ('k', 'h', 'a', 'agent', 1)")
-        db.commit()
-    async with opened(StoreConfig(url=f"sqlite:///{tmp_path / 'store.db'}")) as database:
-        tests = PromptTests(database)
-        (test,) = await tests.under_way()
-        assert [len(one.rewards) for one in await tests.observed(test)] == [1] * (not keys)
+                sides[await called(system, opened[0]["rollout_id"], key)] += name[0] != "m"
+            assert sides[0] == sides[1] == i + 1

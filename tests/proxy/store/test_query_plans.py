@@ -38,7 +38,7 @@ SMALL = {"keys", "policy_log", "rollout_counts", "sqlite_master", "CONSTANT", "r
     "wanted",  # a list that a statement is given
 }
 SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "prompt_log", "promotions"}
-SMALL |= {"prompt_tests", "prompt_waiting", "maybe", "evaluations", "rewarder_spent"}
+SMALL |= {"maybe", "evaluations", "rewarder_spent"}
 # Indexes of the few rows that are under way or still have their files.
 FEW = {"steps_claimed", "steps_with_checkpoints", "policy_versions_with_files", "policy_versions_published"}
 # Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index
@@ -57,8 +57,8 @@ SORTS = {
     "REWARDS_BY_TASK_OF_KEY", "FAILED_HELD_OUT", "COUNTING_IN_PART", "UNDER_WAY", "ROLLOUT_COUNTS_OF_KEY",
     "COUNTED", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE",
     "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "COMPARED_WITH",
-    "LABELS", "PROMPT_BEFORE", "PROMPT_KEPT", "PROMPT_REWARDS", "PROMPT_RUN", "POLICY observed", "POLICY rewards",
-    "PROMPTS rewards", "STALE_REWARDS", "CONVERSATION_TAKE_EXACT", "CONVERSATION_TAKE_OF",
+    "LABELS", "PROMPT_BEFORE", "PROMPT_KEPT", "PROMPT_REWARDS", "PROMPT_RUN", "PROMOTION_OBSERVED", "PROMOTION_REWARDS",
+    "STALE_REWARDS", "CONVERSATION_TAKE_EXACT", "CONVERSATION_TAKE_OF",
     "CONVERSATION_TAKE_FAILED", "VERSION_NAMED", "TASK_ROLLOUTS", "CALLS_WITH_PARENTS", "NAMES_OF_REWARDS",
 }  # fmt: skip
 SORTED = (

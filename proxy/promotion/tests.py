@@ -1,4 +1,4 @@
-"""Defines what tests of the policy's versions and of prompts' have in common: their rollouts, sides and outcomes."""
+"""A test of a version before it goes live: its rollouts, sides and outcomes."""
 
 from __future__ import annotations
 
@@ -27,16 +27,6 @@ class Promotion:
     decided_at: float | None = None
     reason: str | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def key(self) -> int | str:
-        """Return the identity of this test."""
-        return self.n
-
-    @property
-    def candidate(self) -> str:
-        """Return what is tested, in words."""
-        return f"policy version {self.version}"
 
 
 class Assigned(NamedTuple):

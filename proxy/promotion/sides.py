@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
 from hashlib import blake2b
 
-from .config import GateConfig
-from .tests import Assigned, Chooser, Promotion
+from .tests import Assigned, Promotion
 
 LONE = 2  # rollouts without a task are compared in pairs
 
@@ -23,10 +21,10 @@ def choose(promotion: Promotion, task_id: str | None, place: int, group_size: in
     one comes first is drawn by a hash (permuted blocks of two), so order says nothing.
     """
     group = group_of(place, task_id, group_size)
-    if _drawn(promotion.key, task_id, "group", group) >= 2 * share:
+    if _drawn(promotion.n, task_id, "group", group) >= 2 * share:
         return Assigned(place, promotion.against, compared=False)
     within = place - group * (LONE if task_id is None else group_size)
-    candidate_first = _drawn(promotion.key, task_id, "pair", group, within // 2) < 0.5
+    candidate_first = _drawn(promotion.n, task_id, "pair", group, within // 2) < 0.5
     is_candidate = (within % 2 == 0) == candidate_first
     return Assigned(place, promotion.version if is_candidate else promotion.against, compared=True)
 
@@ -35,8 +33,3 @@ def _drawn(*what: object) -> float:
     """A number in [0, 1) that is always the same for the same."""
     digest = blake2b("\n".join(map(repr, what)).encode(), digest_size=7).digest()
     return int.from_bytes(digest) / 256**7
-
-
-def sides_of(test: Promotion, gate: GateConfig, group_size: int) -> Chooser:
-    """Return a hook that chooses the side of a rollout in a test."""
-    return partial(choose, test, group_size=group_size, share=gate.share)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.gate.config import GateConfig
-from lightning_proxy.proxy.gate.metrics import metrics
-from lightning_proxy.proxy.gate.sides import choose
-from lightning_proxy.proxy.gate.tests import Observed, Promotion
-from lightning_proxy.proxy.gate.weigh import GateRules, Weighed, weigh
+from lightning_proxy.proxy.promotion.config import GateConfig
+from lightning_proxy.proxy.promotion.metrics import metrics
+from lightning_proxy.proxy.promotion.sides import choose
+from lightning_proxy.proxy.promotion.tests import Observed, Promotion
+from lightning_proxy.proxy.promotion.weigh import GateRules, Weighed, weigh
 from lightning_proxy.proxy.types import Reward
 
 TEST = Promotion(1, version=2, against=1, status="testing", began_at=0.0)
@@ -136,7 +136,7 @@ def test_rollouts_without_a_task_are_compared_in_pairs() -> None:
     assert (reward(weighed)["pairs"], reward(weighed)["difference"]) == (4, pytest.approx(0.5))
 
 
-@pytest.mark.parametrize("why", [{"foreign_calls": 1}, {"mixed": 1}, {"status": "discarded"}])
+@pytest.mark.parametrize("why", [{"foreign_calls": 1}, {"mixed": 1}, {"shown": 0}, {"status": "discarded"}])
 def test_what_another_model_answered_or_somebody_discarded_counts_for_neither(why: dict[str, Any]) -> None:
     weighed = weigh(TEST, groups(10, 0.0, 1.0, **why), rules(), NOW)
     assert (reward(weighed)["pairs"], reward(weighed)["candidate"], reward(weighed)["live"]) == (0, None, 1.0)
