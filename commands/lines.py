@@ -77,7 +77,7 @@ def set_up(format: LogFormat, shared: Path | None = None) -> None:
     if shared is not None:
         handler.addFilter(_Once(shared))
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    for name in (log.name, "lightning_proxy.audit"):
+    for name in (log.name, "lightning_proxy.audit", "lightning_proxy.proxy.gateway.relay"):
         logging.getLogger(name).setLevel(logging.INFO)
 
 

@@ -280,6 +280,7 @@ class Relay:
         request = request._replace(rollout_id=rollout.rollout_id, identity=is_response)
         with reply.while_connected():
             async with Attempts(self._upstreams, route, partial(target_of, request, body, None)) as answer:
+                log.info("%s %s: forwarded, %d", request.method, visit.path, answer.status)
                 await reply.start(answer.status, answer.headers(keep_length=True))
                 pieces = answer.chunks()
                 if is_response and answer.status == 200:

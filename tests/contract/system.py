@@ -30,6 +30,7 @@ import uvicorn
 import yaml
 from aiohttp import web
 
+from contract.raw import Upstream
 from contract.vllm import PlayedVllm
 from lightning_proxy.cli import app
 from lightning_proxy.commands.serve import uvicorn_options
@@ -208,13 +209,13 @@ def in_this_process(directory: Path, vllm: PlayedVllm | None = None, **sections:
 
 
 @contextmanager
-def played(vllm: PlayedVllm) -> Iterator[str]:
-    """Serve a played vLLM in a thread; yields its root URL."""
+def played(server: PlayedVllm | Upstream) -> Iterator[str]:
+    """Serve a played upstream in a thread; yields its root URL."""
     started, ended, url = threading.Event(), threading.Event(), ""
 
     async def serve() -> None:
         nonlocal url
-        async with _listening(vllm.app) as url:
+        async with _listening(server.app) as url:
             started.set()
             await asyncio.to_thread(ended.wait)
 

@@ -1,0 +1,71 @@
+"""Raw connections to a proxy, and an upstream that tells what reached it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import suppress
+from typing import NamedTuple
+
+from aiohttp import web
+
+STATUS_LINE = b"HTTP/1.1 "
+HOST = b"Host: 127.0.0.1\r\n"
+
+
+class Seen(NamedTuple):
+    method: str
+    target: str
+    headers: dict[str, str]  # with lower-case names
+    body: bytes
+
+
+class Upstream:
+    """Keeps what reached it, and answers as the test says."""
+
+    def __init__(self) -> None:
+        self.app = web.Application(client_max_size=2**26)
+        self.app.router.add_route("*", "/{path:.*}", self._answer)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what reached it, and answer `{}`."""
+        self.seen: list[Seen] = []
+        self.status, self.headers, self.pieces, self.breaks = 200, dict[str, str](), [b"{}"], False
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        headers = {name.lower(): value for name, value in request.headers.items()}
+        self.seen.append(Seen(request.method, request.raw_path, headers, await request.read()))
+        response = web.StreamResponse(status=self.status, headers={"Content-Type": "application/json"} | self.headers)
+        await response.prepare(request)
+        for piece in self.pieces:
+            await response.write(piece)
+            await asyncio.sleep(0.001)
+        if self.breaks and request.transport is not None:
+            request.transport.abort()
+        return response
+
+
+def connect(url: str, receive_buffer: int = 2**16) -> socket.socket:
+    one = socket.socket()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    one.settimeout(20)
+    host, port = url.removeprefix("http://").split(":")
+    one.connect((host, int(port)))
+    return one
+
+
+def send(url: str, *pieces: bytes, answers: int = 1) -> list[bytes]:
+    """The answers over one connection: as many as are to be expected, and those beyond them."""
+    out = b""
+    with connect(url) as one, suppress(TimeoutError, ConnectionError):
+        for piece in pieces:
+            one.sendall(piece)
+        while piece := one.recv(2**16):
+            out += piece
+            one.settimeout(0.1 if out.count(STATUS_LINE) >= answers else 20)
+    return [STATUS_LINE + part for part in out.split(STATUS_LINE)[1:]]
+
+
+def statuses(answers: list[bytes]) -> list[int]:
+    return [int(answer.split(b" ")[1]) for answer in answers]
