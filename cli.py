@@ -45,7 +45,6 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 AHEAD = (
     "pause new rollouts while more than this many steps' worth are not yet in the live weights; 0 keeps you on-policy"
 )
-REFILL = "open at most so many further groups for each task, in place of groups whose rewards are all equal"
 Command = Annotated[list[str], typer.Argument(help="the agent program, after `--`")]
 Concurrency = Annotated[int, typer.Option(metavar="N", min=1, help="how many programs run at once")]
 Preload = Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")]
@@ -214,7 +213,6 @@ def run(
         float | None,
         typer.Option(metavar="N", min=0, max=1000, help=AHEAD),
     ] = None,
-    refill: Annotated[int, typer.Option(metavar="N", min=0, max=1000, help=REFILL)] = 0,
     budget: Annotated[
         float | None, typer.Option(metavar="USD", min=0, help="begin no rollouts once so much is spent; exit code 3")
     ] = None,
@@ -233,7 +231,7 @@ def run(
     from .commands.run.command import RunRequest, run_command
 
     modules = preload.split(",") if preload else []
-    given = (tasks, command, modules, group_size, concurrency, mode, repeat, ahead, refill, resume, logs, as_json)
+    given = (tasks, command, modules, group_size, concurrency, mode, repeat, ahead, resume, logs, as_json)
     overrides = {"run.executor": executor, "run.proxy_url": proxy_url, "run.timeout_s": timeout}
     run_command(configuration(context, overrides), RunRequest(*given, budget))
 

@@ -25,7 +25,6 @@ from .executors.choose import runner_for
 from .group_size import too_few, too_small
 from .journal import fail_left
 from .progress import Bar, ProgressView
-from .refill import Refill
 from .resume import KeptResults, kept_results
 from .run import RolloutResult, RunOptions, require_success, run_tasks
 from .runner import Runner
@@ -40,8 +39,7 @@ class RunRequest:
     """The options of the command line. `group_size` None means the trainer's, or 1 in mode eval.
 
     `ahead`: how many of the trainer's steps the rollouts may be ahead of the live version; None: any number.
-    `refill`: the most further groups for each group of the tasks. `resume`: the file that keeps results. `budget`: USD
-    that all of it may cost.
+    `resume`: the file that keeps results. `budget`: USD that all of it may cost.
     """
 
     tasks: Path
@@ -52,7 +50,6 @@ class RunRequest:
     mode: str
     repeat: int
     ahead: float | None
-    refill: int
     resume: Path | None
     logs: Path | None
     as_json: bool
@@ -63,9 +60,8 @@ def run_command(config: Config, request: RunRequest) -> None:
     """Run the command. Raise LightningError if it fails, or if every program failed."""
     if request.mode not in ("train", "eval"):
         raise ConfigError(f"--mode is train or eval, got {request.mode!r}")
-    for option, value in (("--ahead", request.ahead is not None), ("--refill", request.refill)):
-        if value and request.mode != "train":
-            raise ConfigError(f"{option} cannot be used with --mode eval: such rollouts are not trained on")
+    if request.ahead is not None and request.mode != "train":
+        raise ConfigError("--ahead cannot be used with --mode eval: such rollouts are not trained on")
     tasks, console, trainer = read_tasks(request.tasks) * request.repeat, Console(stderr=True), config.trainer
     view = ProgressView(console)
     runner = runner_for(config, request.command, request.preload, view.say)
@@ -85,7 +81,7 @@ def run_command(config: Config, request: RunRequest) -> None:
         gate = Backlog(api, limit, group_size, view.say)
     budget = Budget(request.budget)
     with nullcontext() if request.resume is None else kept_results(request.resume) as kept:
-        run = _Run(api, tasks, runner, options, view, gate, request.refill, budget, kept, few)
+        run = _Run(api, tasks, runner, options, view, gate, budget, kept, few)
         results = run_until_signal(run.work())
     if request.as_json:
         print_json(summarize(results) | budget.summary())
@@ -124,7 +120,6 @@ class _Run:
     options: RunOptions
     view: ProgressView
     gate: BacklogGate | None
-    refill: int
     budget: Budget
     kept: KeptResults | None
     too_few: Callable[[int], str | None] | None
@@ -140,16 +135,14 @@ class _Run:
                     self.view.console.print(wrong, markup=False, style="yellow")
                 left, earlier = await self._left(api, size)
                 bar = self.view.bar("rollouts", sum(size - len(task.siblings) for task in left))
-                begun, usd = (0, 0.0) if self.kept is None else (self.kept.further, self.kept.usd)
-                refill = Refill(self.tasks, self.refill * len(self.tasks) - begun, lambda: bar.grow(size))
                 try:
-                    await self.budget.begin(api, usd)
-                    how = (self.options, self._take(bar), self.gate, refill, self.budget, self._open)
+                    await self.budget.begin(api, 0.0 if self.kept is None else self.kept.usd)
+                    how = (self.options, self._take(bar), self.gate, self.budget, self._open)
                     return earlier + await run_tasks(api, left, self.runner, *how)
                 finally:
                     await asyncio.shield(self.runner.close())
                     if self.options.mode == "train":
-                        await self._tell(refill)
+                        await self._tell()
 
     async def _left(self, api: ApiClient, size: int) -> tuple[list[Task], list[RolloutResult]]:
         """Return the tasks that are left, and the results of earlier runs."""
@@ -170,10 +163,8 @@ class _Run:
 
         return take
 
-    async def _tell(self, refill: Refill) -> None:
-        """Say which groups were not replaced, and whether the trainer learns nothing any more."""
-        if self.refill and refill.missing:
-            self.warnings.append(f"{refill.missing} groups taught nothing and were not replaced: --refill is used up")
+    async def _tell(self) -> None:
+        """Say whether the trainer learns nothing any more."""
         with suppress(ApiError):
             status = await self.api.request("GET", "/status")
             if standstill := status.get("standstill"):

@@ -65,11 +65,6 @@ class Bar:
         mean = self._reward / self._rewarded if self._rewarded else None
         self.show(self._done + 1, mean, self._failed + result.failed)
 
-    def grow(self, more: int) -> None:
-        """Note that there is more to do."""
-        self._total += more
-        self._view.progress.update(self._bar, total=self._total)
-
     def show(self, done: int, mean_reward: float | None, failed: int) -> None:
         self._done, self._failed = done, failed
         self._mean = "-" if mean_reward is None else f"{mean_reward:.3f}"

@@ -42,7 +42,7 @@ def kept_results(path: Path) -> Iterator[KeptResults]:
 class KeptResults:
     """The results of the runs that had this file: those with a reward, and those that await one.
 
-    `usd`: what their rollouts have cost. `further`: so many groups were opened beyond those of the tasks.
+    `usd`: what their rollouts have cost.
     """
 
     def __init__(self, file: TextIO) -> None:
@@ -56,7 +56,7 @@ class KeptResults:
         self._groups = {name: one.get("group", name) for name, one in found.items()}  # the first rollout of each one's
         self._opened = [name for name, one in found.items() if one.keys() <= OPENED]  # without a result so far
         self.results = [_result(**one) for one in found.values() if not one.keys() <= OPENED]
-        self.usd, self.further = sum(result.usd for result in self.results), 0
+        self.usd = sum(result.usd for result in self.results)
         file.truncate(sum(len(line.encode()) + 1 for line in lines))
 
     async def look(self, api: ApiClient) -> None:
@@ -92,18 +92,16 @@ class KeptResults:
     def left(self, tasks: Sequence[Task], group_size: int) -> list[Task]:
         """Return the tasks whose groups have fewer siblings with a result; each names those that it has.
 
-        Results of other tasks are forgotten. Further groups of a task are completed, too.
+        Results of other tasks are forgotten.
         """
-        known = {task.task_id: task for task in tasks}
+        known = {task.task_id for task in tasks}
         self.results = [result for result in self.results if result.task_id in known]
         groups = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
         for result in self.results:
             groups[result.task_id][self._groups[result.rollout_id]].append(result.rollout_id)
         begun = {name: deque(of_task.values()) for name, of_task in groups.items()}
         found = [(task, begun[task.task_id].popleft() if begun.get(task.task_id) else []) for task in tasks]
-        further = [(known[name], group) for name, others in begun.items() for group in others]
-        self.further = len(further)
-        return [replace(task, siblings=(*own,)) for task, own in found + further if len(own) < group_size]
+        return [replace(task, siblings=(*own,)) for task, own in found if len(own) < group_size]
 
 
 def _result(*, group: str, **one: Any) -> RolloutResult:

@@ -19,7 +19,6 @@ from .backlog import BacklogGate
 from .budget import Budget
 from .journal import Journal
 from .output import last_line
-from .refill import Refill
 from .runner import RunLost, Runner, RunTimedOut, ServerDied
 from .tasks import Task
 
@@ -108,13 +107,12 @@ class TaskRun:
         options: RunOptions,
         on_result: Callable[[RolloutResult], None] = lambda _: None,
         gate: BacklogGate | None = None,
-        refill: Refill | None = None,
         budget: Budget | None = None,
         on_open: OnOpen = lambda _, __: None,
     ) -> None:
         self._api, self._runner, self._options = api, runner, options
         self._on_result, self._on_open, self._gate = on_result, on_open, gate or BacklogGate()
-        self._refill, self._budget = refill or Refill((), 0), budget or Budget(None)
+        self._budget = budget or Budget(None)
         self._opened: dict[str, OpenRollout] = {}
         self._unscored, self._scored_one = 0, asyncio.Event()
         self._results: list[RolloutResult] = []
@@ -145,9 +143,6 @@ class TaskRun:
                 return
             for job in await self._open(task):
                 yield job
-        while not self._budget.is_spent and (further := await self._refill.next()) is not None:
-            for job in await self._open(further):
-                yield job
 
     async def _open(self, task: Task) -> list[Job]:
         await self._gate.wait()
@@ -164,7 +159,6 @@ class TaskRun:
         self._journal.opened(rollout_ids)
         self._on_open(rollout_ids, join.get("sibling_of"))
         self._gate.opened(rollout_ids)
-        self._refill.opened(task, rollout_ids)
         return [Job(task, rollout) for rollout in group]
 
     async def _work(
@@ -186,7 +180,6 @@ class TaskRun:
         del self._opened[result.rollout_id]
         self._journal.ended(result.rollout_id)
         self._gate.ended(result.rollout_id)
-        self._refill.ended(result.rollout_id, result.reward, failed=result.failed)
         self._results.append(result)
         self._on_result(result)
 
@@ -231,7 +224,6 @@ class TaskRun:
         self._on_open([rollout.rollout_id], old)
         self._gate.ended(old)
         self._gate.opened([rollout.rollout_id])
-        self._refill.replaced(old, rollout.rollout_id)
         return Job(job.task, rollout)
 
     async def _ended(self, job: Job, code: int, reason: str | None, restarts: int) -> RolloutResult:
@@ -295,12 +287,11 @@ async def run_tasks(
     options: RunOptions,
     on_result: Callable[[RolloutResult], None] = lambda _: None,
     gate: BacklogGate | None = None,
-    refill: Refill | None = None,
     budget: Budget | None = None,
     on_open: OnOpen = lambda _, __: None,
 ) -> list[RolloutResult]:
     """Run the agent program for every task and sibling. `tasks` may never end."""
-    return await TaskRun(api, runner, options, on_result, gate, refill, budget, on_open).run(tasks)
+    return await TaskRun(api, runner, options, on_result, gate, budget, on_open).run(tasks)
 
 
 def result_of(

@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.budget import Budget
-from lightning_proxy.commands.run.refill import Refill
 from lightning_proxy.commands.run.run import LOST, RESTARTS, RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import RunLost
 from lightning_proxy.commands.run.summary import begun_anew, summarize
@@ -74,11 +73,3 @@ async def test_a_run_that_is_lost_after_its_reward_is_complete(proxy: ControlApi
     (result,) = await run_all(proxy, LosesMachines(proxy, 1, rewards=True), [task(1)], RunOptions())
     assert (result.failed, result.reward, result.restarts) == (True, 1.0, 0)
     assert [rollout["status"] for rollout in proxy.rollouts.values()] == ["completed"]
-
-
-async def test_a_group_with_a_lost_run_is_refilled_as_others_are(proxy: ControlApi, tmp_path: Path) -> None:
-    tasks = [task(1)]
-    async with ApiClient(proxy.url) as api:
-        options = RunOptions(group_size=2)
-        results = await run_tasks(api, tasks, LosesMachines(proxy, 1), options, refill=Refill(tasks, 1))
-    assert sorted(result.restarts for result in results) == [0, 0, 0, 1]  # all rewards are equal: one further group

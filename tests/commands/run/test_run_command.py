@@ -148,13 +148,13 @@ def test_the_number_of_groups_is_judged_by_what_a_step_takes(
     assert (found or "").startswith(told or "") and (found is None) == (told is None)
 
 
-async def test_groups_that_are_not_trained_on_are_not_refilled(running: Running, tmp_path: Path) -> None:
+async def test_rollouts_that_are_not_trained_on_wait_for_no_trainer(running: Running, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text('{"task_id": "t1"}\n')
     async with running(tmp_path) as system:
-        options = ("--mode", "eval", "--refill", "1")
+        options = ("--mode", "eval", "--ahead", "1")
         code, _, err = await system.lightning("run", "--tasks", tasks, *options, "--", "true")
-    assert (code, "--refill cannot be used with --mode eval" in err) == (2, True)
+    assert (code, "--ahead cannot be used with --mode eval" in err) == (2, True)
 
 
 def result(reward: float | None, exit_code: int = 0) -> RolloutResult:
@@ -258,15 +258,15 @@ async def test_groups_of_one_task_are_resumed_each_on_its_own(
     assert [(group.task_id, group.completed) for group in groups] == [("a", 2), ("a", 2)]
 
 
-def test_further_groups_are_completed_and_results_of_other_tasks_forgotten(tmp_path: Path) -> None:
+def test_results_of_other_tasks_are_forgotten(tmp_path: Path) -> None:
     file, task = tmp_path / "kept", Task("a", "{}")
     opened = [{"rollout_id": name, "group": group} for name, group in (("1", "1"), ("2", "1"), ("3", "3"), ("z", "z"))]
     results = [asdict(RolloutResult(one["rollout_id"], "a", 0, None, 1.0)) | one for one in opened]
     results[3]["task_id"] = "gone"
     file.write_text("".join(json.dumps(one) + "\n" for one in [*opened, *results]))
     with kept_results(file) as kept:
-        assert kept.left([task], 2) == [replace(task, siblings=("3",))]
-        assert (kept.further, [result.rollout_id for result in kept.results]) == (1, ["1", "2", "3"])
+        assert kept.left([task, task], 2) == [replace(task, siblings=("3",))]
+        assert [result.rollout_id for result in kept.results] == ["1", "2", "3"]
 
 
 COUNTS = """
