@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sqlite3
 import subprocess
 import sys
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -43,26 +41,6 @@ def policy(model: Path | str, **more: object) -> Config:
 
 def option(argv: tuple[str, ...], name: str) -> str:
     return argv[argv.index(name) + 1]
-
-
-def test_a_missing_configuration_file_ends_with_one_line_and_code_2(tmp_path: Path) -> None:
-    done = in_a_process("--config", "no.yaml", "serve", cwd=tmp_path)
-    assert done.returncode == 2
-    assert (
-        done.stderr
-        == "lightning-proxy: cannot read no.yaml: there is no such file; `lightning-proxy init no.yaml` writes one\n"
-    )
-
-
-def test_a_port_in_use_ends_with_one_line_before_anything_starts(tmp_path: Path, model: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = in_a_process("up", "--model", model, "--port", str(port), cwd=tmp_path)
-    assert done.returncode == 1
-    assert f"127.0.0.1:{port} cannot be bound" in done.stderr
-    assert "proxy.port" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "lightning-logs" / "vllm.log").exists()
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
@@ -177,16 +155,6 @@ def test_run_names_the_bad_line_of_a_task_file(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", ["run --tasks t.jsonl --logs", "eval --tasks t.jsonl --logs", "demo --dir"])
-def test_a_file_where_a_directory_is_to_be_is_one_line_and_code_2(tmp_path: Path, command: str) -> None:
-    (tmp_path / "t.jsonl").write_text("{}\n")
-    done = lightning(*command.split(), "t.jsonl", *(["--", "true"] if "--tasks" in command else []), cwd=tmp_path)
-    option = command.split()[-1]
-    assert (done.returncode, done.stderr) == (
-        2, f"lightning-proxy: {option}: cannot make the directory t.jsonl: File exists\n"
-    )  # fmt: skip
-
-
 def test_logs_of_up_that_cannot_be_written_are_one_line_and_code_2(tmp_path: Path, model: Path) -> None:
     port, vllm = free_port(), free_port()
     upstream = {"name": "policy", "base_url": f"http://127.0.0.1:{vllm}/v1"}
@@ -195,8 +163,3 @@ def test_logs_of_up_that_cannot_be_written_are_one_line_and_code_2(tmp_path: Pat
     done = in_a_process("up", "--model", model, "--logs", "config.yaml", cwd=tmp_path)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "--logs: cannot make the directory config.yaml" in done.stderr
-
-
-def test_the_version_is_told(tmp_path: Path) -> None:
-    done = lightning("--version", cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, f"lightning-proxy {version('lightning-proxy')}\n")

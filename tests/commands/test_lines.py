@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
-import signal
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -17,42 +10,6 @@ import pytest
 
 from lightning_proxy.commands.lines import _Once, call_line
 from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
-
-REFUSING = {"name": "policy", "kind": "openai", "base_url": "http://127.0.0.1:9/v1"}
-
-
-def served(directory: Path, *options: str) -> list[str]:
-    """The lines of a `serve` whose upstream is away, which got one call."""
-    settings = {"proxy": {"port": 0}, "store": {"url": "sqlite:///records.db"}, "upstreams": [REFUSING]}
-    (directory / "config.yaml").write_text(json.dumps(settings))
-    command = [sys.executable, "-m", "lightning_proxy.cli", "serve", *options]
-    with subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True) as serve:
-        assert serve.stderr is not None
-        first = serve.stderr.readline()
-        url = re.search(r"http://[^/]+", first)
-        assert url is not None, first
-        body = json.dumps({"model": "m", "messages": []}).encode()
-        request = urllib.request.Request(f"{url[0]}/v1/chat/completions", body, {"X-Rollout-Id": "r1"})
-        with pytest.raises(urllib.error.HTTPError, match="502") as refused:
-            urllib.request.urlopen(request, timeout=30)
-        refused.value.close()
-        serve.send_signal(signal.SIGINT)
-        return [first, *serve.stderr]
-
-
-def test_lines_have_times_and_a_failed_call_is_told(tmp_path: Path) -> None:
-    lines = served(tmp_path)
-    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines), lines
-    assert sum("error" in line and "rollout r1" in line and "HTTP 502" in line for line in lines) == 1, lines
-    assert any(line.endswith("1 call: 1 error\n") for line in lines), lines
-
-
-def test_programs_get_a_json_object_a_line(tmp_path: Path) -> None:
-    found: list[dict[str, Any]] = [json.loads(line) for line in served(tmp_path, "--log-format", "json", "--calls")]
-    assert found[0]["event"] == "serving" and found[0]["url"].endswith("/v1")
-    call = next(line for line in found if line.get("event") == "call")
-    assert (call["rollout_id"], call["status"]) == ("r1", "error")
-    assert all({"time", "level", "message"} <= line.keys() for line in found)
 
 
 def test_what_every_worker_sees_is_logged_by_one_of_them(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.policy import mode
 from lightning_proxy.trainer.plan import settle as settle_module
 from lightning_proxy.trainer.plan.settle import settle
-from support.command_line import lightning
 from support.model_sizes import SIZES
 
 Machine = Callable[[str, list[float]], Config]
@@ -44,19 +43,6 @@ def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def argument(argv: Any, name: str) -> str:
     return str(argv[argv.index(name) + 1])
-
-
-def test_plan_shows_settings_and_memory(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SIZES["Qwen3-4B"]))
-    code, out, _ = lightning("plan", "--model", str(tmp_path), "--gpus", "1x24", "--json")
-    found = json.loads(out)
-    assert code == 0 and sum(found["vllm_gib"].values()) + sum(found["trainer_gib"].values()) < 24
-    assert found["settings"]["vllm.max_model_len"] == found["settings"]["trainer.max_sample_tokens"]
-    assert found["settings"]["trainer.learning_rate"] == 6.2e-5
-    code, out, _ = lightning("plan", "--model", str(tmp_path), "--gpus", "1x24")
-    assert code == 0 and "KV cache" in out and "vllm.gpu_memory_utilization" in out
-    code, _, err = lightning("plan", "--model", str(tmp_path), "--gpus", "1x12")
-    assert code == 2 and err.count("\n") == 1 and "does not fit" in err
 
 
 def test_vllm_gets_its_gpus_and_its_share(on: Any) -> None:

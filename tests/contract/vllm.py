@@ -29,6 +29,7 @@ class PlayedVllm:
         self.processed_logprobs = True  # taken after temperature
         self.stable_template = True  # a second turn begins as the first one was
         self.parses_tools = True
+        self.sees_files = True  # of adapters
         self.guarded = False  # operator routes need a key
         self.refuses: dict[str, int] = {}  # paths, with a status
         self.delay_s = 0.0  # before an answer, and before each later chunk of a stream
@@ -85,6 +86,13 @@ class PlayedVllm:
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await request.json()
+        if "lora_path" not in body:
+            return web.json_response({"error": {"message": "no lora_path"}}, status=400)
+        if not self.sees_files:
+            return web.json_response({"error": {"message": f"No adapter found for {body['lora_path']}"}}, status=404)
+        if not [*Path(body["lora_path"]).glob("*.safetensors")]:
+            error = {"message": f"{body['lora_path']} doesn't contain tensors"}
+            return web.json_response({"error": error}, status=500)
         self.adapters[body["lora_name"]] = body["lora_path"]
         return web.Response(text="ok")
 
@@ -110,7 +118,7 @@ class PlayedVllm:
         if body.get("top_logprobs", 0) > 1:
             temperature = body.get("temperature", 1.0) if self.processed_logprobs else 1.0
             top = [{"token": token, "logprob": value / temperature} for token, value in (("a", -0.5), ("b", -1.5))]
-            choice["logprobs"]["content"][0]["top_logprobs"] = top
+            choice["logprobs"] = {"content": [_logprob(value) | {"top_logprobs": top} for value in LOGPROBS]}
         usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(ANSWER), "total_tokens": 5}
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": usage}
         if not self.returns_token_ids:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -96,8 +97,8 @@ class Server:
         assert not check or done.returncode == 0, done.stderr
         return done.returncode
 
-    def _as_user(self) -> dict[str, object]:
-        here: dict[str, object] = {"cwd": self.directory, "env": {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"}}
+    def _as_user(self) -> dict[str, Any]:
+        here: dict[str, Any] = {"cwd": self.directory, "env": {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"}}
         return here | ({"user": self._user, "group": pwd.getpwnam(self._user).pw_gid} if os.geteuid() == 0 else {})
 
 

@@ -28,22 +28,6 @@ async def outcomes(system: Any) -> tuple[int, dict[str, str]]:
     return code, {check["name"]: check["outcome"] for check in json.loads(out)}
 
 
-@pytest.mark.parametrize("publish", ["merged", "lora"])
-async def test_a_whole_system_passes(running: Running, tmp_path: Path, publish: str) -> None:
-    async with running(tmp_path, publish=publish) as system:
-        assert (await outcomes(system))[1]["operator"] == "warning", "a web page could replace the weights"
-        system.vllm.guarded = True
-        code, found = await outcomes(system)
-        assert set(found.values()) == {"ok"}
-        wanted = {"configuration", "store", "proxy", "upstream policy", "context length", "tokens", "logprobs"}
-        wanted |= {"sampling", "template", "tools", "publishing", "operator", "alias", "rewards", "trainer"}
-        wanted |= {"shared directory"} if publish == "lora" else set()
-        assert found.keys() == wanted | {"next step"}
-        assert system.vllm.adapters == {}
-        assert code == 0
-        assert (await system.call("GET", "/rollouts"))[1]["data"] == []
-
-
 async def test_what_an_agents_key_cannot_delete_is_told(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,15 +65,6 @@ async def test_it_says_whether_a_trainer_runs_and_what_a_step_needs(running: Run
             assert (await checks())["trainer"]["found"] == "one runs on this store"
 
 
-async def test_tools_that_a_server_does_not_parse_are_told(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        system.vllm.parses_tools = False
-        code, out, _ = await system.lightning("doctor")
-        assert code == 0
-        assert "a request with tools gets HTTP 400" in " ".join(out.split())
-        assert "--tool-call-parser NAME" in " ".join(out.split())
-
-
 async def test_looking_makes_no_store(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"proxy: {{port: 9}}\nstore: {{url: 'sqlite:///{tmp_path}/new/s.db'}}\n")
@@ -99,36 +74,6 @@ async def test_looking_makes_no_store(tmp_path: Path) -> None:
     assert lightning("--config", path, "keys", "purge").returncode == 0
     assert lightning("--config", path, "keys", "revoke", "nobody").returncode == 1
     assert [one.name for one in tmp_path.iterdir()] == ["config.yaml"]
-
-
-@pytest.mark.parametrize(
-    ("fault", "check", "outcome"),
-    [
-        ("processed_logprobs", "logprobs", "failed"),
-        ("stable_template", "template", "warning"),
-        ("returns_token_ids", "tokens", "failed"),
-    ],
-)
-async def test_a_fault_of_the_policy_server_is_named(
-    running: Running, tmp_path: Path, fault: str, check: str, outcome: str
-) -> None:
-    async with running(tmp_path) as system:
-        setattr(system.vllm, fault, False)
-        code, found = await outcomes(system)
-        assert found[check] == outcome
-        assert code == (1 if outcome == "failed" else 0)
-
-
-async def test_a_server_that_does_not_see_the_directory_of_new_weights_is_named(
-    running: Running, tmp_path: Path
-) -> None:
-    async with running(tmp_path, publish="lora") as system:
-        system.vllm.guarded, system.vllm.sees_files = True, False
-        code, out, _ = await system.lightning("doctor", "--json")
-        (check,) = [check for check in json.loads(out) if check["name"] == "shared directory"]
-        assert (code, check["outcome"]) == (1, "failed")
-        assert f"does not see {system.config.policy.directory.absolute()}" in check["found"]
-        assert not list(system.config.policy.directory.glob("doctor-*"))
 
 
 async def test_token_continuity_is_checked_where_it_is_wanted(running: Running, tmp_path: Path) -> None:
@@ -158,69 +103,11 @@ async def test_it_tells_what_the_server_adds_to_requests_and_whether_grammars_ar
         assert "--enable-scale-out" in (await sampling())["fix"]
 
 
-async def test_rollouts_that_end_without_a_reward_are_noticed(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        await system.chat("r1", X_Task_Id="t")
-        assert (await outcomes(system))[1]["rewards"] == "warning"
-        await system.call("POST", "/rollouts/r1/end", {"status": "completed"})
-        assert (await outcomes(system))[1]["rewards"] == "failed"
-        await system.call("POST", "/reward", {"rollout_id": "r1", "reward": 1})
-        assert (await outcomes(system))[1]["rewards"] == "ok"
-
-
-async def test_what_is_down_is_named_with_its_fix(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    upstreams = '[{name: policy, base_url: "http://127.0.0.1:9/v1"}]'
-    path.write_text(f"proxy: {{port: 9}}\nstore: {{url: 'sqlite:///{tmp_path}/s.db'}}\nupstreams: {upstreams}\n")
-    found = {check.name: check for check in await run_checks(path)}
-    assert {name: check.outcome for name, check in found.items()} == {
-        "configuration": "ok",
-        "store": "ok",
-        "proxy": "failed",
-        "upstream policy": "failed",
-    }
-    assert "lightning-proxy serve" in (found["proxy"].fix or "")
-    fix = found["upstream policy"].fix or ""
-    assert fix.startswith("vllm.port is 8100, but the upstream policy is at port 9: set both, as in vllm: {port: 8100}")
-    path.write_text(f"{path.read_text()}vllm: {{port: 9}}\n")
-    fix = {check.name: check for check in await run_checks(path)}["upstream policy"].fix or ""
-    assert fix.startswith("start it with `lightning-proxy vllm`; if it is starting, wait until it prints")
-
-
 async def test_where_nothing_was_ever_started_it_asks_whether_the_system_runs_elsewhere(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(f"proxy: {{port: 9}}\nstore: {{url: 'sqlite:///{tmp_path}/s.db'}}\n")
     proxy = {check.name: check for check in await run_checks(path)}["proxy"]
     assert "if it runs already, run doctor where it was started" in (proxy.fix or "")
-
-
-async def test_a_system_that_runs_by_another_configuration_is_named_and_no_part_of_it_blamed(
-    running: Running, tmp_path: Path
-) -> None:
-    async with running(tmp_path) as system:
-        port = system.url.rpartition(":")[2]
-        path = tmp_path / "other.yaml"
-        path.write_text(f"proxy: {{port: {port}}}\nstore: {{url: 'sqlite:///{tmp_path}/elsewhere/s.db'}}\n")
-        found = {check.name: check for check in await run_checks(path)}
-    assert {name: check.outcome for name, check in found.items() if check.outcome != "ok"} == {"proxy": "failed"}
-    assert found["proxy"].found == (
-        f"{system.url} answers, but its store is not this configuration's: there is no {tmp_path}/elsewhere/s.db"
-    )
-    assert (found["proxy"].fix or "").startswith("run doctor where it was started")
-    assert not (tmp_path / "elsewhere").exists()
-
-
-@pytest.mark.parametrize("publish", ["merged", "lora"])
-async def test_a_vllm_with_another_operators_key_is_no_broken_vllm(
-    running: Running, tmp_path: Path, publish: str
-) -> None:
-    async with running(tmp_path, publish=publish) as system:
-        system.vllm.closed = True
-        code, out, _ = await system.lightning("doctor", "--json")
-        check = next(check for check in json.loads(out) if check["name"] == "publishing")
-        assert (code, check["outcome"]) == (1, "failed")
-        assert f"does not know the key in {system.config.policy.directory.absolute()}/operator.key" in check["found"]
-        assert "where vLLM was started" in check["fix"]
 
 
 @pytest.mark.parametrize("kind", ["openai", "anthropic", "litellm"])
@@ -271,17 +158,3 @@ async def test_a_full_disk_is_a_failed_check(tmp_path: Path, is_there: bool) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (store.outcome, "full" in store.found) == ("failed", True), store
-
-
-async def test_a_wrong_key_is_a_failed_check(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("proxy: {prot: 1}\n")
-    (only,) = await run_checks(path)
-    assert (only.outcome, only.found) == ("failed", f"{path}: proxy.prot: unknown key; did you mean port?")
-
-
-async def test_a_store_that_cannot_be_opened_is_a_failed_check(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    (tmp_path / "file").write_text("")
-    path.write_text(f"proxy: {{port: 9}}\nstore: {{url: 'sqlite:///{tmp_path}/file/s.db'}}\n")
-    assert {c.name: c.outcome for c in await run_checks(path)}["store"] == "failed"

@@ -18,20 +18,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.formats import cut, duration, sparkline
 from lightning_proxy.commands.show.rollout_view import rollout_detail
 from lightning_proxy.commands.show.rollouts import changed
 from lightning_proxy.commands.show.status import next_step
 from lightning_proxy.commands.show.steps import step_line
 from lightning_proxy.commands.system.steps import tell_steps, teller
-from lightning_proxy.proxy.config.root import Config
 from lightning_proxy.proxy.conversation.new_messages import additions
 from lightning_proxy.proxy.conversation.transcript import read
 from lightning_proxy.proxy.store.sqlite.locks import keeping
 from lightning_proxy.proxy.store.training import Collapse
 from support.command_line import lightning
-from support.relaying import speaking
 from support.sections import TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -119,12 +116,6 @@ def test_long_texts_are_cut_unless_asked_for() -> None:
     assert printed(long, full=True).count("x") == 5000
 
 
-def test_recorded_texts_cannot_steer_the_terminal_or_style_themselves() -> None:
-    page = printed(rollout([call([said("user", "\x1b[2J[red]hi[/red]")], said("assistant", "y"))]))
-    assert "\x1b" not in page
-    assert "\\x1b[2J[red]hi[/red]" in page
-
-
 def test_tail_shows_the_newest_first_and_then_only_what_changed() -> None:
     page = [{"rollout_id": str(i), "calls": 0} for i in range(20)]
     assert [r["rollout_id"] for r in changed(page, None)] == [str(i) for i in range(9, -1, -1)]
@@ -137,41 +128,6 @@ def test_formats_say_it_shortly() -> None:
     assert sparkline([0, 1, 2]) == "▁▅█"
     assert sparkline([1, 1]) == "▁▁"
     assert cut("short", 10) == "short"
-
-
-async def test_rollouts_are_listed_and_shown(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        await system.chat("a-rollout-with-a-rather-long-name-of-its-own", X_Task_Id="add-1-2")
-        code, out, _ = await system.lightning("rollouts", "list")
-        assert code == 0
-        assert all(word in out for word in ("a-rollout", "add-1-2", "train", "running"))
-        _, out, _ = await system.lightning("rollouts", "list", "--mode", "eval", "--json")
-        assert json.loads(out)["data"] == []
-        code, out, _ = await system.lightning("rollouts", "show", "a-rollout")
-        assert code == 0
-        assert all(word in out for word in ("by base with", "version 0", "3 + 2 tokens", "trainable"))
-        _, out, _ = await system.lightning("rollouts", "show", "a-rollout", "--json")
-        assert json.loads(out)["calls"][0]["prompt_token_ids"] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("name", ["nobody", "", ".", ".."])
-async def test_an_unknown_rollout_is_one_line(running: Running, tmp_path: Path, name: str) -> None:
-    async with running(tmp_path) as system:
-        code, out, err = await system.lightning("rollouts", "show", name)
-        assert (code, out, err.count("\n")) == (1, "", 1)
-        assert f"no rollout {name!r}" in err
-
-
-async def test_a_negative_reward_is_posted_and_a_wrong_one_refused(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        await system.chat("r1")
-        code, out, _ = await system.lightning("reward", "r1", "-0.5", "--comment", "too slow", "--no-final", "--json")
-        assert (code, json.loads(out)["status"]) == (0, "recorded")
-        _, rollout = await system.call("GET", "/rollouts/r1")
-        assert (rollout["reward"], rollout["status"], rollout["rewards"][0]["comment"]) == (-0.5, "running", "too slow")
-        assert (await system.lightning("reward", "r1", "nan"))[0] == 2
-        code, _, err = await system.lightning("reward", "nobody", "1")
-        assert (code, err.count("\n")) == (1, 1)
 
 
 async def test_versions_are_listed_promoted_and_rolled_back(running: Running, tmp_path: Path) -> None:
@@ -376,25 +332,3 @@ def test_without_a_proxy_one_line_says_what_to_start(tmp_path: Path) -> None:
     with keeping(tmp_path / "lightning.db", "up"):
         said = lightning("--config", tmp_path / "config.yaml", "status", cwd=tmp_path).stderr
     assert said.endswith("; `up` is under way, and starts it once vLLM answers\n")
-
-
-@pytest.mark.parametrize(
-    ("command", "answer"), [("status", "<html>"), ("status", '{"hello": "world"}'), ("policy list", "<html>")]
-)
-async def test_another_server_on_the_port_is_one_line_that_says_so(tmp_path: Path, command: str, answer: str) -> None:
-    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(answer)}\r\n\r\n{answer}".encode())
-        await writer.drain()
-
-    async with speaking(greet) as url:
-        (tmp_path / "config.yaml").write_text(f"proxy: {{port: {url.rpartition(':')[2]}}}\n")
-        argv = [sys.executable, "-m", "lightning_proxy.cli", *command.split()]
-        done = await asyncio.to_thread(subprocess.run, argv, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
-    assert f"what answers at {url} is not lightning-proxy" in done.stderr
-
-
-def test_a_key_in_the_environment_may_end_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that is read from a file; a header cannot carry it."""
-    monkeypatch.setenv("LIGHTNING_API_KEY", "lpk-agent-1\n")
-    assert ApiClient.of(Config()).headers == {"Authorization": "Bearer lpk-agent-1"}

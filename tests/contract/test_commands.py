@@ -1,0 +1,486 @@
+"""CONTRACT.md, section 5: the commands that look at the system and steer it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from aiohttp import web
+
+from contract.system import Done, Process, Proxy, in_this_process, lightning, played, wait_until
+from contract.vllm import PlayedVllm
+
+Json = dict[str, Any]
+# Each command with arguments that are right in form.
+READS_CONFIGURATION = {
+    "up": "", "serve": "", "train": "--once", "vllm": "", "status": "", "plan": "--gpus 1x24",
+    "keys create": "name", "keys list": "", "keys revoke": "name", "keys purge": "",
+    "store info": "", "store compact": "", "store backup": "copy.db", "store restore": "copy.db",
+    "reward": "r 1", "run": "--tasks tasks.jsonl -- true", "eval": "--tasks tasks.jsonl -- true",
+    "optimize": "--method apo --prompt p --tasks tasks.jsonl --reflect m -- true",
+    "rescore": "", "rewards check": "function", "export": "-", "import": "rows.jsonl", "dashboard": "",
+    "rollouts list": "", "rollouts show": "r", "rollouts end": "r", "rollouts delete": "r", "rollouts tail": "",
+    "rollouts diff": "a b", "rollouts rate": "",
+    "policy list": "", "policy promote": "1", "policy rollback": "", "policy export": "1 out", "policy compare": "0 1",
+}  # fmt: skip
+OTHERS = ("init", "demo", "doctor", "experiment", "environments", "store migrate")
+STEERS = (
+    "status", "reward", "run", "eval", "rollouts end", "rollouts delete", "rollouts tail", "policy promote",
+    "policy rollback",
+)  # fmt: skip
+
+
+def commands(*group: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each command and group below a group, with its help."""
+    shown = lightning(*group, "--help", cwd=Path.cwd())
+    assert shown.returncode == 0, shown
+    yield group, shown.stdout
+    below = shown.stdout.partition(" COMMAND ")[1] and shown.stdout.partition("Options:")[2]
+    for name in re.findall(r"^  ([a-z]\S*)  ", below, re.M):
+        yield from commands(*group, name)
+
+
+def test_every_command_has_a_help_that_reads_well_at_80_columns(tmp_path: Path) -> None:
+    found = dict(commands())
+    assert {*READS_CONFIGURATION, *OTHERS} <= {" ".join(command) for command in found}
+    for command, text in found.items():
+        assert lightning(*command, "-h", cwd=tmp_path).stdout == text
+        assert max(map(len, text.splitlines())) <= 80, command
+        assert not re.search(r"[│╭]|range>", text) and "..." not in text.partition("Options:")[2], command
+    titles = [line for line in found[()].splitlines() if re.fullmatch(r"\S.*:", line)]
+    assert len(titles) == 5 and "Commands:" not in titles, "every command is in a group"
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["rollouts", "-h"]])
+def test_the_package_is_the_command(arguments: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_proxy", *arguments], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (0, lightning(*arguments, cwd=tmp_path).stdout), done.stderr
+
+
+def refused(directory: Path, *arguments: str, code: int = 2) -> str:
+    """The last line of what a command says that changes nothing; the only one, but for the usage of an option."""
+    done = lightning(*arguments, cwd=directory)
+    assert (done.returncode, done.stdout) == (code, ""), (arguments, done)
+    *before, last = done.stderr.splitlines()
+    assert not before or before[0].startswith("Usage: "), done.stderr
+    return last
+
+
+@pytest.mark.parametrize("command", READS_CONFIGURATION)
+def test_a_wrong_key_file_or_option_is_one_line_that_names_it(command: str, tmp_path: Path) -> None:
+    given = [*command.split(), *READS_CONFIGURATION[command].split()]
+    (tmp_path / "tasks.jsonl").write_text("{}\n")
+    no_file = "lightning-proxy: cannot read no.yaml: there is no such file; `lightning-proxy init no.yaml` writes one"
+    assert refused(tmp_path, "--config", "no.yaml", *given) == no_file
+    if command != "reward":  # which takes it for an id, as it takes -1 for a value
+        assert refused(tmp_path, *command.split(), "--nonsense").startswith("Error: No such option: --nonsense")
+    (tmp_path / "config.yaml").write_text("proxy: {prot: 1}\n")
+    assert refused(tmp_path, *given) == "lightning-proxy: config.yaml: proxy.prot: unknown key; did you mean port?"
+    assert {file.name for file in tmp_path.iterdir()} == {"config.yaml", "tasks.jsonl"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("nonsense", "'nonsense'"),
+        ("rollouts show", "'ID'"),
+        ("rollouts list --sort colour", "--sort"),
+        ("rollouts list --status gone", "--status"),
+        ("rollouts list --mode x", "--mode"),
+        ("rollouts list --since then", "--since"),
+        ("rollouts list --limit 0", "--limit"),
+        ("rollouts end r --status gone", "--status"),
+        ("reward r nan", "nan"),
+        ("reward r good", "'VALUE'"),
+        ("policy promote x", "'x'"),
+        ("policy compare 0 1 --mode both", "--mode is train or eval, got 'both'"),
+        ("policy export 1 out --as gguf", "--as is adapter or merged"),
+        ("keys create a --scope x", "--scope is all or own"),
+        ("keys create a --concurrent 18446744073709551616", "--concurrent"),
+        ("export out.csv", "out.csv"),
+        ("export out", "out"),
+        ("export out.jsonl --format csv", "csv"),
+        ("export out.jsonl --format parquet", "parquet"),
+        ("export - --kind x", "--kind is transitions, sft, atif"),
+        ("export - --status complete", "--status"),
+        ("export - --mode test", "--mode"),
+        ("export out.parquet --kind atif", "JSON Lines only"),
+        ("import none.jsonl", "none.jsonl"),
+        ("run --tasks none.jsonl -- true", "none.jsonl"),
+        ("run -- true", "--tasks"),
+        ("run --tasks tasks.jsonl --mode test -- true", "--mode"),
+        ("run --tasks tasks.jsonl --logs tasks.jsonl -- true", "--logs: cannot make the directory tasks.jsonl"),
+        ("run --tasks tasks.jsonl -- ./nowhere", "./nowhere"),
+        ("run --tasks tasks.jsonl --resume tasks.jsonl -- true", "tasks.jsonl is no file of results"),
+        ("eval --tasks tasks.jsonl --logs tasks.jsonl -- true", "--logs: cannot make the directory tasks.jsonl"),
+        ("eval --tasks tasks.jsonl --models live,live -- true", "each once"),
+        ("demo --dir tasks.jsonl", "--dir: cannot make the directory tasks.jsonl"),
+        ("plan", "policy.model"),
+        ("train --method x", "--method is rl"),
+        ("train --min-reward 1", "--min-reward needs --method sft"),
+        ("train --data x", "--data and --dir need --offline"),
+        ("serve --port high", "--port"),
+        ("serve --upstream ftp://h", "upstreams.0: base_url"),
+        ("init new.yaml --upstream ftp://h", "upstreams.0: base_url"),
+        ("store migrate store.db postgresql://h/b", "FROM"),
+        ("store migrate sqlite:///a.db sqlite:///b.db", "one of the two has to be"),
+        ("doctor --yes", "--learn"),
+        ("experiment none.yaml", "none.yaml"),
+    ],
+)
+def test_a_wrong_value_is_one_line_that_names_it(arguments: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "a"}\n')
+    (tmp_path / "config.yaml").write_text("proxy: {port: 9}\n")
+    assert named in refused(tmp_path, *arguments.split())
+    assert {file.name for file in tmp_path.iterdir()} == {"config.yaml", "tasks.jsonl"}
+
+
+@pytest.mark.parametrize("command", STEERS)
+def test_without_a_proxy_one_line_says_what_to_start(command: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("proxy: {port: 9}\n")
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "a"}\n')
+    said = refused(tmp_path, *command.split(), *READS_CONFIGURATION[command].split(), code=1)
+    expected = "lightning-proxy: no proxy answers at http://127.0.0.1:9; start it with `lightning-proxy serve`"
+    assert said == expected
+
+
+@pytest.mark.parametrize(("command", "text"), [("policy list", "<html>"), ("status", '{"hello": "world"}')])
+def test_another_server_on_the_port_is_one_line_that_says_so(command: str, text: str, tmp_path: Path) -> None:
+    async def greet(_: web.Request) -> web.Response:
+        return web.Response(text=text)
+
+    stranger = PlayedVllm(tmp_path)
+    stranger.app.router.add_get("/{path:.*}", greet)
+    with played(stranger) as url:
+        (tmp_path / "config.yaml").write_text(f"proxy: {{port: {url.rpartition(':')[2]}}}\n")
+        said = refused(tmp_path, *command.split(), code=1)
+    assert f"what answers at {url} is not lightning-proxy" in said
+
+
+def ask(proxy: Proxy, rollout: str, text: str = "hi", task: str | None = None, reward: float | None = None) -> None:
+    names = {} if task is None else {"X_Task_Id": task}
+    body = {"model": "policy", "messages": [{"role": "user", "content": text}]}
+    assert proxy.post(f"/rollouts/{rollout}/v1/chat/completions", body, **names).status == 200
+    if reward is not None:
+        assert proxy.post("/reward", {"rollout_id": rollout, "reward": reward}).status == 200
+
+
+def ok(done: Done) -> Done:
+    assert done.returncode == 0, done
+    return done
+
+
+def test_json_is_the_same_data_as_the_apis(proxy: Proxy) -> None:
+    ask(proxy, "same-1", task="same", reward=0.5)
+    ask(proxy, "same-2", task="same")
+    listed = ok(proxy.run("rollouts", "list", "--task", "same", "--json")).json
+    assert listed == proxy.get("/rollouts?task_id=same") and len(listed["data"]) == 2
+    assert ok(proxy.run("rollouts", "show", "same-1", "--json")).json == proxy.rollout("same-1")
+    (base,) = proxy.get("/policy/versions")["data"]
+    assert base.items() <= ok(proxy.run("policy", "list", "--json")).json["data"][0].items()
+    status = ok(proxy.run("status", "--json")).json
+    assert status["ready"] == proxy.get("/readyz") and status["policy"] == proxy.get("/policy")
+    posted = ok(proxy.run("reward", "same-2", "-0.5", "--no-final", "--comment", "slow", "--json")).json
+    assert posted == {"reward_id": posted["reward_id"], "rollout_id": "same-2", "status": "recorded"}
+    for command in ("keys list", "store info", "doctor", "costs"):
+        assert ok(proxy.run(*command.split(), "--json")).json, command
+
+
+def test_people_get_lines_of_whole_ids_and_a_conversation(proxy: Proxy) -> None:
+    name = "a-rollout-with-a-rather-long-name-of-its-own-that-fits-no-terminal-of-80-columns"
+    ask(proxy, name, "what is it?", task="people", reward=0.25)
+    listed = ok(proxy.run("rollouts", "list", "--task", "people")).stdout.splitlines()
+    assert len(listed) == 2 and listed[1].split()[:2] == [name, "people"]
+    shown = ok(proxy.run("rollouts", "show", name)).stdout
+    words = ("what is it?", "by base with", "version 0", "3 + 2 tokens", "trainable", "0.25")
+    assert [word for word in words if word not in shown] == []
+    status = ok(proxy.run("status")).stdout
+    assert [word for word in ("ready", "version 0", "next step") if word not in status] == []
+
+
+def test_lists_are_filtered_sorted_and_go_on(proxy: Proxy) -> None:
+    for name, reward in (("l1", 0.1), ("l2", 0.9), ("l3", 0.5), ("l4", None)):
+        ask(proxy, name, f"question {name}", task="lists", reward=reward)
+
+    def listed(*options: str) -> list[str]:
+        found = ok(proxy.run("rollouts", "list", "--task", "lists", "--json", *options)).json
+        return [one["rollout_id"] for one in found["data"]]
+
+    assert listed("--min-reward", "0.5") == ["l3", "l2"]
+    assert listed("--max-reward", "0.5", "--since", "1h") == ["l3", "l1"]
+    assert listed("--grep", "QUESTION L3") == ["l3"]
+    assert listed("--grep", "nobody said this") == []
+    assert listed("--status", "running") == ["l4"]
+    assert listed("--sort", "reward", "--limit", "3") == ["l2", "l3", "l1"]
+    assert listed("--sort", "reward", "--reverse") == ["l4", "l1", "l3", "l2"]
+    more = ok(proxy.run("rollouts", "list", "--task", "lists", "--limit", "3"))
+    assert listed("--cursor", more.stderr.split()[-1]) == ["l1"]
+
+
+def test_rollouts_are_found_by_the_beginnings_of_their_ids(proxy: Proxy) -> None:
+    first, second = (one["rollout_id"] for one in proxy.post("/rollouts", {"n": 2}).json)
+    proxy.chat(first)
+    (call,) = proxy.rollout(first)["calls"]
+    ok(proxy.run("reward", first[:12], "0.5", "--call", call["call_id"][:8]))
+    assert [(one["call_id"], one["reward"]) for one in proxy.rollout(first)["rewards"]] == [(call["call_id"], 0.5)]
+    ended = ok(proxy.run("rollouts", "end", first[:12], second, "--status", "failed", "--reason", "slow"))
+    assert ended.stdout == "ended 2 rollouts\n"
+    found = proxy.rollout(second)
+    assert (found["status"], found["reason"]) == ("failed", "slow")
+    for i in range(6):
+        proxy.chat(f"alike-{i}")
+    for arguments, said in (
+        (("rollouts", "show", "alike-"), "several ids begin with it: alike-5, alike-4, alike-3, alike-2, …"),
+        (("rollouts", "show", "nobody"), "no rollout 'nobody'"),
+        (("rollouts", "show", ".."), "no rollout '..'"),
+        (("rollouts", "end", "alike"), "no rollout 'alike'"),  # another's name is not completed to change it
+        (("reward", first, "0.5", "--call", "zzz"), "no call 'zzz'"),
+        (("reward", "nobody", "1"), "nobody"),
+    ):
+        done = proxy.run(*arguments)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1) and said in done.stderr, done
+    ok(proxy.run("rollouts", "delete", first[:12]))
+    assert proxy.call("GET", f"/rollouts/{first}").status == 404
+
+
+def test_two_rollouts_are_compared(proxy: Proxy) -> None:
+    ask(proxy, "a1", "add one", reward=1)
+    ask(proxy, "b1", "add two")
+    lines = [" ".join(line.split()) for line in ok(proxy.run("rollouts", "diff", "a1", "b1")).stdout.splitlines()]
+    assert {"rollout a1 b1", "reward 1 -", "- user add one", "+ user add two"} <= {*lines}
+    assert "the conversations are the same" in ok(proxy.run("rollouts", "diff", "a1", "a1")).stdout
+
+
+def test_tail_tells_of_rollouts_as_they_change(proxy: Proxy) -> None:
+    ask(proxy, "before")
+    tail = Process(proxy.directory, "rollouts", "tail", "--json")
+    tail.start()
+
+    def told() -> list[tuple[str, Any]]:
+        lines = [json.loads(line) for line in tail.log.read_text().splitlines()]
+        return [(one["rollout_id"], one["reward"]) for one in lines]
+
+    try:
+        wait_until(lambda: ("before", None) in told(), 60, "what is there is told")
+        ask(proxy, "meanwhile", reward=0.75)
+        wait_until(lambda: ("meanwhile", 0.75) in told(), 60, "what changes is told")
+    finally:
+        assert tail.end(signal.SIGINT) in (0, 130)
+
+
+def test_what_agents_wrote_cannot_steer_the_terminal(proxy: Proxy) -> None:
+    half = "\ud83d"
+    ask(proxy, "steers", f"\x1b[2J[red]hi[/red] {half}")
+    shown = ok(proxy.run("rollouts", "show", "steers")).stdout
+    assert "\x1b" not in shown and "\\x1b[2J[red]hi[/red] \\ud83d" in shown
+    (call,) = ok(proxy.run("rollouts", "show", "steers", "--json")).json["calls"]
+    assert call["request"]["messages"][0]["content"] == f"\x1b[2J[red]hi[/red] {half}"
+
+
+def test_a_key_is_printed_once_kept_as_a_hash_and_closes_the_door(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_this_process(tmp_path) as proxy:
+        assert proxy.chat("r1").status == 200
+        made = ok(proxy.run("keys", "create", "ci", "--requests-per-minute", "500"))
+        key = made.stdout.strip()
+        assert (key.startswith("lpk-agent-"), len(key), "not shown again" in made.stderr) == (True, 53, True)
+        (listed,) = ok(proxy.run("keys", "list", "--json")).json["data"]
+        assert (listed["name"], listed["role"], listed["requests_per_minute"]) == ("ci", "agent", 500)
+        wait_until(lambda: proxy.chat("r1").status == 401, 30, "nobody gets in without a key")
+        wait_until(lambda: proxy.chat("r1", key=key).status == 200, 30, "the key lets in")
+        without = proxy.run("rollouts", "end", "r1")
+        assert (without.returncode, without.stderr.count("\n"), "API key" in without.stderr) == (1, 1, True), without
+        monkeypatch.setenv("LIGHTNING_API_KEY", f"{key}\n")  # as it is read from a file
+        ok(proxy.run("rollouts", "end", "r1"))
+        twice = proxy.run("keys", "create", "ci")
+        assert (twice.returncode, "'ci'" in twice.stderr) == (1, True)
+        assert "no key is left" in ok(proxy.run("keys", "revoke", "ci")).stdout
+        wait_until(lambda: proxy.chat("r1", key=key).status == 401, 30, "the key is gone")
+        assert proxy.chat("r1").status == 401, "revoking the last key opens nothing"
+        ok(proxy.run("keys", "purge"))
+        wait_until(lambda: proxy.chat("r1").status == 200, 30, "no key was ever made")
+        assert proxy.run("keys", "revoke", "ci").returncode == 1
+    if (tmp_path / "store.db").exists():
+        assert key.encode() not in b"".join(file.read_bytes() for file in tmp_path.glob("store.db*"))
+
+
+def checks(proxy: Proxy) -> tuple[int, dict[str, Json]]:
+    done = proxy.run("doctor", "--json")
+    return done.returncode, {check["name"]: check for check in done.json}
+
+
+@pytest.mark.parametrize("publish", ["merged", "lora"])
+def test_doctor_passes_a_whole_system_and_leaves_nothing_behind(publish: str, tmp_path: Path) -> None:
+    with in_this_process(tmp_path, policy={"publish": publish}) as proxy:
+        assert proxy.vllm is not None
+        proxy.vllm.guarded = True
+        code, found = checks(proxy)
+        assert {name: check["outcome"] for name, check in found.items()} == dict.fromkeys(found, "ok") and code == 0
+        promised = "configuration store proxy tokens logprobs template publishing operator alias rewards trainer"
+        assert found.keys() >= {*promised.split(), "upstream policy", "next step"}
+        assert (proxy.get("/rollouts")["data"], proxy.vllm.adapters) == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "check", "outcome", "told"),
+    [
+        ("returns_token_ids", False, "tokens", "failed", "no token ids come back"),
+        ("processed_logprobs", False, "logprobs", "failed", "--logprobs-mode processed_logprobs"),
+        ("stable_template", False, "template", "warning", "a row for each call"),
+        ("parses_tools", False, "tools", "warning", "--tool-call-parser NAME"),
+        ("guarded", False, "operator", "warning", "can replace its weights"),
+        ("refuses", {"/weight_info": 404}, "publishing", "failed", "VLLM_SERVER_DEV_MODE=1"),
+        ("refuses", {"/weight_info": 401}, "publishing", "failed", "operator.key"),
+        ("refuses", {"/v1/chat/completions/render": 404}, "sampling", "warning", "--enable-scale-out"),
+        ("refuses", {"/v1/models": 404}, "upstream policy", "failed", "404"),
+        ("status", 500, "alias", "failed", "500"),
+    ],
+)
+def test_doctor_names_a_fault_of_the_policys_server_and_says_what_to_do(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any, check: str, outcome: str, told: str
+) -> None:
+    assert proxy.vllm is not None
+    monkeypatch.setattr(proxy.vllm, "guarded", True)
+    monkeypatch.setattr(proxy.vllm, attribute, value)
+    code, found = checks(proxy)
+    assert found[check]["outcome"] == outcome and found[check]["fix"], found[check]
+    assert told in found[check]["found"] + found[check]["fix"]
+    assert code == (1 if "failed" in {one["outcome"] for one in found.values()} else 0)
+
+
+def test_doctor_names_a_server_that_cannot_load_adapters(tmp_path: Path) -> None:
+    with in_this_process(tmp_path, policy={"publish": "lora"}) as proxy:
+        assert proxy.vllm is not None
+        proxy.vllm.sees_files = False
+        shared = checks(proxy)[1]["shared directory"]
+        assert shared["outcome"] == "failed" and f"does not see {tmp_path}/policy" in shared["found"]
+        proxy.vllm.refuses = {"/v1/load_lora_adapter": 404}
+        publishing = checks(proxy)[1]["publishing"]
+        assert publishing["outcome"] == "failed" and "--enable-lora" in publishing["fix"]
+
+
+def test_doctor_notices_that_rewards_do_not_arrive_or_do_not_count(tmp_path: Path) -> None:
+    with in_this_process(tmp_path) as proxy:
+        ask(proxy, "r1", task="t")
+        assert checks(proxy)[1]["rewards"]["outcome"] == "warning"
+        proxy.post("/rollouts/r1/end", {"status": "completed"})
+        assert checks(proxy)[1]["rewards"]["outcome"] == "failed"
+        proxy.post("/reward", {"rollout_id": "r1", "reward": 1, "name": "score"})
+        told = checks(proxy)[1]["rewards"]
+        assert "give these names weights in trainer.reward_weights" in told["found"] + (told["fix"] or "")
+        proxy.post("/reward", {"rollout_id": "r1", "reward": 1})
+        assert checks(proxy)[1]["rewards"]["outcome"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("sections", "failed"),
+    [
+        ("", {"proxy": "lightning-proxy serve", "upstream policy": "vllm.port is 8100"}),
+        ("vllm: {port: 9}\n", {"proxy": "lightning-proxy serve", "upstream policy": "start it with `lightning-proxy"}),
+        ("store: {url: 'sqlite:///config.yaml/s.db'}\n", {"store": ""}),
+        ("proxi: {}\n", {"configuration": ""}),
+    ],
+)
+def test_doctor_names_what_is_down_and_makes_no_store(sections: str, failed: dict[str, str], tmp_path: Path) -> None:
+    upstream = "upstreams: [{name: policy, base_url: 'http://127.0.0.1:9/v1'}]"
+    (tmp_path / "config.yaml").write_text(f"proxy: {{port: 9}}\n{upstream}\n{sections}")
+    done = lightning("doctor", "--json", cwd=tmp_path)
+    found = {check["name"]: check for check in done.json if check["outcome"] == "failed"}
+    assert done.returncode == 1 and found.keys() >= failed.keys()
+    for name, fix in failed.items():
+        assert fix in found[name]["fix"], found[name]
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_doctor_sees_that_another_system_answers(proxy: Proxy, tmp_path: Path) -> None:
+    port = proxy.url.rpartition(":")[2]
+    (tmp_path / "config.yaml").write_text(f"store: {{url: 'sqlite:///s.db'}}\nproxy: {{port: {port}}}\n")
+    found = {check["name"]: check for check in lightning("doctor", "--json", cwd=tmp_path).json}
+    assert {name for name, check in found.items() if check["outcome"] != "ok"} == {"proxy"}, "no other part is blamed"
+    assert "its store is not this configuration's" in found["proxy"]["found"]
+
+
+# Of Qwen3-4B.
+SIZES = {
+    "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 2560, "intermediate_size": 9728,
+    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "max_position_embeddings": 40_960, "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_plan_says_what_fits_on_cards_that_one_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    found = ok(lightning("plan", "--model", ".", "--gpus", "1x24", "--json", cwd=tmp_path)).json
+    assert sum(found["vllm_gib"].values()) + sum(found["trainer_gib"].values()) < 24
+    assert found["settings"]["vllm.max_model_len"] == found["settings"]["trainer.max_sample_tokens"] > 4000
+    shown = ok(lightning("plan", "--model", ".", "--gpus", "1x24", cwd=tmp_path)).stdout
+    assert "KV cache" in shown and "vllm.gpu_memory_utilization" in shown
+    assert "does not fit" in refused(tmp_path, "plan", "--model", ".", "--gpus", "1x12")
+    assert "--gpus" in refused(tmp_path, "plan", "--model", ".", "--gpus", "x")
+
+
+def test_init_writes_what_was_asked_for_and_never_over_a_file(tmp_path: Path) -> None:
+    options = ("--model", "org/name: x", "--port", "9000", "--group-size", "4")
+    assert ok(lightning("init", *options, cwd=tmp_path)).stderr == "wrote config.yaml; next: lightning-proxy up\n"
+    text = (tmp_path / "config.yaml").read_text()
+    written = yaml.safe_load(text)
+    assert (written["policy"]["model"], written["proxy"]["port"]) == ("org/name: x", 9000)
+    assert written["trainer"]["group_size"] == 4 and "# agents use http://127.0.0.1:9000/v1" in text
+    said = refused(tmp_path, "init", code=1)
+    assert said == "lightning-proxy: config.yaml already exists; --force overwrites it"
+    upstream = ("--upstream", "https://api.openai.com/v1", "--kind", "openai")
+    done = ok(lightning("init", "mine.yaml", *upstream, cwd=tmp_path))
+    assert done.stderr == "wrote mine.yaml; next: lightning-proxy --config mine.yaml serve\n"
+    mine = yaml.safe_load((tmp_path / "mine.yaml").read_text())
+    assert mine["upstreams"] == [{"name": "policy", "kind": "openai", "base_url": "https://api.openai.com/v1"}]
+    assert "policy" not in mine, "it needs no model"
+    assert ok(lightning("--config", "mine.yaml", "keys", "list", cwd=tmp_path))
+
+
+def test_a_port_that_is_taken_is_one_line_that_names_who_has_it(proxy: Proxy, tmp_path: Path) -> None:
+    port = proxy.url.rpartition(":")[2]
+    done = Process(tmp_path, "serve", "--port", port)
+    (tmp_path / "config.yaml").write_text("")
+    done.start()
+    assert done.process is not None and done.process.wait(60) == 1
+    (line,) = done.log.read_text().splitlines()
+    assert f"127.0.0.1:{port} cannot be bound" in line and "proxy.port" in line
+
+
+@pytest.mark.parametrize("options", [[], ["--log-format", "json", "--calls"]], ids=["text", "json"])
+def test_the_lines_of_serve_are_for_people_or_json_for_programs(options: list[str], tmp_path: Path) -> None:
+    upstream = {"name": "policy", "kind": "openai", "base_url": "http://127.0.0.1:9/v1"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"proxy": {"port": 0}, "upstreams": [upstream]}))
+    serve = Process(tmp_path, "serve", *options)
+    serve.start()
+    listens = re.compile(r"http://127\.0\.0\.1:\d+")
+    try:
+        wait_until(lambda: listens.search(serve.log.read_text()), 60, "it says where it listens")
+        (url, *_) = listens.findall(serve.log.read_text())
+        body = {"model": "m", "messages": []}
+        answer = httpx.post(f"{url}/rollouts/r1/v1/chat/completions", json=body, trust_env=False)
+        assert answer.status_code == 502
+    finally:
+        assert serve.end(signal.SIGINT) == 0
+    lines = serve.log.read_text().splitlines()
+    if not options:
+        assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines), lines
+        assert sum("rollout r1" in line and "HTTP 502" in line for line in lines) == 1, lines
+        return
+    found = [json.loads(line) for line in lines]
+    assert all({"time", "level", "message"} <= one.keys() for one in found)
+    assert any(one.get("event") == "serving" for one in found)
+    (call,) = [one for one in found if one.get("event") == "call"]
+    assert (call["rollout_id"], call["status"]) == ("r1", "error")
