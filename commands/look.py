@@ -14,16 +14,12 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
 def status(
     context: typer.Context,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="show it again and again, until Ctrl-C")] = False,
     as_json: Json = False,
 ) -> None:
     """Show the state of the running system. The exit code is 1 if it is not ready."""
     from .show.status import show_status
-    from .show.watch import watch_status
 
-    if watch:
-        watch_status(configuration(context), as_json=as_json)
-    elif not show_status(configuration(context), as_json=as_json):
+    if not show_status(configuration(context), as_json=as_json):
         raise typer.Exit(1)
 
 

@@ -40,11 +40,6 @@ async def find(api: ApiClient, given: str) -> dict[str, Any]:
     return await with_id(api, given, lambda rollout_id: api.rollout(quote(rollout_id, safe="")))
 
 
-async def tokens_of(api: ApiClient, given: str) -> dict[str, Any]:
-    """Return the tokens of the answers of the rollout that `find` finds."""
-    return await with_id(api, given, lambda one: api.request("GET", f"/rollouts/{quote(one, safe='')}/tokens"))
-
-
 async def credited(api: ApiClient, given: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Return the rollout that `find` finds, and the credit of its calls if a step took it."""
     rollout = await find(api, given)

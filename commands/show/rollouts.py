@@ -133,10 +133,6 @@ def show(
     context: typer.Context,
     rollout_id: Id,
     full: Annotated[bool, typer.Option("--full", help="show long texts in full")] = False,
-    graph: Annotated[bool, typer.Option("--graph", help="show where the context of each call comes from")] = False,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="show each sampled token, its log-probability and its advantage")
-    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show one rollout: its conversation, calls and rewards."""
@@ -144,23 +140,15 @@ def show(
 
     from ..formats import print_json
     from .alone import look
-    from .find import credited, find, tokens_of
-    from .graph import graph_lines
+    from .find import credited, find
     from .rollout_view import rollout_detail
-    from .tokens import token_lines
 
     config = configuration(context)
-    if not (as_json or tokens or graph):
-        rollout, credit = look(config, lambda api: credited(api, rollout_id))
-        return Console(highlight=False).print(rollout_detail(rollout, full, credit))
-    rollout = look(config, lambda api: (tokens_of if tokens else find)(api, rollout_id))
     if as_json:
-        print_json(rollout)
-    elif tokens:
-        Console(highlight=False).print(*token_lines(rollout["data"]), sep="\n")
+        print_json(look(config, lambda api: find(api, rollout_id)))
     else:
-        Console(highlight=False).print(*graph_lines(rollout["calls"]), sep="\n")
-    return None
+        rollout, credit = look(config, lambda api: credited(api, rollout_id))
+        Console(highlight=False).print(rollout_detail(rollout, full, credit))
 
 
 @app.command()

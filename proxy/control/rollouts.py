@@ -34,7 +34,7 @@ from .requests import (
     redacted_text,
 )
 from .row_answers import TrainingRows
-from .training_rows import Forest, TrainedRow, prefix_runs, rows_of
+from .training_rows import rows_of
 from .transitions import transitions
 from .views import credit_view, record_view, rollout_detail
 from .words import words_in, words_view
@@ -177,19 +177,15 @@ async def get_transitions(request: Request, rollout_id: PathId, requests: Reques
 
 @router.get("/{rollout_id}/rows", response_model=None, responses=answers(TrainingRows))
 async def get_rows(request: Request, rollout_id: PathId) -> Response:
-    """How the rollout was trained: credit by call, its siblings, its rows, and the group's rows as one prefix tree.
+    """How the rollout was trained: credit by call, its siblings and its rows.
 
     The answer has nothing of siblings that the caller may not see. Supervised fine-tuning assigns no credit.
     """
     p, sight = await parts_for(request, rollout_id), caller_of(request).sight
     rollout = await p.store.rollouts.get(rollout_id)
     credit = p.store.credit
-    calls, own_rows = await credit.of(rollout_id), await _rows_of(p, rollout_id)
+    calls, rows = await credit.of(rollout_id), rows_of(await credit.tokens_of(rollout_id))
     group = await credit.group_of(rollout_id, sight.key_id, siblings=sight.siblings)
-    forest = Forest([])
-    forest.add(own_rows)
-    for sibling in (s for s in group if s.advantage is not None and s.rollout_id != rollout_id):
-        forest.add(await _rows_of(p, sibling.rollout_id))
     found = {
         "rollout_id": rollout_id,
         "task_id": rollout.task_id,
@@ -197,15 +193,9 @@ async def get_rows(request: Request, rollout_id: PathId) -> Response:
         "dropped": rollout.dropped,
         "group": [*map(record_view, group)],
         "calls": [*map(credit_view, calls)],
-        "rows": [row.view() for row in own_rows],
-        "tree_left_out": forest.left_out,
+        "rows": [row.view() for row in rows],
     }
-    return await large_response(lambda: found | {"tree": prefix_runs(forest.rows)})
-
-
-async def _rows_of(p: Parts, rollout_id: str) -> list[TrainedRow]:
-    tokens = await p.store.credit.tokens_of(rollout_id)
-    return rows_of(rollout_id, tokens, p.config.policy.adapter_of)
+    return await large_response(lambda: found)
 
 
 @router.post("/{rollout_id}/events", response_model=None, responses=answers(EventRecorded | list[EventRecorded]))

@@ -76,8 +76,7 @@ def _answer(call: ModelCall, credit: CallWithCredit) -> TokenRun:
 async def _of_row(
     p: Parts, rollout_id: str, number: int, calls: dict[str, ModelCall], credit: dict[str, CallWithCredit]
 ) -> list[TokenRun]:
-    tokens = await p.store.credit.tokens_of(rollout_id)
-    rows = rows_of(rollout_id, tokens, p.config.policy.adapter_of)
+    rows = rows_of(await p.store.credit.tokens_of(rollout_id))
     found = next((row for row in rows if row.row == number), None)
     if found is None:
         raise NotFound(f"no training row {number} of this rollout", param="row")

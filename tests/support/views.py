@@ -19,7 +19,7 @@ VIEWS = {
     "overview": "Reward by training step",
     "rollouts": "run-005-3-3",
     "rollouts/run-004-2-1": "Trained in step 5",
-    "rollouts/run-004-2-1/rows": "The group's prefix tree",
+    "rollouts/run-004-2-1/rows": "Rows of this rollout",
     "rollouts/run-004-2-1/beside": "side by side",
     "tasks": "multiply-00",
     "versions": "Version 6 is live",

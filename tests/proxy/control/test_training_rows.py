@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from lightning_proxy.proxy.control import training_rows
-from lightning_proxy.proxy.control.training_rows import TrainedRow, prefix_runs
 from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.store.reports import credit
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.rows.prefix_tree import build_tree
 from support.sections import PolicyConfig, TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -62,37 +57,7 @@ async def shown(system: Any, name: str, **headers: str) -> Any:
     return answer
 
 
-async def test_the_tree_has_every_shared_token_once(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        await record(store, "good", TALK, 1.0)
-        await record(store, "bad", [([1, 2], [3, 6])], 0.0)
-        await claim(store)
-        tree = (await shown(system, "good"))["tree"]
-        assert tree == (await shown(system, "bad"))["tree"]
-        # 1 2 3 | 4 5 6, or 6, or 9 5 7 8
-        root = {"parent": None, "depth": 0, "tokens": 3, "trained": 1, "parts": [["context", 2], ["answer", 1]],
-                "call_ids": ["good-0", "bad-0"]}  # fmt: skip
-        assert tree == [
-            {**root, "rows": [["good", 0], ["bad", 0], ["good", 1]]},
-            {"parent": 0, "depth": 3, "tokens": 3, "trained": 2, "rows": [["good", 0]],
-             "parts": [["answer", 1], ["context", 1], ["answer", 1]], "call_ids": ["good-0", "good-1"]},
-            {"parent": 0, "depth": 3, "tokens": 1, "trained": 1, "rows": [["bad", 0]], "parts": [["answer", 1]],
-             "call_ids": ["bad-0"]},
-            {"parent": 0, "depth": 3, "tokens": 4, "trained": 2, "rows": [["good", 1]],
-             "parts": [["context", 2], ["answer", 2]], "call_ids": ["good-2"]},
-        ]  # fmt: skip
-
-
-async def test_an_answer_that_is_not_trained_on_is_no_context(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        for name, reward in (("good", 1.0), ("bad", 0.0)):
-            await record(store, name, TALK[:2], reward, ("other", "planner"))
-        await claim(store, agents=["planner"])
-        (run,) = (await shown(system, "good"))["tree"]
-        assert run["parts"] == [["context", 2], ["left_out", 2], ["context", 1], ["answer", 1]]
-
-
-async def test_agents_with_adapters_of_their_own_share_no_run_and_rows_are_counted_over_the_rollout(
+async def test_rows_of_agents_with_adapters_of_their_own_are_counted_over_the_rollout(
     running: Running, tmp_path: Path
 ) -> None:
     adapters = {"first": ["executor"], "second": ["planner"]}
@@ -103,27 +68,9 @@ async def test_agents_with_adapters_of_their_own_share_no_run_and_rows_are_count
         await claim(store, policy)
         answer = await shown(system, "good")
         assert [(c["row"], c["placed"]) for c in answer["calls"]] == [(1, "first"), (1, "merged"), (0, "first")]
-        both = [[["good", 0], ["bad", 0]], [["good", 1], ["bad", 1]]]
-        assert [(run["parent"], run["rows"]) for run in answer["tree"]] == [(None, rows) for rows in both]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_tree_has_as_many_tokens_as_the_one_that_a_step_computes(seed: int) -> None:
-    rng = random.Random(seed)
-    texts = [[rng.randrange(3) for _ in range(rng.randint(1, 8))] for _ in range(rng.randint(0, 12))]
-    texts += [text[: rng.randint(1, len(text))] for text in texts]
-    rows = [TrainedRow(f"r{i}", 0, "a", np.array(text, np.int32), [("c", 0, 1)]) for i, text in enumerate(texts)]
-    runs, tree = prefix_runs(rows), build_tree(texts)
-    assert sum(run["tokens"] for run in runs) == len(tree)
-    for i, text in enumerate(texts):
-        own = [run for run in runs if [f"r{i}", 0] in run["rows"]]
-        assert sum(run["tokens"] for run in own) == len(text)
-        assert [runs.index(run) for run in own][:-1] == [run["parent"] for run in own[1:]]
-    assert all(run["depth"] == (0 if run["parent"] is None else _end(runs[run["parent"]])) for run in runs)
-
-
-def _end(run: dict[str, Any]) -> int:
-    return int(run["depth"] + run["tokens"])
+        assert [(row["row"], row["call_ids"], row["tokens"], row["trained_tokens"]) for row in answer["rows"]] == [
+            (0, ["good-2"], 7, 2), (1, ["good-0", "good-1"], 6, 3),
+        ]  # fmt: skip
 
 
 async def test_a_step_that_is_undone_takes_its_credit_with_it_and_a_new_one_takes_the_place_of_the_old(
@@ -153,15 +100,14 @@ async def test_credit_goes_with_its_rollout(running: Running, tmp_path: Path) ->
         await store.steps.trained(await claim(store), None, {})
         await store.rollouts.delete("good")
         assert (await system.call("GET", "/rollouts/good/rows"))[0] == 404
-        assert {run["rows"][0][0] for run in (await shown(system, "bad"))["tree"]} == {"bad"}
+        assert [one["rollout_id"] for one in (await shown(system, "bad"))["group"]] == ["bad"]
         (left,) = await store.database.all("SELECT COUNT(*) AS n FROM call_credit")
         assert left["n"] == 3
 
 
-async def test_a_tree_that_is_too_large_leaves_rows_out_and_a_large_group_siblings(
+async def test_a_large_group_leaves_siblings_out(
     running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training_rows, "MOST_TOKENS", 13)
     monkeypatch.setattr(credit, "SIBLINGS", 2)
     async with running(tmp_path) as system, system.store() as store:
         for name, reward in (("r0", 1.0), ("r1", 0.0), ("r2", 0.0)):
@@ -169,4 +115,3 @@ async def test_a_tree_that_is_too_large_leaves_rows_out_and_a_large_group_siblin
         await claim(store, group_size=3)
         answer = await shown(system, "r2")
         assert [sibling["rollout_id"] for sibling in answer["group"]] == ["r0", "r2"]
-        assert (answer["tree_left_out"], {name for run in answer["tree"] for name, _ in run["rows"]}) == (2, {"r2"})

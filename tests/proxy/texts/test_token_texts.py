@@ -118,8 +118,6 @@ async def test_an_answer_that_was_left_out_is_no_context(running: Running, tmp_p
         assert [(run["call_id"], run["advantage"]) for run in row] == [
             (None, None), ("good-0", None), (None, None), ("good-1", 0.5),
         ]  # fmt: skip
-        out = (await system.lightning("rollouts", "show", "good", "--tokens")).stdout.splitlines()
-        assert out[0] == "── call 0 1 tokens · left out"
 
 
 async def test_without_vllm_the_files_of_the_model_tell(running: Running, tmp_path: Path) -> None:
@@ -142,15 +140,3 @@ async def test_without_a_tokenizer_ids_are_told(running: Running, tmp_path: Path
         system.vllm.odd = b"[]"
         (run,) = await shown(system)
         assert (run["texts"], run["token_ids"]) == (None, [97, 98])
-
-
-async def test_a_terminal_shows_each_token_with_its_log_probability(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        await record(store, "good", ["a€\x1b\n", "b"], 1.0)
-        await record(store, "bad", ["c"], 0.0)
-        await train(store)
-        done = await system.lightning("rollouts", "show", "good", "--tokens")
-        assert done.stdout.splitlines() == [
-            "── call 0 6 tokens · trained in step 1 with advantage 0.5", "a-0.5 €-0.5 ⋮-0.5 ⋮-0.5 \\x1b-0.5 ↵-0.5 ",
-            "", "── call 1 1 tokens · trained in step 1 with advantage 0.5", "b-0.5 ",
-        ]  # fmt: skip
