@@ -141,12 +141,24 @@ def divisors(rows: Sequence[Json], c: Json) -> Iterator[float]:
             }[rule]
 
 
-def loss(policy: Policy, rows: Sequence[Json], compared: int, c: Json) -> tuple[Tensor, int]:
-    """Return the loss of an adapter's rows, and how many tokens its policy would not have sampled.
+def clipped(logprobs: Tensor, old: Tensor, advantages: Tensor, c: Json) -> int:
+    """Return how many tokens of one answer have a ratio beyond the limit that their advantage drives it to."""
+    ratios = logprobs - old
+    if c["importance_level"] == "sequence":
+        ratios = ratios.mean().expand_as(ratios)
+    low, high = 1 - c["clip_low"], 1 + c["clip_high"]
+    if c["loss_type"] in ("cispo", "sapo", "vespo"):
+        low, high = 0.0, c["importance_cap"]
+    ratios = ratios.detach().exp()
+    return int(((ratios < low) & (advantages < 0) | (ratios > high) & (advantages > 0)).sum())
+
+
+def loss(policy: Policy, rows: Sequence[Json], compared: int, c: Json) -> tuple[Tensor, Counter[str]]:
+    """Return the loss of an adapter's rows, and counts of tokens: `outside` of what its policy samples, and `clipped`.
 
     `compared`: the rollouts that were compared, over which the loss is averaged.
     """
-    total, outside = torch.zeros((), dtype=torch.float64), 0
+    total, counts = torch.zeros((), dtype=torch.float64), Counter[str]()
     trained = sum(len(answer["ids"]) for row in rows for answer in row["answers"])
     results = [(row, answer) for row in rows for answer in row["answers"] if answer.get("result")]
     written = sum(end - start for _, answer in results for start, end in [answer["result"]])
@@ -154,7 +166,7 @@ def loss(policy: Policy, rows: Sequence[Json], compared: int, c: Json) -> tuple[
     for answer, divisor in zip(answers, divisors(rows, c), strict=True):
         logprobs, entropies = policy.score(answer)
         inside = ~logprobs.isneginf()
-        outside += int((~inside).sum())
+        counts["outside"] += int((~inside).sum())
         if not inside.any():
             continue
         logprobs, old = logprobs[inside], torch.tensor(answer["logprobs"]).double()[inside]
@@ -162,6 +174,7 @@ def loss(policy: Policy, rows: Sequence[Json], compared: int, c: Json) -> tuple[
         if "teacher" in answer:
             gap = torch.tensor(answer["teacher"]["logprobs"]).double()[inside] - logprobs.detach()
             advantages = advantages + answer["teacher"]["weight"] * gap.clamp(-c["guide_limit"], c["guide_limit"])
+        counts["clipped"] += clipped(logprobs, old, advantages, c)
         of_tokens = terms(logprobs, old, advantages, c)
         if c["kl_coef"]:
             base = policy.score(answer, base=True)[0].detach()[inside]
@@ -177,4 +190,4 @@ def loss(policy: Policy, rows: Sequence[Json], compared: int, c: Json) -> tuple[
             scored = policy.logits(answer["prompt"][:start], answer["prompt"][start:end]).log_softmax(-1)
             own = scored.gather(1, torch.tensor(answer["prompt"][start:end])[:, None])
             total = total - c["echo_weight"] / written * own.sum()
-    return total, outside
+    return total, counts
