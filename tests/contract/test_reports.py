@@ -86,17 +86,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
         yield proxy
 
 
-def of_feed(proxy: Proxy) -> dict[str, float]:
-    """The last reward that the feed says of each rollout."""
-    rewards = {}
+def told(proxy: Proxy) -> Iterator[tuple[str, Json]]:
+    """The feed's events from the beginning, which end with the last rollout of OTHERS."""
+    kind = ""
     with proxy.client.stream("GET", f"{proxy.url}/feed?cursor=0") as got:
         for line in got.iter_lines():
-            told = json.loads(line.removeprefix("data: ")) if line.startswith("data: ") else {}
-            if told.keys() >= {"rollout_id", "mode"}:
-                rewards[told["rollout_id"]] = told["reward"]
-            if len(rewards) == len(EARNED) + sum(map(len, OTHERS.values())):
-                return rewards
-    raise AssertionError
+            if line.startswith("event: "):
+                kind = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                data = json.loads(line.removeprefix("data: "))
+                yield kind, data
+                if kind == "rollout" and data["rollout_id"] == "held-1-0":
+                    return
 
 
 def of_export(proxy: Proxy, *options: str) -> list[Json]:
@@ -116,7 +117,7 @@ PLACES: dict[str, Callable[[Proxy], dict[str, Any]]] = {
     "rollout": lambda proxy: by_id([proxy.rollout(name) for name in EARNED]),
     "siblings": lambda proxy: by_id(proxy.get("/rollouts/high/rows")["group"]),
     "tasks": lambda proxy: by_id(proxy.get("/tasks?task_id=t")["data"][0]["recent"]),
-    "feed": of_feed,
+    "feed": lambda proxy: by_id([data for kind, data in told(proxy) if kind == "rollout"]),
     "export of transitions": lambda proxy: by_id(of_export(proxy), "rollout_reward"),
     "export of sft rows": lambda proxy: by_id(of_export(proxy, "--kind", "sft", "--min-reward=-9")),
     "rollouts list": lambda proxy: by_id(proxy.run("rollouts", "list", "--json").json["data"]),
@@ -174,6 +175,13 @@ def test_sums_of_returns_are_the_same_everywhere(world: Proxy) -> None:
     assert refused.returncode != 0 and "theirs are from 0 to 1.25" in refused.stderr
     shown = world.run("rollouts", "show", "high").stdout
     assert "1.25, that of its calls" in shown and "trained         by step 1" in shown
+
+
+def test_the_feed_tells_of_steps_and_versions(world: Proxy) -> None:
+    events = [(kind, data) for kind, data in told(world) if kind in ("step", "version")]
+    assert ("step", {"step": 1, "status": "trained", "version": 1, "reward": 0.5}) in events
+    (live,) = [data["version"] for kind, data in events if kind == "version" and data["live"]]
+    assert live == 1
 
 
 def test_steps_come_in_pages_and_in_brief(world: Proxy) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import sqlite3
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, closing
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from lightning_proxy.proxy.apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY
 from lightning_proxy.proxy.recording.metrics import Metrics
@@ -22,25 +19,6 @@ async def metrics(system: Any) -> dict[str, float]:
     async with system.session.get(system.url + "/metrics") as answer:
         assert answer.status == 200
         return {name: float(value) for name, value in re.findall(r"^(lightning_\S+) (\S+)$", await answer.text(), re.M)}
-
-
-@pytest.mark.sqlite
-async def test_a_store_that_cannot_be_written_is_a_metric_and_a_line_in_the_log(
-    running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with running(tmp_path, store={"busy_timeout_s": 0.05}) as system:
-        await system.chat("r1")
-        before = await metrics(system)
-        with closing(sqlite3.connect(system.config.store.path)) as other:
-            other.execute("BEGIN IMMEDIATE")
-            locked = await metrics(system)
-        assert (await system.chat("r1"))[0] == 200
-        after = await metrics(system)
-    assert [one["lightning_store_up"] for one in (before, locked, after)] == [1, 0, 1]
-    running_ones = 'lightning_rollouts{mode="train",status="running"}'
-    assert before[running_ones] == locked[running_ones] == 1, "counts stay as at the last look"
-    assert "records cannot be written, and requests that need one are refused (503)" in caplog.text
-    assert after['lightning_disk_free_bytes{directory="store"}'] > 0
 
 
 async def test_a_step_under_way_says_since_when(running: Running, tmp_path: Path) -> None:

@@ -25,16 +25,6 @@ NO_REQUESTS = re.compile(r"https?://(www\.w3\.org/|github\.com/leeoniya/uPlot)")
 MOST_LINES = 350
 
 
-async def test_the_page_and_its_files_need_no_key_and_have_a_strict_policy(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, api_keys=["secret"]) as system:
-        for path in ("/", "/docs", *(f"/page/{name}" for name in files())):
-            async with system.session.get(system.url + path) as answer:
-                assert (answer.status, answer.headers["Content-Security-Policy"]) == (200, POLICY), path
-                assert answer.headers["X-Content-Type-Options"] == "nosniff"
-                assert answer.headers["Referrer-Policy"] == "no-referrer"
-        assert (await system.call("GET", "/status"))[0] == 401
-
-
 def test_the_policy_lets_only_files_of_the_page_run() -> None:
     rules = dict(rule.split(" ", 1) for rule in POLICY.split("; "))
     assert rules["default-src"] == rules["base-uri"] == rules["form-action"] == rules["frame-ancestors"] == "'none'"
@@ -58,15 +48,6 @@ async def test_a_file_has_its_type_and_is_not_sent_twice(
         known = {"If-None-Match": answer.headers["ETag"]}
         async with system.session.get(f"{system.url}/page/{name}", headers=known) as answer:
             assert (answer.status, await answer.read()) == (304, b"")
-
-
-@pytest.mark.parametrize(
-    "name", ["page.py", "../page.py", "%2e%2e/page.py", "vendor", "", "/etc/passwd", "vendor/README.md"]
-)
-async def test_nothing_but_the_page_s_files_can_be_asked_for(running: Running, tmp_path: Path, name: str) -> None:
-    async with running(tmp_path) as system:
-        status, body = await system.call("GET", f"/page/{name}")
-        assert (status, body["error"]["type"]) == (404, "not_found_error")
 
 
 def test_the_distribution_has_every_file_of_the_page() -> None:

@@ -47,35 +47,6 @@ async def add(system: Any, text: str, **more: Any) -> Any:
     return answer
 
 
-async def test_a_prompt_takes_the_place_of_the_agents_own(running: Running, tmp_path: Path, seen: list[Any]) -> None:
-    async with running(tmp_path) as system:
-        answering(system, seen)
-        first = await add(system, OWN, match={"agent": "writer"})
-        assert (first["live_version"], first["match"]) == (1, {"agent": "writer", "role": "system"})
-        second = await add(system, BETTER, parent=1, comment="counts")
-        assert (second["version"], second["live_version"]) == (2, 1)
-        await asyncio.sleep(0.6)  # the first prompt of a running proxy
-        await ask(system, X_Rollout_Id="r1", X_Agent_Name="writer")
-        await system.call("POST", "/prompts/writer/promote", {"version": 2})
-        await ask(system, X_Rollout_Id="r1", X_Agent_Name="writer")  # it keeps what it began with
-        await ask(system, "Today is Monday.", X_Rollout_Id="r2", X_Agent_Name="writer")
-        await ask(system, X_Rollout_Id="r2", X_Agent_Name="critic")
-        assert [messages[0]["content"] for messages in seen] == [OWN, OWN, BETTER, OWN]
-        assert all(messages[1] == {"role": "user", "content": "write"} for messages in seen)
-        _, detail = await system.call("GET", "/rollouts/r2")
-        assert detail["calls"][0]["request"]["messages"][0]["content"] == BETTER
-        assert detail["prompts"] == [
-            {
-                "call_id": detail["calls"][0]["call_id"], "name": "writer", "version": 2,
-                "place": ["messages", 0, "content"], "sent": "Today is Monday.",
-            }
-        ]  # fmt: skip
-        async with system.session.get(system.url + "/metrics") as answer:
-            text = await answer.text()
-        assert 'lightning_prompts_total{outcome="placed"} 3.0' in text
-        assert 'lightning_prompts_total{outcome="unmatched"} 1.0' in text
-
-
 async def test_an_unnamed_conversation_is_matched_by_the_agents_own_text(
     running: Running, tmp_path: Path, seen: list[Any]
 ) -> None:
@@ -92,27 +63,6 @@ async def test_an_unnamed_conversation_is_matched_by_the_agents_own_text(
         _, detail = await system.call("GET", f"/rollouts/{rollout}")
         assert [one["sent"] for one in detail["prompts"]] == [OWN, OWN]
         assert detail["calls"][1]["extends"] is None or detail["calls"][1]["extends"] == detail["calls"][0]["call_id"]
-
-
-async def test_siblings_can_be_opened_for_a_version(running: Running, tmp_path: Path, seen: list[Any]) -> None:
-    async with running(tmp_path) as system:
-        answering(system, seen)
-        await add(system, OWN, match={"agent": "writer"})
-        await add(system, BETTER)
-        _, opened = await system.call("POST", "/rollouts", {"n": 2, "task_id": "t", "prompts": {"writer": 2}})
-        await asyncio.sleep(0.6)
-        for one in opened:
-            path = f"/rollouts/{one['rollout_id']}"
-            await ask(system, path=path, X_Agent_Name="writer", Authorization=f"Bearer {one['api_key']}")
-            await system.call("POST", "/reward", {"rollout_id": one["rollout_id"], "reward": 0.5})
-            _, asked = await system.call("GET", "/prompts/writer", Authorization=f"Bearer {one['api_key']}")
-            assert (asked["version"], asked["text"]) == (2, BETTER)
-        assert [messages[0]["content"] for messages in seen] == [BETTER, BETTER]
-        _, prompt = await system.call("GET", "/prompts/writer")
-        assert (prompt["version"], prompt["text"]) == (1, OWN)
-        assert [one["rewards"] for one in prompt["versions"]] == [{}, {"train": {"mean": 0.5, "rollouts": 2}}]
-        status, answer = await system.call("POST", "/rollouts", {"prompts": {"writer": 3}})
-        assert (status, answer["error"]["message"]) == (404, "prompt 'writer' has no version 3")
 
 
 async def test_a_rollout_that_began_before_a_prompt_goes_on_as_it_began(
@@ -145,36 +95,6 @@ async def test_a_key_of_its_own_rollouts_sees_nothing_of_others(running: Running
         own = opened["api_key"]
         assert (await system.call("GET", "/prompts", Authorization=f"Bearer {own}"))[0] == 403
         assert (await system.call("GET", "/prompts/writer", Authorization=f"Bearer {own}"))[1]["versions"] == []
-
-
-async def test_versions_are_promoted_and_rolled_back(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system:
-        assert (await system.call("GET", "/prompts"))[1] == {"data": []}
-        await add(system, OWN, match={"agent": "writer"})
-        assert (await add(system, BETTER, promote=True))["live_version"] == 2
-        assert (await add(system, OWN))["version"] == 1  # a text that is there already
-        _, answer = await system.call("POST", "/prompts/writer/rollback")
-        assert answer["live_version"] == 1
-        assert (await system.call("POST", "/prompts/writer/rollback"))[0] == 409
-        assert (await system.call("POST", "/prompts/writer/promote", {"version": 9}))[0] == 404
-        assert (await system.call("GET", "/prompts/nobody"))[0] == 404
-        assert (await system.call("POST", "/prompts", {"name": "writer", "text": ""}))[0] == 422
-        status, answer = await system.call(
-            "POST", "/prompts", {"name": "writer", "text": "x", "match": {"role": "user"}}
-        )
-        assert (status, answer["error"]["param"]) == (409, "match")
-        assert len((await system.call("GET", "/prompts/writer"))[1]["versions"]) == 2
-
-
-async def test_only_admins_change_prompts(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, api_keys=["agent"], admin_keys=["admin"]) as system:
-        body = {"name": "writer", "text": OWN}
-        for key, expected in (("agent", 401), ("admin", 200)):
-            assert (await system.call("POST", "/prompts", body, Authorization=f"Bearer {key}"))[0] == expected
-        for path in ("/prompts/writer/promote", "/prompts/writer/rollback"):
-            assert (await system.call("POST", path, {"version": 1}, Authorization="Bearer agent"))[0] == 401
-        assert (await system.call("GET", "/prompts/writer", Authorization="Bearer agent"))[0] == 200
-        assert (await system.call("GET", "/prompts"))[0] == 401
 
 
 async def test_a_field_that_is_not_kept_is_not_kept_as_a_prompt(running: Running, tmp_path: Path) -> None:

@@ -1,0 +1,410 @@
+"""CONTRACT.md, section 3: what all routes of the control API share; health and metrics; prompts; the page."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.system import Answer, Proxy, in_this_process, played, wait_until
+from contract.vllm import PlayedVllm
+
+Json = dict[str, Any]
+NUMBERS = itertools.count()
+CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+PATH_PARTS = {"rollout_id": "nobody", "name": "nobody", "call_id": "nobody", "version": "1", "reward_id": "1"}
+
+
+@pytest.fixture
+def name() -> str:
+    return f"r{next(NUMBERS)}"
+
+
+# Errors
+
+
+def routes(proxy: Proxy) -> Iterator[tuple[str, str, Json]]:
+    """Method, path and description of every route of the control API, of features too."""
+    for path, methods in proxy.get("/openapi.json")["paths"].items():
+        for method, described in methods.items():
+            yield method.upper(), path.format(**PATH_PARTS), described
+
+
+def is_openais(answer: Answer) -> bool:
+    """Whether an error has the shape of OpenAI's, and says something."""
+    types = {"message": str, "type": str, "param": str | None, "code": str | None}
+    error = answer.json["error"]
+    return answer.json.keys() == {"error"} and error.keys() == types.keys() and bool(error["message"]) and all(
+        isinstance(error[field], kind) for field, kind in types.items()
+    )  # fmt: skip
+
+
+def test_errors_of_every_route_have_the_shape_of_openais(proxy: Proxy) -> None:
+    """A malformed body, one that says it is something else, none; a wrong method; what does not exist."""
+    seen = set()
+    for method, path, described in routes(proxy):
+        tries: list[tuple[int, Answer]] = [(405, proxy.call("PATCH", path))]
+        assert method in tries[0][1].headers["allow"]
+        if "requestBody" in described:
+            form = {"Content_Type": "application/x-www-form-urlencoded"}
+            tries += [(400, proxy.post(path, b'{"rollout_id": "r1", ')), (422, proxy.post(path, b"{}", **form))]
+            tries += [(422, proxy.post(path)), (422, proxy.post(path, {"surprise": 1})), (422, proxy.post(path, 5))]
+        elif "nobody" in path:
+            tries += [(404, proxy.call(method, path))]
+        for status, answer in tries:
+            assert (answer.status, is_openais(answer)) == (status, True), (method, path, answer.body)
+            seen.add(status)
+    assert seen == {400, 404, 405, 422}
+    for path in ("/nowhere", "/rollouts/nobody/nothing", "/rollouts/nobody", "/prompts/nobody"):
+        answer = proxy.call("GET", path)
+        assert (answer.status, answer.error["type"], is_openais(answer)) == (404, "not_found_error", True)
+    named = proxy.post("/rollouts", b'{"n": 1}', Content_Type="text/plain").error["message"]
+    assert named == "the body needs the header Content-Type: application/json; this one is called text/plain"
+    assert proxy.post("/reward").error["message"] == "a JSON body is needed"
+
+
+def test_a_wrong_value_in_a_query_is_refused_by_name_on_every_route(proxy: Proxy, name: str) -> None:
+    proxy.chat(name)
+    asked = 0
+    for method, path, described in routes(proxy):
+        parameters = [one for one in described.get("parameters", []) if one["in"] == "query"]
+        for one in parameters:
+            kinds = json.dumps(one["schema"])
+            if not re.search(r'"(integer|number|boolean|enum|const)"', kinds):
+                continue
+            needed = "&".join(f"{p['name']}=0" for p in parameters if p.get("required") and p is not one)
+            answer = proxy.call(method, f"{path.replace('nobody', name)}?{one['name']}=much&{needed}")
+            param = answer.error["param"].split(".")[-1]
+            assert (answer.status, param, is_openais(answer)) == (422, one["name"], True), (path, one["name"])
+            asked += 1
+    assert asked > 20
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+@pytest.mark.parametrize("wrong", ["a b", "é", "x" * 201, "a/b"])
+def test_an_id_of_other_characters_is_refused(proxy: Proxy, method: str, wrong: str) -> None:
+    path = {"GET": "", "POST": "/end", "DELETE": ""}[method]
+    body = {"status": "failed"} if method == "POST" else None
+    answer = proxy.call(method, f"/rollouts/{wrong.replace('/', '%2F')}{path}", body)
+    assert (answer.status, is_openais(answer)) == (404 if "/" in wrong else 400, True)
+
+
+def test_head_is_answered_as_get_is_without_a_body(proxy: Proxy, name: str) -> None:
+    proxy.chat(name)
+    gets = {path for method, path, _ in routes(proxy) if method == "GET"} - {"/feed"}
+    for path in (*gets, f"/rollouts/{name}", "/", "/docs", "/openapi.json", "/v1/models", "/nothing"):
+        head, get = proxy.call("HEAD", path), proxy.call("GET", path)
+        assert (head.status, head.body, head.headers["content-type"]) == (
+            get.status, b"", get.headers["content-type"],
+        ), path  # fmt: skip
+    assert proxy.call("HEAD", "/feed").headers["content-type"] == "text/event-stream; charset=utf-8"
+    refused = proxy.call("HEAD", "/reward")
+    assert (refused.status, refused.headers["allow"]) == (405, "POST")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "localhost:8080"}, 200),
+        ({"Host": "[::1]:8080", "Origin": "http://127.0.0.1:3000"}, 200),
+        ({"Origin": "vscode-file://vscode-app"}, 200),
+        ({"Host": "evil.example"}, 403),
+        ({"Host": "127.0.0.1.evil.example"}, 403),
+        ({"Host": "http://["}, 403),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_without_keys_no_web_page_of_others_is_served(proxy: Proxy, headers: dict[str, str], status: int) -> None:
+    for method, path, body in (("GET", "/rollouts", None), ("POST", "/v1/chat/completions", CHAT)):
+        assert proxy.call(method, path, body, **headers).status == status
+
+
+def test_with_keys_a_page_needs_one(tmp_path: Path) -> None:
+    with in_this_process(tmp_path, proxy={"api_keys": ["secret"]}) as proxy:
+        for more in ({}, {"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+            assert proxy.call("GET", "/rollouts", **more).status == 401
+            assert proxy.call("GET", "/rollouts", key="secret", **more).status == 200
+
+
+def test_the_document_says_which_key_a_route_needs(proxy: Proxy) -> None:
+    document = proxy.get("/openapi.json")
+    needed = {
+        f"{method.upper()} {path}": {name for one in route.get("security", []) for name in one}
+        for path, item in document["paths"].items()
+        for method, route in item.items()
+    }
+    assert {route for route, names in needed.items() if not names} == {"GET /healthz", "GET /readyz", "GET /metrics"}
+    assert needed["POST /policy/promote"] == needed["DELETE /rollouts/{rollout_id}"] == {"admin key"}
+    assert needed["POST /reward"] == needed["GET /status"] == {"key", "key in a header"}
+
+
+# Health
+
+DEAD = {"name": "policy", "kind": "vllm", "base_url": "http://127.0.0.1:1/v1"}
+
+
+def is_ready(proxy: Proxy, status: int, word: str, **reasons: str) -> None:
+    """Whether it is ready, or why not, and whether a call is then answered and recorded."""
+
+    def told() -> bool:
+        answer = proxy.call("GET", "/readyz")
+        view = answer.json
+        return (answer.status, view["status"]) == (status, word) and all(
+            reason in view[what] for what, reason in reasons.items()
+        )
+
+    wait_until(told, 30, f"/readyz is {word}; it says {proxy.call('GET', '/readyz').body.decode()}")
+    assert proxy.call("GET", "/healthz").json == {"status": "ok"}, "it lives all the same"
+    answer = proxy.chat("probe")
+    assert (answer.status == 200) is (status == 200), answer.body
+
+
+def test_a_proxy_whose_model_answers_is_ready(proxy: Proxy) -> None:
+    is_ready(proxy, 200, "ready", store="ok", upstream="ok")
+    assert proxy.get("/readyz") == {"status": "ready", "store": "ok", "upstream": "ok"}
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+def test_without_a_server_for_the_alias_it_is_not_ready(tmp_path: Path, kind: str) -> None:
+    with in_this_process(tmp_path, upstreams=[DEAD | {"kind": kind}]) as proxy:
+        is_ready(proxy, 503, "not ready", store="ok", upstream="not reachable")
+
+
+def test_it_is_ready_while_a_fallback_answers_and_degraded(tmp_path: Path) -> None:
+    second = PlayedVllm(tmp_path)
+    with played(second) as url:
+        spare = {"name": "spare", "kind": "openai", "base_url": f"{url}/v1", "model_map": {"policy": "base"}}
+        with in_this_process(tmp_path, upstreams=[DEAD | {"fallbacks": ["spare"]}, spare]) as proxy:
+            is_ready(proxy, 200, "degraded", store="ok", upstream="not reachable")
+
+
+@pytest.mark.sqlite
+def test_a_store_that_is_larger_than_it_is_to_be_is_degraded(tmp_path: Path) -> None:
+    with in_this_process(tmp_path, store={"retention": {"max_gib": 1e-6}}) as proxy:
+        proxy.chat("runs")
+        is_ready(proxy, 200, "degraded", store="ok", retention="more than store.retention.max_gib")
+        shown = proxy.run("status").stdout
+        assert "degraded" in shown and "store.retention.max_gib" in shown
+
+
+@pytest.mark.parametrize("how", ["removed", "replaced"])
+@pytest.mark.sqlite
+def test_a_store_that_lost_its_name_is_not_ready(tmp_path: Path, how: str) -> None:
+    """What is written to it is found by nobody."""
+    with in_this_process(tmp_path) as proxy:
+        is_ready(proxy, 200, "ready")
+        (tmp_path / "store.db").rename(tmp_path / "away.db")
+        if how == "replaced":
+            (tmp_path / "store.db").write_bytes((tmp_path / "away.db").read_bytes())
+        is_ready(proxy, 503, "not ready", store="store.db was removed or replaced")
+
+
+def metrics(proxy: Proxy) -> dict[str, float]:
+    found = proxy.call("GET", "/metrics")
+    assert found.status == 200 and found.headers["content-type"].startswith("text/plain")
+    return {name: float(value) for name, value in re.findall(r"^(lightning_\S+) (\S+)$", found.body.decode(), re.M)}
+
+
+@pytest.mark.sqlite
+def test_a_store_that_cannot_be_written_is_not_ready_until_it_can(tmp_path: Path) -> None:
+    with in_this_process(tmp_path, store={"busy_timeout_s": 0.05}) as proxy:
+        proxy.chat("r1")
+        assert metrics(proxy)["lightning_store_up"] == 1
+        with closing(sqlite3.connect(tmp_path / "store.db")) as other:
+            other.execute("BEGIN IMMEDIATE")
+            is_ready(proxy, 503, "not ready", store="")
+            locked = metrics(proxy)
+        is_ready(proxy, 200, "ready", store="ok")
+        assert (locked["lightning_store_up"], metrics(proxy)["lightning_store_up"]) == (0, 1)
+        running = 'lightning_rollouts{mode="train",status="running"}'
+        assert locked[running] == 1, "counts stay as at the last look"
+
+
+@pytest.mark.sqlite
+def test_a_damaged_store_is_a_503_at_every_door(tmp_path: Path) -> None:
+    with in_this_process(tmp_path) as proxy:
+        for i in range(30):
+            proxy.chat(f"r{i}")
+        with closing(sqlite3.connect(tmp_path / "store.db")) as store:
+            store.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with (tmp_path / "store.db").open("r+b") as file:
+            for page in range(1, file.seek(0, 2) // 4096):
+                file.seek(page * 4096)
+                file.write(b"\x99" * 200)
+        for method, path, body in (
+            ("GET", "/rollouts", None), ("GET", "/rollouts/r1", None), ("GET", "/readyz", None),
+            ("POST", "/reward", {"rollout_id": "r1", "reward": 1}), ("POST", "/v1/chat/completions", CHAT),
+        ):  # fmt: skip
+            answer = proxy.call(method, path, body)
+            assert (answer.status, "malformed" in answer.body.decode()) == (503, True), (path, answer.body)
+
+
+def test_metrics_count_what_happens(tmp_path: Path) -> None:
+    with in_this_process(tmp_path) as proxy:
+        assert proxy.vllm is not None
+        before = metrics(proxy)
+        proxy.chat("r1/tasks/t")
+        proxy.post("/rollouts/r2/v1/chat/completions", CHAT | {"model": "nobody"})
+        proxy.vllm.returns_token_ids = False
+        proxy.chat("r2")
+        proxy.post("/reward", {"rollout_id": "r1", "reward": 1})
+        after = metrics(proxy)
+        changed = {name: after[name] - before.get(name, 0) for name in after if "_created" not in name}
+        for name, by in {
+            'lightning_calls_total{status="ok"}': 2,
+            'lightning_calls_total{status="error"}': 1,
+            "lightning_untrainable_calls_total": 1,
+            'lightning_tokens_total{kind="sampled"}': 2,
+            "lightning_rewards_total": 1,
+            'lightning_rollouts{mode="train",status="completed"}': 1,
+            'lightning_rollouts{mode="train",status="running"}': 1,
+            "lightning_rollouts_waiting": 1,
+            "lightning_store_up": 0,
+            "lightning_call_seconds_count": 3,
+        }.items():
+            assert changed[name] == by, name
+        assert after['lightning_disk_free_bytes{directory="store"}'] > 0
+
+
+# Prompts
+
+OWN, BETTER = "You are a writer.", "You are a careful writer. Count your words."
+
+
+@pytest.fixture
+def prompted(tmp_path: Path) -> Iterator[Proxy]:
+    """A proxy with two versions of a prompt, of which the first is live."""
+    with in_this_process(tmp_path) as proxy:
+        first = proxy.post("/prompts", {"name": "writer", "text": OWN, "match": {"agent": "writer"}})
+        second = proxy.post("/prompts", {"name": "writer", "text": BETTER, "parent": 1, "comment": "counts"})
+        assert (first.json["version"], second.json["version"], second.json["live_version"]) == (1, 2, 1)
+        yield proxy
+
+
+def shown(proxy: Proxy, rollout: str, text: str = "Today is Monday.", agent: str = "writer", **more: Any) -> str:
+    """The system message that the model was shown for a call with this one."""
+    messages = [{"role": "system", "content": text}, {"role": "user", "content": "write"}]
+    sent = proxy.post(
+        f"/rollouts/{rollout}/agents/{agent}/v1/chat/completions", {"model": "policy", "messages": messages}, **more
+    )
+    assert sent.status == 200 and proxy.vllm is not None
+    system: str = proxy.vllm.requests[-1]["messages"][0]["content"]
+    assert proxy.vllm.requests[-1]["messages"][1:] == messages[1:]
+    return system
+
+
+def test_a_prompt_takes_the_place_of_the_agents_own(prompted: Proxy) -> None:
+    wait_until(lambda: shown(prompted, f"r{next(NUMBERS)}") == OWN, 30, "the running proxy has the prompt")
+    assert shown(prompted, "r-before") == OWN
+    assert prompted.post("/prompts/writer/promote", {"version": 2}).json["live_version"] == 2
+    wait_until(lambda: shown(prompted, f"r{next(NUMBERS)}") == BETTER, 30, "the promoted version is put in")
+    assert shown(prompted, "r-before") == OWN, "a rollout keeps what it began with"
+    assert shown(prompted, "r-critic", agent="critic") == "Today is Monday."
+    assert shown(prompted, "r-after") == BETTER
+    found = prompted.rollout("r-after")
+    assert found["calls"][0]["request"]["messages"][0]["content"] == BETTER, "the record has what the model saw"
+    (placed,) = found["prompts"]
+    assert [placed[field] for field in ("name", "version", "sent")] == ["writer", 2, "Today is Monday."]
+    prompt = prompted.get("/prompts/writer")
+    assert [(one["version"], one["text"], one["live"]) for one in prompt["versions"]] == [
+        (1, OWN, False),
+        (2, BETTER, True),
+    ]
+    assert (prompt["version"], prompt["text"], prompt["match"]["agent"]) == (2, BETTER, "writer")
+
+
+def test_siblings_can_be_opened_for_a_version_of_a_prompt(prompted: Proxy) -> None:
+    body = {"n": 2, "task_id": "t", "prompts": {"writer": 2}, "metadata": {"optimize": "run1"}}
+    opened = prompted.post("/rollouts", body).json
+    for one in opened:
+        wait_until(lambda name=one["rollout_id"]: shown(prompted, name) == BETTER, 30, "its version is put in")
+        assert prompted.get("/prompts/writer", one["api_key"])["text"] == BETTER
+        prompted.post("/reward", {"rollout_id": one["rollout_id"], "reward": 0.5})
+    versions = prompted.get("/prompts/writer")["versions"]
+    assert [one["rewards"] for one in versions] == [{}, {"train": {"mean": 0.5, "rollouts": 2}}]
+    tried = prompted.get("/prompts/writer/rollouts?run=run1")["data"]
+    assert [one["rollout_id"] for one in tried] == [one["rollout_id"] for one in opened]
+    assert prompted.get("/prompts/writer/rollouts?run=other")["data"] == []
+    missing = prompted.post("/rollouts", {"prompts": {"writer": 3}})
+    assert (missing.status, missing.error["message"]) == (404, "prompt 'writer' has no version 3")
+
+
+def test_versions_of_a_prompt_are_promoted_and_rolled_back(prompted: Proxy) -> None:
+    assert [one["name"] for one in prompted.get("/prompts")["data"]] == ["writer"]
+    assert prompted.post("/prompts", {"name": "writer", "text": OWN}).json["version"] == 1, "it is there already"
+    assert prompted.post("/prompts/writer/promote", {"version": 2}).json["live_version"] == 2
+    assert prompted.post("/prompts/writer/rollback").json["live_version"] == 1
+    assert prompted.post("/prompts/writer/rollback").status == 409
+    assert prompted.post("/prompts/writer/promote", {"version": 9}).status == 404
+    assert prompted.post("/prompts", {"name": "writer", "text": ""}).status == 422
+    other = prompted.post("/prompts", {"name": "writer", "text": "x", "match": {"role": "user"}})
+    assert (other.status, other.error["param"]) == (409, "match")
+    assert len(prompted.get("/prompts/writer")["versions"]) == 2
+
+
+# The page
+
+
+def test_the_page_is_served_without_a_key_under_a_policy_that_lets_nothing_else_in(tmp_path: Path) -> None:
+    with in_this_process(tmp_path, proxy={"api_keys": ["secret"]}) as proxy:
+        for path in ("/", "/docs", *files(proxy)):
+            page = proxy.call("GET", path)
+            rules = dict(rule.split(" ", 1) for rule in page.headers["content-security-policy"].split("; "))
+            assert (page.status, page.headers["x-content-type-options"]) == (200, "nosniff"), path
+            assert rules["default-src"] == rules["base-uri"] == rules["frame-ancestors"] == "'none'"
+            assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == "'self'"
+        assert proxy.call("GET", "/status").status == 401, "what it shows needs one"
+
+
+def files(proxy: Proxy) -> dict[str, str]:
+    """The page's modules and style sheets by path: what index.html names, and what these import."""
+    found: dict[str, str] = {}
+    wanted = [f"/{name}" for name in re.findall(r'(?:src|href)="(page/[^"]+)"', proxy.call("GET", "/").body.decode())]
+    while wanted:
+        path = wanted.pop()
+        if path not in found:
+            answer = proxy.call("GET", path)
+            assert answer.status == 200, path
+            found[path] = answer.body.decode(errors="replace")
+            folder = path.rpartition("/")[0]
+            wanted += [f"{folder}/{name}" for name in re.findall(r'(?:from|import)\s*"\./([^"]+)";', found[path])]
+    return found
+
+
+def test_the_page_reads_only_routes_of_the_api(proxy: Proxy) -> None:
+    modules = {path: text for path, text in files(proxy).items() if "/vendor/" not in path and path.endswith("mjs")}
+    assert len(modules) > 10
+    known = [path.split("/") for path in proxy.get("/openapi.json")["paths"]]
+    asked = {
+        re.sub(r"\$\{[^}]*\}", "{}", address.partition("?")[0])
+        for text in modules.values()
+        for address in re.findall(r'["`](/[a-z]+[^"`\s<>]*)["`]', text)
+    } - {"/messages"}  # the end of an upstream's address
+    assert {"/rollouts", "/policy/compare", "/tasks", "/rollouts/{}/rows"} <= asked
+
+    def is_known(parts: list[str]) -> bool:
+        return any(
+            len(parts) == len(route)
+            and all(part == own or "{" in part + own for part, own in zip(parts, route, strict=True))
+            for route in known
+        )
+
+    assert [address for address in asked if not is_known(address.split("/"))] == []
+
+
+def test_nothing_but_the_pages_files_can_be_asked_for(proxy: Proxy) -> None:
+    host, port = proxy.url.removeprefix("http://").split(":")
+    for name in ("page.py", "../page.py", "%2e%2e/page.py", "vendor", "", "/etc/passwd"):
+        connection = http.client.HTTPConnection(host, int(port))  # it sends the path as it is
+        connection.request("GET", f"/page/{name}")
+        assert connection.getresponse().status == 404, name
+        connection.close()
