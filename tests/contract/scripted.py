@@ -54,14 +54,16 @@ class ScriptedVllm(PlayedVllm):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.scripts: dict[str, Any] = {}
+        self.asked: dict[str, Json] = {}  # the newest request for each script
         self._ids = itertools.count()
         self.app.router.add_route("*", "/v1/{path:.*}", self._chat)
         self.app.on_response_prepare.append(_without_type)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        script = self.scripts.get(request.headers.get("X-Script", ""), 404)
-        body = json.loads(await request.read() or b"{}")
-        self.requests.append({"path": request.raw_path, "headers": dict(request.headers), **body})
+        name = request.headers.get("X-Script", "")
+        script = self.scripts.get(name, 404)
+        body = json.loads(await request.read() or b"{}", parse_int=_integer)
+        self.asked[name] = {"path": request.raw_path, **body}
         await asyncio.sleep(float(request.headers.get("X-Wait", "0")))
         if isinstance(script, Wire):
             return await _write(request, script)
@@ -69,6 +71,11 @@ class ScriptedVllm(PlayedVllm):
             return web.json_response({"error": {"message": "busy"}}, status=script)
         head = {"id": f"answer_{next(self._ids)}_of_the_server", "model": body["model"]}
         return web.json_response(head | _shaped(request.path, script))
+
+
+def _integer(digits: str) -> int | str:
+    """The integer, unless it is longer than Python reads."""
+    return int(digits) if len(digits) < 4000 else digits
 
 
 def _shaped(path: str, content: Any) -> Json:
@@ -109,6 +116,7 @@ class Scripted:
 
     proxy: Proxy
     server: ScriptedVllm
+    asked: Json = field(default_factory=dict)  # what the server got for the script that ended last
 
     @contextmanager
     def script(self, answer: Any) -> Iterator[Json]:
@@ -119,6 +127,7 @@ class Scripted:
             yield {"X_Script": name}
         finally:
             del self.server.scripts[name]
+            self.asked = self.server.asked.pop(name, {})
 
     def ask(self, path: str, request: Json | None, answer: Any, /, *, method: str = "POST", **headers: str) -> Answer:
         """Send a request and have it answered; its model is "m"."""

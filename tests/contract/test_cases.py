@@ -94,8 +94,7 @@ def test_the_agent_gets_an_answers_bytes_and_the_record_what_it_said(case: Case,
     assert is_whole is not case.get("broken", not is_whole)
     assert played.came_early or "first_byte_s" not in case
     assert [text for text in case.get("not_in_answer", ()) if text.encode() in got] == []
-    asked = model.server.requests[-1]
-    assert {key: asked.get(key) for key in case.get("sent", ())} == case.get("sent", {})
+    assert {key: model.asked.get(key) for key in case.get("sent", ())} == case.get("sent", {})
     check_record(case, call)
     if call["status"] == "ok":
         (made, *_) = model.proxy.get(url + "/transitions")["data"]
@@ -142,7 +141,7 @@ def test_tool_calls_of_vllms_chat_stream_are_those_of_another_dialects_answer(
     usage = {"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}}
     body = ASKED[path] | {"model": "policy", "stream": True}
     answer = model.ask(path, body, wire(case, usage))
-    assert model.server.requests[-1]["path"] == CHAT
+    assert model.asked["path"] == CHAT
     (call,) = model.proxy.rollout(answer.headers["x-rollout-id"])["calls"]
     made = [[tool["name"], _object(tool["arguments"])] for tool in call["tool_calls"]]
     assert made == [[tool, _object(given)] for _, tool, given in case["tool_calls"]]
@@ -180,7 +179,7 @@ def test_a_request_without_a_body(case: Case, model: Scripted) -> None:
     with model.script(Wire([b"{}"], "application/json")) as headers:
         answer = model.proxy.call(case["method"], case["path"], **headers, **case.get("request_headers", {}))
     assert answer.status == case.get("status", 200)
-    assert "upstream_path" not in case or model.server.requests[-1]["path"] == case["upstream_path"]
+    assert "upstream_path" not in case or model.asked["path"] == case["upstream_path"]
 
 
 def own(case: Case) -> Case:

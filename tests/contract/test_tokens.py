@@ -1,0 +1,249 @@
+"""CONTRACT.md, section 4: what cannot be trained on is recorded with the reason, and the agent's request succeeds."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+import pytest
+
+from contract.scripted import CHAT, COMPLETIONS, MESSAGES, RESPONSES, Json, Scripted, Wire, said, scripted, user
+
+GO = [user("go")]
+ASKED: dict[str, Json] = {
+    CHAT: {"messages": GO},
+    COMPLETIONS: {"prompt": "go"},
+    MESSAGES: {"messages": GO, "max_tokens": 9},
+    RESPONSES: {"input": "go"},
+}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+NO_TOKENS, GREEDY = "no token ids from the upstream", "greedy decoding is no sample of the policy"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripted]:
+    with scripted(tmp_path_factory.mktemp("tokens")) as one:
+        yield one
+
+
+def logprobs(*values: Any) -> Json:
+    return {"logprobs": {"content": [{"token": "x", "logprob": value} for value in values]}}
+
+
+def answer(choice: Json | None = None, **fields: Any) -> Json:
+    """A chat's answer as vLLM gives it, with these changes."""
+    made = {"index": 0, "message": said("hi!"), "finish_reason": "stop", "token_ids": [7, 8], **logprobs(-0.5, -0.25)}
+    top = {"id": "c1", "object": "chat.completion", "created": 1, "model": "base", "usage": USAGE}
+    return top | {"choices": [made | (choice or {})], "prompt_token_ids": [1, 2, 3]} | fields
+
+
+def wire(body: Any, stream: bool = False) -> Wire:
+    """The answer whole, or as events that say the same."""
+    if not stream:
+        return Wire([json.dumps(body).encode()], "application/json")
+    choices = [{k: v for k, v in one.items() if k != "message"} | {"delta": said("hi!")} for one in body["choices"]]
+    chunks = [body | {"choices": choices, "usage": None}, body | {"choices": [], "usage": body["usage"]}]
+    return Wire([*(f"data: {json.dumps(one)}\n\n".encode() for one in chunks), b"data: [DONE]\n\n"])
+
+
+def call_of(model: Scripted, body: Any, path: str = CHAT, stream: bool = False, /, **request: Any) -> Json:
+    """Ask the policy, have this answered, see that the agent is, and return the call's record."""
+    asked, rollout = {"model": "policy", "stream": stream} | ASKED[path] | request, uuid.uuid4().hex
+    model.ask(f"/rollouts/{rollout}{path}", asked, wire(body, stream))
+    (call,) = model.proxy.rollout(rollout)["calls"]
+    assert call["status"] == "ok" and call["trainable"] is (call["untrainable_reason"] is None)
+    return call
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answers_tokens_are_recorded_in_each_dialect(path: str, stream: bool, model: Scripted) -> None:
+    call = call_of(model, answer(), path, stream, temperature=0.7)
+    assert (call["prompt_token_ids"], call["response_token_ids"]) == ([1, 2, 3], [7, 8])
+    assert (call["logprobs"], call["trainable"], call["policy_version"]) == ([-0.5, -0.25], True, 0)
+    assert call["policy_versions"] == [0] and call["request"]["temperature"] == 0.7
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completions_tokens_are_recorded(stream: bool, model: Scripted) -> None:
+    choice = {"index": 0, "text": "x", "finish_reason": "stop", "token_ids": [7, 8], "prompt_token_ids": [1, 2, 3]}
+    body = {"id": "c1", "usage": USAGE, "choices": [choice | {"logprobs": {"token_logprobs": [-0.5, 0.0]}}]}
+    call = call_of(model, body, COMPLETIONS, stream)
+    assert (call["prompt_token_ids"], call["response_token_ids"]) == ([1, 2, 3], [7, 8])
+    assert (call["logprobs"], call["trainable"]) == ([-0.5, 0.0], True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (answer({"token_ids": None}), NO_TOKENS),
+        (answer(prompt_token_ids=None), NO_TOKENS),
+        (answer({"token_ids": [1, "2"]}), NO_TOKENS),
+        (answer({"token_ids": [7, 2**31]}), NO_TOKENS),
+        (answer(choices=[]), NO_TOKENS),
+        (answer({"token_ids": []}), "the answer is empty"),
+        (answer({"token_ids": [7]}), "1 token ids but 2 log-probabilities"),
+        (answer({"logprobs": None}), "2 token ids but 0 log-probabilities"),
+        (answer(logprobs(-0.5, None)), "not a finite number"),
+        (answer(logprobs(-0.5, 0.1)), "not a finite number"),
+        (answer(logprobs(-0.5, -9999.0)), "not a finite number"),
+        (answer(usage=USAGE | {"completion_tokens": 9}), "2 completion token ids but usage says 9"),
+        (answer(usage=USAGE | {"prompt_tokens": 4}), "3 prompt token ids but usage says 4"),
+        (answer(usage=None), "no usage"),
+        (answer(choices=[answer()["choices"][0], answer({"index": 1})["choices"][0]]), "n > 1"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_says_why(body: Json, reason: str, stream: bool, model: Scripted) -> None:
+    call = call_of(model, body, CHAT, stream)
+    assert reason in (call["untrainable_reason"] or "")
+
+
+def test_an_answer_that_may_be_cut_says_so(model: Scripted) -> None:
+    assert "may be cut" in call_of(model, answer({"finish_reason": None}))["untrainable_reason"]
+    assert call_of(model, answer({"finish_reason": "length"}))["trainable"], "to the agent's own limit"
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
+
+
+@pytest.mark.parametrize(
+    ("request_", "reason"),
+    [
+        ({"n": 2}, "n > 1"),
+        *(({name: value}, GREEDY) for name, value in [
+            ("temperature", 0), ("temperature", 1e-6), ("top_k", 1), ("top_p", 1e-9), ("min_p", 1.0),
+            ("use_beam_search", True)]),
+        ({"temperature": 1, "top_k": 2, "use_beam_search": False}, None),
+        ({"thinking_token_budget": 5}, "thinking budget"),
+        ({"watermarking": True}, "watermarking"),
+        ({"vllm_xargs": {"x": 1}}, "vllm_xargs"),
+        ({"messages": [user([IMAGE])]}, "images, sound or files"),
+        ({"messages": [user([{"type": "text", "text": "an image"}]), user("file")]}, None),
+    ],
+)  # fmt: skip
+def test_a_request_that_cannot_be_trained_on_says_why(request_: Json, reason: str | None, model: Scripted) -> None:
+    call = call_of(model, answer(), **request_)
+    assert (reason or "") in (call["untrainable_reason"] or "") and call["trainable"] is (reason is None)
+    assert call["response_token_ids"] == [7, 8], "they are recorded all the same"
+
+
+def test_another_model_is_not_the_policy(model: Scripted) -> None:
+    call = call_of(model, answer(), model="m")
+    assert (call["untrainable_reason"], call["policy_version"]) == ("the model is not the policy", None)
+
+
+@pytest.mark.parametrize("body", [None, 1, "x", [1], {}, {"choices": 3}, {"choices": [3, {"message": 1}]},
+                                  {"usage": [1]}])  # fmt: skip
+def test_an_answer_of_any_shape_reaches_the_agent_and_the_record(body: Any, model: Scripted) -> None:
+    rollout = uuid.uuid4().hex
+    got = model.ask(f"/rollouts/{rollout}{CHAT}", {"model": "policy", "messages": GO}, wire(body))
+    assert got.json == body
+    (call,) = model.proxy.rollout(rollout)["calls"]
+    assert (call["trainable"], call["response"]) == (False, body) and call["untrainable_reason"]
+
+
+@pytest.mark.parametrize(
+    ("path", "request_", "sent"),
+    [
+        (CHAT, {}, {"return_token_ids": True, "logprobs": True, "stream_options": None}),
+        (COMPLETIONS, {}, {"return_token_ids": True, "logprobs": 0}),
+        (CHAT, {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+         {"stream_options": {"include_usage": True}}),
+        (CHAT, {"stream": True, "n": 2}, {"return_token_ids": True, "stream_options": None}),
+        (CHAT, {"top_logprobs": 2}, {"return_token_ids": True, "logprobs": None, "top_logprobs": 2}),
+        (COMPLETIONS, {"echo": True}, {"return_token_ids": None, "logprobs": None}),
+        (COMPLETIONS, {"stream": True, "prompt": [[1, 2]]}, {"stream_options": {"include_usage": True}}),
+        (COMPLETIONS, {"stream": True, "prompt": ["a", "b"]}, {"stream_options": None}),
+    ],
+)  # fmt: skip
+def test_tokens_are_asked_for_where_that_changes_nothing_else(
+    path: str, request_: Json, sent: Json, model: Scripted
+) -> None:
+    model.ask(path, {"model": "policy"} | ASKED[path] | request_, wire(answer()))
+    assert {name: model.asked.get(name) for name in sent} == sent
+
+
+def test_a_chunk_that_holds_only_what_the_proxy_asked_for_is_not_shown(model: Scripted) -> None:
+    def chunk(delta: Json, token: int, **more: Any) -> bytes:
+        one = {"index": 0, "delta": delta, "token_ids": [token], "finish_reason": None, **logprobs(-0.5)} | more
+        return f"data: {json.dumps({'id': 'c1', 'choices': [one], 'prompt_token_ids': [1, 2, 3]})}\n\n".encode()
+
+    usage = f"data: {json.dumps({'id': 'c1', 'choices': [], 'usage': USAGE})}\n\n".encode()
+    pieces = [chunk({}, 7), chunk({"content": "hi"}, 8, finish_reason="stop"), usage, b"data: [DONE]\n\n"]
+    got = model.ask(CHAT, {"model": "policy", "stream": True, "messages": GO}, Wire(pieces))
+    events = [json.loads(line[6:]) for line in got.body.decode().splitlines() if line.startswith("data: {")]
+    assert [one["delta"] for event in events for one in event["choices"]] == [{"content": "hi"}], events
+    (call,) = model.proxy.rollout(got.headers["x-rollout-id"])["calls"]
+    assert (call["response_token_ids"], call["trainable"]) == ([7, 8], True)
+
+
+# Numbers of any size and length come back from the record as they were sent
+
+NUMBERS = (
+    "[1,1.0,-0.0,0.1234567890123456789,123456789012345678901234567890,-9223372036854775809,1e400,1e-400,"
+    f"3.14159265358979323846,9007199254740993.0,{'7' * 4999}]"
+)
+TOP = '"type":"message","role":"assistant","model":"m","stop_reason":"tool_use","usage":{"input_tokens":1,"x":NNN}'
+WHOLE = {
+    CHAT: '{"id":"c","x":NNN,"usage":{"prompt_tokens":1,"cost":NNN},"choices":[{"index":0,"message":{"role":'
+          '"assistant","content":"x","n":NNN},"finish_reason":"stop"}]}',
+    MESSAGES: '{"id":"m","content":[{"type":"tool_use","id":"t","name":"f","input":{"n":NNN}}],' + TOP + "}",
+}  # fmt: skip
+STREAMED = {
+    CHAT: ['{"id":"c","x":NNN,"choices":[{"index":0,"delta":{"content":"x","n":NNN}}]}',
+           '{"id":"c","choices":[{"index":0,"delta":{},"finish_reason":"stop"}],"usage":{"cost":NNN}}', "[DONE]"],
+    MESSAGES: ['{"type":"message_start","message":{"id":"m","content":[],' + TOP + "}}",
+               '{"type":"content_block_start","index":0,"content_block":{"type":"tool_use","id":"t","name":"f",'
+               '"input":{}}}',
+               json.dumps({"type": "content_block_delta", "index": 0,
+                           "delta": {"type": "input_json_delta", "partial_json": '{"n":NNN}'}}),
+               '{"type":"message_stop"}'],
+}  # fmt: skip
+
+
+def exactly(text: str | bytes) -> Any:
+    """The value with every number as it is written."""
+    return json.loads(text, parse_int=lambda digits: ("whole", digits), parse_float=lambda d: ("fraction", Decimal(d)))
+
+
+THERE = exactly(NUMBERS)
+
+
+@pytest.mark.parametrize(("name", "path"), [("m", CHAT), ("policy", CHAT), ("m", MESSAGES)])
+@pytest.mark.parametrize("stream", [False, True])
+def test_numbers_come_back_as_they_were_sent(name: str, path: str, stream: bool, model: Scripted) -> None:
+    rollout = uuid.uuid4().hex
+    flag = json.dumps(stream)
+    body = f'{{"model":"{name}","stream":{flag},"messages":[{{"role":"user","content":"x","n":NNN}}],"x":NNN}}'
+    body = body.replace("NNN", NUMBERS)
+    text = "".join(f"data: {event}\n\n" for event in STREAMED[path]) if stream else WHOLE[path]
+    answer = Wire([text.replace("NNN", NUMBERS).encode()], "text/event-stream" if stream else "application/json")
+    with model.script(answer) as headers:
+        got = model.proxy.post(f"/rollouts/{rollout}{path}", body.encode(), **headers)
+    assert got.status == 200 and (stream or exactly(got.body) == exactly(b"".join(answer.pieces)))
+    found = exactly(model.proxy.call("GET", f"/rollouts/{rollout}?requests=whole").body)
+    (call,) = found["calls"]
+    assert call["request"] == exactly(body)
+    if path == CHAT:
+        assert call["usage"]["cost"] == call["response"]["usage"]["cost"] == call["response"]["x"] == THERE
+        assert call["response"]["choices"][0]["message"]["n"] == THERE
+    else:
+        assert call["usage"]["x"] == THERE and call["response"]["content"][0]["input"] == {"n": THERE}
+        assert exactly(call["tool_calls"][0]["arguments"]) == {"n": THERE}
+    shown = model.proxy.call("GET", f"/rollouts/{rollout}/transitions").body
+    assert shown.count(b'"n":' + NUMBERS.encode()) == 2, "in the state and in the action"
+
+
+def test_numbers_of_metadata_events_and_rewards_come_back(model: Scripted) -> None:
+    opened = exactly(model.proxy.post("/rollouts", f'{{"metadata":{{"n":{NUMBERS}}}}}'.encode()).body)
+    rollout = opened[0]["rollout_id"]
+    event = f'{{"kind":"action","name":"a","arguments":{NUMBERS},"result":{NUMBERS}}}'
+    assert model.proxy.post(f"/rollouts/{rollout}/events", event.encode()).status == 200
+    model.proxy.post("/reward", f'{{"rollout_id":"{rollout}","reward":0.1234567890123456789}}'.encode())
+    found = exactly(model.proxy.call("GET", f"/rollouts/{rollout}").body)
+    assert found["metadata"] == {"n": THERE} and float(found["reward"][1]) == 0.1234567890123456789
+    assert [found["events"][0][name] for name in ("arguments", "result")] == [THERE, THERE]
