@@ -202,7 +202,7 @@ def test_what_comes_later_about_a_call_is_in_its_record(case: Case, named: bool,
         wire = Wire(pieces, kind, delay_s=0.01, breaks=breaks)
         headers, got, _ = model.receive(method, prefix + path, body and {"model": "m"} | body, wire)
         assert breaks or got == b"".join(pieces)
-        return headers.get("x-rollout-id", "")
+        return str(headers.get("x-rollout-id", ""))
 
     rollout = ask("POST", *case["first"])
     assert model.proxy.rollout(rollout)["calls"][0]["status"] in ("incomplete", "error")

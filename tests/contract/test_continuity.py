@@ -42,7 +42,7 @@ class DriftingVllm(PlayedVllm):
         self.render_status, self.refuses_tokens, self.ignores_tokens = 200, False, False
 
     async def _render(self, request: web.Request) -> web.Response:
-        body = {"token_ids": rendered(await request.json())} if self.render_status == 200 else {"error": {}}
+        body: Json = {"token_ids": rendered(await request.json())} if self.render_status == 200 else {"error": {}}
         return web.json_response(body, status=self.render_status)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:

@@ -53,6 +53,7 @@ def call_of(model: Scripted, body: Any, path: str = CHAT, stream: bool = False, 
     """Ask the policy, have this answered, see that the agent is, and return the call's record."""
     asked, rollout = {"model": "policy", "stream": stream} | ASKED[path] | request, uuid.uuid4().hex
     model.ask(f"/rollouts/{rollout}{path}", asked, wire(body, stream))
+    call: Json
     (call,) = model.proxy.rollout(rollout)["calls"]
     assert call["status"] == "ok" and call["trainable"] is (call["untrainable_reason"] is None)
     return call

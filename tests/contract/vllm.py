@@ -113,7 +113,7 @@ class PlayedVllm:
         return web.json_response(self._whole(body))
 
     def _whole(self, body: Json) -> Json:
-        choice = {"index": 0, "message": self.answer(body), "finish_reason": "stop", "token_ids": ANSWER}
+        choice: Json = {"index": 0, "message": self.answer(body), "finish_reason": "stop", "token_ids": ANSWER}
         choice["logprobs"] = {"content": [_logprob(value) for value in LOGPROBS]}
         if body.get("top_logprobs", 0) > 1:
             temperature = body.get("temperature", 1.0) if self.processed_logprobs else 1.0
