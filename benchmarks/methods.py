@@ -77,8 +77,6 @@ METHODS = {
     "dpo": Method("dpo", env=_tuned("dpo", margin="0.15")),
     "kto": Method("kto", env=_tuned("kto", epochs="1", threshold="0.15", up_weight="20")),
     "rl": Method(live=True),
-    "hints": Method(live=True, env={"LIGHTNING_TRAINER__HINTS": "comments"}),
-    "siblings": Method(live=True, env={"LIGHTNING_TRAINER__HINTS": "siblings"}),
     "teacher": Method(live=True, taught=True, env={"LIGHTNING_TRAINER__REWARD_WEIGHTS": '{"reward": 0}'}),
     "full": Method(live=True, env={"LIGHTNING_TRAINER__WEIGHTS": "full", "LIGHTNING_TRAINER__LEARNING_RATE": "2e-5"}),
 }

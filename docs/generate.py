@@ -57,7 +57,7 @@ trainer: {credit: discounted, baseline: rloo, loss_type: dapo, importance_level:
 ```
 
 Every credit goes with every baseline that is not refused below, and both with every loss, which sees advantages alone.
-Hints and a teacher need `importance_level: token`, or `loss_type: cispo`.
+A teacher needs `importance_level: token`, or `loss_type: cispo`.
 
 Tests run every credit with every baseline, and every loss at every level.
 Not run pair by pair: credits and baselines with losses; `weighting` and `context_loss` with anything here.
@@ -65,7 +65,7 @@ Not run pair by pair: credits and baselines with losses; `weighting` and `contex
 
 ABOUT_METRICS = {
     "eval": "Of `trainer.eval`, in trackers alone ([eval.md](eval.md#evaluate-new-versions-while-you-train)).",
-    "guides": "These come with `trainer.hints` and `trainer.teacher` ([guides.md](guides.md)). "
+    "guides": "These come with `trainer.teacher` ([guides.md](guides.md)). "
     "`advantage` above has the rewards' part alone.",
     "tuning": "A run of `train --method sft`, `dpo` or `kto` is one step. Its tokens are those of all epochs. "
     "`rollouts` and rewards cover all rollouts that could be chosen.",

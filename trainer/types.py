@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..proxy.config.policy import DEFAULT_ADAPTER
 from ..proxy.returns import Earned, Rules, earned, return_of
-from ..proxy.types import ModelCall, Reward, Rollout, RolloutStatus
+from ..proxy.types import ModelCall, Reward, RolloutStatus
 
 # Called with every finished step: its number and its metrics (`metric_schema`).
 Show = Callable[[int, Mapping[str, Any]], None]
@@ -160,7 +160,7 @@ class Sample:
     `shaped` has the answers [start, end) that were sampled in more than a temperature's way; their prompt is the row
     before them. `results` has the context [start, end) that tools wrote between two answers, with what the chat
     template puts around it. `adapter` sampled every answer in the row, and is the one that the row trains. `advantages`
-    come from rewards; what each `guidance` adds to them is only known once the policy has scored the row.
+    come from rewards; what `guidance` adds to them is only known once the policy has scored the row.
     """
 
     rollout_id: str
@@ -174,13 +174,14 @@ class Sample:
     adapter: str = DEFAULT_ADAPTER
     shaped: tuple[tuple[int, int, Sampling], ...] = ()
     results: tuple[tuple[int, int], ...] = ()
-    guidance: tuple[Guidance, ...] = ()
+    guidance: Guidance | None = None
     versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        lists = (self.token_ids, self.mask, self.logprobs, self.advantages, self.temperatures)
-        lengths = {len(x) for x in (*lists, *(one.logprobs for one in self.guidance))}
-        if len(lengths) != 1:
+        lists = [self.token_ids, self.mask, self.logprobs, self.advantages, self.temperatures]
+        if self.guidance is not None:
+            lists.append(self.guidance.logprobs)
+        if len({len(x) for x in lists}) != 1:
             raise ValueError(f"sample of {self.rollout_id}: token ids, mask, logprobs, advantages differ in length")
         if self.mask and self.mask[0]:
             raise ValueError(f"sample of {self.rollout_id}: its first token has no context to be predicted from")
@@ -217,10 +218,7 @@ class Batch:
 
 
 class Guide(Protocol):
-    """Scores the tokens of a step, beside their rewards."""
-
-    async def teaches(self, rollout: Rollout) -> bool:
-        """Return whether it can score a rollout from whose rewards nothing can be learned."""
+    """Scores the tokens of a step, beside their rewards: also of rollouts whose rewards teach nothing."""
 
     async def guided(self, batch: Batch) -> Batch:
         """Return the batch with its guidance in the samples. Raise GuideError if it cannot answer now."""

@@ -232,13 +232,8 @@ class TrainerConfig(Section):
         return True
 
     @property
-    def guides(self) -> Sequence[str]:
-        """Return the settings that make guides say more of tokens than their rewards do."""
-        return ()
-
-    @property
-    def teaches_without_rewards(self) -> bool:
-        """Return whether guides make something learnable in rollouts whose rewards are all equal."""
+    def has_guide(self) -> bool:
+        """Return whether a guide says more of tokens than their rewards do, also where all rewards are equal."""
         return False
 
     @property
@@ -249,7 +244,7 @@ class TrainerConfig(Section):
     @property
     def takes_lone_rollouts(self) -> bool:
         """Return whether rollouts without a task are looked at."""
-        return self.lone_rollouts == "running" or self.teaches_without_rewards
+        return self.lone_rollouts == "running" or self.has_guide
 
     @property
     def rollouts_per_step(self) -> int:
@@ -275,6 +270,6 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _counts_some_reward(self) -> TrainerConfig:
-        if not self.reward_weights or not (any(self.reward_weights.values()) or self.teaches_without_rewards):
+        if not self.reward_weights or not (any(self.reward_weights.values()) or self.has_guide):
             raise ValueError(f"reward_weights: name at least one reward. Its weight is not 0{self.beside_rewards}")
         return self

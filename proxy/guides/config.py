@@ -1,13 +1,12 @@
-"""Keys of `trainer`: hints, and the section `trainer.teacher`."""
+"""The section `trainer.teacher`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, SecretStr, model_validator
 
-from ..config.section import NOT_SENDABLE, CanBeOff, Positive, Seconds, Section, check_url, is_sendable
+from ..config.section import NOT_SENDABLE, Positive, Seconds, Section, check_url, is_sendable
 from ..config.trainer import TrainerConfig
 
 
@@ -36,26 +35,19 @@ class TeacherConfig(Section):
 
 
 class GuideKeys(TrainerConfig):
-    beside_rewards = ", unless hints: comments or a teacher teach something beside rewards"
+    beside_rewards = ", unless a teacher teaches something beside rewards"
 
-    hints: Annotated[Literal["off", "comments", "siblings"], CanBeOff] = "off"
-    hint_weight: Positive = 1.0
     teacher: TeacherConfig = TeacherConfig()
 
     @property
-    def guides(self) -> Sequence[str]:
-        hints = [] if self.hints == "off" else [f"trainer.hints {self.hints}"]
-        return [*hints, *([] if self.teacher.base_url is None else ["trainer.teacher"])]
-
-    @property
-    def teaches_without_rewards(self) -> bool:
-        return self.hints == "comments" or self.teacher.base_url is not None
+    def has_guide(self) -> bool:
+        return self.teacher.base_url is not None
 
     @model_validator(mode="after")
     def _guides_single_tokens(self) -> GuideKeys:
-        if self.guides and self.importance_level == "sequence" and self.loss_type != "cispo":
+        if self.has_guide and self.importance_level == "sequence" and self.loss_type != "cispo":
             raise ValueError(
-                "hints and teachers speak of single tokens, but with importance_level sequence "
+                "a teacher speaks of single tokens, but with importance_level sequence "
                 f"loss_type {self.loss_type} pulls all tokens of an answer alike: use token, or loss_type: cispo"
             )
         return self

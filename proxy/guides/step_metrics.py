@@ -1,4 +1,4 @@
-"""The further metrics of a step with hints or a teacher: name, unit and meaning, by group."""
+"""The further metrics of a step with a teacher: name, unit and meaning, by group."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ GROUPS = {
         ("guided_share", "share", "trained tokens that a guide spoke of"),
         ("guide_advantage", "1", "size of what guides add to a token's advantage; mean over guided tokens"),
         ("guide_kl", "nats", "KL divergence of the policy from its guides: mean over guided tokens (estimator k1)"),
-        ("calls_hinted", "count", "calls that the policy scored again after a hint"),
-        ("calls_without_hint", "count", "calls without one: nobody commented on them, or no sibling did better"),
-        ("hints_not_shown", "count", "hints left out: the chat template does not give the recorded prompt again"),
-        ("hints_too_long", "count", "hints left out: with them a row is over `trainer.max_sample_tokens`"),
         ("calls_taught", "count", "calls that the teacher scored"),
         ("teacher_tokens", "count", "tokens that the teacher read and sampled"),
         (
@@ -19,6 +15,6 @@ GROUPS = {
             "calls that the teacher cannot score: not sampled at temperature 1 and nothing else",
         ),
         ("calls_beyond_teacher", "count", "calls that begin beyond the teacher's longest row"),
-        ("guide_s", "s", "asking the guides, before `step_s`"),
+        ("guide_s", "s", "asking the guide, before `step_s`"),
     ),
 }  # fmt: skip

@@ -172,7 +172,7 @@ def _sample(row: Json) -> Sample:
             scores[start:end], weight = answer["teacher"]["logprobs"], answer["teacher"]["weight"]
     return Sample(
         row["rollout"], "task", tuple(ids), *(tuple(lists[name]) for name in lists), adapter=row["adapter"],
-        shaped=tuple(shaped), results=tuple(results), guidance=(Guidance(tuple(scores), weight),) if weight else (),
+        shaped=tuple(shaped), results=tuple(results), guidance=Guidance(tuple(scores), weight) if weight else None,
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def trainer(
         "report_to": [],
         "dtype": "float32",
         "max_tokens_per_batch": 30,
-        "hints": "comments",
+        "teacher": {"base_url": "http://127.0.0.1:1/v1"},
     }
     config = TrainerConfig.model_validate({**given, **settings})
     own = {name: [name] for name in adapters}
@@ -97,7 +97,7 @@ def guided(given: Batch) -> Batch:
     samples = []
     for i, sample in enumerate(given.samples):
         said = tuple(rng.choice([math.nan, -1.0, -4.0, -8.0]) for _ in sample.mask)
-        samples.append(replace(sample, guidance=(Guidance(said, 0.3),)) if i % 2 else sample)
+        samples.append(replace(sample, guidance=Guidance(said, 0.3)) if i % 2 else sample)
     return replace(given, samples=tuple(samples))
 
 

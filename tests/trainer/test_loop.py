@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.proxy.types import Choice, Reward, Rollout, RolloutName
+from lightning_proxy.proxy.types import Choice, Reward, RolloutName
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.report.batch_metrics import COUNTS
 from lightning_proxy.trainer.report.metric_schema import METRICS
@@ -317,13 +317,10 @@ async def test_a_round_takes_nothing_that_did_not_wait_when_it_began(base: Path,
 
 
 class AwayTwice:
-    """A guide that teaches something of every rollout, and is away when it is first asked."""
+    """A guide that is away when it is first asked."""
 
     def __init__(self) -> None:
         self.asked: list[int] = []
-
-    async def teaches(self, rollout: Rollout) -> bool:
-        return True
 
     async def guided(self, batch: Batch) -> Batch:
         self.asked.append(len(batch.samples))

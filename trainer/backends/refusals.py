@@ -51,7 +51,8 @@ def _losses(trainer: TrainerConfig) -> Iterator[str]:
         yield "trainer.kl_metric"
     if trainer.entropy.counts:
         yield "trainer.entropy"
-    yield from trainer.guides
+    if trainer.has_guide:
+        yield "trainer.teacher"
 
 
 def _weights(config: Config) -> Iterator[str]:

@@ -165,13 +165,13 @@ class Collector:
         taught = [True] * len(members)
         if not any(one and one.advantage for of_calls in credit[: len(members)] for one in of_calls):
             take.counts["groups_equal"] += len(group) > 1
-            taught = [await self._teaches(*one) for one in zip(members, credit, strict=False)]
+            taught = [self._teaches(*one) for one in zip(members, credit, strict=False)]
             nothing = [member.rollout for member, guided in zip(members, taught, strict=True) if not guided]
             take.drop(_why_nothing(group, self._agents), nothing)
         for i in compress(range(len(members)), taught):
             self._take_rollout(take, members[i], credit[i])
 
-    async def _teaches(self, member: TrainingMember, credit: Sequence[Credited | None]) -> bool:
+    def _teaches(self, member: TrainingMember, credit: Sequence[Credited | None]) -> bool:
         """Whether something beside rewards teaches something of a rollout: a loss of tools' results, or a guide."""
         if self._config.context_loss is not None:
             calls = [call for call, one in zip(member.sibling.calls, credit, strict=True) if one is not None]
@@ -179,7 +179,7 @@ class Collector:
                 rows = self._rows(calls, [0.0] * len(calls), member.rollout).samples
                 if any(sample.results for sample in rows):
                     return True
-        return self._guide is not None and await self._guide.teaches(member.rollout)
+        return self._guide is not None
 
     def _take_rollout(self, take: Take, member: TrainingMember, credit: Sequence[Credited | None]) -> None:
         rollout, calls = member.rollout, member.sibling.calls

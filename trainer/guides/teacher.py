@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,11 +21,9 @@ from ...proxy.config.address import shown
 from ...proxy.errors import ConfigError, UpstreamTimeout, UpstreamUnreachable
 from ...proxy.guides.config import TeacherConfig
 from ...proxy.policy.vllm import VllmError, VllmServer
-from ...proxy.types import Rollout
 from ..rows.rendered import tokens_of
 from ..types import Batch, Guidance, Sample
 from ..waiting import GuideError, all_of
-from .hinted import answers_of
 
 COUNTS = ("calls_taught", "calls_not_plain", "calls_beyond_teacher")
 # Tokenizers that differ do so here: words, numbers, blanks, code, other scripts.
@@ -42,10 +42,6 @@ class Teacher:
         self._slots = asyncio.Semaphore(config.concurrency)
         self._model: str | None = None  # None until `check` found one that fits
         self._longest = sys.maxsize
-
-    async def teaches(self, rollout: Rollout) -> bool:
-        """Return True: a teacher can score every answer."""
-        return True
 
     async def check(self) -> None:
         """Raise ConfigError if the teacher has other tokens than the policy, GuideError if it gives no answer."""
@@ -68,6 +64,7 @@ class Teacher:
 
     async def guided(self, batch: Batch) -> Batch:
         """Return the batch with the teacher's log-probabilities. Raise GuideError if it gives no answer."""
+        started = time.perf_counter()
         if self._model is None:
             await self.check()
         logprobs = await self._scored(
@@ -77,6 +74,7 @@ class Teacher:
         samples = tuple(self._with(sample, logprobs.get(self._row(sample), []), counts) for sample in batch.samples)
         metrics = {name: float(counts[name]) for name in COUNTS}
         metrics["teacher_tokens"] = float(sum(len(row) + 1 for row in logprobs))  # vLLM samples one after each row
+        metrics["guide_s"] = time.perf_counter() - started
         return replace(batch, samples=samples, metrics={**batch.metrics, **metrics})
 
     def _row(self, sample: Sample) -> Row:
@@ -106,8 +104,18 @@ class Teacher:
             else:
                 counts["calls_taught"] += 1
                 values[start : min(end, len(logprobs))] = logprobs[start:end]
-        guidance = Guidance(tuple(values), self._config.weight)
-        return replace(sample, guidance=(*sample.guidance, guidance))
+        return replace(sample, guidance=Guidance(tuple(values), self._config.weight))
+
+
+def answers_of(sample: Sample) -> Iterator[tuple[str, int, int]]:
+    """Return each answer in a row: its call and [start, end). There is context between any two."""
+    runs, place = [], 0
+    for sampled, tokens in groupby(sample.mask):
+        start, place = place, place + len(list(tokens))
+        if sampled:
+            runs.append((start, place))
+    for call_id, (start, end) in zip(sample.call_ids, runs, strict=True):
+        yield call_id, start, end
 
 
 def _is_plain(sample: Sample, _: str, start: int, end: int) -> bool:

@@ -187,7 +187,7 @@ class StepMetrics:
             "skipped": float(self.skipped),
             "entropy": self.entropy,
             **bonus,
-            **self._of_guides(),
+            **self._of_guide(),
             "kl": self.kl_sum / n,
             **kl_base,
             "sampler_difference": nats_apart(self.fresh_kl),
@@ -210,8 +210,8 @@ class StepMetrics:
             "optimizer_s": self.optimizer_s,
         }
 
-    def _of_guides(self) -> dict[str, float]:
-        if not self.config.guides:
+    def _of_guide(self) -> dict[str, float]:
+        if not self.config.has_guide:
             return {}
         guided = max(self.guided_tokens, 1)
         return {

@@ -49,8 +49,8 @@ class TuningRun(Generic[T]):
             raise ConfigError(
                 f"--method {self._method} trains one adapter for all agents: it is not for policy.adapters yet"
             )
-        if config.trainer.guides:
-            log.warning("trainer.hints and trainer.teacher are for RL: --method %s does without them", self._method)
+        if config.trainer.has_guide:
+            log.warning("trainer.teacher is for RL: --method %s does without it", self._method)
         self._config = config.trainer
         self._store = store
         self._trainer = trainer

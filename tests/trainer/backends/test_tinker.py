@@ -244,7 +244,6 @@ def test_a_wrong_key_is_one_clear_error(base: Path, tmp_path: Path, service: Pla
         ("trainer", {"importance_level": "sequence"}, "trainer.importance_level sequence"),
         ("trainer", {"kl_coef": 0.1}, "trainer.kl_coef 0.1"),
         ("trainer", {"entropy": {"coef": 0.1}}, "trainer.entropy"),
-        ("trainer", {"hints": "siblings"}, "trainer.hints siblings"),
         ("trainer", {"teacher": {"base_url": "http://127.0.0.1:1/v1"}}, "trainer.teacher"),
         ("trainer", {"weights": "full"}, "trainer.weights full"),
         ("trainer", {"loss": "mine.py:loss"}, "trainer.loss mine.py:loss"),

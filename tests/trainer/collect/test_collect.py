@@ -356,10 +356,11 @@ async def test_reinforce_pp_compares_all_rollouts_of_the_step(traffic: Traffic) 
     assert advantages(batch) == pytest.approx({"t0-0": -1.0, "t1-0": -1.0, "u0-0": 1.0, "u1-0": 1.0})
 
 
-async def test_reinforce_pp_compares_no_rollouts_that_only_their_comments_keep(traffic: Traffic) -> None:
+async def test_reinforce_pp_compares_no_rollouts_that_only_a_teacher_keeps(traffic: Traffic) -> None:
     for name, task, value in (("a", "t", 0.0), ("b", "t", 1.0), ("lone", None, 7.0)):
         await traffic.rollout(name, task, value)
-    batch = await traffic.batch(baseline="reinforce_pp", tasks_per_step=2, hints="comments")
+    teacher = {"base_url": "http://127.0.0.1:1/v1"}
+    batch = await traffic.batch(baseline="reinforce_pp", tasks_per_step=2, teacher=teacher)
     assert advantages(batch) == pytest.approx({"a-0": -1.0, "b-0": 1.0})
 
 

@@ -103,8 +103,8 @@ async def test_what_a_teacher_says_of_an_answer_is_guidance(server: TeacherServe
     async with asked(server, weight=0.5) as teacher:
         batch = await teacher.guided(Batch(1, (row((7, 8)), row((7, 8)), row((9,))), ("r",)))
         for sample in batch.samples:
-            (guidance,) = sample.guidance
-            assert guidance.weight == 0.5
+            guidance = sample.guidance
+            assert guidance is not None and guidance.weight == 0.5
             assert guidance.logprobs[3:] == pytest.approx(server.scores(sample.token_ids)[2:], abs=1e-5)
             assert all(map(math.isnan, guidance.logprobs[:3]))
         assert sorted(server.rows) == [(0, 5, 6, 7, 8), (0, 5, 6, 9)]  # equal rows are asked for once
@@ -120,7 +120,9 @@ async def test_a_teacher_is_not_asked_about_what_it_cannot_say(server: TeacherSe
     }, mask=(0,) * 9 + (1,))  # fmt: skip
     async with asked(server) as teacher:
         batch = await teacher.guided(Batch(1, (warm, shaped, long, beyond), ("r",)))
-        said = [[math.isnan(value) for value in sample.guidance[0].logprobs] for sample in batch.samples]
+        said = [
+            [math.isnan(value) for value in sample.guidance.logprobs] for sample in batch.samples if sample.guidance
+        ]
         assert said == [[True] * 5, [True] * 5, [True] * 3 + [False] * 5 + [True] * 2, [True] * 10]
         counts = [batch.metrics[name] for name in ("calls_taught", "calls_not_plain", "calls_beyond_teacher")]
         assert counts == [1, 2, 1]
@@ -176,8 +178,8 @@ async def test_recorded_rollouts_of_equal_rewards_are_learned_from_offline(
             await recorder.start(CallStart(name, who, "chat/completions", "policy", 0, request, time.time()))
             choice = Choice(0, (7, 8 + i), (-3.0, -3.0), "stop")
             await recorder.end(CallEnd(name, name, "ok", {}, 200, PROMPT, (choice,)))
-            await store.rewards.post([Reward(name, 0.0, comment="wrong")])
-    trainer = {"teacher": {"base_url": server.url, "api_key": "secret"}, "hints": "comments", "report_to": []}
+            await store.rewards.post([Reward(name, 0.0)])
+    trainer = {"teacher": {"base_url": server.url, "api_key": "secret"}, "report_to": []}
     config = Config.model_validate({
         "policy": {"model": str(save_small_model(tmp_path / "base")), "directory": tmp_path, "publish": "lora"},
         "trainer": {"group_size": 4, "dtype": "float32", **trainer}, "store": source.model_dump(),
@@ -190,17 +192,15 @@ async def test_recorded_rollouts_of_equal_rewards_are_learned_from_offline(
     async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/run/{STORE_FILE}")) as database:
         last = await Store(database).steps.last()
     assert last is not None
-    told = {
-        name: last.metrics[name] for name in ("rollouts_trained", "calls_taught", "hints_not_shown", "guided_share")
-    }
-    assert told == {"rollouts_trained": 4, "calls_taught": 4, "hints_not_shown": 4, "guided_share": 1}
+    told = {name: last.metrics[name] for name in ("rollouts_trained", "calls_taught", "guided_share")}
+    assert told == {"rollouts_trained": 4, "calls_taught": 4, "guided_share": 1} and last.metrics["guide_s"] > 0
 
 
 def test_what_a_teacher_needs_is_said_before_it_is_asked() -> None:
     with pytest.raises(ValidationError, match="base_url of a vLLM must have a path"):
         TrainerConfig.model_validate({"teacher": {"base_url": "http://127.0.0.1:1"}})
     with pytest.raises(ValidationError, match="name at least one reward"):
-        TrainerConfig.model_validate({"reward_weights": {"reward": 0}, "hints": "siblings"})
+        TrainerConfig.model_validate({"reward_weights": {"reward": 0}})
     with pytest.raises(ValidationError, match="name at least one reward"):  # nothing would ever be offered
         TrainerConfig.model_validate({"reward_weights": {}, "teacher": {"base_url": "http://h/v1"}})
     with pytest.raises(ValidationError, match="a teacher needs a base_url"):

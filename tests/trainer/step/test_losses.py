@@ -35,6 +35,7 @@ from support.sections import PolicyConfig, TrainerConfig
 VOCABULARY = 32
 STILL = 1e-30  # a learning rate that changes no weight
 # Every type with every level that it is made for.
+TEACHER = {"base_url": "http://127.0.0.1:1/v1"}
 CASES = [
     (loss_type, level)
     for loss_type, level in itertools.product(LOSSES, ("token", "sequence"))
@@ -115,8 +116,9 @@ def plain_loss(learner: LightningTrainer, given: Batch, base: LlamaForCausalLM |
 
 
 def guided(c: TrainerConfig, sample: Sample, i: int, logp: float) -> float:
-    gaps = [(g.logprobs[i] - logp, g.weight) for g in sample.guidance if not math.isnan(g.logprobs[i])]
-    return sum(weight * max(-c.guide_limit, min(gap, c.guide_limit)) for gap, weight in gaps)
+    if sample.guidance is None or math.isnan(said := sample.guidance.logprobs[i]):
+        return 0.0
+    return sample.guidance.weight * max(-c.guide_limit, min(said - logp, c.guide_limit))
 
 
 def runs(sample: Sample) -> list[list[int]]:
@@ -197,17 +199,16 @@ def test_a_loss_is_that_of_a_plain_implementation_however_the_step_is_cut_and_ca
 def test_a_guides_log_probability_minus_the_policys_is_an_advantage_of_each_token(
     model: Path, tmp_path: Path, loss_type: str, level: str
 ) -> None:
-    settings = {"loss_type": loss_type, "importance_level": level, "hints": "comments", "guide_limit": 3.0}
+    settings = {"loss_type": loss_type, "importance_level": level, "teacher": TEACHER, "guide_limit": 3.0}
     learner = trained_a_little(trainer(model, tmp_path, **settings))
     given, rng = batch(learner), random.Random(5)
 
-    def says(sample: Sample, weight: float) -> Guidance:
+    def says(sample: Sample) -> Guidance:
         chosen = [rng.choice([math.nan, -math.inf, -0.1, -2.0, -4.0, -9999.0]) for _ in sample.mask]
-        return Guidance(tuple(chosen), weight)
+        return Guidance(tuple(chosen), rng.choice([0.5, 2.0]))
 
-    weights = [(0.5, 2.0)[: i % 3] for i in range(len(given.samples))]  # of no guide, of one, of two
-    told = [tuple(says(s, w) for w in of) for s, of in zip(given.samples, weights, strict=True)]
-    given = replace(given, samples=tuple(replace(s, guidance=g) for s, g in zip(given.samples, told, strict=True)))
+    told = tuple(replace(s, guidance=says(s)) if i % 3 else s for i, s in enumerate(given.samples))
+    given = replace(given, samples=told)
     expected = plain_loss(learner, given)
     slope = gradient(learner, expected)
     for budget in (8192, 20):
@@ -217,10 +218,10 @@ def test_a_guides_log_probability_minus_the_policys_is_an_advantage_of_each_toke
         assert (found - slope).norm() < 1e-4 * slope.norm()
 
 
-def test_what_guides_say_is_measured(model: Path, tmp_path: Path) -> None:
-    learner = trainer(model, tmp_path, hints="comments", learning_rate=1e-2)
+def test_what_a_guide_says_is_measured(model: Path, tmp_path: Path) -> None:
+    learner = trainer(model, tmp_path, teacher=TEACHER, learning_rate=1e-2)
     first, second = learner.logprobs([[3, 4, 5]])[0][1:]
-    said = (Guidance((math.nan, first - 1.0, math.nan), 0.5),)
+    said = Guidance((math.nan, first - 1.0, math.nan), 0.5)
     metrics = learner.step(Batch(1, (replace(row("r", "t", ([3], [4, 5], [first, second], 0.0)), guidance=said),), ()))
     assert (metrics["guided_share"], metrics["guide_advantage"], metrics["guide_kl"]) == pytest.approx((0.5, 0.5, 1.0))
     assert learner.logprobs([[3, 4]])[0][1] < first  # the guide finds the token less likely than the policy does

@@ -38,13 +38,15 @@ def weights_in(directory: Path) -> dict[str, torch.Tensor]:
 async def test_what_a_method_makes_of_all_weights_is_published(
     method: str, base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with bench(base, tmp_path, weights="full", learning_rate=0.005, hints="comments", **RATES) as b:
+    async with bench(
+        base, tmp_path, weights="full", learning_rate=0.005, teacher={"base_url": "http://127.0.0.1:1/v1"}, **RATES
+    ) as b:
         await b.groups("t1", "t2")
         once = {"once": True} if method == "rl" else {}
         await b.loop(RUNS[method]).run(asyncio.Event(), **once)
         if method != "rl":
             assert "the learning rate 0.005 is high for trainer.weights: full" in caplog.text
-            assert f"are for RL: --method {method} does without them" in caplog.text
+            assert f"trainer.teacher is for RL: --method {method} does without it" in caplog.text
         live = await b.store.versions.live()
         assert (live.version, live.publish, live.verified) == (1, "merged", True)
         (step,) = await b.store.steps.all()
