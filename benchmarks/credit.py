@@ -3,8 +3,8 @@
 The policy is a table: a softmax over two actions for each state, trained by gradient descent. Rollouts are the records
 that the proxy would have made of it; advantages and losses are the trainer's own. A rate is chosen for every number, by
 seeds that are not among those reported: at one rate for all, a baseline that divides by nothing would only seem slow.
-A state is all that the policy sees: in an agent whose prompts hold its whole history, `anchor` and `gagpo` find fewer
-calls to compare. The judge is a script (scripted_judge.py). Losses take steps on rollouts of the policy as it was
+A state is all that the policy sees: in an agent whose prompts hold its whole history, `anchor` finds fewer calls
+to compare. The judge is a script (scripted_judge.py). Losses take steps on rollouts of the policy as it was
 BEHIND steps ago: on those of the present one all have the same gradient. Every decision is an answer of one token.
 """
 
@@ -49,7 +49,6 @@ STRATEGIES = {
     "discounted, 0": {"credit": "discounted", "discount": 0.0},
     "anchor, 0.9": {"credit": "anchor", "discount": 0.9},
     "anchor, 0": {"credit": "anchor", "discount": 0.0},
-    "gagpo, 0.9": {"credit": "gagpo", "discount": 0.9},
     "rae": {"credit": "rae"},
 }
 JUDGES = {

@@ -6,7 +6,6 @@ default, and stays there.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -16,7 +15,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.trainer import LossType, TrainerConfig
+from lightning_proxy.proxy.config.trainer import LossType
 from lightning_proxy.trainer.report.metric_schema import ALL_METRICS
 
 DOCS = Path(__file__).parent
@@ -56,7 +55,7 @@ You want to combine a loss, a level of importance ratios, a credit and a baselin
 trainer: {credit: discounted, baseline: rloo, loss_type: dapo, importance_level: sequence}
 ```
 
-Every credit goes with every baseline that is not refused below, and both with every loss, which sees advantages alone.
+Every credit goes with every baseline, and both with every loss, which sees advantages alone.
 A teacher needs `importance_level: token`, or `loss_type: cispo`.
 
 Tests run every credit with every baseline, and every loss at every level.
@@ -122,8 +121,7 @@ def combinations() -> str:
     rows = [f"| `{key}` | {_listed(names)} | {' | '.join(cells)} |" for (key, *cells), names in alike.items()]
     return "\n".join([
         COMBINATIONS_BEGIN, "| key | losses | `importance_level: token` | `sequence` |", "|---|---|---|---|", *rows,
-        f"\nCredits: {_listed(kind.known('credit'))}.", f"Baselines: {_listed(kind.known('baseline'))}.",
-        f"Refused: {'; '.join(_refused_pairs(kind))}.\n",
+        f"\nCredits: {_listed(kind.known('credit'))}.", f"Baselines: {_listed(kind.known('baseline'))}.\n",
     ])  # fmt: skip
 
 
@@ -132,12 +130,6 @@ def _allowed(key: str, name: str) -> Iterator[str]:
     for level in ("token", "sequence"):
         reason = _why_not(key, name, {"importance_level": level})
         yield f"no: {reason}" if reason else "yes"
-
-
-def _refused_pairs(kind: type[TrainerConfig]) -> Iterator[str]:
-    for credit, baseline in itertools.product(kind.known("credit"), kind.known("baseline")):
-        if reason := _why_not("credit", credit, {"baseline": baseline, "judge": {"model": "any"}}):
-            yield f"`{credit}` with `{baseline}`, as it {reason}"
 
 
 def _why_not(key: str, name: str, others: dict[str, Any]) -> str:
