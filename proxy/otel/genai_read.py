@@ -2,7 +2,7 @@
 
 https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/. Messages come in the attributes of the conventions
 (`gen_ai.input.messages`), or in the older numbered ones (`gen_ai.prompt.0.content`), which OpenLLMetry sends.
-others.py makes GenAI's attributes of other conventions.
+openinference.py makes GenAI's attributes of OpenInference's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ..apis.tokens import Tokens
 from ..json_text import dumps
 from ..types import Event
-from .others import joined, parsed
+from .openinference import joined, parsed
 
 Json = dict[str, Any]
 Attributes = Mapping[str, Any]

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..errors import InvalidRequest, LightningError, UnsupportedMediaType
 from ..json_text import dumps, loads_in_turns
-from .others import as_genai
+from .openinference import as_genai
 
 Encoding = Literal["protobuf", "json"]
 MEDIA = {"protobuf": "application/x-protobuf", "json": "application/json"}
@@ -31,7 +31,7 @@ class Span:
 
     It does not end before it begins, whatever its clock did. `error`: what its status says, None where it did not fail.
     `parent_id`: empty for a trace's first span.
-    `agent`: the name of the agent that it is part of, by the spans around it.
+    `agent`: that it is part of, which it names itself, or else a span around it.
     """
 
     trace_id: str

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -23,7 +23,6 @@ from ..errors import InvalidRequest, LightningError, StoreUnavailable
 from ..gateway.asgi import ClientDisconnected, read_headers
 from ..gateway.packed import unpack
 from ..types import CallEnd, CallStart, Event, Mode, RolloutName, check_id
-from .agents import Agents
 from .genai_read import action_of, is_action, is_call, request_of, response_of, tokens_of
 from .otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused
 
@@ -34,6 +33,7 @@ UPSTREAM = "otlp"
 PREFIXES = ("lightning.", "agentlightning.")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
 _INT32 = 2**31
+MOST_DEPTH = 100  # of spans around one
 BY_ITS_OWN_KEY = "reported through OpenTelemetry with the rollout's own key"
 
 
@@ -84,35 +84,12 @@ async def _record(request: Request, encoding: Encoding) -> bytes:
         body = await unpack(body, headers.get("content-encoding", ""), p.bodies.limit, loan)
         # In threads: a large export takes a while to read, and agents wait for their answers meanwhile.
         spans, problems = await asyncio.to_thread(read_spans, body, encoding)
-        agents, owner = _agents(request), (caller.key_id, caller.rollout_id)
-        for span in spans:
-            agents.tell(owner, span, _own_agent(span))
-        within = [replace(one, agent=agents.agent_of(owner, one.trace_id, one.span_id)) for one in spans]
-        found, odd = await asyncio.to_thread(read_all, within)
+        found, odd = await asyncio.to_thread(read_all, spans)
         problems += odd
         admitted = await _admitted(p, caller, found, problems)
-        recorded = [one for one in admitted if await _is_recorded(p, one, problems)]
-        await _name_agents(p, agents, owner, recorded, {span.trace_id for span in spans})
+        for one in admitted:
+            await _recorded(p, one, problems)
     return accepted(encoding, len(problems), "; ".join(problems[:3]))
-
-
-def _agents(request: Request) -> Agents:
-    """The spans around calls that this app remembers."""
-    state = request.app.state
-    if not hasattr(state, "span_agents"):
-        state.span_agents = Agents()
-    return cast(Agents, state.span_agents)
-
-
-async def _name_agents(
-    p: Parts, agents: Agents, owner: object, recorded: Iterable[Imported | Action], traces: Iterable[str]
-) -> None:
-    """Give recorded calls the names of agents whose spans came later."""
-    for one in recorded:
-        if isinstance(one, Imported) and one.rollout.agent is None:
-            agents.wait(owner, one.span.trace_id, one.span.span_id, one.rollout.rollout_id, one.start.call_id)
-    for rollout_id, call_id, agent in [*agents.found(owner, traces)]:
-        await p.store.calls.name_agent(rollout_id, call_id, agent)
 
 
 async def _admitted(
@@ -144,7 +121,7 @@ async def _admitted(
     return admitted
 
 
-async def _is_recorded(p: Parts, one: Imported | Action, problems: list[str]) -> bool:
+async def _recorded(p: Parts, one: Imported | Action, problems: list[str]) -> None:
     """Record one. What is wrong with it is a problem of it alone; raise StoreUnavailable."""
     try:
         if isinstance(one, Action):
@@ -152,20 +129,18 @@ async def _is_recorded(p: Parts, one: Imported | Action, problems: list[str]) ->
             await p.store.events.post(one.rollout, [event], one.key, at=one.at)
         else:
             await _record_call(p, one)
-        return True
     except StoreUnavailable:
         raise
     except Exception as error:
         log.warning("a span of rollout %s was not recorded", one.rollout.rollout_id, exc_info=error)
         problems.append(f"a span of rollout {one.rollout.rollout_id} was not recorded: {error!r:.200}")
-        return False
 
 
-def read_all(spans: Iterable[Span]) -> tuple[list[Imported | Action], list[str]]:
+def read_all(spans: Sequence[Span]) -> tuple[list[Imported | Action], list[str]]:
     """Return the calls and actions among spans, oldest first, and the errors of spans that cannot be taken."""
     found: list[Imported | Action] = []
     problems: list[str] = []
-    for span in sorted(spans, key=lambda span: span.started_at):
+    for span in sorted(_with_agents(spans), key=lambda span: span.started_at):
         try:
             if is_call(span.attributes):
                 found.append(read_call(span))
@@ -253,9 +228,22 @@ def _rollout(span: Span) -> RolloutName:
             check_id(cast(str, found[name]), f"lightning.{name}")
     if found["rollout_mode"] not in (None, "train", "eval"):
         raise InvalidRequest(f"lightning.rollout_mode must be train or eval, got {found['rollout_mode']!r}")
-    agent = found["agent_name"] or _as_id(_text(span.attributes.get("gen_ai.agent.name"))) or span.agent
+    agent = found["agent_name"] or span.agent
     mode = cast(Mode, found["rollout_mode"] or "train")
     return RolloutName(found["rollout_id"] or span.trace_id, found["task_id"], agent, mode)
+
+
+def _with_agents(spans: Sequence[Span]) -> Iterator[Span]:
+    """The spans with the agent that the nearest span around them in the same export names."""
+    around = {(span.trace_id, span.span_id): span for span in spans}
+    for span in spans:
+        one = span
+        for _ in range(MOST_DEPTH):
+            above = around.get((one.trace_id, one.parent_id))
+            if above is None or _own_agent(one) is not None:
+                break
+            one = above
+        yield replace(span, agent=_own_agent(one))
 
 
 def _own_agent(span: Span) -> str | None:

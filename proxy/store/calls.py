@@ -124,15 +124,6 @@ WITH RECURSIVE wanted (call_id, parent_id) AS (
 SELECT calls.*, (SELECT request FROM large_requests WHERE call_id = calls.call_id) AS large_request
 FROM wanted CROSS JOIN calls ON calls.call_id = wanted.call_id ORDER BY seq
 """
-AGENT_OF_CALL = (
-    "UPDATE calls SET agent = :agent WHERE call_id = :call_id AND rollout_id = :rollout_id AND agent IS NULL"
-)
-AGENT_CALLED = """
-INSERT INTO rollout_agents (agent, n)
-SELECT calls.agent, rollouts.n FROM calls JOIN rollouts ON rollouts.rollout_id = calls.rollout_id
-WHERE call_id = :call_id AND calls.agent IS NOT NULL ON CONFLICT (agent, n) DO NOTHING
-"""
-AGENT_OF_ROLLOUT = "UPDATE rollouts SET agent = :agent WHERE rollout_id = :rollout_id AND agent IS NULL"
 # A call, if the one before it began later, or an event before it. Not in a rollout that was trained on: there the
 # numbers of calls are used elsewhere.
 OUT_OF_ORDER = """
@@ -261,16 +252,6 @@ class Calls:
         failed = [c for c in alike if c.status in ("error", "cancelled")]
         failed = failed or [c for c in alike if c.status == "incomplete"]
         return failed[-1] if failed else next((c for c in alike if c.status == "ok"), None)
-
-    async def name_agent(self, rollout_id: str, call_id: str, agent: str) -> None:
-        """Set the agent of a call that was recorded without one."""
-        row: dict[str, object] = {"rollout_id": rollout_id, "call_id": call_id, "agent": agent}
-
-        async def work(db: Transaction) -> None:
-            for statement in (AGENT_OF_CALL, AGENT_CALLED, AGENT_OF_ROLLOUT):
-                await db.run(statement, row)
-
-        await self._db.write(work)
 
     async def put_in_order(self, rollout_id: str, call_id: str) -> bool:
         """Move a call that was reported after later ones to its place by time. Return whether later calls were there.

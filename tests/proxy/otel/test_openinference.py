@@ -1,4 +1,4 @@
-"""Spans of other conventions become calls, and calls get the agents of the spans around them."""
+"""OpenInference's spans become calls, and calls get the agents of the spans around them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_proxy.proxy.otel.genai_read import is_action, is_call, request_of, response_of
-from lightning_proxy.proxy.otel.others import as_genai
+from lightning_proxy.proxy.otel.openinference import as_genai
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 TRACE = "0123456789abcdef0123456789abcdef"
@@ -87,78 +87,9 @@ def test_a_list_of_messages_is_openinferences_input() -> None:
     assert request["messages"] == asked
 
 
-def test_logfire_tells_the_system_and_the_usage_of_anthropics_client() -> None:
-    asked = {"model": "m", "system": "be brief", "messages": [{"role": "user", "content": "hi"}]}
-    answered = {"message": {"role": "assistant", "content": "ho"}, "usage": {"input_tokens": 3, "output_tokens": 1}}
-    request, response = read({"request_data": json.dumps(asked), "response_data": json.dumps(answered)})
-    assert request["messages"] == [{"role": "system", "content": "be brief"}, *asked["messages"]]
-    assert response["usage"] == {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4}
-
-
-def test_vercel_tells_tools_and_results_by_its_newer_and_older_names() -> None:
-    for given_as, result_as, schema in (("input", "output", "inputSchema"), ("args", "result", "parameters")):
-        call = {"type": "tool-call", "toolCallId": "c1", "toolName": "look", given_as: {}}
-        result = {"type": "tool-result", "toolCallId": "c1", "toolName": "look"}
-        result |= {result_as: {"type": "text", "value": "stairs"} if result_as == "output" else "stairs"}
-        asked = [
-            {"role": "system", "content": "be brief"},
-            {"role": "user", "content": [{"type": "text", "text": "see"}]},
-            {"role": "assistant", "content": [{"type": "text", "text": "so"}, call]},
-            {"role": "tool", "content": [result]},
-        ]
-        tool = {"type": "function", "name": "look", schema: {}}
-        request, response = read(
-            {
-                "ai.operationId": "ai.streamText.doStream",
-                "ai.model.id": "m",
-                "ai.prompt.messages": json.dumps(asked),
-                "ai.prompt.tools": [json.dumps(tool)],
-                "ai.response.toolCalls": json.dumps([{"toolCallId": "c1", "toolName": "look", given_as: "{}"}]),
-                "ai.response.finishReason": "tool-calls",
-            }
-        )
-        assert request["tools"] == TOOLS
-        assert request["messages"][1:] == [
-            {"role": "user", "content": "see"},
-            {"role": "assistant", "content": "so", "tool_calls": MADE},
-            {"role": "tool", "tool_call_id": "c1", "content": "stairs"},
-        ]
-        choice = response["choices"][0]
-        assert (choice["finish_reason"], choice["message"]["tool_calls"]) == ("tool_calls", MADE)
-
-
-def test_pydantic_ai_tells_tools_and_results() -> None:
-    events = [
-        {"event.name": "gen_ai.system.message", "content": "be brief", "role": "system"},
-        {"event.name": "gen_ai.user.message", "content": ["see ", {"kind": "text", "text": "this"}], "role": "user"},
-        {"event.name": "gen_ai.assistant.message", "role": "assistant", "tool_calls": MADE},
-        {"event.name": "gen_ai.tool.message", "role": "tool", "id": "c1", "name": "look", "content": "stairs"},
-        {"event.name": "gen_ai.choice", "index": 0, "message": {"role": "assistant", "content": "ok"}},
-    ]
-    tools = {"function_tools": [{"name": "look", "description": "", "parameters_json_schema": {}}]}
-    request, response = read(CHAT | {"events": json.dumps(events), "model_request_parameters": json.dumps(tools)})
-    assert request["messages"] == [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "see this"},
-        {"role": "assistant", "tool_calls": MADE},
-        {"role": "tool", "name": "look", "content": "stairs", "tool_call_id": "c1"},
-    ]
-    assert request["tools"] == TOOLS
-    assert response["choices"][0]["message"]["content"] == "ok"
-
-
-@pytest.mark.parametrize(
-    "attributes",
-    [
-        *({"openinference.span.kind": kind, "llm.model_name": "m"} for kind in ("CHAIN", "TOOL", "AGENT", "EMBEDDING")),
-        {"ai.operationId": "ai.generateText", "ai.model.id": "m", "ai.prompt": "{}", "ai.response.text": "ok"},
-        {"ai.operationId": "ai.toolCall", "ai.toolCall.name": "look"},
-        {"request_data": json.dumps({"model": "m", "stream": True, "messages": []}), "gen_ai.request.model": "m"},
-    ],
-    ids=str,
-)
-def test_spans_around_calls_are_none_themselves(attributes: dict[str, Any]) -> None:
-    found = as_genai(attributes)
+@pytest.mark.parametrize("kind", ["CHAIN", "TOOL", "AGENT", "EMBEDDING"])
+def test_spans_around_calls_are_none_themselves(kind: str) -> None:
+    found = as_genai({"openinference.span.kind": kind, "llm.model_name": "m"})
     assert not is_call(found) and not is_action(found)
 
 
@@ -172,12 +103,17 @@ def test_a_retriever_of_openinference_is_one() -> None:
     assert is_action(found) and found["gen_ai.retrieval.documents"] == [{"content": "up"}]
 
 
-NAMES = [*OPENINFERENCE, "llm.input_messages.0", "llm.input_messages.0.message", "llm.tools.0.tool", "events"]
-NAMES += ["ai.operationId", "ai.prompt.messages", "ai.prompt.tools", "ai.response.toolCalls", "gen_ai.request.model"]
-NAMES += ["request_data", "response_data", "model_request_parameters", "input.value", "retrieval.documents.0.document"]
-KEYS = ["role", "content", "type", "text", "message", "messages", "tool_calls", "event.name", "function", "stream"]
+NAMES = [
+    *OPENINFERENCE,
+    "llm.input_messages.0",
+    "llm.input_messages.0.message",
+    "llm.tools.0.tool",
+    "gen_ai.request.model",
+]
+NAMES += ["input.value", "retrieval.documents.0.document"]
+KEYS = ["role", "content", "type", "text", "message", "messages", "tool_calls", "function"]
 VALUES = st.recursive(
-    st.none() | st.text(max_size=3) | st.integers() | st.sampled_from(["gen_ai.choice", "tool-call", "LLM"]),
+    st.none() | st.text(max_size=3) | st.integers() | st.just("LLM"),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
     max_leaves=8,
 )
@@ -189,13 +125,10 @@ def test_no_attributes_of_others_break_the_reader(attributes: dict[str, Any]) ->
     request_of(found), response_of(found), is_action(found)
 
 
-@pytest.mark.parametrize("processor", [SimpleSpanProcessor, BatchSpanProcessor], ids=["one by one", "at once"])
-async def test_calls_have_the_agent_of_the_nearest_span_around_them(
-    running: Running, tmp_path: Path, processor: Any
-) -> None:
+async def test_calls_have_the_agent_of_the_nearest_span_around_them(running: Running, tmp_path: Path) -> None:
     def agent(url: str) -> str:
         provider = TracerProvider(resource=Resource({}), shutdown_on_exit=False)
-        provider.add_span_processor(processor(OTLPSpanExporter(endpoint=f"{url}/otlp/v1/traces", timeout=5)))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{url}/otlp/v1/traces", timeout=5)))
         tracer = provider.get_tracer("agent")
         planner = {"gen_ai.operation.name": "invoke_agent", "gen_ai.agent.name": "the planner"}
         critic = {"openinference.span.kind": "AGENT", "agent.name": "critic"}
