@@ -287,6 +287,32 @@ def test_requests_are_read_back_as_they_were_sent(name: str, model: Scripted, ro
     assert [call["seq"] for call in found] == list(range(len(found)))
 
 
+DATA = "data:image/png;base64," + "iVBORw0KGgo" * 5_000
+PARTS: dict[str, Json] = {
+    CHAT: {"messages": [user([
+        {"type": "text", "text": "see"},
+        {"type": "image_url", "image_url": {"url": DATA, "detail": "low"}},
+        {"type": "input_audio", "input_audio": {"data": "UklGRg==", "format": "wav"}},
+        {"type": "file", "file": {"filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}}])]},
+    RESPONSES: {"input": [user([
+        {"type": "input_text", "text": "What is this?"},
+        {"type": "input_image", "image_url": DATA, "detail": "low"},
+        {"type": "input_file", "filename": "a.pdf", "file_data": "data:application/pdf;base64,JVBERi0="}])]},
+    MESSAGES: {"max_tokens": 5, "messages": [user([
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}},
+        {"type": "document", "source": {"type": "url", "url": "https://example.org/a.pdf"}, "title": "é"}])]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", PARTS)
+def test_images_sound_and_files_reach_the_model_and_the_record(path: str, model: Scripted, rollout: str) -> None:
+    bodies = [{"model": "m", **PARTS[path], **more} for more in ({}, {"temperature": 0.5})]
+    for body in bodies:
+        model.ask(f"/rollouts/{rollout}{path}", body, DONE if path == CHAT else [])
+        assert {name: model.asked[name] for name in body} == body
+    assert [call["request"] for call in model.proxy.rollout(rollout)["calls"]] == bodies
+
+
 def test_once_an_evaluation_always_one(proxy: Proxy, rollout: str) -> None:
     for mode in ("train", "eval", "train"):
         body = {"model": "policy", "messages": [GO]}
