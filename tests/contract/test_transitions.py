@@ -102,6 +102,23 @@ def test_agents_that_take_turns_have_transitions_in_the_order_of_their_calls(mod
     assert model.proxy.get("/rollouts?agent=bob&limit=1")["data"][0]["rollout_id"] == rollout
 
 
+def test_what_an_agent_posts_of_its_own_steps_is_a_transition_of_the_state_that_it_posted(
+    proxy: Proxy, rollout: str
+) -> None:
+    state = {"kind": "state", "agent": "solver", "value": {"page": 2}}
+    action = {"kind": "action", "agent": "solver", "name": "turn", "arguments": {"n": 1}, "result": "page 3"}
+    events = [state, state | {"agent": "other", "value": 7}, action, {"kind": "note", "value": "x"}]
+    assert proxy.post(f"/rollouts/{rollout}/events", events).status == 200
+    proxy.chat(rollout)
+    step, call = transitions(proxy, rollout)
+    assert step == {
+        "t": 0, "kind": "tool", "agent": "solver", "call_id": None, "state": {"page": 2}, "reward": 0, "done": False,
+        "action": {"id": None, "name": "turn", "arguments": {"n": 1}},
+        "next_state": {"result": "page 3", "is_error": False},
+    }  # fmt: skip
+    assert call["kind"] == "llm"
+
+
 def test_a_call_that_failed_is_in_the_record_and_is_no_decision(model: Scripted, rollout: str) -> None:
     model.ask(CHAT, {"messages": [GO]}, DONE, X_Rollout_Id=rollout)
     model.ask(CHAT, {"messages": [GO, DONE, user("more")]}, 500, X_Rollout_Id=rollout)

@@ -36,22 +36,6 @@ def graph(*calls: ModelCall) -> Graph:
     return found
 
 
-def test_an_attempt_in_whose_place_another_one_was_used_is_rejected() -> None:
-    found = graph(asked(0, [SYSTEM, TASK], FIRST), asked(1, [SYSTEM, TASK], SECOND), asked(2, AFTER, THIRD))
-    assert [one.edges for one in found.calls] == [[], [("retries", 0)], [("continues", 1)]] and found.rejected() == {
-        0: 1
-    }
-
-
-def test_another_agents_answer_to_the_same_messages_is_no_attempt() -> None:
-    found = graph(
-        asked(0, [SYSTEM, TASK], FIRST, "router"),
-        asked(1, [SYSTEM, TASK], SECOND, "coder"),
-        asked(2, AFTER, THIRD, "coder"),
-    )
-    assert found.calls[1].edges == [] and found.rejected() == {}
-
-
 def test_an_answer_of_another_form_is_no_attempt() -> None:
     """A program may read one call's JSON, and go on with another's words."""
     tools = [{"type": "function", "function": {"name": "open"}}]
@@ -87,26 +71,3 @@ def test_samples_that_one_prompt_has_are_all_used() -> None:
     samples = [asked(place, [SYSTEM, TASK], text) for place, text in enumerate((FIRST, SECOND, THIRD))]
     given = {"role": "system", "content": f"You make one of three: {FIRST}\n{SECOND}\n{THIRD}"}
     assert graph(*samples, asked(3, [given, TASK], "All of them may be right.")).rejected() == {}
-
-
-def test_sub_agents_with_the_same_order_are_no_attempts_though_a_result_was_cut() -> None:
-    order = "Read the whole appendix and say what is in it."
-    called = [
-        {
-            "id": f"call_{n:024x}",
-            "type": "function",
-            "function": {"name": "ask", "arguments": f'{{"order": "{order}"}}'},
-        }
-        for n in (1, 2)
-    ]
-    lead: Json = {"role": "assistant", "content": "I ask.", "tool_calls": called}
-    results = [
-        {"role": "tool", "tool_call_id": one["id"], "content": text}
-        for one, text in zip(called, ("It was too long.", f"Done: {SECOND}"), strict=True)
-    ]
-    helper = [{"role": "system", "content": "You help."}, {"role": "user", "content": order}]
-    found = graph(
-        asked(0, [SYSTEM, TASK], lead), asked(1, helper, FIRST), asked(2, helper, SECOND),
-        asked(3, [SYSTEM, TASK, lead, *results], THIRD),
-    )  # fmt: skip
-    assert found.calls[3].edges == [("continues", 0), ("returns", 2)] and found.rejected() == {}
