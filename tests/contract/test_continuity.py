@@ -30,8 +30,12 @@ def tokenize(text: str) -> list[int]:
 
 
 def rendered(body: Json) -> list[int]:
-    text = "".join(f"<{m['role']}>{m['content']}|" for m in body["messages"])
+    text = "".join(f"<{m['role']}>{_text(m['content'])}|" for m in body["messages"])
     return tokenize(text + "<assistant>" * body.get("add_generation_prompt", True))
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 class DriftingVllm(PlayedVllm):
@@ -145,13 +149,27 @@ def test_several_proxies_share_a_conversation(tmp_path: Path) -> None:
             assert (outcomes(one), outcomes(other)) == ({"first": 1, "exact": 2}, {"exact": 3})
 
 
+@pytest.mark.parametrize(
+    "kept",
+    [
+        said("1 hello", refusal=None, tool_calls=[], audio=None),
+        said([{"type": "text", "text": "1 "}, {"type": "text", "text": "hello"}]),
+    ],
+)
+def test_an_answer_is_known_however_the_client_sends_it_back(proxy: Proxy, kept: Json) -> None:
+    (first, _) = talk(proxy, 1, [])
+    proxy.chat("r", first | {"name": None}, kept, user("more"))
+    assert (rows(proxy), outcomes(proxy)) == (1, {"first": 1, "exact": 1})
+
+
 def test_what_cannot_be_exact_goes_as_text_and_is_counted(proxy: Proxy) -> None:
     before = talk(proxy, 1, [])
     proxy.chat("r", *before[:-1], said("No."), user("more"))
     proxy.chat("r", *before, user("more"), tools=[{"type": "function", "function": {"name": "f"}}])
-    proxy.chat("r", *before, user("more"), truncate_prompt_tokens=500)
+    for more in ({"truncate_prompt_tokens": 500}, {"add_generation_prompt": False}, {"n": 2}):
+        proxy.chat("r", *before, user("more"), **more)
     assert proxy.vllm is not None and not any("kv_transfer_params" in body for body in proxy.vllm.requests)
-    assert outcomes(proxy) == {"first": 1, "edited": 1, "changed": 1, "unsupported": 1}
+    assert outcomes(proxy) == {"first": 1, "edited": 1, "changed": 1, "unsupported": 3}
 
 
 @pytest.mark.parametrize(

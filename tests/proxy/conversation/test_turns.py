@@ -17,7 +17,6 @@ from lightning_proxy.proxy.conversation.turns import (
     closing,
     earlier_turn,
     exact_prompt,
-    is_supported,
     turns,
     undrifted_prompt,
 )
@@ -166,46 +165,7 @@ def test_a_template_that_rewrites_earlier_turns_is_no_base() -> None:
         next_prompt(counts, turn, [*asked, assistant("b"), user("c")])
 
 
-CALL: Json = {"id": "x1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 TOLD: list[Any] = [{"role": "system", "content": "s"}, user("hi")]
-RECEIVED: list[tuple[Json, Json]] = [
-    (assistant("ok", refusal=None, tool_calls=[], reasoning="hm"), assistant("ok")),
-    (assistant("ok"), assistant("ok", refusal=None, tool_calls=None)),
-    (assistant("ok", reasoning="hm"), assistant("ok", reasoning_content="hm")),
-    (assistant("ok"), assistant([{"type": "text", "text": "o"}, {"type": "text", "text": "k"}])),  # type: ignore[arg-type]
-    (assistant(None, tool_calls=[CALL]), assistant("", tool_calls=[CALL | {"id": "mine"}])),  # type: ignore[arg-type]
-    (
-        assistant("", tool_calls=[CALL]),
-        assistant("", tool_calls=[CALL | {"function": {"name": "add", "arguments": '{"a":1}'}}]),
-    ),
-]
-
-
-@pytest.mark.parametrize(("answer", "sent"), RECEIVED)
-def test_an_answer_is_known_however_the_client_sends_it_back(answer: Json, sent: Json) -> None:
-    turn = turn_of(TOLD, answer, [1], [2])
-    messages = [{**TOLD[0], "name": None}, TOLD[1], sent, {"role": "tool", "content": "2"}]
-    assert earlier_turn([turn], {"messages": messages}) is turn
-
-
-CHANGES: list[tuple[str, Json]] = [
-    ("edited", {"messages": [TOLD[0], user("ho"), assistant("ok"), user("more")]}),
-    ("edited", {"messages": [*TOLD, assistant("okay"), user("more")]}),
-    ("edited", {"messages": [*TOLD, assistant("ok", tool_calls=[CALL]), user("more")]}),
-    ("edited", {"messages": [*TOLD, assistant("ok", reasoning="other"), user("more")]}),
-    ("edited", {"messages": [*TOLD, assistant("ok")]}),
-    ("edited", {"messages": [TOLD[1], assistant("ok"), user("more")]}),
-    ("first", {"messages": [user("something else")]}),
-    ("changed", {"messages": [*TOLD, assistant("ok"), user("more")], "tools": [{"type": "function"}]}),
-    ("changed", {"messages": [*TOLD, assistant("ok"), user("more")], "tool_choice": "none"}),
-    ("changed", {"messages": [*TOLD, assistant("ok"), user("more")], "chat_template_kwargs": {"thinking": True}}),
-]
-
-
-@pytest.mark.parametrize(("outcome", "request_"), CHANGES)
-def test_what_does_not_go_on_with_the_turn_says_why(outcome: str, request_: Json) -> None:
-    with pytest.raises(AsText, match=outcome):
-        earlier_turn([turn_of(TOLD, assistant("ok", reasoning="hm"), [1], [2])], request_)
 
 
 def test_the_longest_turn_counts_and_of_equal_ones_the_newest() -> None:
@@ -216,24 +176,6 @@ def test_the_longest_turn_counts_and_of_equal_ones_the_newest() -> None:
     assert earlier_turn([first, again], {"messages": messages[:4]}) is again
     with pytest.raises(AsText, match="first"):
         earlier_turn([], {"messages": messages})
-
-
-UNSUPPORTED: list[Json] = [
-    {"n": 2},
-    {"messages": [user("a"), assistant("b"), {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-    {"messages": "hello"},
-    {"messages": ["hello"]},
-    {"kv_transfer_params": {"do_remote_prefill": True}},
-    {"add_generation_prompt": False},
-    {"continue_final_message": True},
-    {"truncate_prompt_tokens": 5},
-]
-
-
-@pytest.mark.parametrize("more", UNSUPPORTED)
-def test_requests_that_cannot_be_sent_as_tokens_are_told_apart(more: Json) -> None:
-    assert is_supported({"messages": [user("a")], "n": 1, "seed": 5})
-    assert not is_supported({"messages": [user("a")]} | more)
 
 
 def test_each_answer_of_a_call_is_a_turn_of_its_own() -> None:
