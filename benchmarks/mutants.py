@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-CONTRACT, REFERENCE = "tests/contract", "tests/reference"
+REFERENCE = "tests/reference"
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,21 @@ class Place:
     tests: tuple[str, ...]
 
 
+def of_contract(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/contract/test_{name}.py" for name in names)
+
+
 PLACES = [
-    Place("transcript", "proxy/conversation/transcript.py", (CONTRACT,)),
-    Place("tokens", "proxy/apis/tokens.py", (CONTRACT,)),
-    Place("group commit", "proxy/recording/group_commit.py", (CONTRACT,)),
-    Place("returns", "proxy/returns.py", (CONTRACT, REFERENCE)),
+    Place("transcript", "proxy/apis/stream.py", of_contract("cases", "transparency", "transitions", "tokens")),
+    Place("tokens", "proxy/apis/tokens.py", of_contract("tokens", "continuity", "transitions", "cases")),
+    Place("group commit", "proxy/recording/group_commit.py", of_contract("durability", "rewards", "rollouts", "cases")),
+    Place("returns", "proxy/returns.py", (*of_contract("rewards", "reports"), REFERENCE)),
     Place("baselines", "trainer/credit/baselines.py", (REFERENCE,)),
     Place("strategies", "trainer/credit/strategies.py", (REFERENCE,)),
-    Place("samples", "trainer/rows/samples.py", (CONTRACT, REFERENCE)),
+    Place("samples", "trainer/rows/samples.py", of_contract("training", "reports")),
     Place("loss", "trainer/step/losses.py", (REFERENCE,)),
-    Place("publish", "trainer/publish.py", (CONTRACT,)),
-    Place("key masks", "proxy/access/sight.py", (CONTRACT,)),
+    Place("publish", "trainer/publish.py", of_contract("training", "resume")),
+    Place("key masks", "proxy/access/sight.py", of_contract("tenants", "rollouts", "feed")),
 ]
 
 FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
