@@ -11,8 +11,8 @@ import httpx
 import openai
 import pytest
 
-from contract.system import Proxy, in_this_process
-from contract.vllm import ANSWER, LOGPROBS, PROMPT
+from contract.system import Proxy, in_this_process, played
+from contract.vllm import ANSWER, LOGPROBS, PROMPT, PlayedVllm
 
 NUMBERS = itertools.count()
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -62,12 +62,50 @@ def test_a_call_without_a_name_continues_the_conversation_that_it_extends_or_ope
     assert other.headers["x-rollout-id"] != opened.headers["x-rollout-id"]
 
 
-@pytest.mark.parametrize("wrong", ["a b", "é", "x" * 201, "a/b"])
+def test_a_url_wins_piece_by_piece_and_headers_say_what_it_leaves_out(proxy: Proxy, name: str) -> None:
+    headers = {"X_Task_Id": "t-header", "X_Agent_Name": "a-header", "X_Rollout_Mode": "eval"}
+    named(proxy, f"/rollouts/{name}-1/tasks/t-url", **headers)
+    named(proxy, f"/rollouts/{name}-2/agents/a-url", **headers)
+    found = [proxy.rollout(f"{name}-{i}") for i in (1, 2)]
+    assert [(one["task_id"], one["calls"][0]["agent"], one["mode"]) for one in found] == [
+        ("t-url", "a-header", "eval"),
+        ("t-header", "a-url", "eval"),
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["", "a b", "é", "x" * 201, "a/b", "'; --"])
 @pytest.mark.parametrize("header", ["X-Rollout-Id", "X-Task-Id", "X-Agent-Name"])
 def test_an_id_of_other_characters_or_too_long_is_400(proxy: Proxy, header: str, wrong: str) -> None:
     answer = proxy.client.post(f"{proxy.url}/v1/chat/completions", json=CHAT, headers={header.encode(): wrong.encode()})
     assert answer.status_code == 400
     assert answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/rollouts/{}", "/rollouts/r/tasks/{}", "/rollouts/r/agents/{}"])
+@pytest.mark.parametrize("wrong", ["a%20b", "%C3%A9", "x" * 201])
+def test_an_id_in_a_url_has_the_same_rules(proxy: Proxy, path: str, wrong: str) -> None:
+    assert proxy.post(f"{path.format(wrong)}/v1/chat/completions", CHAT).status == 400
+
+
+@pytest.mark.parametrize("path", ["/rollouts/a/b", "/rollouts/r/agents/a/tasks/t", "/rollouts", "/v2"])
+def test_other_urls_name_no_rollout(proxy: Proxy, path: str) -> None:
+    assert proxy.post(f"{path}/v1/chat/completions", CHAT).status == 404
+
+
+@pytest.mark.parametrize("mode", ["", "test", "EVAL"])
+def test_a_mode_is_train_or_eval(proxy: Proxy, name: str, mode: str) -> None:
+    answer = proxy.post(f"/rollouts/{name}/v1/chat/completions", CHAT, X_Rollout_Mode=mode)
+    assert answer.status == 400 and "train or eval" in answer.error["message"]
+
+
+@pytest.mark.parametrize("header", ["Authorization", "X-Api-Key", "Api-Key"])
+def test_a_rollouts_key_names_it_wherever_clients_put_it(proxy: Proxy, header: str) -> None:
+    (opened,) = proxy.post("/rollouts", {}).json
+    value = f"Bearer {opened['api_key']}" if header == "Authorization" else opened["api_key"]
+    assert named(proxy, **{header.replace("-", "_"): value}) == opened["rollout_id"]
+    assert proxy.vllm is not None and opened["api_key"] not in json.dumps(proxy.vllm.requests[-1]), (
+        "it is not passed on"
+    )
 
 
 def test_ids_have_up_to_200_characters_of_the_listed_kinds(proxy: Proxy) -> None:
@@ -185,6 +223,31 @@ def test_the_openai_client_works_unchanged(proxy: Proxy, name: str) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert whole.choices[0].message.content == text == "by base with " + Path(proxy.directory).name
     assert [call["status"] for call in proxy.rollout(name)["calls"]] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("configured", "sent", "passed"),
+    [
+        (None, "agents-own", "Bearer agents-own"),
+        ("upstreams", "agents-own", "Bearer upstreams"),
+        ("upstreams", None, "Bearer upstreams"),
+    ],
+)
+def test_an_upstream_without_a_key_of_its_own_gets_the_agents(
+    tmp_path: Path, configured: str | None, sent: str | None, passed: str
+) -> None:
+    vllm = PlayedVllm(tmp_path)
+    with played(vllm) as url:
+        upstream = {"name": "policy", "kind": "vllm", "base_url": f"{url}/v1"}
+        upstream |= {} if configured is None else {"api_key": configured}
+        with in_this_process(tmp_path, upstreams=[upstream]) as proxy:
+            assert proxy.chat("r1", key=sent).status == 200
+            shown = json.dumps(proxy.rollout("r1")) + json.dumps(proxy.get("/status")) + proxy.chat("r1").body.decode()
+            assert "upstreams" not in shown and "agents-own" not in shown
+    headers = {name.lower(): value for name, value in vllm.requests[0]["headers"].items()}
+    assert headers["authorization"] == passed
+    kept = b"".join(path.read_bytes() for path in tmp_path.glob("*.db*"))
+    assert b"agents-own" not in kept and b"Bearer" not in kept
 
 
 def test_our_headers_and_keys_are_not_passed_on(tmp_path: Path) -> None:
