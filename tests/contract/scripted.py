@@ -48,7 +48,8 @@ class Wire:
 class ScriptedVllm(PlayedVllm):
     """Answers what is written for the request's header X-Script: a `Wire`, an error's status, or an answer's content.
 
-    That is a message (chat), a text (completions), the blocks of Messages, or the items of Responses' output.
+    That is a message (chat), a text (completions), the blocks of Messages, or the items of Responses' output; or a
+    function of the request that says so.
     """
 
     def __init__(self, root: Path) -> None:
@@ -65,6 +66,7 @@ class ScriptedVllm(PlayedVllm):
         body = json.loads(await request.read() or b"{}", parse_int=_integer)
         self.asked[name] = {"path": request.raw_path, **body}
         await asyncio.sleep(float(request.headers.get("X-Wait", "0")))
+        script = script(self.asked[name]) if callable(script) else script
         if isinstance(script, Wire):
             return await _write(request, script)
         if isinstance(script, int):
