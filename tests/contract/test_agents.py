@@ -49,7 +49,8 @@ def test_the_header_wins_over_the_url_and_the_url_over_the_key(proxy: Proxy, nam
     key = opened["api_key"]
     assert named(proxy, key=key) == opened["rollout_id"]
     assert named(proxy, f"/rollouts/{name}") == name
-    assert named(proxy, f"/rollouts/{name}", X_Rollout_Id=f"{name}-h") == f"{name}-h"
+    assert named(proxy, f"/rollouts/{name}/tasks/t", X_Rollout_Id=f"{name}-h") == f"{name}-h"
+    assert proxy.rollout(f"{name}-h")["task_id"] is None, "of a URL that does not count, nothing does"
 
 
 def test_a_call_without_a_name_continues_the_conversation_that_it_extends_or_opens_a_rollout(proxy: Proxy) -> None:
@@ -223,6 +224,31 @@ def test_the_openai_client_works_unchanged(proxy: Proxy, name: str) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert whole.choices[0].message.content == text == "by base with " + Path(proxy.directory).name
     assert [call["status"] for call in proxy.rollout(name)["calls"]] == ["ok", "ok"]
+
+
+def test_the_policys_alias_can_have_another_name(tmp_path: Path) -> None:
+    with in_this_process(tmp_path, policy={"alias": "mine"}) as proxy:
+        assert {model["id"] for model in proxy.get("/v1/models")["data"]} == {"base", "mine"}
+        answer = proxy.post("/v1/chat/completions", CHAT | {"model": "mine"})
+        assert (answer.status, answer.headers["x-policy-version"]) == (200, "0")
+        assert proxy.vllm is not None and proxy.vllm.requests[-1]["model"] == "base"
+
+
+@pytest.mark.parametrize("kind", ["vllm", "openai"])
+def test_any_model_server_will_do_for_recording(tmp_path: Path, kind: str) -> None:
+    vllm = PlayedVllm(tmp_path)
+    operators = ("weight_info", "is_paused", "pause", "resume", "collective_rpc", "tokenize", "v1/load_lora_adapter")
+    vllm.refuses = dict.fromkeys([f"/{path}" for path in (*operators, "v1/chat/completions/render")], 404)
+    vllm.returns_token_ids = kind == "vllm"
+    with played(vllm) as url:
+        upstream = {"name": "any", "kind": kind, "base_url": f"{url}/v1", "model_map": {"policy": "base"}}
+        if kind == "vllm":
+            del upstream["model_map"]
+        with in_this_process(tmp_path, upstreams=[upstream]) as proxy:
+            assert proxy.chat("r1").status == 200
+            (call,) = proxy.rollout("r1")["calls"]
+            assert (call["status"], call["trainable"]) == ("ok", kind == "vllm")
+            assert proxy.get("/readyz")["status"] == "ready"
 
 
 @pytest.mark.parametrize(
