@@ -13,7 +13,7 @@ EXTRAS ?= $(if $(GPU),vllm,cpu),train,providers,demo,parquet,dev
 # vLLM's and torch's wheels are built for CUDA 13, whose oldest driver this is.
 DRIVER := 580
 
-.PHONY: help setup clients tinker test test-all check lint demo learn gpu-hour bench-proxy bench-peers bench-store bench-instructions bench-stalls bench-several bench-page bench-credit bench-promotion bench-gate bench-train bench-sampling bench-methods bench-loop soak kill-rounds
+.PHONY: help setup clients tinker test test-all check lint demo learn gpu-hour bench-proxy bench-peers bench-store bench-instructions bench-several bench-credit bench-train bench-sampling bench-loop soak kill-rounds
 .PHONY: test-frameworks record-traffic clean
 
 help:  ## show this list
@@ -116,32 +116,17 @@ bench-store: setup  ## what grows with the store: every route and look beside an
 bench-instructions: setup  ## how many instructions a call costs beside a bare forwarder (valgrind): three minutes
 	$(BIN)/python benchmarks/instructions.py $(ARGS)
 
-bench-stalls: setup  ## how long one large request keeps all others waiting: two minutes; ARGS="--only rewards"
-	$(BIN)/python benchmarks/stalls.py $(ARGS)
-
 bench-several: setup  ## 1, 2 and 4 proxies over one PostgreSQL beside SQLite, and what limits them: three minutes
 	$(BIN)/python benchmarks/several.py $(ARGS)
 
-bench-page: setup  ## how long the routes that the page reads take with a long run in the store: half a minute
-	$(BIN)/python benchmarks/page.py $(ARGS)
-
 bench-credit: setup  ## what each credit strategy, choice of agents, baseline and loss learns: small problems, four minutes
 	$(BIN)/python benchmarks/credit.py $(ARGS)
-
-bench-promotion: setup  ## how often the gate before a new version is wrong, and how many pairs it takes: minutes
-	$(BIN)/python benchmarks/promotion.py $(ARGS)
 
 bench-train: setup  ## a training step beside TRL's own padded rows, on the same rollouts: 15 minutes
 	$(BIN)/python -W ignore benchmarks/train.py $(ARGS)
 
 bench-sampling: setup  ## are ratios 1 with unchanged weights, however a real vLLM samples? half an hour
 	$(BIN)/python -W ignore benchmarks/sampling.py $(ARGS)
-
-bench-gate: setup  ## a better, a spoilt and a cheating version before the gate, two real vLLMs, two seeds
-	$(BIN)/python benchmarks/gate.py $(ARGS)
-
-bench-methods: setup  ## what rl, sft, dpo and kto make of the same number of rollouts, three seeds: two hours
-	$(BIN)/python benchmarks/methods.py $(ARGS)
 
 bench-loop: setup  ## the demo beside TRL's GRPOTrainer with its own generation, 20 steps each; ARGS=--quick: two
 	$(BIN)/python -W ignore benchmarks/loop.py $(ARGS)

@@ -22,7 +22,7 @@ from statistics import fmean, stdev, variance
 from typing import NamedTuple
 
 import torch
-from results_page import Page, option
+from report import Page, option
 from rich.progress import track
 from scripted_judge import judged
 

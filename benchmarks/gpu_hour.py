@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Any
 
 import cards
-from results_page import Page, option
+from report import Page, made, option
 
 Json = dict[str, Any]
 LEARN = Path(__file__).parents[1] / "examples" / "learn.py"
@@ -170,7 +170,7 @@ def main() -> int:
     page = Page("The first hour on a GPU" + (", small: SmolLM2-135M-Instruct" if small else ""))
     names = ", ".join(card.name for card in there.values()) or "no GPU"
     page.text([f"Cards: {names}. Held-out rewards with 95 % intervals; one seed."])
-    runs = page.figures["runs"] = []
+    runs: list[dict[str, Any]] = []
     for example in [options.only] if options.only else MODELS:
         big = ("--model", getattr(options, example), "--steps", str(options.steps))
         try:
@@ -179,7 +179,7 @@ def main() -> int:
             print(f"gpu-hour: {example}: exit code {error.returncode}; see {options.dir / example}", file=sys.stderr)
             return int(error.returncode)
         page.table(f"{example}, {runs[-1]['model']}:", ("", "measured"), lines(runs[-1]))
-    print(json.dumps(page.figures))
+    print(json.dumps(made() | {"runs": runs}))
     page.save(options.page)
     return 0
 

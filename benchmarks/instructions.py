@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from results_page import Page, option
+from report import Page, option
 from servers import Server, free_port
 from targets import HERE, start_upstream
 

@@ -24,7 +24,7 @@ from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
-from results_page import Page, option
+from report import Page, option
 
 from lightning_proxy.commands.demo.config import CONFIG, EXAMPLE
 from lightning_proxy.commands.telemetry import telemetry_off
@@ -191,7 +191,7 @@ def main() -> int:
     page.table("Seconds of a step, means:", ("", *head), seconds(ours, trl))
     page.table(f"Mean reward by rollouts, each of {every} steps:", ("rollouts", *head), by_rollouts(ours, trl, every))
     page.table("Mean reward by minutes (steps so far):", ("minutes", *head), by_minutes(ours, trl, every))
-    page.figures["steps"] = {OURS: asdict(ours), TRL: asdict(trl)}
+    (directory / "steps.json").write_text(json.dumps({OURS: asdict(ours), TRL: asdict(trl)}))
     page.save(options.page)
     return 0
 

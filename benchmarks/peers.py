@@ -116,8 +116,6 @@ PEERS = (
     Peer("rllm-model-gateway", "rllm-model-gateway", "0.1.0", start=rllm),
     Peer("litellm", "litellm[proxy]", "1.106.2", start=litellm),
 )
-# Not a peer: another server for our own app, which our own Python runs.
-GRANIAN = Package("granian", "granian", "2.8.7")
 
 
 def install(package: Package) -> str:
@@ -149,7 +147,7 @@ def find_python(lowest: tuple[int, int]) -> str | None:
 
 def chosen(argv: Sequence[str]) -> list[Package]:
     """The packages that the command line names, or all; SystemExit for an unknown one."""
-    packages = {package.name: package for package in (*PEERS, GRANIAN)}
+    packages = {package.name: package for package in PEERS}
     parser = argparse.ArgumentParser(description="Install what is named, or all of it.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(packages))
     names = parser.parse_args(argv).names or list(packages)

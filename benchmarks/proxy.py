@@ -1,9 +1,9 @@
 """How fast the proxy is, with durable recording on: `make bench-proxy`, or `python benchmarks/proxy.py --help`.
 
 Compared in one run, in random order: the model server itself; a bare forwarder that records nothing (the floor); the
-same when it commits each request and each answer and does nothing else with them; the proxy, also with two workers and
-under granian; and the peers that `make bench-peers` has installed. Small prompts come first. All on this machine's
-loopback, each a process of its own; every run ends by itself. Prints Markdown.
+same when it commits each request and each answer and does nothing else with them; the proxy, also with two workers; and
+the peers that `make bench-peers` has installed. Small prompts come first. All on this machine's loopback, each a
+process of its own; every run ends by itself. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from peers import PEERS
-from report import markdown
-from results_page import Page, machine, option
+from report import Page, machine, of_proxy, option
 from rich.console import Console
 from rich.progress import track
 from servers import Server, Unavailable
@@ -42,7 +41,6 @@ from targets import (
     ours,
     start_forwarder,
     start_proxy,
-    start_under_granian,
     start_upstream,
 )
 
@@ -176,8 +174,6 @@ def started(directory: Path, only: list[str]) -> Iterator[tuple[list[Target], li
         add("ours", lambda: ours("ours", start_proxy(directory / "ours", url)))
         if "workers" in only:
             add("2 workers", lambda: ours("ours, 2 workers", start_proxy(directory / "workers", url, workers=2)))
-        if "granian" in only:
-            add("granian", lambda: ours("ours, granian", start_under_granian(directory / "granian", url)))
         for peer in PEERS:
             if peer.name in only:
                 own = directory / peer.name
@@ -193,14 +189,14 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, but for the peers, which have one")
     parser.add_argument("--quick", action="store_true", help="two minutes: up to 50 KB and 16 connections, one round")
-    others = ["workers", "granian", *(peer.name for peer in PEERS)]
+    others = ["workers", *(peer.name for peer in PEERS)]
     parser.add_argument(
         "--only", nargs="*", choices=others, default=others, help="beside upstream, forwarder and proxy"
     )
     parser.add_argument("--streams", type=int, default=1000, help="streams open at once for the memory figure; 0: skip")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
     option(parser, "speed")
-    parser.add_argument("--json", type=Path, help="write the figures there; `report.py FILE` prints them again")
+    parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped as well
     options.rounds = 1 if options.quick else options.rounds
@@ -222,7 +218,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
     page = Page("What a call costs")
-    page.text([markdown(found)])
+    page.text([of_proxy(found)])
     page.save(options.page)
     if failed:
         raise SystemExit(1)

@@ -1,10 +1,15 @@
-"""The proxy benchmark's figures as Markdown: `python report.py FILE` prints what `proxy.py --json FILE` wrote."""
+"""What a benchmark prints and writes: its page, benchmarks/results/NAME.md, and the table of the proxy's figures."""
 
 from __future__ import annotations
 
-import json
+import argparse
+import os
+import platform
+import shlex
+import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +17,62 @@ from targets import COMMITTING
 
 Figures = dict[str, Any]
 Case = tuple[str, int, int]
+HERE = Path(__file__).parent
 
 
-def markdown(figures: Figures) -> str:
+class Page:
+    """Tables of one run, printed as they come, with the command, machine, commit and date that they were made with."""
+
+    def __init__(self, title: str) -> None:
+        how = made()
+        self._lines = [f"# {title}", "", f"`{how['command']}`"]
+        self._lines.append(f"on {how['machine']}, commit {how['commit']}, {how['date']}.")
+
+    def table(self, about: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        self.text([about, ""] if about else [])
+        for row in (head, ["---"] * len(head), *rows):
+            self._add(_line(*map(str, row)))
+
+    def text(self, lines: Iterable[str]) -> None:
+        for line in ("", *lines):
+            self._add(line)
+
+    def _add(self, line: str) -> None:
+        self._lines.append(line)
+        print(line, flush=True)
+
+    def save(self, page: Path | None) -> None:
+        """Write the page, if `page` names one."""
+        if page is not None:
+            page.parent.mkdir(parents=True, exist_ok=True)
+            page.write_text("\n".join(self._lines) + "\n")
+
+
+def option(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add `--page [FILE]`, which stands for results/NAME.md without a file."""
+    default = HERE / "results" / f"{name}.md"
+    parser.add_argument(
+        "--page", type=Path, nargs="?", const=default, help=f"write benchmarks/results/{name}.md, or FILE"
+    )
+
+
+def made() -> dict[str, str]:
+    """Return the command, machine, commit and date of this run."""
+    git = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+    return {"command": command, "machine": machine(), "commit": commit, "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+
+
+def machine() -> str:
+    """Return the number and model of the cores, and Python's version."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "")
+    return f"{os.cpu_count()} cores{f' ({model})' if model else ''}, Python {platform.python_version()}"
+
+
+def of_proxy(figures: Figures) -> str:
+    """Return what `proxy.py` measured as Markdown."""
     rows = {((r["kind"], r["prompt"], r["connections"]), r["target"]): r for r in figures["rows"]}
     cases = list(dict.fromkeys(sorted((case for case, _ in rows), key=lambda c: (c[0] != "JSON", c))))
     names = list(figures["memory_mib"])
@@ -92,7 +150,3 @@ def _head(*names: str) -> Iterable[str]:
 
 def _line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
-
-
-if __name__ == "__main__":
-    print(markdown(json.loads(Path(sys.argv[1]).read_text())))

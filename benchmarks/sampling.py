@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from results_page import Page, option
+from report import Page, option
 from servers import Server, free_port
 
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model

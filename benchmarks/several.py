@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from results_page import Page, option
+from report import Page, option
 from servers import TICKS, Server
 from targets import HERE, start_proxy, start_upstream
 

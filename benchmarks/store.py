@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from filled import SIBLINGS, Size, fill
-from results_page import made
+from report import made
 from servers import Server
 from targets import start_proxy, start_upstream
 

@@ -10,7 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from servers import Server, Unavailable, free_port
+from servers import Server, free_port
 
 HERE = Path(__file__).parent
 ENVIRONMENTS = HERE.parent / ".venv-peers"
@@ -79,14 +79,6 @@ def start_proxy(
     config.write_text(json.dumps(settings))
     argv = [script, config] if script else ["-m", "lightning_proxy.cli", "--config", config, "serve"]
     return Server([sys.executable, *argv], port, ready="/readyz", env=env, log=directory / "log")
-
-
-def start_under_granian(directory: Path, url: str) -> Server:
-    """Our own Python and packages, and granian from where `make bench-peers` has put it."""
-    packages = next((path.parent for path in ENVIRONMENTS.glob("granian/lib/*/site-packages/granian")), None)
-    if packages is None:
-        raise Unavailable("not installed (make bench-peers)")
-    return start_proxy(directory, url, script=HERE / "under_granian.py", env={"PYTHONPATH": str(packages)})
 
 
 def ours(name: str, server: Server) -> Target:

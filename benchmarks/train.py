@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from results_page import Page, machine, option
+from report import Page, machine, option
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config

@@ -23,7 +23,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
-from results_page import Page, option
+from report import Page, option
 from servers import Server, free_port
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
