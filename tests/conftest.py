@@ -388,7 +388,7 @@ class System:
         return version
 
 
-SECTIONS = ("recording", "telemetry", "rollouts", "rewards", "trainer", "prices")
+SECTIONS = ("recording", "telemetry", "rollouts", "rewards", "trainer", "prompts", "prices")
 
 
 def _config(

@@ -147,14 +147,6 @@ def test_options_reach_the_children(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (config.policy.model, config.proxy.port, config.trainer.max_steps) == ("a/b", 9000, None)
 
 
-def test_run_names_the_bad_line_of_a_task_file(tmp_path: Path) -> None:
-    (tmp_path / "tasks.jsonl").write_text(json.dumps({"a": 1}) + "\n\n{oops\n")
-    done = lightning("run", "--tasks", "tasks.jsonl", "--", "true", cwd=tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("lightning-proxy: tasks.jsonl:3: not JSON: ")
-    assert done.stderr.count("\n") == 1
-
-
 def test_logs_of_up_that_cannot_be_written_are_one_line_and_code_2(tmp_path: Path, model: Path) -> None:
     port, vllm = free_port(), free_port()
     upstream = {"name": "policy", "base_url": f"http://127.0.0.1:{vllm}/v1"}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -15,56 +13,12 @@ import pytest
 
 from lightning_proxy import client
 from lightning_proxy.client.program import reached_directly
-from lightning_proxy.commands.run.run import RunOptions
-from support.control_api import ControlApi
 from support.http_proxy import http_proxy
 from support.relaying import MemoryRecorder, relaying, speaking
-from support.running import Program, run_all, task
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
 PASS = "Proxy-Authorization: Basic dXNlcjpwQHNz"
-AGENT = """
-import json, os, urllib.request
-from lightning_proxy import client
-from openai import OpenAI
-messages = [{"role": "user", "content": "hi"}]
-OpenAI().chat.completions.create(model="policy", messages=messages)
-with client.current().openai() as llm:
-    llm.chat.completions.create(model="policy", messages=messages)
-body = {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": 0.5, "final": False}
-headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-url = os.environ["LIGHTNING_URL"] + "/reward"
-urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).close()
-client.emit_reward(1.0)
-"""
-
-
-@pytest.mark.parametrize("options", [(), ("--preload", "json")], ids=["process", "preload"])
-async def test_programs_of_run_ask_the_proxy_directly(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
-) -> None:
-    tasks, agent = tmp_path / "tasks.jsonl", tmp_path / "agent.py"
-    tasks.write_text('{"task_id": "t1"}\n')
-    agent.write_text(AGENT)
-    async with running(tmp_path) as system, http_proxy() as between:
-        between.in_environment(monkeypatch)
-        asked = ("--tasks", tasks, "--group-size", "1", "--json", *options, "--", sys.executable, agent)
-        code, out, err = await system.lightning("run", *asked)
-        assert (code, json.loads(out)["mean_reward"]) == (0, 1.0), err
-        assert between.seen == []
-
-
-async def test_what_the_user_keeps_from_the_http_proxy_stays_beside_our_host(
-    proxy: ControlApi, tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if program.kind == "ray":
-        program.run["ray"] |= {"runtime_env": {"env_vars": {"NO_PROXY": "mine.example,.corp"}}}  # type: ignore[operator]
-    monkeypatch.setenv("NO_PROXY", "mine.example,.corp")
-    monkeypatch.delenv("no_proxy", raising=False)
-    text = "import os; print(os.environ['NO_PROXY'], os.environ['no_proxy'])"
-    await run_all(proxy, program(tmp_path, text), [task(1)], RunOptions(logs=tmp_path / "logs"))
-    assert (tmp_path / "logs" / "r0.log").read_text().split() == ["mine.example,.corp,127.0.0.1"] * 2
 
 
 @pytest.mark.parametrize(

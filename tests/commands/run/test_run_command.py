@@ -19,25 +19,12 @@ from lightning_proxy.commands.run.progress import ProgressView
 from lightning_proxy.commands.run.resume import kept_results
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.commands.run.tasks import Task
-from lightning_proxy.proxy.errors import ConfigError
 from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
 from lightning_proxy.proxy.types import Reward, RolloutName
 from support.judging import judging, ordered
 from support.sections import TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
-
-
-@pytest.mark.parametrize(("options", "opened"), [([], 8), (["--group-size", "3"], 3), (["--mode", "eval"], 1)], ids=str)
-async def test_a_task_has_as_many_siblings_as_the_trainer_compares(
-    running: Running, tmp_path: Path, options: list[str], opened: int
-) -> None:
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text('{"task_id": "t1"}\n')
-    async with running(tmp_path) as system:
-        assert system.config.trainer.group_size == 8
-        code, out, err = await system.lightning("run", "--tasks", tasks, "--json", *options, "--", "true")
-    assert (code, json.loads(out)["rollouts"]) == (0, opened), err
 
 
 CALLS = """
@@ -86,26 +73,6 @@ async def test_that_nothing_is_learned_is_said_at_the_end_and_in_status(running:
         _, status, _ = await system.lightning("status")
     assert said.replace("\n", " ").count("nothing was learned from the newest 192 rollouts (mean reward 0.5)") == 1
     assert " ".join(status.split()).count("nothing was learned from the newest 192 rollouts") == 1
-
-
-async def test_rollouts_without_a_call_are_told_of_and_groups_that_make_no_step(
-    running: Running, tmp_path: Path
-) -> None:
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text('{"task_id": "t1"}\n{"task_id": "t2"}\n')
-    async with running(tmp_path) as system:
-        told = {}
-        for size in ("1", "4", "8"):
-            _, _, err = await system.lightning("run", "--tasks", tasks, "--group-size", size, "--", "true")
-            told[size] = " ".join(err.split())
-        options = ("--mode", "eval", "--json")
-        _, out, err = await system.lightning("run", "--tasks", tasks, *options, "--", "no-such-program")
-    assert "no step will be taken" in told["1"]
-    assert "2 groups come of this, and a step takes 8 (trainer.tasks_per_step)" in told["4"]
-    assert "it waits 10m for them; add tasks, or --repeat 4" in told["4"]
-    assert "2 of 2 rollouts made no call: does your agent read OPENAI_BASE_URL?" in told["1"]
-    assert "trainer.group_size" not in told["8"]
-    assert (out, "no-such-program" in err) == ("", True)
 
 
 @pytest.mark.parametrize(
@@ -166,15 +133,6 @@ def shown(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_elsewhere_than_on_a_terminal_progress_is_a_line_now_and_then_and_one_at_the_end() -> None:
-    console = Console(file=StringIO(), width=80)
-    with ProgressView(console) as view:
-        bar = view.bar("rollouts", 3)
-        for one in (result(1.0), result(None, 1), result(0.5)):
-            bar.add(one)
-    assert shown(console) == "rollouts 3/3  reward 0.750  failed 1  0:00:00\n"
-
-
 def test_a_bar_that_is_cut_short_says_how_far_it_came() -> None:
     console = Console(file=StringIO(), width=80)
     with ProgressView(console) as view:
@@ -192,42 +150,6 @@ def test_on_a_terminal_progress_is_a_bar_of_at_most_80_columns() -> None:
     last = shown(console).rsplit("\r", 1)[-1]
     assert "5000/10000" in last and "reward 0.123" in last and "failed 12" in last
     assert max(map(len, last.splitlines())) <= 90  # with the characters that move the cursor
-
-
-FAILS_AT_FIRST = """
-import json, os, pathlib, urllib.request
-task, seen = json.loads(os.environ['LIGHTNING_TASK'])['task_id'], pathlib.Path('seen.txt')
-ran = seen.read_text().split() if seen.exists() else []
-seen.write_text(' '.join([*ran, task]))
-assert (task, ran.count(task)) not in (('a', 1), ('b', 0), ('b', 1))  # the second of a, both of b
-root, rollout = os.environ['LIGHTNING_URL'], os.environ['LIGHTNING_ROLLOUT_ID']
-body = [{'rollout_id': rollout, 'reward': value, 'name': name, 'final': name == 'reward'}
-        for name, value in (('style', 0.5), ('reward', 1.0))]
-headers = {'Content-Type': 'application/json', 'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}
-urllib.request.urlopen(urllib.request.Request(root + '/reward', json.dumps(body).encode(), headers)).read()
-"""
-
-
-async def test_a_run_that_is_resumed_asks_for_no_rollout_again_that_has_its_reward(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("agent.py").write_text(FAILS_AT_FIRST)
-    Path("tasks.jsonl").write_text("".join(f'{{"task_id": "{name}"}}\n' for name in "abc"))
-    options = ("--tasks", "tasks.jsonl", "--group-size", "2", "--concurrency", "1", "--resume", "kept.jsonl", "--json")
-    async with running(tmp_path) as system:
-        for failed, ran in ((3, "a a b b c c"), (0, "a a b b c c a b b"), (0, "a a b b c c a b b")):
-            code, out, err = await system.lightning("run", *options, "--", sys.executable, "agent.py")
-            assert code == 0, err
-            found = json.loads(out)
-            assert (found["rollouts"], found["failed"], found["mean_reward"]) == (6, failed, 1.0)
-            assert Path("seen.txt").read_text() == ran
-            kept = Path("kept.jsonl")
-            kept.write_text(kept.read_text() + '{"rollout_id": "cut o')
-        assert found["by_name"] == {"style": {"mean": 0.5, "rollouts": 6}}
-        async with system.store() as store:
-            groups = await store.waiting.groups()
-    assert [(group.task_id, group.completed) for group in groups] == [("a", 2), ("c", 2), ("b", 2)]
 
 
 REWARDS_EVERY_OTHER = """
@@ -267,41 +189,6 @@ def test_results_of_other_tasks_are_forgotten(tmp_path: Path) -> None:
     with kept_results(file) as kept:
         assert kept.left([task, task], 2) == [replace(task, siblings=("3",))]
         assert [result.rollout_id for result in kept.results] == ["1", "2", "3"]
-
-
-COUNTS = """
-import json, os
-with open('seen.txt', 'a') as seen:
-    seen.write(json.loads(os.environ['LIGHTNING_TASK'])['task_id'])
-"""
-
-
-async def test_a_run_that_is_resumed_counts_what_was_rewarded_after_the_earlier_one(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("agent.py").write_text(COUNTS)
-    Path("tasks.jsonl").write_text("".join(f'{{"task_id": "{name}"}}\n' for name in "abc"))
-    options = ("--tasks", "tasks.jsonl", "--group-size", "1", "--resume", "kept.jsonl", "--json")
-    async with running(tmp_path) as system:
-        for before, ran, rewarded in (("", "abc", 0), ("ab", "abcc", 2), ("c", "abcc", 3)):
-            for name in before:
-                (newest, *_) = (await system.call("GET", f"/rollouts?task_id={name}"))[1]["data"]
-                await system.call("POST", "/reward", {"rollout_id": newest["rollout_id"], "reward": 1})
-            code, out, err = await system.lightning("run", *options, "--", sys.executable, "agent.py")
-            assert code == 0, err
-            found = json.loads(out)
-            assert (found["rollouts"], 3 - found["without_reward"]) == (3, rewarded)
-            assert "".join(sorted(Path("seen.txt").read_text())) == ran
-
-
-@pytest.mark.parametrize("text", ['{"task_id": "a"}\n', '{"task_id": "a"}', "x\n"])
-def test_a_file_that_has_no_results_is_left_as_it_is(tmp_path: Path, text: str) -> None:
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text(text)
-    with pytest.raises(ConfigError, match=r"tasks\.jsonl is no file of results"), kept_results(tasks):
-        pass
-    assert tasks.read_text() == text
 
 
 async def test_a_reward_function_that_always_fails_is_told_at_the_end_of_a_run(

@@ -1,0 +1,393 @@
+"""CONTRACT.md, section 5: `run` starts an agent program once per task and sibling."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.system import Done, Process, Proxy, wait_until
+from support.ray_cluster import RayCluster, ray_cluster
+
+Json = dict[str, Any]
+NUMBERS = itertools.count()
+POST = """
+import json, os, pathlib, subprocess, sys, time, urllib.request
+
+def post(url, body):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        return json.load(answer)
+
+def call():
+    body = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    return post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
+
+def reward(value, **more):
+    body = {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": value, **more}
+    post(os.environ["LIGHTNING_URL"] + "/reward", body)
+"""
+# Starts a child, and one that leaves it for a session of its own; says who is there.
+HANGS = """
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+left = os.popen("setsid sleep 1000 >/dev/null 2>&1 & echo $!").read().strip()
+with open("pids", "a") as file:
+    file.write(f"{os.getpid()} {child.pid} {left}\\n")
+print("hanging", flush=True)
+time.sleep(1000)
+"""
+
+
+class Runs:
+    """Runs programs over tasks in a folder of its own. `way`: options that choose how programs are started."""
+
+    def __init__(self, proxy: Proxy, directory: Path, way: list[str]) -> None:
+        self.proxy, self.directory, self.way = proxy, directory, way
+        self.task = f"task-{next(NUMBERS)}"
+        self.tasks({"task_id": self.task})
+
+    def tasks(self, *tasks: Json) -> None:
+        (self.directory / "tasks.jsonl").write_text("".join(json.dumps(one) + "\n" for one in tasks))
+
+    def agent(self, text: str) -> None:
+        (self.directory / "agent.py").write_text(POST + text)
+
+    def arguments(self, *options: str, arguments: tuple[str, ...] = ()) -> list[str]:
+        program = [sys.executable, str(self.directory / "agent.py"), *arguments]
+        return ["--tasks", str(self.directory / "tasks.jsonl"), *self.way, *options, "--", *program]
+
+    def run(self, *options: str, arguments: tuple[str, ...] = ()) -> Done:
+        return self.proxy.run("run", *self.arguments(*options, arguments=arguments))
+
+    def summary(self, *options: str, **more: Any) -> Json:
+        done = self.run(*options, "--json", **more)
+        assert done.returncode == 0, done
+        found: Json = done.json
+        return found
+
+    def process(self, *options: str) -> Process:
+        """`run` as a process, in the folder."""
+        process = Process(self.proxy.directory, "run", *self.arguments(*options))
+        process.log = self.directory / "run.log"
+        process.start()
+        return process
+
+    def rollouts(self, task: str | None = None) -> list[Json]:
+        listed: list[Json] = self.proxy.get(f"/rollouts?limit=1000&task_id={task or self.task}")["data"]
+        return listed
+
+
+@pytest.fixture(scope="module")
+def ray_nodes() -> Iterator[RayCluster]:
+    """A real cluster with two nodes, for one program each."""
+    pytest.importorskip("ray")
+    with ray_cluster() as cluster:
+        cluster.add_node()
+        cluster.add_node()
+        yield cluster
+
+
+@pytest.fixture(params=["process", "preload", pytest.param("ray", marks=pytest.mark.long)])
+def runs(proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    """By each way of running programs."""
+    if request.param == "ray":
+        monkeypatch.setenv("LIGHTNING_RUN__EXECUTOR", "ray")
+        monkeypatch.setenv("LIGHTNING_RUN__RAY__ADDRESS", request.getfixturevalue("ray_nodes").address)
+    return Runs(proxy, tmp_path, ["--preload", "json"] if request.param == "preload" else [])
+
+
+@pytest.fixture
+def plain(proxy: Proxy, tmp_path: Path) -> Runs:
+    return Runs(proxy, tmp_path, [])
+
+
+def test_each_sibling_of_each_task_runs_in_a_rollout_of_its_own(runs: Runs) -> None:
+    runs.agent("call()\nreward(10.0 * json.loads(os.environ['LIGHTNING_TASK'])['x'])")
+    names = [f"{runs.task}-{x}" for x in (1, 2)]
+    runs.tasks(*({"task_id": name, "x": x} for x, name in enumerate(names, 1)))
+    found = runs.summary("--group-size", "3", "--concurrency", "4")
+    assert (found["rollouts"], found["failed"], found["without_reward"], found["mean_reward"]) == (6, 0, 0, 15.0)
+    assert {name: one["rewards"] for name, one in found["tasks"].items()} == {
+        names[0]: [10.0] * 3, names[1]: [20.0] * 3,
+    }  # fmt: skip
+    for name, reward in zip(names, (10.0, 20.0), strict=True):
+        facts = [(one["reward"], one["calls"], one["status"], one["mode"]) for one in runs.rollouts(name)]
+        assert facts == [(reward, 1, "completed", "train")] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "opened"),
+    [([], 8), (["--group-size", "3"], 3), (["--group-size", "2", "--repeat", "2"], 4), (["--mode", "eval"], 1)],
+    ids=str,
+)
+def test_a_task_has_as_many_rollouts_as_is_wanted(plain: Runs, options: list[str], opened: int) -> None:
+    plain.agent("reward(1)")
+    assert plain.summary(*options)["rollouts"] == opened
+    modes = [one["mode"] for one in plain.rollouts()]
+    assert modes == ["eval" if "eval" in options else "train"] * opened
+
+
+def test_a_program_finds_its_rollout_in_its_environment(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    for stale in ("LIGHTNING_TASK", "LIGHTNING_TASK_FILE", "LIGHTNING_ROLLOUT_ID", "ANTHROPIC_AUTH_TOKEN"):
+        monkeypatch.setenv(stale, "{}")
+    names = ["OPENAI_BASE_URL", "OPENAI_API_BASE", "ANTHROPIC_BASE_URL", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_URL"]
+    names += ["OPENAI_API_KEY", "ANTHROPIC_API_KEY", "LIGHTNING_TASK"]
+    told = f"print(*[os.environ[n] for n in {names}], 'ANTHROPIC_AUTH_TOKEN' in os.environ, sys.argv[1], __name__, "
+    runs.agent(f"{told} sep='|')\ncall()")
+    runs.run("--group-size", "1", "--logs", str(runs.directory / "logs"), arguments=("extra",))
+    (rollout,) = runs.rollouts()
+    url, name = runs.proxy.url, rollout["rollout_id"]
+    *base, key, same, line, stale, argument, module = (runs.directory / "logs" / f"{name}.log").read_text().split("|")
+    root = f"{url}/rollouts/{name}"
+    assert base == [f"{root}/v1", f"{root}/v1", root, name, url]
+    assert key == same and rollout["calls"] == 1
+    assert json.loads(line) == {"task_id": runs.task}
+    assert (stale, argument, module) == ("False", "extra", "__main__\n")
+
+
+@pytest.mark.parametrize("size", [10, 200_000])
+def test_a_task_is_in_a_file_and_also_in_a_variable_if_one_can_be_so_long(runs: Runs, size: int) -> None:
+    """What the program starts gets it, too, and the client reads either."""
+    (runs.directory / "child.py").write_text(f"""
+import json, os
+from lightning_proxy import client
+with open(os.environ["LIGHTNING_TASK_FILE"]) as file:
+    task = json.load(file)
+assert task == client.task() and task["x"] == "\u00e9" * {size}
+assert ("LIGHTNING_TASK" in os.environ) == ({size} < 1000)
+assert os.stat(file.name).st_mode & 0o077 == 0 or os.stat(os.path.dirname(file.name)).st_mode & 0o077 == 0
+print(file.name)
+""")
+    runs.agent(f"sys.exit(subprocess.call([sys.executable, {str(runs.directory / 'child.py')!r}]))")
+    runs.tasks({"task_id": runs.task, "x": "\u00e9" * size})
+    logs = runs.directory / "logs"
+    assert runs.summary("--group-size", "1", "--logs", str(logs))["failed"] == 0
+    (log,) = logs.iterdir()
+    assert not Path(log.read_text().strip()).exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise ValueError('bad luck')", "exit code 1: ValueError: bad luck"),
+        ("print('x', file=sys.stderr); sys.exit(3)", "exit code 3: x"),
+        ("os.kill(os.getpid(), 9)", "exit code -9: no output"),
+    ],
+)
+def test_a_program_that_fails_ends_its_rollout_as_failed(runs: Runs, text: str, reason: str) -> None:
+    runs.agent(text)
+    done = runs.run("--group-size", "1")
+    told = " ".join(done.stderr.split())
+    assert done.returncode == 1 and f"every program failed, the first with {reason}" in told, done
+    (rollout,) = runs.rollouts()
+    assert (rollout["status"], rollout["reason"], rollout["reward"]) == ("failed", reason, None)
+
+
+def test_a_program_that_cannot_be_started_fails_its_rollout(plain: Runs) -> None:
+    script = plain.directory / "agent"
+    script.write_text("no shebang, no format")
+    script.chmod(0o755)
+    plain.proxy.run("run", "--tasks", plain.directory / "tasks.jsonl", "--group-size", "1", "--", script)
+    (rollout,) = plain.rollouts()
+    assert rollout["status"] == "failed" and "cannot be started" in rollout["reason"]
+
+
+def test_a_failure_after_the_reward_leaves_the_rollout_complete(runs: Runs) -> None:
+    runs.agent("reward(0.5)\nsys.exit(2)")
+    runs.run("--group-size", "1")
+    (rollout,) = runs.rollouts()
+    assert (rollout["status"], rollout["reward"]) == ("completed", 0.5)
+
+
+def test_a_program_that_ends_without_a_reward_leaves_its_rollout_open_and_is_told_of(plain: Runs) -> None:
+    plain.agent("pass")
+    done = plain.run("--group-size", "2")
+    told = " ".join(done.stderr.split())
+    assert done.returncode == 0 and "2 of 2 rollouts made no call: does your agent read OPENAI_BASE_URL?" in told
+    assert {one["status"] for one in plain.rollouts()} == {"running"}
+    assert plain.summary("--group-size", "2")["without_reward"] == 2
+
+
+def test_that_no_step_comes_of_a_run_is_told(plain: Runs) -> None:
+    plain.agent("pass")
+    told = {size: " ".join(plain.run("--group-size", size).stderr.split()) for size in ("1", "4")}
+    assert "no step will be taken" in told["1"]
+    assert "1 group comes of this" in told["4"] and "a step takes 8 (trainer.tasks_per_step)" in told["4"]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("[1]", "a task is a JSON object, got list"),
+        ("{", "not JSON"),
+        ('{"task_id": "a b"}', "task_id must be 1 to 200 characters"),
+        ('{"task_id": true}', "task_id must be a string, got bool"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "eval"])
+def test_a_bad_task_is_named_by_file_and_line(plain: Runs, command: str, line: str, fault: str) -> None:
+    file = plain.directory / "tasks.jsonl"
+    file.write_text('{"task_id": "never"}\n\n' + line + "\n")
+    done = plain.proxy.run(command, "--tasks", file, "--", "true")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"{file}:3: " in done.stderr and fault in done.stderr
+    assert plain.rollouts("never") == []
+
+
+def test_a_task_without_an_id_is_named_by_what_it_says(plain: Runs) -> None:
+    number = next(NUMBERS)
+    plain.agent("reward(1)")
+    plain.tasks({"a": number, "b": 2}, {"b": 2, "a": number}, {"a": number}, {"task_id": f"own-{number}"})
+    names = plain.summary("--group-size", "1")["tasks"]
+    assert sorted(len(one["rewards"]) for one in names.values()) == [1, 1, 2] and f"own-{number}" in names
+
+
+def gone(pids: Path) -> bool:
+    """Whether these processes have ended."""
+    for pid in pids.read_text().split():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+                return False
+    return True
+
+
+def hangs(runs: Runs) -> Path:
+    """Give it an agent that hangs, with what it starts; return the file in which they say who they are."""
+    pids = runs.directory / "pids"
+    runs.agent(HANGS.replace('"pids"', repr(str(pids))))
+    return pids
+
+
+def test_a_program_that_hangs_is_ended_with_all_that_it_started(runs: Runs) -> None:
+    pids = hangs(runs)
+    done = runs.run("--group-size", "1", "--timeout", "3")
+    reason = "ended after 3 s (run.timeout_s): hanging"
+    assert done.returncode == 1 and reason in " ".join(done.stderr.split())
+    (rollout,) = runs.rollouts()
+    assert (rollout["status"], rollout["reason"]) == ("failed", reason)
+    wait_until(lambda: gone(pids), 30, "its processes are gone")
+
+
+def test_sigterm_comes_first_and_sigkill_to_whoever_stays(plain: Runs) -> None:
+    told = plain.directory / "told"
+    plain.agent(f"""
+import signal
+def late(*_):
+    with open({str(told)!r}, "a") as file:
+        file.write("SIGTERM ")
+    if sys.argv[1] == "ends":
+        sys.exit(0)
+signal.signal(signal.SIGTERM, late)
+while True:
+    time.sleep(0.1)
+""")
+    for how in ("ends", "stays"):
+        done = plain.run("--group-size", "1", "--timeout", "2", arguments=(how,))
+        assert "exit code" not in done.stderr and "ended after 2 s" in done.stderr
+    assert told.read_text() == "SIGTERM SIGTERM "
+
+
+def test_what_a_program_leaves_behind_ends_with_it(runs: Runs) -> None:
+    pids = hangs(runs)
+    agent = runs.directory / "agent.py"
+    agent.write_text(agent.read_text().replace("\ntime.sleep(1000)\n", "\n"))
+    assert runs.summary("--group-size", "1")["failed"] == 0
+    wait_until(lambda: gone(pids), 30, "its processes are gone")
+
+
+def test_ctrl_c_ends_programs_and_discards_their_rollouts(runs: Runs) -> None:
+    pids = hangs(runs)
+    run = runs.process("--group-size", "3", "--concurrency", "2")
+    wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2, 60, "two programs run")
+    assert run.end(signal.SIGINT) == 130
+    assert [one["status"] for one in runs.rollouts()] == ["discarded"] * 3
+    wait_until(lambda: gone(pids), 30, "its processes are gone")
+
+
+def test_programs_end_with_a_killed_run_and_the_next_one_fails_its_rollouts(runs: Runs) -> None:
+    pids = hangs(runs)
+    run = runs.process("--group-size", "2")
+    wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2, 60, "two programs run")
+    run.end(signal.SIGKILL)
+    wait_until(lambda: gone(pids), 30, "its processes are gone")
+    assert [one["status"] for one in runs.rollouts()] == ["running"] * 2
+    runs.agent("reward(1)")
+    told = " ".join(runs.run("--group-size", "1").stderr.split())
+    assert "2 rollouts of a run that was killed have failed" in told
+    failed = [one["reason"] for one in runs.rollouts() if one["status"] == "failed"]
+    assert failed == ["its `run` was killed"] * 2
+    assert "was killed" not in runs.run("--group-size", "1").stderr
+
+
+FAILS_AT_FIRST = """
+task, seen = json.loads(os.environ['LIGHTNING_TASK'])['task_id'], pathlib.Path(sys.argv[1])
+ran = seen.read_text().split() if seen.exists() else []
+seen.write_text(' '.join([*ran, task]))
+assert (task[-1], ran.count(task)) not in (('a', 1), ('b', 0), ('b', 1))  # the second of a, both of b
+reward(0.5, name='style', final=False)
+reward(1.0)
+"""
+
+
+def test_a_run_that_is_resumed_asks_for_no_rollout_again_that_has_its_reward(plain: Runs) -> None:
+    plain.agent(FAILS_AT_FIRST)
+    seen, kept = plain.directory / "seen", plain.directory / "kept.jsonl"
+    plain.tasks(*({"task_id": f"{plain.task}-{name}"} for name in "abc"))
+    options = ("--group-size", "2", "--concurrency", "1", "--resume", str(kept))
+    for failed, ran in ((3, "aabbcc"), (0, "aabbccabb"), (0, "aabbccabb")):
+        found = plain.summary(*options, arguments=(str(seen),))
+        assert (found["rollouts"], found["failed"], found["mean_reward"]) == (6, failed, 1.0)
+        assert "".join(name[-1] for name in seen.read_text().split()) == ran
+        kept.write_text(kept.read_text() + '{"rollout_id": "cut o')  # as when the run is killed
+    assert found["by_name"] == {"style": {"mean": 0.5, "rollouts": 6}}
+    for name in "abc":
+        rewarded = [one for one in plain.rollouts(f"{plain.task}-{name}") if one["reward"] is not None]
+        assert len(rewarded) == 2, "a group is made full, not opened again"
+
+
+def test_a_run_that_is_resumed_counts_what_was_rewarded_after_the_earlier_one(plain: Runs) -> None:
+    plain.agent(f"open({str(plain.directory / 'seen')!r}, 'a').write('x')")
+    options = ("--group-size", "1", "--resume", str(plain.directory / "kept"))
+    plain.tasks(*({"task_id": f"{plain.task}-{name}"} for name in "ab"))
+    assert plain.summary(*options)["without_reward"] == 2
+    (first,) = plain.rollouts(f"{plain.task}-a")
+    plain.proxy.post("/reward", {"rollout_id": first["rollout_id"], "reward": 1})
+    found = plain.summary(*options)
+    assert (found["rollouts"], found["without_reward"]) == (2, 1)
+    assert (plain.directory / "seen").read_text() == "xxx", "one ran again"
+
+
+def test_programs_ask_the_proxy_directly_where_the_environment_names_an_http_proxy(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "mine.example")
+    monkeypatch.delenv("no_proxy", raising=False)
+    runs.agent("""
+from openai import OpenAI
+from lightning_proxy import client
+call()
+OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+client.emit_reward(1.0)
+print(os.environ["NO_PROXY"])
+""")
+    logs = runs.directory / "logs"
+    assert runs.summary("--group-size", "1", "--logs", str(logs))["mean_reward"] == 1.0
+    (log,) = logs.iterdir()
+    own = "" if "LIGHTNING_RUN__EXECUTOR" in os.environ else "mine.example,"  # another machine has variables of its own
+    assert log.read_text().strip() == f"{own}127.0.0.1"
+
+
+def test_progress_is_a_line_now_and_then_where_nobody_watches(plain: Runs) -> None:
+    plain.agent("reward(0.75)")
+    told = plain.run("--group-size", "3").stderr
+    assert "\x1b" not in told and "rollouts 3/3  reward 0.750  failed 0" in told and "mean reward 0.75" in told
