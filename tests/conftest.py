@@ -388,7 +388,7 @@ class System:
         return version
 
 
-SECTIONS = ("recording", "telemetry", "rollouts", "rewards", "trainer", "prompts", "prices")
+SECTIONS = ("recording", "telemetry", "rollouts", "rewards", "trainer", "prices")
 
 
 def _config(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import pytest
 import typer.main
 
 from lightning_proxy.cli import app
-from support.examples import learned
 from support.loading import load_module
 from support.paths import ROOT
 
@@ -127,17 +125,6 @@ def test_the_snippets_for_frameworks_use_no_name_that_they_do_not_show() -> None
         ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--quiet", "--select", "F821", "-"]
         found = subprocess.run(ruff, check=False, input=snippet, capture_output=True, text=True)
         assert found.returncode == 0, found.stdout
-
-
-@pytest.mark.parametrize("results", sorted(ROOT.glob("examples/*/results.json")), ids=lambda path: path.parent.name)
-def test_what_examples_learned_is_shown_as_it_was_measured(results: Path) -> None:
-    document, found = (ROOT / "docs" / "results.md").read_text(), json.loads(results.read_text())
-    assert learned().markdown(found) in document
-    assert f"(../examples/{results.parent.name}/reward.png)" in document
-    assert (results.parent / "reward.png").is_file()
-    assert len(found) >= 3
-    for one in found:
-        assert one["held_out"]["rl"]["mean_reward"] > one["held_out"]["sft"]["mean_reward"]
 
 
 def test_the_proxy_does_not_import_torch() -> None:

@@ -34,11 +34,6 @@ def tool_calls(response: Any) -> tuple[ToolCall, ...]:
     return tuple(call for name, calls in where if name in response for call in calls(response))
 
 
-def tool_results(items: Sequence[Any]) -> list[ToolResult]:
-    """Return the tool results in a request, also those that smolagents writes into a text for one call only."""
-    return [result for item in items for result in results_in(item)] + [*written_results(items)]
-
-
 def results_in(item: Any) -> Iterator[ToolResult]:
     """Yield the results in one message: chat's `tool` and `function`, `…_call_output`, Anthropic's `tool_result`."""
     if not isinstance(item, dict):

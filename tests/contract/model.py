@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from enum import Enum, auto
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +44,19 @@ def save_model(directory: Path) -> Path:
     return directory
 
 
+def fingerprint(model: Any) -> str:
+    """Return what names its weights."""
+    return sha256(b"".join(weight.numpy().tobytes() for weight in model.state_dict().values())).hexdigest()
+
+
 class ModelVllm(PlayedVllm):
     """Samples from the model in a directory, and from each adapter and each weights that were loaded."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.fault: Faulty | None = None
-        self._models: dict[str, Any] = {"base": self._open(str(root))}
+        self.is_away = False  # when the trainer asks
+        self._loaded: dict[str, Any] = {"base": self._open(str(root))}
         self.app.router.add_post("/v1/completions", self._complete)
         self.app.router.add_post("/v1/unload_lora_adapter", self._unload)
 
@@ -73,32 +80,44 @@ class ModelVllm(PlayedVllm):
     async def _operate(self, request: web.Request) -> web.Response:
         answer = await super()._operate(request)
         if request.path == "/collective_rpc":
-            self._models["base"] = self._open(self.weights)
+            self._loaded["base"] = self._open(self.weights)
         return answer
 
     async def _load(self, request: web.Request) -> web.Response:
         answer = await super()._load(request)
         name = (await request.json())["lora_name"]
-        self._models[name] = self._open(self.adapters[name])
+        self._loaded[name] = self._open(self.adapters[name])
         return answer
 
+    def restart(self) -> None:
+        """Forget everything, as vLLM does when it is started again."""
+        self.adapters.clear()
+        self.weights, self.label, self.paused = str(self.root), "default", False
+        self._loaded = {"base": self._open(str(self.root))}
+
     async def _unload(self, request: web.Request) -> web.Response:
+        self.before(request.path)
         name = (await request.json())["lora_name"]
         self.adapters.pop(name, None)
-        self._models.pop(name, None)
+        self._loaded.pop(name, None)
         return web.Response(text="ok")
 
     async def _complete(self, request: web.Request) -> web.Response:
         """Answer a prompt of token ids, as the publisher asks."""
+        self.before(request.path)
+        if self.is_away:
+            assert request.transport is not None
+            request.transport.abort()
         body = await request.json()
-        if body["model"] not in self._models:
+        if body["model"] not in self._loaded:
             return web.json_response({"error": {"message": "The model does not exist."}}, status=404)
         ids, logprobs = await asyncio.to_thread(self._sample, body["model"], body["prompt"], body["max_tokens"])
         return web.json_response({"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logprobs}}]})
 
     def _whole(self, body: Json) -> Json:
         prompt = [0, *(token for message in body["messages"] for token in _tokens(message))]
-        ids, logprobs = self._sample(body["model"], prompt, body.get("max_tokens") or 4)
+        heat = body.get("temperature", 1.0)
+        ids, logprobs = self._sample(body["model"], prompt, body.get("max_tokens") or 4, heat)
         content = [
             {"token": f"w{i}", "logprob": value, "top_logprobs": []} for i, value in zip(ids, logprobs, strict=True)
         ]
@@ -106,15 +125,17 @@ class ModelVllm(PlayedVllm):
         choice = {"index": 0, "message": message, "finish_reason": "length", "token_ids": ids}
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
         answer = {"id": "x", "object": "chat.completion", "created": 0, "model": body["model"], "usage": usage}
+        answer["system_fingerprint"] = fingerprint(self._loaded[body["model"]])
         return answer | {"choices": [choice | {"logprobs": {"content": content}}], "prompt_token_ids": prompt}
 
     @torch.no_grad()
-    def _sample(self, name: str, prompt: list[int], tokens: int) -> tuple[list[int], list[float]]:
+    def _sample(self, name: str, prompt: list[int], tokens: int, heat: float = 1.0) -> tuple[list[int], list[float]]:
         ids, logprobs = list(prompt), []
         for _ in range(tokens):
-            found = self._models[name](input_ids=torch.tensor([ids])).logits[0, -1].float().log_softmax(-1)
-            ids.append(int(torch.multinomial(found.exp(), 1)))
-            logprobs.append(float(found[ids[-1]]))
+            logits = self._loaded[name](input_ids=torch.tensor([ids])).logits[0, -1].float()
+            hot = (logits / heat).log_softmax(-1)
+            ids.append(int(torch.multinomial(hot.exp(), 1)))
+            logprobs.append(float((hot if self.processed_logprobs else logits.log_softmax(-1))[ids[-1]]))
         return ids[len(prompt) :], logprobs
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,10 @@ class PlayedVllm:
         self.guarded = False  # operator routes need a key
         self.refuses: dict[str, int] = {}  # paths, with a status
         self.delay_s = 0.0  # before an answer, and before each later chunk of a stream
+        self.held: threading.Event | None = None  # an answer waits for it
         self.breaks_after: int | None = None  # chunks of a stream
         self.requests: list[Json] = []  # what models were asked, with "path" and "headers"
+        self.before: Callable[[str], None] = lambda path: None  # what a trainer asks is answered
         self.adapters: dict[str, str] = {}
         self.weights, self.label, self.paused = str(root), "default", False
         self.app = web.Application(middlewares=[self._refuse])
@@ -61,6 +64,10 @@ class PlayedVllm:
             return web.json_response({"error": {"message": "no"}}, status=self.refuses[request.path])
         return await handler(request)
 
+    async def _unfrozen(self) -> None:
+        while self.paused:
+            await asyncio.sleep(0.01)
+
     async def _models(self, _: web.Request) -> web.Response:
         base = {"id": "base", "object": "model", "parent": None, "root": str(self.root), "max_model_len": 512}
         adapters = [{"id": n, "object": "model", "parent": "base", "root": p} for n, p in self.adapters.items()]
@@ -73,6 +80,7 @@ class PlayedVllm:
         return web.json_response({"is_paused": self.paused})
 
     async def _operate(self, request: web.Request) -> web.Response:
+        self.before(request.path)
         body = await request.json() if request.can_read_body else {}
         match request.path:
             case "/pause" | "/resume":
@@ -85,6 +93,7 @@ class PlayedVllm:
         return web.json_response({})
 
     async def _load(self, request: web.Request) -> web.Response:
+        self.before(request.path)
         body = await request.json()
         if "lora_path" not in body:
             return web.json_response({"error": {"message": "no lora_path"}}, status=400)
@@ -100,6 +109,9 @@ class PlayedVllm:
         body = await request.json()
         self.requests.append({"path": request.path, "headers": dict(request.headers), **body})
         await asyncio.sleep(self.delay_s)
+        while self.held and not self.held.is_set():
+            await asyncio.sleep(0.01)
+        await self._unfrozen()
         if self.status != 200:
             return web.json_response({"error": {"message": "busy", "type": "server_error"}}, status=self.status)
         if body["model"] not in {"base", *self.adapters}:
@@ -152,14 +164,18 @@ class PlayedVllm:
                 assert request.transport is not None
                 request.transport.abort()
                 return response
+            await self._unfrozen()
             await response.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
             await asyncio.sleep(self.delay_s)
         await response.write(b"data: [DONE]\n\n")
         return response
 
     async def _render(self, request: web.Request) -> web.Response:
-        most = (await request.json()).get("max_tokens") or 500
-        return web.json_response({"token_ids": PROMPT, "sampling_params": {"max_tokens": most}})
+        body = await request.json()
+        parameters = {"max_tokens": body.get("max_tokens") or 500}
+        if "temperature" in body:
+            parameters["temperature"] = body["temperature"]
+        return web.json_response({"token_ids": PROMPT, "sampling_params": parameters})
 
     async def _tokenize(self, request: web.Request) -> web.Response:
         """A byte is a token; a turn is its text and an end."""

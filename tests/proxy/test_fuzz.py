@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lightning_proxy.proxy.apis.dialects import DIALECTS
 from lightning_proxy.proxy.apis.sse import encode
 from lightning_proxy.proxy.apis.stream import Transcript
-from lightning_proxy.proxy.apis.tools import conversation, tool_calls, tool_results
+from lightning_proxy.proxy.apis.tools import conversation, results_in, tool_calls, written_results
 from lightning_proxy.proxy.conversation.unnamed import Conversation, end_statements, start_statements
 from lightning_proxy.proxy.errors import InvalidRequest
 from lightning_proxy.proxy.gateway.relay import parse_object
@@ -74,7 +74,8 @@ def test_whole_answers(request: dict[str, Any], answer: dict[str, Any], path: st
     if reason is None:
         assert all(len(c.token_ids) == len(c.logprobs) > 0 for c in tokens.choices)
     dumps([call.arguments for call in tool_calls(answer)])
-    tool_results(conversation(request))
+    items = conversation(request)
+    [*written_results(items), *(result for item in items for result in results_in(item))]
 
 
 @examples(200)

@@ -9,18 +9,26 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 SECONDS = 5.0  # for what is being closed by another thread or process
 OURS = ("socket:", "pipe:", tempfile.gettempdir())
 # multiprocessing keeps one for as long as the interpreter runs.
 KEPT = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
+KEPT_PIPES: tuple[tuple[object, str], ...] = (
+    (resource_tracker._resource_tracker, "_fd"),
+    (forkserver._forkserver, "_forkserver_alive_fd"),
+)
 
 
 def open_files() -> dict[str, str]:
     """Files of temporary directories, pipes and sockets, by what they are and their number."""
+    kept = {str(getattr(owner, name, None)) for owner, name in KEPT_PIPES}
     found = {}
     for link in Path("/proc/self/fd").iterdir():
+        if link.name in kept:
+            continue
         with suppress(OSError):  # the directory's own
             target = str(link.readlink())
             if target.startswith(OURS) and not target.startswith(sys.prefix):  # packages keep theirs: fonts

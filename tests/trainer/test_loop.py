@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.proxy.types import Choice, Reward, RolloutName
+from lightning_proxy.proxy.types import Choice, Reward
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.report.batch_metrics import COUNTS
 from lightning_proxy.trainer.report.metric_schema import METRICS
@@ -23,20 +23,6 @@ from support.small_model import VOCABULARY
 from support.training import (
     bench,
 )
-
-
-@pytest.mark.parametrize("publish", ["merged", "lora"])
-async def test_a_step_makes_verified_weights_live(base: Path, tmp_path: Path, publish: str) -> None:
-    async with bench(base, tmp_path, publish) as b:
-        rollouts = await b.groups("t1", "t2")
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.version, live.step, live.publish) == (1, 1, publish)
-        assert await b.steps_of(rollouts) == {1}
-        step = await b.store.steps.last()
-        assert step is not None
-        assert (step.version, step.metrics["reward_mean"], step.metrics["rollouts"]) == (1, 0.5, 8)
-        assert not b.server.paused
 
 
 async def test_a_step_reports_every_metric_of_the_schema_and_no_other(base: Path, tmp_path: Path) -> None:
@@ -147,16 +133,6 @@ async def test_an_incomplete_group_waits_and_is_then_taken_as_it_is(base: Path, 
         assert await b.steps_of(rollouts) == {1}
 
 
-async def test_evaluations_and_untold_rollouts_are_never_trained_on(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, group_timeout_s=0.01) as b:
-        running = await b.rollout("t1", None)
-        await b.store.rollouts.open([(RolloutName("e1", "t2", None, "eval"), "h")], {})
-        await b.store.rewards.post([Reward("e1", 1.0)], None, b"")
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of([running, "e1"]) == {None}
-        assert await b.store.steps.last() is None
-
-
 async def test_a_loss_that_is_not_finite_changes_nothing_and_is_counted(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,18 +180,6 @@ async def test_old_siblings_without_a_reward_do_not_end_the_wait_of_new_ones(bas
         await b.loop().run(asyncio.Event(), once=True)
         for waiting in (new, late[0]):
             assert (await b.store.rollouts.get(waiting)).dropped is None
-
-
-async def test_a_reward_that_asks_for_it_offers_the_whole_group_again(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path) as b:
-        rollouts = await b.groups("t1", "t2")
-        equal = [await b.rollout("t3", 0.5) for _ in range(4)]
-        await b.loop().run(asyncio.Event(), once=True)
-        for changed in (rollouts[0], equal[0]):
-            await b.store.rewards.post([Reward(changed, 0.7, retrain=True)], None, b"")
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of(rollouts[:4] + equal) == {2}
-        assert await b.steps_of(rollouts[4:]) == {1}
 
 
 async def test_rewards_of_calls_stand_in_for_the_rollouts_own(base: Path, tmp_path: Path) -> None:

@@ -88,18 +88,6 @@ async def test_weights_that_one_replica_does_not_serve_do_not_count(base: Path, 
         assert (await b.store.versions.live()).version == 0
 
 
-@pytest.mark.parametrize("publish", ["merged", "lora"])
-async def test_weights_that_are_not_served_do_not_count(base: Path, tmp_path: Path, publish: str) -> None:
-    async with bench(base, tmp_path, publish, DeafServer) as b:
-        await b.groups("t1", "t2")
-        with pytest.raises(PublishError, match="does not serve the weights"):
-            await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.store.versions.live()).version == 0
-        failed = await b.store.versions.get(1)
-        assert failed.status == "failed"
-        assert failed.error is not None and "differ" in failed.error
-
-
 async def test_a_version_made_live_by_hand_during_a_step_stays_live(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path) as b:
         await b.groups("t1", "t2")
@@ -117,20 +105,6 @@ async def test_a_version_made_live_by_hand_during_a_step_stays_live(base: Path, 
         last = await b.store.steps.last()
         assert last is not None
         assert (last.step, last.base, last.version) == (3, 0, 3)
-
-
-async def test_training_goes_on_from_a_version_made_live_by_hand(base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path) as b:
-        await b.groups("t1", "t2")
-        await b.groups("t3", "t4")
-        await b.loop().run(asyncio.Event(), once=True)
-        swap = Swap(b.store, b.vllm, "merged", b.config.policy.directory)
-        await swap.activate(await b.store.versions.get(1))
-        await b.groups("t5", "t6")
-        await b.loop().run(asyncio.Event(), once=True)
-        last = await b.store.steps.last()
-        assert last is not None
-        assert (last.step, last.base, last.version) == (3, 1, 3)
 
 
 async def test_a_version_made_live_by_hand_during_verification_stays_live(

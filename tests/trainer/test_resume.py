@@ -14,15 +14,11 @@ from transformers import TrainerCallback
 
 from lightning_proxy.proxy.errors import (
     ConfigError,
-    PublishError,
     StoreUnavailable,
-    UpstreamUnreachable,
 )
-from lightning_proxy.proxy.policy.vllm import VllmServer
 from lightning_proxy.trainer.alone import only_trainer
 from lightning_proxy.trainer.types import Batch
 from support.training import (
-    DeafServer,
     bench,
 )
 
@@ -90,87 +86,6 @@ async def test_trackers_get_the_rate_that_a_resumed_run_keeps(base: Path, tmp_pa
         b.trainer.add_callback(Tracker())
         await loop.run(asyncio.Event(), once=True)
     assert begun == [3e-5]
-
-
-@pytest.mark.parametrize("moment", ["gradients", "step", "save", "commit", "publish"])
-async def test_after_a_crash_every_rollout_is_trained_once(
-    base: Path, tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Crash(Exception):
-        pass
-
-    def crash(*_: Any, **__: Any) -> Any:
-        raise Crash
-
-    async with bench(base, tmp_path) as b:
-        first = await b.groups("t1", "t2")
-        second = await b.groups("t3", "t4")
-        loop = b.loop()
-        await loop.resume()
-        assert await loop.train_once()
-        target, name = {
-            "gradients": (b.trainer, "forward_backward"),
-            "step": (b.trainer, "optim_step"),
-            "save": (b.trainer, "save"),
-            "commit": (b.store.steps, "trained"),
-            "publish": (VllmServer, "sample"),
-        }[moment]
-        with monkeypatch.context() as broken:
-            broken.setattr(target, name, crash)
-            with pytest.raises(Crash):
-                await loop.train_once()
-        await b.loop().run(asyncio.Event(), once=True)
-        assert await b.steps_of(first) == {1}
-        assert await b.steps_of(second) == {2}
-        last, live = await b.store.steps.last(), await b.store.versions.live()
-        assert last is not None
-        assert (last.step, last.version) == (2, live.version)
-        assert b.server.label == f"{live.version}-{int(live.created_at)}"
-        assert {v.status for v in await b.store.versions.all()} <= {"live", "ready", "failed"}
-
-
-async def test_weights_that_were_not_verified_yet_are_verified_after_a_restart(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with bench(base, tmp_path, server=DeafServer) as b:
-        await b.groups("t1", "t2")
-        loop = b.loop()
-        with monkeypatch.context() as killed:
-            killed.setattr(VllmServer, "sample", None)  # the trainer dies at its first use
-            with pytest.raises(TypeError):
-                await loop.run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.version, live.verified) == (1, False)
-        with pytest.raises(PublishError, match="does not serve the weights"):
-            await b.loop().run(asyncio.Event(), once=True)
-        assert (await b.store.versions.live()).version == 0
-        assert (await b.store.versions.get(1)).status == "failed"
-
-
-@pytest.mark.parametrize("publish", ["merged", "lora"])
-async def test_a_trainer_that_is_stopped_waits_for_no_vllm_and_the_next_one_finishes(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, publish: str
-) -> None:
-    async def away(*_: Any) -> Any:
-        raise UpstreamUnreachable("away")
-
-    async with bench(base, tmp_path, publish) as b:
-        await b.groups("t1", "t2")
-        stop = asyncio.Event()
-        with monkeypatch.context() as broken:
-            broken.setattr(VllmServer, "sample", away)
-            broken.setattr("lightning_proxy.trainer.waiting.RETRY_S", 3600.0)
-            training = asyncio.create_task(b.loop().run(stop, once=True))
-            while "verifying the published weights waits" not in caplog.text:
-                assert not training.done()
-                await asyncio.sleep(0.01)
-            stop.set()
-            await training
-        assert (await b.store.versions.get(1)).status == ("live" if publish == "merged" else "publishing")
-        assert not (await b.store.versions.get(1)).verified
-        await b.loop().run(asyncio.Event(), once=True)
-        live = await b.store.versions.live()
-        assert (live.step, live.verified) == (1, True)
 
 
 @pytest.mark.parametrize("moment", ["claim", "trained", "set_live", "update_metrics"])

@@ -57,26 +57,6 @@ async def live(b: Bench) -> int:
     return (await b.store.versions.live()).version
 
 
-@pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_log_probabilities_of_before_the_temperature_are_seen_and_nothing_is_published_from_them(
-    base: Path, tmp_path: Path, publish: str
-) -> None:
-    async with bench(base, tmp_path, publish, **STEP) as b:
-        await answered(b, 0, heat=0.6)
-        right = await step(b)
-        assert (right["version"], right["skipped"]) == (1, 0) and right["sampler_difference"] < 1e-3
-        for _ in range(2):  # after a restart, too
-            await answered(b, 1, heat=0.6, raw=True)
-            wrong = await step(b)
-            assert (wrong["skipped"], await live(b)) == (1, 1) and wrong["sampler_difference"] > 0.1
-            line = step_line(2, wrong).plain
-            assert "warning: sampler" in line and line.endswith("skipped"), line
-            said = dict(step_facts({"step": 2, "finished_at": 0.0, "metrics": wrong}, 0.0))["  skipped"]
-            assert all(cause in said for cause in ("--logprobs-mode processed_logprobs", "policy.model", "dtype"))
-        await answered(b, 1, heat=0.6)
-        assert (await step(b))["version"] == 2, "the weights stayed as they were, and the server is mended"
-
-
 async def test_another_model_than_the_trainers_is_seen_at_the_first_step(base: Path, tmp_path: Path) -> None:
     other = save_small_model(tmp_path / "other", seed=1)
     async with bench(base, tmp_path, **STEP) as b:

@@ -10,7 +10,6 @@ from time import monotonic
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_proxy.proxy.errors import PublishError
 from lightning_proxy.proxy.policy.swap import Swap
@@ -20,17 +19,9 @@ from lightning_proxy.trainer.collect.collector import UNVERIFIED
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
 from lightning_proxy.trainer.verify import Verifier, WeightEvidence
-from support.training import Bench, DeafServer, HonestServer, bench, require_seen_clearly
+from support.training import Bench, DeafServer, bench, require_seen_clearly
 
 TOLERANT = {"verify_tolerance": 100.0}
-
-
-class HalfServer(HonestServer):
-    """Loads the first half of a model's weights, and keeps the rest."""
-
-    def load(self, name: str, path: str) -> None:
-        new = self.open(path).state_dict()
-        self.models[name].load_state_dict(dict([*new.items()][: len(new) // 2]), strict=False)
 
 
 def never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,16 +166,6 @@ async def test_what_a_version_answered_that_nobody_verified_is_left_out_once_ano
         assert {r.dropped for r in await answered(b)} == {UNVERIFIED}
 
 
-async def test_a_version_that_does_not_verify_after_a_restart_names_its_rollouts(
-    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with first_version(base, tmp_path, server=DeafServer) as (b, _):
-        with pytest.raises(PublishError):
-            await b.loop().run(asyncio.Event())
-        assert all(rollout.rollout_id in caplog.text for rollout in await answered(b))
-        assert (await b.store.versions.live()).version == 0
-
-
 async def test_a_name_is_no_proof_where_agents_got_the_old_weights(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,27 +181,3 @@ async def test_a_name_is_no_proof_where_agents_got_the_old_weights(
 async def answered(b: Bench) -> list[Rollout]:
     """The rollouts that version 1 answered."""
     return [rollout for rollout in (await b.store.rollouts.page({}, 50))[0] if rollout.policy_version == 1]
-
-
-@pytest.mark.parametrize(("server", "policy"), [(DeafServer, TOLERANT), (DeafServer, {}), (HalfServer, {})])
-async def test_a_version_that_agents_did_not_get_moves_no_weight_and_its_rollouts_are_named_and_left_out(
-    base: Path,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    server: type[HonestServer],
-    policy: dict[str, Any],
-) -> None:
-    async with first_version(base, tmp_path, server=server, policy=policy) as (b, loop):
-        before = b.trainer.adapter()
-        with pytest.raises(PublishError, match="vLLM (still serves the previous|does not serve the) weights"):
-            await loop.train_once()
-        assert all(torch.equal(before[name], weight) for name, weight in b.trainer.adapter().items())
-        assert ((await b.store.versions.live()).version, (await b.store.versions.get(1)).status) == (0, "failed")
-        found = await answered(b)
-        assert len(found) == 8 and all(rollout.rollout_id in caplog.text for rollout in found)
-        b.server.load = type(b.server).__mro__[1].load.__get__(b.server)  # mended
-        await b.groups("t5", "t6")
-        await b.loop().run(asyncio.Event(), once=True)
-        assert {rollout.dropped for rollout in await answered(b)} == {UNVERIFIED}
-        live = await b.store.versions.live()
-        assert live.version > 1 and live.verified

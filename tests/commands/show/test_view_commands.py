@@ -130,26 +130,6 @@ def test_formats_say_it_shortly() -> None:
     assert cut("short", 10) == "short"
 
 
-async def test_versions_are_listed_promoted_and_rolled_back(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        version = await system.earlier_version(store, tmp_path)
-        assert await system.lightning("policy", "promote", str(version)) == (0, "policy version 1 is live\n", "")
-        _, out, _ = await system.lightning("policy", "list", "--json")
-        assert [v["live"] for v in json.loads(out)["data"]] == [False, True]
-        await store.versions.verified(version)
-        step = await store.steps.claim([], 0)
-        await store.steps.trained(step, None, {"version": version, "verify_deviations": 41.27})
-        _, out, _ = await system.lightning("policy", "list")
-        head, base, first = out.splitlines()
-        assert ("step  reward" in head, "base model" in base, "41.3 sd" in first) == (True, True, True), out
-        _, out, _ = await system.lightning("policy", "list", "--json")
-        nothing, how = (v["verification"] for v in json.loads(out)["data"])
-        assert how == {"deviations": 41.27, "difference": None, "by": None} != nothing
-        assert await system.lightning("policy", "rollback") == (0, "policy version 0 is live\n", "")
-        code, _, err = await system.lightning("policy", "rollback")
-        assert (code, err.count("\n")) == (1, 1)
-
-
 async def test_ready_versions_are_those_that_can_be_promoted(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         versions = [await system.earlier_version(store, tmp_path) for _ in range(3)]

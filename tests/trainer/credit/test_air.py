@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.apis.tools import tool_results
+from lightning_proxy.proxy.apis.tools import results_in
 from lightning_proxy.proxy.config.trainer import AirConfig
 from lightning_proxy.proxy.types import Choice, ModelCall, ToolCall
 from lightning_proxy.trainer.credit.air import air_rewards
@@ -61,7 +61,7 @@ def test_tool_errors_and_truncation_count() -> None:
     ],
 )
 def test_an_api_without_a_flag_for_errors_has_them_in_words(content: Any, is_error: bool) -> None:
-    (result,) = tool_results([{"role": "tool", "tool_call_id": "t", "content": content}])
+    (result,) = results_in({"role": "tool", "tool_call_id": "t", "content": content})
     sent_back = replace(tool('{"n": 1}'), result=result.content, is_error=result.is_error)
     assert reward(made(sent_back)) == ({"a": -1.0} if is_error else {})
 

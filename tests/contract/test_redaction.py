@@ -1,0 +1,213 @@
+"""`recording.redact`: what is redacted is nowhere in the store; what the agent and the model see is as it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.scripted import CHAT, MESSAGES, RESPONSES, Json, Scripted, Wire, said, scripted, user
+from contract.system import lightning
+
+pytestmark = pytest.mark.sqlite  # the store's bytes are read
+MASK = "[redacted]"
+RANDOM = "Zx81kQpLmN0vBt7RyWc3HdJf5GsA2eUo9Ii6Tq4XbVnMlKjHgFdSaPoIuYtReWq1Zz2Xx3Cc4Vv5Bb6Nn7Mm8Ll9Kk0JjQ7"
+OPENAI = f"sk-proj-{RANDOM[:40]}"
+# Each with the part of it that must not be found anywhere.
+SECRETS = [
+    (f"sk-{RANDOM[:48]}", RANDOM[:48]),
+    (f"sk-ant-api03-{RANDOM[:93]}", RANDOM[:93]),
+    ("AKIAQ7ZX2KQPLMNOVBTR", "Q7ZX2KQPLMNOVBTR"),
+    (f"aws_secret_access_key = {RANDOM[:38]}/Q", RANDOM[:38]),
+    (f'"SecretAccessKey": "{RANDOM[5:43]}+Q"', RANDOM[5:43]),
+    (f"ghp_{RANDOM[:36]}", RANDOM[:36]),
+    (f"github_pat_11AAAAAAA0{RANDOM[:60]}", RANDOM[:60]),
+    (f"xoxb-2345678901-2345678901-{RANDOM[:24]}", RANDOM[:24]),
+    (f"Authorization: Bearer {RANDOM[:30]}", RANDOM[:30]),
+    (f"lpk-agent-{RANDOM[:43]}", RANDOM[:43]),
+    (f"eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.{RANDOM[:43]}", RANDOM[:43]),
+    (f"-----BEGIN RSA PRIVATE KEY-----\n{RANDOM}\n-----END RSA PRIVATE KEY-----", RANDOM),
+]
+NO_SECRETS = [
+    "sk-" + "word-after-word-" * 20,
+    "a risk-assessment-and-mitigation-plan-2024 for the task-force-on-long-words",
+    "the bearer of responsibilities and the bearer certificates-of-deposit",
+    "sk-learn-is-a-package-with-a-long-name",
+    "call_0123456789abcdef0123456789abcdef, toolu_01A09q90qw90lq917835lq9, chatcmpl-tool-0f8c9d",
+    "-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----",
+    "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855",
+    "what is an AKIA key, and is ghp_ its prefix?",
+]
+
+
+@contextmanager
+def redacting(directory: Path, **rules: Any) -> Iterator[Scripted]:
+    with scripted(directory, recording={"redact": rules}) as model:
+        yield model
+
+
+def ask(model: Scripted, answer: Any, path: str = CHAT, /, **request: Any) -> Json:
+    """Ask in a rollout of its own, and return the call's record."""
+    body = {"model": "m", "messages": [user("hi")]} | request
+    got = model.ask(path, body, answer)
+    return dict(model.proxy.rollout(got.headers["x-rollout-id"])["calls"][-1])
+
+
+def places(text: str) -> list[tuple[Json, Any]]:
+    """Requests and answers with a text in each place where a record may have it."""
+    arguments = json.dumps({"command": f"export KEY={text}", "note": f"\n{text}"})
+    tool = [{"id": "call_1", "type": "function", "function": {"name": "sh", "arguments": arguments}}]
+    return [
+        ({"messages": [user(f"use {text}")]}, said("done")),
+        ({"messages": [user([{"type": "text", "text": f"it is {text}"}])]}, said("done")),
+        ({"messages": [user("hi"), said(None, tool_calls=tool), {"role": "tool", "tool_call_id": "call_1",
+                                                                 "content": text}]}, said("done")),
+        ({"metadata": {text: 1}}, said("done")),
+        ({}, said(text)),
+        ({}, said(None, tool_calls=tool)),
+        ({}, Wire([f"<html>{text}</html>".encode()], "text/html")),
+        ({}, Wire([b'data: {"error": {"message": ' + json.dumps(text).encode() + b"}}\n\n"])),
+    ]  # fmt: skip
+
+
+def stored(model: Scripted) -> bytes:
+    """Every byte of the store: the database file, and the log ahead of it."""
+    return b"".join(file.read_bytes() for file in sorted(model.proxy.directory.glob("store.db*")))
+
+
+def test_no_secret_is_in_any_byte_of_the_store(tmp_path: Path) -> None:
+    with redacting(tmp_path, secrets=True) as model:
+        for secret, _ in SECRETS:
+            for i, (request, answer) in enumerate(places(f"(é {secret}\n")):
+                model.ask(f"/rollouts/r{i}{CHAT}", {"messages": [user("hi")], "stream": i == 7} | request, answer)
+        found = stored(model)
+        assert b"chat/completions" in found
+        assert [core for _, core in SECRETS if core[:20].encode() in found] == []
+
+
+def test_without_redaction_the_same_calls_are_stored_whole(tmp_path: Path) -> None:
+    """So the test above can fail."""
+    with scripted(tmp_path) as model:
+        for i, (request, answer) in enumerate(places(OPENAI)):
+            model.ask(f"/rollouts/r{i}{CHAT}", {"messages": [user("hi")], "stream": i == 7} | request, answer)
+            assert OPENAI in json.dumps(model.proxy.rollout(f"r{i}")), i
+
+
+def test_ordinary_text_is_no_secret(tmp_path: Path) -> None:
+    with redacting(tmp_path, secrets=True) as model:
+        call = ask(model, said("\n".join(NO_SECRETS)), messages=[*map(user, NO_SECRETS)])
+        assert [message["content"] for message in call["request"]["messages"]] == NO_SECRETS
+        assert call["response"]["choices"][0]["message"]["content"] == "\n".join(NO_SECRETS)
+
+
+def test_chosen_fields_are_masked_wherever_their_path_leads(tmp_path: Path) -> None:
+    fields = ["user", "messages.*.content", "stop.1", "stop.7.content", "temperature", "extra.*.id"]
+    with redacting(tmp_path, fields=[f"request.{field}" for field in fields]) as model:
+        extra = {"a": {"id": "1", "n": 1}, "b": 2}
+        call = ask(
+            model,
+            said("ada"),
+            user="ada",
+            temperature=0.5,
+            stop=["a", "b"],
+            extra=extra,
+            messages=[user("a"), user([1])],
+        )
+        assert call["request"] == {
+            "model": "m", "user": MASK, "temperature": None, "stop": ["a", MASK], "messages": [user(MASK)] * 2,
+            "extra": {"a": {"id": MASK, "n": 1}, "b": 2},
+        }  # fmt: skip
+        assert call["response"]["choices"][0]["message"] == said("ada"), "the answer has no such rule"
+
+
+@pytest.mark.parametrize(
+    ("rules", "named"),
+    [
+        ("{patterns: ['(']}", "no regular expression"),
+        ("{patterns: ['a*']}", "matches the empty text"),
+        ("{fields: [user]}", "'user' is no path"),
+        ("{fields: [request]}", "'request' is no path"),
+        ("{secret: true}", "recording.redact.secret: unknown key"),
+    ],
+)
+def test_a_wrong_rule_is_one_line(rules: str, named: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"recording: {{redact: {rules}}}")
+    done = lightning("--config", tmp_path / "config.yaml", "status", cwd=tmp_path)
+    assert (done.returncode, done.stderr.count("\n"), named in done.stderr) == (2, 1, True), done.stderr
+
+
+def vllm(text: str) -> Wire:
+    choice = {"index": 0, "message": said(text), "finish_reason": "stop", "token_ids": [7],
+              "logprobs": {"content": [{"token": text, "logprob": -0.5}]}}  # fmt: skip
+    usage = {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+    body = {"id": "c1", "created": 1, "model": "base", "choices": [choice], "usage": usage, "prompt_token_ids": [1, 2]}
+    return Wire([json.dumps(body).encode()], "application/json")
+
+
+@pytest.mark.parametrize(
+    ("request_", "answer", "kept"),
+    [
+        ({"user": "ada", "metadata": {"a": "b"}}, "fine", True),
+        ({"messages": [user("zzz")]}, "fine", False),
+        ({}, "zzz", False),
+    ],
+)
+def test_tokens_are_kept_where_only_what_no_model_is_shown_was_redacted(
+    request_: Json, answer: str, kept: bool, tmp_path: Path
+) -> None:
+    with redacting(tmp_path, patterns=["zzz"], fields=["request.user", "request.metadata.*"]) as model:
+        call = ask(model, vllm(answer), model="policy", **request_)
+        assert (call["prompt_token_ids"], call["response_token_ids"]) == (([1, 2], [7]) if kept else ([], []))
+        assert call["untrainable_reason"] == (None if kept else "redacted")
+        assert "zzz" not in json.dumps(call)
+
+
+def test_what_an_earlier_response_said_is_in_no_token_that_is_kept(tmp_path: Path) -> None:
+    with redacting(tmp_path, patterns=["zzz"]) as model:
+        first = model.ask(f"/rollouts/r{RESPONSES}", {"model": "policy", "input": "zzz"}, vllm("fine"))
+        more = {"model": "policy", "input": "and?", "previous_response_id": first.json["id"]}
+        model.ask(f"/rollouts/r{RESPONSES}", more, vllm("fine"))
+        assert [call["prompt_token_ids"] for call in model.proxy.rollout("r")["calls"]] == [[], []]
+
+
+def test_a_number_that_a_model_wrote_for_a_tool_is_looked_at_as_its_text_would_be(tmp_path: Path) -> None:
+    """Chat's arguments are text, Anthropic's input a value."""
+    with redacting(tmp_path, patterns=[r"\b\d{16}\b"]) as model:
+        used = {"type": "tool_use", "id": "t", "name": "pay", "input": {"card": 4111111111111111, "n": [2.5, True]}}
+        call = ask(model, [used], MESSAGES, max_tokens=9, seed=4111111111111111)
+        hidden = {"card": None, "n": [2.5, True]}
+        assert call["response"]["content"] == [used | {"input": hidden}]
+        assert json.loads(call["tool_calls"][0]["arguments"]) == hidden
+        assert call["request"]["seed"] == 4111111111111111, "what servers count is no text"
+
+
+def test_every_door_redacts_and_nothing_changes_for_the_agent(tmp_path: Path) -> None:
+    name, mail = "Rumpelstiltskin", "ada@example.org"
+    with redacting(tmp_path, secrets=True, patterns=[name], fields=["request.user", "metadata.email"]) as model:
+        opened = model.proxy.post("/rollouts", {"metadata": {"email": mail, "note": OPENAI}}).json[0]["rollout_id"]
+        tool = {"id": "call_1", "type": "function", "function": {"name": "use", "arguments": json.dumps({"k": OPENAI})}}
+        message, path = said(name, tool_calls=[tool]), f"/rollouts/{opened}{CHAT}"
+        body: Json = {"user": mail, "messages": [user(f"my {OPENAI}")]}
+        assert model.ask(path, body, message).json["choices"][0]["message"] == message
+        assert (model.asked["messages"], model.asked["user"]) == (body["messages"], mail)
+        body["messages"] += [message, {"role": "tool", "tool_call_id": "call_1", "content": f"{OPENAI} is valid"}]
+        model.ask(path, body, said("done"))
+        model.ask(path, body, said("done"), x_stainless_retry_count="1")
+        reward = {"rollout_id": opened, "reward": 1, "comment": f"{name} used {OPENAI}"}
+        assert model.proxy.post("/reward", reward).status == 200
+        shown = model.proxy.rollout(opened)
+        first, second, third = shown["calls"]
+        assert second["superseded_by"] == third["call_id"], "redacted requests are compared with redacted ones"
+        assert first["tool_calls"][0]["result"] == f"{MASK} is valid"
+        assert third["request"]["messages"][0]["content"] == f"my {MASK}"
+        assert shown["metadata"] == {"email": MASK, "note": MASK}
+        assert shown["rewards"][0]["comment"] == f"{MASK} used {MASK}"
+        twice = b'{"model": "m", "messages": "%s", "messages": [{"role": "user", "content": "hi"}]}' % OPENAI.encode()
+        with model.script(said("x")) as headers:
+            assert model.proxy.post(f"/rollouts/twice{CHAT}", twice, **headers).status == 200
+        assert [text for text in (OPENAI, name, mail) if text.encode() in stored(model)] == []
+    assert OPENAI.encode() not in stored(model)
