@@ -71,7 +71,6 @@ ROUTES: dict[str, Route] = {
     "get /prompts/{name}": Route(200, 200, 200, 200, True),
     "get /prompts/{name}/rollouts": Route(200, 200, 200, 403, query="?run=run"),
     "get /prompts/{name}/versions/{version}/rollouts": Route(200, 200, 200, 403, True),
-    "post /prompts/{name}/test": Route(401, 401, 404, 401, body=VERSION),
     "post /prompts/{name}/promote": Route(401, 401, 404, 401, body=VERSION),
     "post /prompts/{name}/rollback": Route(401, 401, 409, 401),
     "get /feed": Route(200, 200, 200, 403, True, query="?cursor=0"),
@@ -205,3 +204,35 @@ def test_a_tenant_sees_its_own_rollouts_and_numbers_made_of_these_alone(tenants:
     base = next(one for one in tenants.proxy.get("/policy/versions", own)["data"] if one["version"] == 0)
     assert base["rewards"] == {"train": {"mean": 0.5, "rollouts": 1}}
     assert tenants.proxy.chat(tenants.theirs, key=own).status == 404, "it continues none of another's"
+
+
+def test_what_is_made_of_everybodys_rollouts_is_not_shown_to_a_tenant(tenants: Tenants) -> None:
+    hidden = {
+        "/policy": ("last_step", "collapse", "test", "best", "evaluation"),
+        "/policy/versions": ("path", "metrics", "error", "promotion", "evaluation", "best"),
+        "/policy/steps": ("checkpoint", "metrics"),
+        "/status": ("per_step", "untrainable", "standstill", "uncounted", "collapse", "verified", "recent"),
+    }
+    for path, fields in hidden.items():
+        answer = tenants.proxy.get(path, tenants.keys["own"])
+        for view in answer.get("data", [answer]):
+            assert [field for field in fields if view.get(field)] == [], path
+    status = tenants.proxy.get("/status", tenants.keys["own"])
+    assert (status["rollouts"]["train"]["completed"], status["waiting"]) == (1, 1)
+    assert [one["step"] for one in tenants.proxy.get("/policy/steps", tenants.keys["own"])["data"]] == [1]
+
+
+def test_nobody_adds_rollouts_to_the_optimisation_of_another_key(tenants: Tenants) -> None:
+    body = {"task_id": "t", "metadata": {"optimize": "mine"}, "prompts": {"writer": 2}}
+    opened_by = {}
+    for kind in ("own", "all", "evaluator", "admin"):
+        (opened,) = tenants.proxy.post("/rollouts", body, tenants.keys[kind]).json
+        opened_by[opened["rollout_id"]] = kind
+    for kind, seen in {
+        "own": {"own"},
+        "all": {"all", "evaluator", "admin"},
+        "evaluator": {"evaluator", "admin"},
+        "admin": {"evaluator", "admin", "all"},
+    }.items():
+        tried = tenants.proxy.get("/prompts/writer/rollouts?run=mine", tenants.keys[kind])["data"]
+        assert {opened_by[one["rollout_id"]] for one in tried} == seen, kind

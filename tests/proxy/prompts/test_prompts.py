@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.types import Limits
-
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 OWN = "You are a writer."
 BETTER = "You are a careful writer. Count your words."
@@ -76,25 +74,6 @@ async def test_a_rollout_that_began_before_a_prompt_goes_on_as_it_began(
         await ask(system, X_Rollout_Id="r1", X_Agent_Name="writer")
         await ask(system, X_Rollout_Id="r2", X_Agent_Name="writer")
         assert [messages[0]["content"] for messages in seen] == [OWN, OWN, BETTER]
-
-
-async def test_a_key_of_its_own_rollouts_sees_nothing_of_others(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, admin_keys=["admin"]) as system, system.store() as store:
-        await system.call("POST", "/prompts", {"name": "writer", "text": OWN}, Authorization="Bearer admin")
-        ann, _ = await store.keys.create("ann", "agent", Limits(), recording=True, scope="own")
-        body = {"prompts": {"writer": 1}, "metadata": {"optimize": "run"}}
-        _, (opened,) = await system.call("POST", "/rollouts", body, Authorization="Bearer admin")
-        await system.call(
-            "POST", "/reward", {"rollout_id": opened["rollout_id"], "reward": 1}, Authorization="Bearer admin"
-        )
-        await asyncio.sleep(0.8)  # stored keys are read twice a second
-        for key, rollouts, rewards in (("admin", 1, {"train": {"mean": 1.0, "rollouts": 1}}), (ann, 0, {})):
-            _, tried = await system.call("GET", "/prompts/writer/rollouts?run=run", Authorization=f"Bearer {key}")
-            _, prompt = await system.call("GET", "/prompts/writer", Authorization=f"Bearer {key}")
-            assert (len(tried["data"]), prompt["versions"][0]["rewards"]) == (rollouts, rewards)
-        own = opened["api_key"]
-        assert (await system.call("GET", "/prompts", Authorization=f"Bearer {own}"))[0] == 403
-        assert (await system.call("GET", "/prompts/writer", Authorization=f"Bearer {own}"))[1]["versions"] == []
 
 
 async def test_a_field_that_is_not_kept_is_not_kept_as_a_prompt(running: Running, tmp_path: Path) -> None:
