@@ -43,31 +43,6 @@ def end(call_id: str, prompt: tuple[int, ...] = (), answer: tuple[int, ...] = ()
     return CallEnd(call_id, more.pop("rollout_id", "r"), "ok", {"id": call_id}, 200, prompt, (choice,), **more)
 
 
-async def test_a_conversation_is_stored_once_however_often_it_is_sent_again(
-    database: Database, recorder: Recorder, tmp_path: Path
-) -> None:
-    messages: list[dict[str, Any]] = []
-    prompt: tuple[int, ...] = ()
-    unique = 0
-    for turn in range(50):
-        question, answer = f"question {turn} " * 60, f"answer {turn} " * 60
-        messages = [*messages, {"role": "user", "content": question}]
-        prompt = (*prompt, *range(turn * 1000, turn * 1000 + 100))
-        sampled = tuple(range(turn * 1000 + 100, turn * 1000 + 200))
-        await recorder.start(start(f"c{turn}", {"model": "m", "messages": messages, "tools": [{"x": "y" * 500}]}))
-        await recorder.end(end(f"c{turn}", prompt, sampled))
-        unique += len(question) + len(answer) + 100 * 4 + 100 * 8
-        messages = [*messages, {"role": "assistant", "content": answer}]
-        prompt += sampled
-    calls = await Store(database).calls.of("r")
-    assert calls[-1].request["messages"] == messages[:-1]
-    assert calls[-1].prompt_token_ids + calls[-1].response_token_ids == prompt
-    (row,) = await database.all(
-        "SELECT SUM(LENGTH(request) + LENGTH(prompt_ids) + LENGTH(token_ids)) AS size FROM calls"
-    )
-    assert row["size"] < 2 * unique
-
-
 @pytest.mark.parametrize("length", [10, 4_000, 100_000])
 async def test_a_request_of_any_size_is_read_back_and_deleted_with_its_rollout(
     database: Database, recorder: Recorder, length: int
