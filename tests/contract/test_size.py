@@ -23,7 +23,8 @@ def turn(path: str, name: str, text: str, query: str, result: str) -> tuple[Any,
     """An answer that calls a tool, and what the agent sends back after it: the answer and the result."""
     if path == RESPONSES:
         call = {"type": "function_call", "call_id": name, "name": "search", "arguments": query}
-        output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}, call]
+        part = {"type": "output_text", "text": text}
+        output: list[Json] = [{"type": "message", "role": "assistant", "content": [part]}, call]
         return output, [*output, {"type": "function_call_output", "call_id": name, "output": result}]
     if path == MESSAGES:
         used = {"type": "tool_use", "id": name, "name": "search", "input": {"query": query}}
