@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 
 from contract.model import ModelVllm, save_model
@@ -165,16 +164,17 @@ def ask(tenants: Tenants, name: str, route: Route, key: str | None) -> Answer:
 
 
 def read_feed(proxy: Proxy, path: str, key: str | None) -> Answer:
-    """Return what is there now."""
+    """Return what it says until it tells of a rollout that this key opens now."""
+    opened = proxy.post("/rollouts", {}, key)
+    last = opened.json[0]["rollout_id"] if opened.status == 200 else None
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    with proxy.client.stream("GET", proxy.url + path, headers=headers, timeout=httpx.Timeout(30, read=0.7)) as got:
-        said = b""
-        try:
-            for chunk in got.iter_bytes():
-                said += chunk
-        except httpx.ReadTimeout:
-            pass
-        return Answer(got.status_code, got.headers, said)
+    with proxy.client.stream("GET", proxy.url + path, headers=headers) as got:
+        said = ""
+        for line in got.iter_lines():
+            said += f"{line}\n"
+            if last is not None and last in line:
+                break
+        return Answer(got.status_code, got.headers, said.encode())
 
 
 def test_the_table_has_every_route(tenants: Tenants) -> None:
@@ -217,6 +217,9 @@ def test_what_is_made_of_everybodys_rollouts_is_not_shown_to_a_tenant(tenants: T
         answer = tenants.proxy.get(path, tenants.keys["own"])
         for view in answer.get("data", [answer]):
             assert [field for field in fields if view.get(field)] == [], path
+    feed = read_feed(tenants.proxy, "/feed?cursor=0", tenants.keys["own"]).body.decode()
+    (step,) = [frame for frame in feed.split("\n\n") if "event: step" in frame]
+    assert '"reward":null' in step
     status = tenants.proxy.get("/status", tenants.keys["own"])
     assert (status["rollouts"]["train"]["completed"], status["waiting"]) == (1, 1)
     assert [one["step"] for one in tenants.proxy.get("/policy/steps", tenants.keys["own"])["data"]] == [1]
