@@ -78,11 +78,15 @@ ROUTES: dict[str, Route] = {
 
 @dataclass
 class Tenants:
-    """A proxy with the rollouts of two tenants, of which the other's were trained on. `keys`: by kind."""
+    """A proxy with the rollouts of two tenants, of which the other's were trained on. `keys`: by kind.
+
+    `beside`: the other's rollout of the task of `mine`.
+    """
 
     proxy: Proxy
     mine: str
     theirs: str
+    beside: str
     keys: dict[str, str | None]
 
 
@@ -120,7 +124,8 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
             prompt = {"name": "writer", "text": text, "match": {"agent": "writer"}} | more
             assert proxy.post("/prompts", prompt, "admin").status == 200
         own, other = new_key(proxy, "own", "--scope", "own"), new_key(proxy, "other", "--scope", "own")
-        mine, theirs = live(proxy, own, "a-task", 0), live(proxy, other, "b-task", 0)
+        mine, beside = live(proxy, own, "a-task", 0), live(proxy, other, "a-task", 1)
+        theirs = live(proxy, other, "b-task", 0)
         second = live(proxy, other, "b-task", 1)
         proxy.post("/reward", {"rollout_id": second, "reward": 1}, other)
         trained = proxy.run("train", "--once")
@@ -140,7 +145,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
         keys["revoked"] = revoked = new_key(proxy, "gone")
         assert proxy.run("keys", "revoke", "gone").returncode == 0
         wait_until(lambda: proxy.call("GET", "/rollouts", key=revoked).status == 401, 30, "the key is gone")
-        yield Tenants(proxy, mine, theirs, keys)
+        yield Tenants(proxy, mine, theirs, beside, keys)
 
 
 def expected(route: Route, kind: str) -> int:
@@ -204,6 +209,14 @@ def test_a_tenant_sees_its_own_rollouts_and_numbers_made_of_these_alone(tenants:
     base = next(one for one in tenants.proxy.get("/policy/versions", own)["data"] if one["version"] == 0)
     assert base["rewards"] == {"train": {"mean": 0.5, "rollouts": 1}}
     assert tenants.proxy.chat(tenants.theirs, key=own).status == 404, "it continues none of another's"
+
+
+def test_rollouts_of_two_tenants_are_never_of_one_group(tenants: Tenants) -> None:
+    """They are of one task and rewarded differently, and as many as a group has."""
+    assert tenants.proxy.rollout(tenants.theirs, "admin")["step"] == 1
+    assert [tenants.proxy.rollout(name, "admin")["step"] for name in (tenants.mine, tenants.beside)] == [None, None]
+    group = tenants.proxy.get(f"/rollouts/{tenants.mine}/rows", tenants.keys["own"])["group"]
+    assert [one["rollout_id"] for one in group] == [tenants.mine]
 
 
 def test_what_is_made_of_everybodys_rollouts_is_not_shown_to_a_tenant(tenants: Tenants) -> None:
