@@ -65,10 +65,11 @@ class StoreClient(ApiClient):
         await self._stack.aclose()
 
     async def _send(self, method: str, path: str, body: Any, params: dict[str, str] | None) -> tuple[int, Any]:
+        path, _, query = path.partition("?")
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "scheme": "http",
             "method": method, "path": unquote(path), "raw_path": path.encode(), "root_path": "", "client": HERE,
-            "query_string": urlencode(params or {}).encode(), "server": HERE,
+            "query_string": (query or urlencode(params or {})).encode(), "server": HERE,
             "headers": [(b"host", b"127.0.0.1"), (b"authorization", self.headers["Authorization"].encode())],
         }  # fmt: skip
         status, parts, asked = 0, list[bytes](), False
