@@ -46,15 +46,6 @@ def ran(directory: Path, *command: str) -> Done:
     return lightning(*command, cwd=directory)
 
 
-def test_an_empty_file_is_one_line_and_stays_empty(store: Path) -> None:
-    store.write_bytes(b"")
-    for command in READING:
-        done = ran(store.parent, *command)
-        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), (command, done)
-        assert "it is empty" in done.stderr
-    assert store.read_bytes() == b""
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
