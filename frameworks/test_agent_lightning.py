@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from pyarrow import Table, parquet
 
+from contract.system import in_this_process
+from contract.vllm import PlayedVllm
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.programs import LocalRunner
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
 from lightning_proxy.commands.run.tasks import read_tasks
 from support.environments import ENVIRONMENTS
-from support.scripted import CHAT, scripted
 
 RELEASE = "agentlightning-1.0.2"
 AGENT = "examples.gsm8k.gsm8k_agent.ChatAgent"
@@ -44,8 +45,9 @@ async def test_its_example_runs_and_is_rewarded(release: Path, tmp_path: Path, m
     parquet.write_table(Table.from_pylist(rows), tmp_path / "train.parquet")
     agent = [sys.executable, "-m", "lightning_proxy.client.agl.agent", AGENT]
     runner = LocalRunner([*agent, "QUESTION=input.question", "ANSWER=input.answer"])
-    async with scripted(tmp_path) as (proxy,):
-        await proxy.ask(CHAT, {"messages": []}, {"role": "assistant", "content": "### ANSWER: 2 ###"})
+    vllm = PlayedVllm(tmp_path)
+    vllm.answer = lambda _: {"role": "assistant", "content": "### ANSWER: 2 ###"}
+    with in_this_process(tmp_path, vllm, policy={"alias": "auto"}) as proxy:
         async with ApiClient(proxy.url) as api:
             results = await run_tasks(api, read_tasks(tmp_path / "train.parquet"), runner, RunOptions(concurrency=2))
             await runner.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,7 @@ class ScriptedVllm(PlayedVllm):
     """Answers what is written for the request's header X-Script: a `Wire`, an error's status, or an answer's content.
 
     That is a message (chat), a text (completions), the blocks of Messages, or the items of Responses' output; or a
-    function of the request that says so.
+    function of the request that says so; it may be a coroutine's.
     """
 
     def __init__(self, root: Path) -> None:
@@ -65,8 +66,8 @@ class ScriptedVllm(PlayedVllm):
         script = self.scripts.get(name, 404)
         body = json.loads(await request.read() or b"{}", parse_int=_integer)
         self.asked[name] = {"path": request.raw_path, **body}
-        await asyncio.sleep(float(request.headers.get("X-Wait", "0")))
         script = script(self.asked[name]) if callable(script) else script
+        script = await script if inspect.isawaitable(script) else script
         if isinstance(script, Wire):
             return await _write(request, script)
         if isinstance(script, int):
@@ -136,7 +137,7 @@ class Scripted:
         with self.script(answer) as scripted:
             body = None if request is None else {"model": "m"} | request
             got = self.proxy.call(method, path, body, **scripted, **headers)
-        assert got.status == (answer if isinstance(answer, int) else 200), got.body
+        assert callable(answer) or got.status == (answer if isinstance(answer, int) else 200), got.body
         return got
 
     def receive(self, method: str, path: str, body: Json | None, wire: Wire) -> tuple[httpx.Headers, bytes, bool]:
@@ -169,6 +170,21 @@ class Scripted:
             for path, request, answer in turns
         ]
         return [rollout for rollout in found if rollout]
+
+
+def together(count: int, after_s: float = 0.0) -> Callable[[Any], Callable[[Json], Awaitable[Any]]]:
+    """Return what makes an answer one that is given so many seconds after as many requests are there."""
+    barrier = asyncio.Barrier(count)
+
+    def answered(answer: Any) -> Callable[[Json], Awaitable[Any]]:
+        async def script(_: Json) -> Any:
+            await barrier.wait()
+            await asyncio.sleep(after_s)
+            return answer
+
+        return script
+
+    return answered
 
 
 def results_of(rollout: Json) -> list[list[Any]]:

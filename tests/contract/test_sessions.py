@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from contract.scripted import CHAT, Json, Scripted, scripted
+from contract.scripted import CHAT, Json, Scripted, scripted, together
 
 Edge = tuple[str, int]
 HERE = Path(__file__).parent / "sessions"
@@ -163,17 +163,18 @@ class Replayed:
 def replay(model: Scripted, session: Session, prefix: str | None = None) -> Replayed:
     """Send a session's calls through a proxy. With `prefix` each run's rollout is named, else none is."""
 
-    def ask(call: SessionCall, wait: str) -> tuple[str, str]:
+    def ask(call: SessionCall, answer: Any) -> tuple[str, str]:
         named = {} if prefix is None else {"X-Rollout-Id": f"{prefix}-{call.run}"}
-        answer = model.ask(CHAT, {"messages": call.messages}, call.answer, X_Wait=wait, **named, **call.headers)
-        return answer.headers["x-rollout-id"], answer.headers["x-call-id"]
+        got = model.ask(CHAT, {"messages": call.messages}, answer, **named, **call.headers)
+        return got.headers["x-rollout-id"], got.headers["x-call-id"]
 
     found: list[tuple[str, str]] = []
     starts = [place for place, call in enumerate(session.calls) if not call.with_last]
     with ThreadPoolExecutor(4) as pool:
         for start, end in zip(starts, [*starts[1:], len(session.calls)], strict=True):
-            wait = "0.3" if end - start > 1 else "0"  # longer than clocks may differ, on a busy machine, too
-            found += pool.map(lambda call, wait=wait: ask(call, wait), session.calls[start:end])
+            # They take longer than clocks may differ: the edges go by the calls' times.
+            answered = together(end - start, 0.1 if end - start > 1 else 0)
+            found += pool.map(ask, session.calls[start:end], [answered(c.answer) for c in session.calls[start:end]])
     places = {call_id: place for place, (_, call_id) in enumerate(found)}
     edges, rejected = [set[Edge]() for _ in found], set[int]()
     for rollout in dict.fromkeys(rollout for rollout, _ in found):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import httpx
 import pytest
 
 from contract.model import ModelVllm, save_model
@@ -79,11 +78,15 @@ ROUTES: dict[str, Route] = {
 
 @dataclass
 class Tenants:
-    """A proxy with the rollouts of two tenants, of which the other's were trained on. `keys`: by kind."""
+    """A proxy with the rollouts of two tenants, of which the other's were trained on. `keys`: by kind.
+
+    `beside`: the other's rollout of the task of `mine`.
+    """
 
     proxy: Proxy
     mine: str
     theirs: str
+    beside: str
     keys: dict[str, str | None]
 
 
@@ -121,7 +124,8 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
             prompt = {"name": "writer", "text": text, "match": {"agent": "writer"}} | more
             assert proxy.post("/prompts", prompt, "admin").status == 200
         own, other = new_key(proxy, "own", "--scope", "own"), new_key(proxy, "other", "--scope", "own")
-        mine, theirs = live(proxy, own, "a-task", 0), live(proxy, other, "b-task", 0)
+        mine, beside = live(proxy, own, "a-task", 0), live(proxy, other, "a-task", 1)
+        theirs = live(proxy, other, "b-task", 0)
         second = live(proxy, other, "b-task", 1)
         proxy.post("/reward", {"rollout_id": second, "reward": 1}, other)
         trained = proxy.run("train", "--once")
@@ -141,7 +145,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
         keys["revoked"] = revoked = new_key(proxy, "gone")
         assert proxy.run("keys", "revoke", "gone").returncode == 0
         wait_until(lambda: proxy.call("GET", "/rollouts", key=revoked).status == 401, 30, "the key is gone")
-        yield Tenants(proxy, mine, theirs, keys)
+        yield Tenants(proxy, mine, theirs, beside, keys)
 
 
 def expected(route: Route, kind: str) -> int:
@@ -165,16 +169,17 @@ def ask(tenants: Tenants, name: str, route: Route, key: str | None) -> Answer:
 
 
 def read_feed(proxy: Proxy, path: str, key: str | None) -> Answer:
-    """Return what is there now."""
+    """Return what it says until it tells of a rollout that this key opens now."""
+    opened = proxy.post("/rollouts", {}, key)
+    last = opened.json[0]["rollout_id"] if opened.status == 200 else None
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    with proxy.client.stream("GET", proxy.url + path, headers=headers, timeout=httpx.Timeout(30, read=0.7)) as got:
-        said = b""
-        try:
-            for chunk in got.iter_bytes():
-                said += chunk
-        except httpx.ReadTimeout:
-            pass
-        return Answer(got.status_code, got.headers, said)
+    with proxy.client.stream("GET", proxy.url + path, headers=headers) as got:
+        said = ""
+        for line in got.iter_lines():
+            said += f"{line}\n"
+            if last is not None and last in line:
+                break
+        return Answer(got.status_code, got.headers, said.encode())
 
 
 def test_the_table_has_every_route(tenants: Tenants) -> None:
@@ -206,6 +211,14 @@ def test_a_tenant_sees_its_own_rollouts_and_numbers_made_of_these_alone(tenants:
     assert tenants.proxy.chat(tenants.theirs, key=own).status == 404, "it continues none of another's"
 
 
+def test_rollouts_of_two_tenants_are_never_of_one_group(tenants: Tenants) -> None:
+    """They are of one task and rewarded differently, and as many as a group has."""
+    assert tenants.proxy.rollout(tenants.theirs, "admin")["step"] == 1
+    assert [tenants.proxy.rollout(name, "admin")["step"] for name in (tenants.mine, tenants.beside)] == [None, None]
+    group = tenants.proxy.get(f"/rollouts/{tenants.mine}/rows", tenants.keys["own"])["group"]
+    assert [one["rollout_id"] for one in group] == [tenants.mine]
+
+
 def test_what_is_made_of_everybodys_rollouts_is_not_shown_to_a_tenant(tenants: Tenants) -> None:
     hidden = {
         "/policy": ("last_step", "collapse", "test", "best", "evaluation"),
@@ -217,6 +230,9 @@ def test_what_is_made_of_everybodys_rollouts_is_not_shown_to_a_tenant(tenants: T
         answer = tenants.proxy.get(path, tenants.keys["own"])
         for view in answer.get("data", [answer]):
             assert [field for field in fields if view.get(field)] == [], path
+    feed = read_feed(tenants.proxy, "/feed?cursor=0", tenants.keys["own"]).body.decode()
+    (step,) = [frame for frame in feed.split("\n\n") if "event: step" in frame]
+    assert '"reward":null' in step
     status = tenants.proxy.get("/status", tenants.keys["own"])
     assert (status["rollouts"]["train"]["completed"], status["waiting"]) == (1, 1)
     assert [one["step"] for one in tenants.proxy.get("/policy/steps", tenants.keys["own"])["data"]] == [1]

@@ -25,6 +25,7 @@ from contract.scripted import (
     said,
     scripted,
     scripted_twice,
+    together,
     user,
 )  # fmt: skip
 
@@ -411,14 +412,14 @@ def test_a_client_that_sends_its_first_request_again_stays_in_its_rollout(model:
 
 def test_a_retry_of_a_first_request_goes_where_it_failed(model: Scripted, key: str) -> None:
     """Several agents ask the same at the same moment; two of them are refused, and their clients ask again."""
-    named = {"Authorization": f"Bearer {key}", "X_Wait": "0.5"}
 
     def ask(answer: Any, **more: str) -> str:
-        return model.ask(*chat(Q, answer=answer), **named, **more).headers["x-rollout-id"]
+        return model.ask(*chat(Q, answer=answer), Authorization=f"Bearer {key}", **more).headers["x-rollout-id"]
 
+    first, second = together(4), together(2)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(ask, [DONE, 503, 503, DONE]))
-        again = list(pool.map(lambda _: ask(DONE, x_stainless_retry_count="1"), range(2)))
+        found = list(pool.map(ask, [first(answer) for answer in (DONE, 503, 503, DONE)]))
+        again = list(pool.map(lambda _: ask(second(DONE), x_stainless_retry_count="1"), range(2)))
     assert len({*found}) == 4 and {*again} == {*found[1:3]}
 
 

@@ -19,7 +19,7 @@ ON_BOARD = {"proxy": proxys.ON_BOARD, "trainer": trainers.ON_BOARD, "commands": 
 LISTS = ("proxy/on_board.py", "trainer/plugins/on_board.py", "commands/on_board.py")
 ROOMS = sorted({room.replace(".", "/") for rooms in ON_BOARD.values() for room in rooms})
 # Rooms that are there for side rooms alone.
-SHARED = ("gate", "tuning")
+SHARED = ("tuning",)
 LEFT = """
 import importlib, pkgutil, lightning_proxy as root
 assert root.__file__.startswith({place!r}), root.__file__
@@ -30,7 +30,7 @@ for module in pkgutil.walk_packages(root.__path__, "lightning_proxy."):
 """
 # A key of each room that has some. A room that was taken out leaves none behind.
 KEYS = {
-    "otel": "telemetry", "prompts": "prompts", "promotion": "policy.gate", "rewarders": "trainer.judge",
+    "otel": "telemetry", "promotion": "policy.gate", "rewarders": "trainer.judge",
     "guides": "trainer.teacher", "algorithms": "trainer.mask",
     "evaluation": "trainer.eval", "contexts": "trainer.rejected",
     "sft": "trainer.sft", "preferences": "trainer.kto", "backends": "trainer.tinker",

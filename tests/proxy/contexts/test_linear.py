@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.export.export import _transitions
-from lightning_proxy.commands.show.graph import graph_lines
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.contexts.calls import graph_of
 from lightning_proxy.proxy.control.views import rollout_detail
@@ -186,7 +185,6 @@ async def per_call(directory: Path, contexts: int) -> dict[str, float]:
         "work of rows": calls_made(lambda: rollout_samples(whole, [0.5] * len(whole), task_id="t", max_tokens=10**6)),
         "tokens of the tree": len(build_tree([sample.token_ids for sample in samples])),
         "bytes exported": sum(map(len, exported)),
-        "lines drawn": calls_made(lambda: [*graph_lines(detail["calls"])]),
     }
     return {name: number / len(short) for name, number in work.items()}
 
