@@ -61,6 +61,12 @@ def test_a_rollout_joins_the_group_of_the_sibling_that_it_replaces(proxy: Proxy)
     assert proxy.post("/rollouts", {"sibling_of": "nobody"}).status == 404
 
 
+def test_of_a_large_group_256_siblings_are_shown_and_the_rollout_itself(proxy: Proxy) -> None:
+    names = [one["rollout_id"] for one in proxy.post("/rollouts", {"task_id": "large", "n": 300}).json]
+    group = [one["rollout_id"] for one in proxy.get(f"/rollouts/{names[-1]}/rows")["group"]]
+    assert group == [*names[:255], names[-1]]
+
+
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [({"n": n}, "n") for n in (-1, 1001, True, "2", 3.5)]

@@ -8,31 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
-
-
-async def test_status_says_that_nothing_was_learned_for_three_batches(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path) as system, system.store() as store:
-        names = [f"r{i}" for i in range(3 * 64)]
-        await store.rollouts.open([(RolloutName(name, "t1"), f"hash of {name}") for name in (*names, "next")], {})
-        await system.call("POST", "/reward", [{"rollout_id": name, "reward": 0.5} for name in names])
-        await store.steps.drop({EQUAL_REWARDS: names[1:], "failed or discarded": names[:1]})
-        _, status = await system.call("GET", "/status")
-        assert status["standstill"] is None
-        await store.steps.drop({EQUAL_REWARDS: names[:1]})
-        _, status = await system.call("GET", "/status")
-        assert (status["standstill"]["rollouts"], status["standstill"]["reward"]) == (192, 0.5)
-        assert "nothing was learned from the newest 192 rollouts (mean reward 0.5)" in status["standstill"]["story"]
-        await store.steps.trained(await store.steps.claim(["next"], 0), None, {})
-        _, status = await system.call("GET", "/status")
-        assert status["standstill"] is None
-        assert (await system.call("POST", "/rollouts/next/end", {"status": "completed"}))[0] == 200
-        assert (await system.call("DELETE", "/rollouts/next"))[0] == 204
-        _, status = await system.call("GET", "/status")
-        assert status["standstill"] is None
 
 
 async def test_sampled_tokens_are_counted_where_no_usage_was_reported(running: Running, tmp_path: Path) -> None:

@@ -8,10 +8,7 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.reports import credit
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.trainer.collect.collector import Collector
@@ -103,15 +100,3 @@ async def test_credit_goes_with_its_rollout(running: Running, tmp_path: Path) ->
         assert [one["rollout_id"] for one in (await shown(system, "bad"))["group"]] == ["bad"]
         (left,) = await store.database.all("SELECT COUNT(*) AS n FROM call_credit")
         assert left["n"] == 3
-
-
-async def test_a_large_group_leaves_siblings_out(
-    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(credit, "SIBLINGS", 2)
-    async with running(tmp_path) as system, system.store() as store:
-        for name, reward in (("r0", 1.0), ("r1", 0.0), ("r2", 0.0)):
-            await record(store, name, TALK, reward)
-        await claim(store, group_size=3)
-        answer = await shown(system, "r2")
-        assert [sibling["rollout_id"] for sibling in answer["group"]] == ["r0", "r2"]
