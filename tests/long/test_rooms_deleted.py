@@ -46,7 +46,7 @@ for key in {keys!r}:
     else:
         raise AssertionError(key)
 """
-LEARNS = "tests/trainer/test_loop.py::test_a_step_makes_verified_weights_live"
+LEARNS = "tests/contract/test_training.py::test_a_step_publishes_a_verified_version_that_answers_the_next_call"
 REALLY = "tests/end_to_end/test_loop.py"
 
 
