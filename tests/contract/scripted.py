@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import itertools
 import json
+import threading
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,15 +36,17 @@ def said(content: Any, **more: Any) -> Json:
 
 @dataclass
 class Wire:
-    """An answer as it goes over the wire: each piece in a packet of its own, `delay_s` apart."""
+    """An answer as it goes over the wire: each piece in a packet of its own.
+
+    The last one waits for `gate`; `was_held` says that it waited in vain.
+    """
 
     pieces: list[bytes]
     content_type: str | None = "text/event-stream"
     status: int = 200
-    delay_s: float = 0.0
     breaks: bool = False  # after the last piece
-    is_at_its_end: bool = field(default=False, init=False)  # the last piece is about to be sent
-    came_early: bool = field(default=False, init=False)  # the agent had bytes before that
+    gate: threading.Event | None = None
+    was_held: bool = field(default=False, init=False)
 
 
 class ScriptedVllm(PlayedVllm):
@@ -98,9 +101,10 @@ async def _write(request: web.Request, wire: Wire) -> web.StreamResponse:
         answer.headers["Content-Type"] = wire.content_type
     await answer.prepare(request)
     for place, piece in enumerate(wire.pieces, 1):
-        await asyncio.sleep(wire.delay_s if place > 1 else 0)
-        wire.is_at_its_end = place == len(wire.pieces)
+        if place == len(wire.pieces) and wire.gate is not None:
+            wire.was_held = not await asyncio.to_thread(wire.gate.wait, 20)
         await answer.write(piece)
+        await asyncio.sleep(0)
     if wire.breaks:
         assert request.transport is not None
         request.transport.abort()
@@ -140,8 +144,13 @@ class Scripted:
         assert callable(answer) or got.status == (answer if isinstance(answer, int) else 200), got.body
         return got
 
-    def receive(self, method: str, path: str, body: Json | None, wire: Wire) -> tuple[httpx.Headers, bytes, bool]:
-        """Ask for an answer as the wire has it; return its headers, what came of it, and whether it came whole."""
+    def receive(
+        self, method: str, path: str, body: Json | None, wire: Wire, until: bytes = b""
+    ) -> tuple[httpx.Headers, bytes, bool]:
+        """Ask for an answer as the wire has it; return its headers, what came of it, and whether it came whole.
+
+        The answer's gate opens once `until` has come, or its first byte.
+        """
         got = b""
         with self.script(wire) as scripted, ExitStack() as stack:
             headers = {"X-Script": scripted["X_Script"]}
@@ -150,8 +159,9 @@ class Scripted:
             )
             try:
                 for piece in answer.iter_raw():
-                    wire.came_early |= not wire.is_at_its_end
                     got += piece
+                    if wire.gate is not None and until in got:
+                        wire.gate.set()
             except httpx.HTTPError:
                 return answer.headers, got, False
         return answer.headers, got, True

@@ -6,6 +6,7 @@ vLLM keeps no responses itself, so what a request goes on with is known from the
 from __future__ import annotations
 
 import json
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,3 +172,38 @@ def test_a_stream_that_breaks_or_is_no_chat_is_seen_as_broken(
     (call,) = model.proxy.rollout(rollout)["calls"]
     assert not is_whole and (call["status"], call["trainable"]) == ("error", False)
     assert "internal error" not in caplog.text
+
+
+def called(*pieces: Json) -> list[bytes]:
+    """A chat stream of a tool call in pieces."""
+    end: Json = {"delta": {}, "finish_reason": "tool_calls"}
+    choices = [*({"delta": {"tool_calls": [{"index": 0} | one]}, "finish_reason": None} for one in pieces), end]
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    chunks = [{"choices": [{"index": 0} | choice]} for choice in choices] + [{"choices": [], "usage": usage}]
+    return [
+        b"data: " + json.dumps({"id": "c1", "created": 1, "model": "base"} | chunk).encode() + b"\n\n"
+        for chunk in chunks
+    ]
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_a_tool_calls_arguments_are_passed_on_as_they_come(path: str, model: Scripted, rollout: str) -> None:
+    first = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"begun"'}}
+    head, *rest = called(first, {"function": {"arguments": ": 1}"}})
+    body: Json = {"model": "policy", "stream": True} | ASKED[path]
+    answer = Wire([head, b"".join([*rest, b"data: [DONE]\n\n"])], gate=threading.Event())
+    _, _, is_whole = model.receive("POST", f"/rollouts/{rollout}{path}", body, answer, b'{\\"begun\\"')
+    assert is_whole and not answer.was_held
+    (call,) = model.proxy.rollout(rollout)["calls"]
+    assert [json.loads(tool["arguments"]) for tool in call["tool_calls"]] == [{"begun": 1}]
+
+
+@pytest.mark.parametrize("path", ASKED)
+def test_arguments_of_a_whole_answer_may_be_an_object(path: str, model: Scripted, rollout: str) -> None:
+    tool = {"id": "call_a", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    choice = {"index": 0, "message": said(None, tool_calls=[tool]), "finish_reason": "tool_calls"}
+    usage = {"prompt_tokens": 1, "completion_tokens": 2, "total_tokens": 3}
+    body = {"id": "c1", "created": 1, "model": "base", "choices": [choice], "usage": usage}
+    assert ask(model, rollout, wire(200, body), path).status == 200
+    (call,) = model.proxy.rollout(rollout)["calls"]
+    assert [(one["id"], one["name"], one["arguments"]) for one in call["tool_calls"]] == [("call_a", "f", '{"a":1}')]
