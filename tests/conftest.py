@@ -21,6 +21,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from hypothesis import settings
 
+from contract.real import lora, merged, speller  # noqa: F401  (fixtures)
 from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.commands.telemetry import telemetry_off
 from lightning_proxy.proxy.app import create_app

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from contract.system import free_port
 from support.command_line import Done, lightning
-from support.whole_system import free_port
 
 READING = [
     ("store", "info"),

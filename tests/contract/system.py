@@ -124,10 +124,12 @@ class Proxy:
         """Run a command of the command line with this proxy's configuration, in its directory, in this process."""
         return lightning("--config", self.config, *arguments, cwd=self.directory)
 
-    def process(self, *arguments: str | Path, stdin: str | None = None, **environment: str) -> Done:
+    def process(
+        self, *arguments: str | Path, stdin: str | None = None, seconds: float = 240, **environment: str
+    ) -> Done:
         """Run a command as `run` does, in a process of its own: seconds, for its imports."""
         done = subprocess.run(
-            [*CLI, "--config", self.config, *map(str, arguments)], cwd=self.directory, input=stdin, timeout=240,
+            [*CLI, "--config", self.config, *map(str, arguments)], cwd=self.directory, input=stdin, timeout=seconds,
             capture_output=True, text=True, check=False, env=os.environ | {"COLUMNS": "80"} | environment,
         )  # fmt: skip
         return Done(done.returncode, done.stdout, done.stderr)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from contract.real import System
 from lightning_proxy.proxy.policy.operator import operator_headers
 from support.adapters import logprobs_with, save_adapter
 from support.token_continuity import Served, converse, two_proxies
-from support.whole_system import System
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(900), pytest.mark.long]
 

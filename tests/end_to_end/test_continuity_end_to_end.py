@@ -14,9 +14,9 @@ import anthropic
 import openai
 import pytest
 
+from contract.real import System
 from support.paths import EXAMPLES
 from support.token_continuity import SENTENCE, Json, Served, converse, say, two_proxies
-from support.whole_system import System
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
 

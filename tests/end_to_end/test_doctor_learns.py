@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from support.whole_system import CLI, System, free_port
+from contract.real import System
+from contract.system import CLI, free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("lora vllm"), pytest.mark.timeout(900), pytest.mark.long]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from contract.real import System
 from lightning_proxy.proxy.apis.as_chat.template import Template
 from support.messages_twice import native, prompts, template_of, through_chat
 from support.responses_twice import post
-from support.whole_system import System
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from contract.real import System
 from lightning_proxy.proxy.policy.operator import key_file, operator_headers
 from lightning_proxy.proxy.policy.probe import TOLERANCE, difference
 from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
-from support.whole_system import System
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
 

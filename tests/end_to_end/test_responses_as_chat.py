@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from contract.real import System
 from lightning_proxy.proxy.apis.as_chat.responses import ResponsesTranslator
 from support.responses_twice import assert_same, native, same, through_chat, unnumbered
-from support.whole_system import System
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
 

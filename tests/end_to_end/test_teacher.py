@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from contract.real import System
 from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
 from support.sections import PolicyConfig, TrainerConfig
 from support.spelling_model import LETTERS
-from support.whole_system import System
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from contract.real import System
 from lightning_proxy.proxy.apis.chat import ChatStream
 from lightning_proxy.proxy.apis.inject import Injection
 from lightning_proxy.proxy.apis.stream import Transcript
 from support.clients import EACH_CLIENT, Client
-from support.whole_system import System
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
 

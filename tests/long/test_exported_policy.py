@@ -15,11 +15,11 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from contract.system import CLI
 from support.own_vllm import own_vllm
 from support.spelling_model import save_spelling_model
 from support.tool_template import TEMPLATE
 from support.training import bench
-from support.whole_system import CLI
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 

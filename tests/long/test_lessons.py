@@ -14,11 +14,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
-from support.whole_system import GROUP, LETTERS, PLANNER_EXECUTOR, TASKS, System, served_weights, wait_until
+from contract.real import GROUP, LETTERS, TASKS, System
+from contract.system import Process, free_port, wait_until
+from support.paths import EXAMPLES
 
+PLANNER_EXECUTOR = EXAMPLES / "planner_executor"
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]  # a minute each on two idle cores
 
 # Of the rollouts of each step, by agent: tokens answered.
@@ -60,15 +64,13 @@ def make_system(tmp_path: Path, tiny_model: Path) -> Iterator[Any]:
     made: list[System] = []
 
     def make(publish: str, policy: dict[str, Any] | None = None, **trainer: Any) -> System:
-        made.append(System(tmp_path, tiny_model, publish, trainer, policy))
+        made.append(System(tmp_path, tiny_model, publish, trainer=trainer, policy=policy))
         return made[-1]
 
     yield make
     for system in made:
-        system.kill_second_server()
-        if system.process is not None and system.process.poll() is None:
-            system.process.kill()
-            system.process.wait()
+        if system.server.running:
+            system.server.end(signal.SIGKILL)
 
 
 def test_parts_that_are_killed_go_on_where_they_were(make_system: Any) -> None:
@@ -86,8 +88,8 @@ def test_parts_that_are_killed_go_on_where_they_were(make_system: Any) -> None:
     wait_until(lambda: system.live()["step"] == system.steps(), 60, "the last step is published")
     assert system.live()["status"] == "live"
     kill(system, b"vllm.entrypoints.openai.api_server")
-    wait_until(lambda: system.get("/readyz").get("status") != "ready", 30, "vLLM is gone")
-    wait_until(lambda: system.get("/readyz").get("status") == "ready", 300, "vLLM is back")
+    wait_until(lambda: system.call("GET", "/readyz").status != 200, 30, "vLLM is gone")
+    system.wait_for("/readyz", 300)
     assert system.run_agents(repeat=1, mode="eval")["mean_reward"] > before + 0.2, "the live version is served again"
     system.stop()
 
@@ -96,11 +98,11 @@ def test_of_a_planner_and_an_executor_the_planners_calls_alone_are_trained_on(ma
     settings = yaml.safe_load((PLANNER_EXECUTOR / "config.yaml").read_text())["trainer"]
     system: System = make_system("merged", **settings | {"learning_rate": 1e-2})
     system.start()
-    before = system.measure()
+    before = measure(system)
     for _ in range(6):
-        system.play("tasks", "--repeat", "2")
+        play(system, "tasks", "--repeat", "2")
     wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
-    after = system.measure()
+    after = measure(system)
     print(f"mean reward on held-out boards {before:.3f} -> {after:.3f}")
     assert after > before + 0.2, (before, after)
     with closing(sqlite3.connect(system.directory / "store.db")) as db:
@@ -115,8 +117,8 @@ def test_of_a_planner_and_an_executor_the_planners_calls_alone_are_trained_on(ma
 
 def test_a_server_that_is_killed_costs_no_rollout_and_gets_the_live_weights_when_it_is_back(make_system: Any) -> None:
     system: System = make_system("merged", learning_rate=2e-3)  # slow: equal rewards would make no steps
-    port = system.set_up_second_server()
-    system.start_second_server(port)
+    port, second = set_up_second_server(system)
+    start_second_server(second, port)
     system.start()
 
     def both_serve_the_live_version() -> bool:
@@ -124,16 +126,20 @@ def test_a_server_that_is_killed_costs_no_rollout_and_gets_the_live_weights_when
         return weights.startswith(f"{system.live()['version']}-") and weights == served_weights(port)
 
     system.run_agents(repeat=2)
-    wait_until(lambda: system.steps() > 0 and both_serve_the_live_version(), 60, "both serve what was published")
+    wait_until(
+        lambda: system.steps() > 0 and both_serve_the_live_version(),
+        60,
+        "both serve what was published",
+    )
     with ThreadPoolExecutor() as pool:
         agents = pool.submit(system.run_agents, 4)
         wait_until(lambda: len(system.get("/rollouts?status=running&limit=50")["data"]) > 4, 60, "agents work")
-        system.kill_second_server()
+        second.end(signal.SIGKILL)
         assert agents.result()["failed"] == 0
     steps = system.steps()
     assert system.run_agents(repeat=2)["failed"] == 0
     wait_until(lambda: system.steps() > steps, 60, "training goes on with one server")
-    system.start_second_server(port)
+    start_second_server(second, port)
     wait_until(both_serve_the_live_version, 60, "the second server gets the live version")
     calls = [
         call
@@ -146,6 +152,40 @@ def test_a_server_that_is_killed_costs_no_rollout_and_gets_the_live_weights_when
     assert len(broken) + len(answered) == len(calls)
     print(f"{len(broken)} calls were broken off")
     system.stop()
+    second.end(signal.SIGKILL)
+
+
+def set_up_second_server(system: System) -> tuple[int, Process]:
+    """Two servers behind two workers: the port of the second one, and what runs it."""
+    settings, port = yaml.safe_load(system.config.read_text()), free_port()
+    settings["upstreams"][0]["replicas"] = [f"http://127.0.0.1:{port}/v1"]
+    settings["proxy"]["workers"] = 2
+    system.config.write_text(yaml.safe_dump(settings))
+    return port, Process(system.directory, "vllm")
+
+
+def start_second_server(server: Process, port: int) -> None:
+    server.start(LIGHTNING_VLLM__PORT=str(port))
+    wait_until(lambda: served_weights(port), 240, "the second server is there")
+
+
+def served_weights(port: int) -> str:
+    """The label of the weights that a server has; empty where there is none."""
+    try:
+        return str(httpx.get(f"http://127.0.0.1:{port}/weight_info", trust_env=False).json()["weight_version"])
+    except httpx.HTTPError:
+        return ""
+
+
+def play(system: System, boards: str, *options: str) -> float:
+    """The mean reward of the planner and the executor on the example's boards, trained on or held out."""
+    agent, tasks = PLANNER_EXECUTOR / "agent.py", PLANNER_EXECUTOR / f"{boards}.jsonl"
+    return float(system.run_program(agent, tasks, "--preload", "openai,openai.resources", *options)["mean_reward"])
+
+
+def measure(system: System) -> float:
+    """The same on boards that nothing is trained on."""
+    return play(system, "held_out", "--mode", "eval", "--repeat", "2")
 
 
 def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights_in_one_batch(
@@ -155,11 +195,11 @@ def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights
     trainer = settings["trainer"] | {"learning_rate": 1e-2}
     system: System = make_system("lora", {"adapters": settings["policy"]["adapters"]}, **trainer)
     system.start()
-    before = system.measure()
-    system.play("tasks", "--repeat", "2")
+    before = measure(system)
+    play(system, "tasks", "--repeat", "2")
     wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
     wait_until(lambda: system.live()["step"] == system.steps(), 60, "the last step is published")
-    system.measure()  # while both still say this and that
+    measure(system)  # while both still say this and that
     live = system.live()
     calls = [
         call
@@ -178,10 +218,10 @@ def test_two_agents_with_adapters_of_their_own_are_answered_by_different_weights
         assert len(own) >= 64 and max(own) < 1e-3
         assert surprise > 0.1 and fmean(not_own) > 100 * max(own)
     for _ in range(3):
-        system.play("tasks", "--repeat", "2")
+        play(system, "tasks", "--repeat", "2")
     wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
-    after = system.measure()
-    print(f"mean reward on held-out boards {before:.3f} -> {after:.3f}, {system.steps()} steps")
+    after = measure(system)
+    print(f"mean reward on held-out boards {before:.3f} -> {after:.3f}, {system.get('/policy')['steps']} steps")
     assert after > before + 0.1, (before, after)
     system.stop()
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from contract.real import LIGHT, System
+from contract.system import CLI
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
-from support.whole_system import CLI, LIGHT, System
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -79,7 +80,7 @@ def proposing() -> Iterator[str]:
 
 
 def test_a_small_model_gains_from_proposed_prompts(tmp_path: Path) -> None:
-    system = System(tmp_path, prepare_model(cache_directory()), "merged", {})
+    system = System(tmp_path, prepare_model(cache_directory()), "merged")
     (tmp_path / "agent.py").write_text(AGENT)
     sums = [{"question": f"What is {a}+{b}?", "answer": str(a + b)} for a in range(10) for b in range(10)]
     for name, tasks in (("sums", sums[::2]), ("held_out", sums[1::2])):

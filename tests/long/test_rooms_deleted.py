@@ -47,7 +47,7 @@ for key in {keys!r}:
         raise AssertionError(key)
 """
 LEARNS = "tests/contract/test_training.py::test_a_step_publishes_a_verified_version_that_answers_the_next_call"
-REALLY = "tests/end_to_end/test_loop.py"
+REALLY = "tests/contract/test_loop.py"
 
 
 class Copy:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from contract.system import free_port
 from support.paths import ROOT
 from support.provider import serving_provider
-from support.whole_system import free_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(2400)]
 

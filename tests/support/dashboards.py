@@ -12,7 +12,7 @@ from pathlib import Path
 
 import aiohttp
 
-from .whole_system import free_port
+from contract.system import free_port
 
 
 @asynccontextmanager

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import yaml
 
+from contract.system import CLI, free_port, wait_until
 from support.responses_twice import get
-from support.whole_system import CLI, free_port, wait_until
 
 
 @contextmanager

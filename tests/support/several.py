@@ -14,8 +14,8 @@ import aiohttp
 import pytest
 import yaml
 
+from contract.system import free_port
 from lightning_proxy.proxy.config.root import Config
-from support.whole_system import free_port
 
 
 @asynccontextmanager

@@ -13,8 +13,8 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
 
+from contract.system import free_port, wait_until
 from support.paths import ROOT
-from support.whole_system import free_port, wait_until
 
 ENVIRONMENT = ROOT / ".venv-tinker"
 CLIENT = ENVIRONMENT / "client"  # of the server's time

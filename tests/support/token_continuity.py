@@ -21,6 +21,8 @@ import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
+from contract.real import System
+from contract.system import CLI, free_port
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.policy.operator import key_file
 from lightning_proxy.proxy.store.opening import opened
@@ -28,7 +30,6 @@ from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import ModelCall
 from lightning_proxy.trainer.rows.samples import rollout_samples
 from lightning_proxy.trainer.types import Sampling
-from support.whole_system import CLI, System, free_port
 
 Json = dict[str, Any]
 SENTENCE = "The astonishingly quick fox jumps over 1234 lazy dogs, doesn't it?"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from contract.system import CLI, wait_until
 from support.spelling_model import save_spelling_model
-from support.whole_system import CLI, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(1500)]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from contract.system import CLI
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
 from support.paths import EXAMPLES
-from support.whole_system import CLI
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(3600)]
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import aiohttp
 
+from contract.system import free_port
 from lightning_proxy.commands.page.dashboard import IdleFile, end_when_written
 from support.command_line import lightning
 from support.dashboards import dashboard
 from support.postgres import postgres_server
-from support.whole_system import free_port
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 

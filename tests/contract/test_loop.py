@@ -1,10 +1,13 @@
-"""The whole loop as a user runs it, on a tiny model: `up`, an agent under `run`, rewards, training, new weights."""
+"""CONTRACT.md, sections 4 and 5: the whole loop on a real vLLM: `up`, an agent under `run`, rewards, new weights."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from support.whole_system import System, wait_until
+from contract.real import LIGHT, System
+from contract.system import wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -29,10 +32,7 @@ def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequ
     assert after > before + 0.25, (before, after)
     wait_until(lambda: not system.waiting(), 60, "every rollout was trained on or dropped")
     if publish == "lora":
-        version = system.live()["version"]
-        base, trained = system.evaluate("base", str(version))
-        assert (base["policy_versions"], trained["policy_versions"]) == ([0], [version])
-        assert trained["versus"]["difference"] > 0.25, "versions are evaluated side by side"
+        evaluate(system)
     else:
         wait_until(lambda: is_best_of_several(system), 60, "versions were evaluated beside training")
     versions = {v["version"]: v for v in system.get("/policy/versions")["data"]}
@@ -44,7 +44,7 @@ def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequ
     calls = [
         call
         for rollout in system.get("/rollouts?limit=1000&status=completed")["data"]
-        for call in system.get(f"/rollouts/{rollout['rollout_id']}")["calls"]
+        for call in system.rollout(rollout["rollout_id"])["calls"]
     ]
     assert all(call["status"] == "ok" and call["trainable"] for call in calls)
     assert len({v for call in calls for v in call["policy_versions"]}) > 1
@@ -53,6 +53,19 @@ def test_an_agent_gets_better_while_it_keeps_working(request: pytest.FixtureRequ
     system.promote(0)
     again = system.run_agents(repeat=1, mode="eval")["mean_reward"]
     assert again < before + 0.15, "the base model answers again"
+
+
+def evaluate(system: System) -> None:
+    """Versions are evaluated side by side: one program at a time, for vLLM on a CPU mixes an adapter with the base."""
+    version = system.live()["version"]
+    done = system.process(
+        "eval", "--tasks", "tasks.jsonl", "--models", f"base,{version}", "--samples", "2", "--concurrency", "1",
+        "--json", *LIGHT, "--", sys.executable, "agent.py", seconds=800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    base, trained = done.json["rows"]
+    assert (base["policy_versions"], trained["policy_versions"]) == ([0], [version])
+    assert trained["versus"]["difference"] > 0.25
 
 
 def is_best_of_several(system: System) -> bool:

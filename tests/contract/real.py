@@ -1,0 +1,166 @@
+"""The whole system with a real vLLM, as a user runs it: `up`, and agents under `run`. Tests share two."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.system import Process, Served, free_port, write_config
+from support.tool_template import TEMPLATE
+
+Json = dict[str, Any]
+NAME = "speller"
+LETTERS = "abcdefghijklmnopqrstuvwxyz ?"
+GROUP, TASKS = 8, 4
+LIGHT = ["--preload", "urllib.request"]
+
+# The reward is the share of vowels: a random model writes few, and every answer says a little about how to get more.
+AGENT = """
+import json, os, urllib.request
+
+def post(url, body):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+        return json.load(answer)
+
+messages = [{"role": "user", "content": json.loads(os.environ["LIGHTNING_TASK"])["prompt"]}]
+asked = {"model": "policy", "messages": messages, "max_tokens": 12, "temperature": 1.0}
+answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", asked)
+text = answer["choices"][0]["message"]["content"] or ""
+reward = {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": sum(c in "aeiou" for c in text) / 12}
+post(os.environ["LIGHTNING_URL"] + "/reward", reward)
+"""
+
+
+class System(Served):
+    """`lightning-proxy up` on free ports, in a directory of its own."""
+
+    def __init__(
+        self, directory: Path, model: Path, publish: str, *, others: Callable[[int], list[Json]] = lambda _: [],
+        policy: Json | None = None, trainer: Json | None = None, vllm: Json | None = None,
+    ) -> None:  # fmt: skip
+        """`others`: further upstreams, by the port of vLLM."""
+        self.port, self.vllm_port = free_port(), free_port()
+        server = Process(directory, "up", "--logs", str(directory / "logs"))
+        super().__init__(f"http://127.0.0.1:{self.port}", directory, server=server)
+        own = f"http://127.0.0.1:{self.vllm_port}/v1"
+        write_config(
+            directory, own, self.port,
+            upstreams=[{"name": "policy", "kind": "vllm", "base_url": own}, *others(self.vllm_port)],
+            policy={"model": str(model), "publish": publish} | (policy or {}),
+            vllm={"port": self.vllm_port, "max_model_len": 256, "kv_cache_gib": 1} | (vllm or {}),
+            trainer={
+                "group_size": GROUP, "tasks_per_step": TASKS, "learning_rate": 5e-3, "report_to": [], "poll_s": 0.1,
+                "group_timeout_s": 30,
+            } | (trainer or {}),
+        )  # fmt: skip
+
+    def start(self, **environment: str) -> None:
+        self.server.start(**environment)
+        self.wait_for("/readyz", 480)
+
+    def stop(self) -> None:
+        assert self.server.end(signal.SIGINT) in (0, 130), self.server.log.read_text()
+        self.client.close()
+
+    def run_agents(self, repeat: int, mode: str = "train") -> Json:
+        """Let the agent work on every task, `GROUP` siblings each, `repeat` times over."""
+        agent, tasks = self.directory / "agent.py", self.directory / "tasks.jsonl"
+        agent.write_text(AGENT)
+        lines = [{"task_id": f"{mode}-{time.time_ns()}-{i}", "prompt": LETTERS[i] * 3} for i in range(TASKS * repeat)]
+        tasks.write_text("\n".join(map(json.dumps, lines)))
+        return self.run_program(agent, tasks, *LIGHT, "--mode", mode)
+
+    def run_program(self, agent: Path, tasks: Path, *options: str) -> Json:
+        """What `lightning-proxy run` says in the end."""
+        done = self.process(
+            "run", "--tasks", tasks, "--group-size", str(GROUP), "--json", "--concurrency", "16", *options, "--",
+            sys.executable, agent, seconds=800,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        summary: Json = done.json
+        return summary
+
+    def waiting(self) -> list[Json]:
+        """Rollouts that have ended and whose step has not ended yet.
+
+        What a step publishes is verified beside the live version, and vLLM on a CPU mixes an adapter with the base
+        model in one batch.
+        """
+        last = self.get("/policy")["last_step"] or {"step": 0, "metrics": {"publish_s": 0.0}}
+        done = last["step"] if "publish_s" in last["metrics"] else last["step"] - 1
+        found = self.get("/rollouts?limit=1000&mode=train")["data"]
+        ended = [r for r in found if r["status"] != "running" and r["dropped"] is None]
+        return [r for r in ended if r["step"] is None or r["step"] > done]
+
+    def live(self) -> Json:
+        """The version that answers new rollouts."""
+        number = self.get("/policy")["live_version"]
+        return next(v for v in self.get("/policy/versions")["data"] if v["version"] == number)
+
+    def steps(self) -> int:
+        return int(self.get("/policy")["steps"])
+
+    def promote(self, version: int) -> None:
+        assert self.post("/policy/promote", {"version": version}).status == 200
+
+
+@pytest.fixture(scope="session")
+def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from support.spelling_model import save_spelling_model  # imports torch
+
+    return save_spelling_model(tmp_path_factory.mktemp("model") / NAME)
+
+
+@pytest.fixture(scope="session")
+def merged(speller: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with _running("merged", speller, tmp_path_factory.mktemp("merged")) as system:
+        yield system
+
+
+@pytest.fixture(scope="session")
+def lora(speller: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
+    with _running("lora", speller, tmp_path_factory.mktemp("lora")) as system:
+        yield system
+
+
+@contextmanager
+def _running(publish: str, model: Path, directory: Path) -> Iterator[System]:
+    template = directory / "template.jinja"
+    template.write_text(TEMPLATE.strip())
+    tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(template)]
+    trainer = {"eval": _evaluation(directory)} if publish == "merged" else {}
+    vllm = {"max_model_len": 1024, "extra_args": tools}
+    system = System(directory, model, publish, trainer=trainer, vllm=vllm, others=_through_litellm)
+    try:
+        system.start()
+        yield system
+    finally:
+        system.stop()
+
+
+def _evaluation(directory: Path) -> Json:
+    """What new versions are evaluated with beside training."""
+    agent, tasks = directory / "evaluated.py", directory / "held_out.jsonl"
+    agent.write_text(AGENT)
+    tasks.write_text("\n".join(json.dumps({"prompt": letter * 3}) for letter in "wxyz"))
+    return {"tasks": str(tasks), "command": f"{sys.executable} {agent}", "every_steps": 2, "samples": 2}
+
+
+def _through_litellm(vllm_port: int) -> list[Json]:
+    """The same vLLM as other providers' models."""
+    return [
+        {
+            "name": provider, "kind": "litellm", "base_url": f"http://127.0.0.1:{vllm_port}{path}",
+            "api_key": "unused", "model_map": {provider: f"{provider}/{NAME}"},
+        }
+        for provider, path in (("hosted_vllm", "/v1"), ("anthropic", ""))
+    ]  # fmt: skip
