@@ -408,3 +408,40 @@ def test_nothing_but_the_pages_files_can_be_asked_for(proxy: Proxy) -> None:
         connection.request("GET", f"/page/{name}")
         assert connection.getresponse().status == 404, name
         connection.close()
+
+
+# Plugins
+
+PLUGIN = """
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from lightning_proxy.proxy.plugins import Hooks, ProxyPlugin
+
+HEARD = Path(__file__).with_name("heard")
+HEARD.touch()
+
+
+class proxy(ProxyPlugin):
+    @asynccontextmanager
+    async def opened(self, core):
+        yield Hooks(on_call=lambda start, end, headers: HEARD.write_text(end.call_id))
+"""
+
+
+def test_a_package_of_others_is_loaded_where_it_is_named_and_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "overhears-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: overhears\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[lightning_proxy.plugins]\noverhears = overhears\n")
+    (tmp_path / "overhears.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(tmp_path)
+    heard = tmp_path / "heard"
+    with in_this_process(tmp_path) as proxy:
+        assert (proxy.get("/status")["plugins"], heard.exists()) == ([], False)
+    with in_this_process(tmp_path, plugins=["overhears"]) as proxy:
+        assert proxy.get("/status")["plugins"] == ["overhears"]
+        call = proxy.chat("r1").headers["x-call-id"]
+        wait_until(lambda: heard.read_text() == call, 30, "it hears of the call")
