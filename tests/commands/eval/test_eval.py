@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Callable
@@ -130,50 +129,6 @@ async def test_versions_and_other_models_are_compared_with_the_first(running: Ru
     assert {r["mode"] for r in rollouts} == {"eval"}
 
 
-async def test_a_person_gets_a_table_that_is_plain_when_piped(running: Running, tmp_path: Path) -> None:
-    async with evaluating(running, tmp_path) as e:
-        code, out, _ = await e.run("live,1", "--samples", "2")
-    lines = [" ".join(line.split()) for line in out.splitlines()]
-    assert (code, lines[0]) == (0, "model reward 95 % pass@1 pass@2 failed no reward")
-    assert lines[1] == "live (0) 0.500 0.000 to 1.000 50 % (0 to 100) 50 % 0 0"
-    assert lines[2] == "1 1.000 1.000 to 1.000 100 % (100 to 100) 100 % 0 0"
-    assert lines[4] == "model above live 95 % p tasks"
-    assert lines[5] == "1 +0.500 0.000 to 1.000 0.5000 4"
-    assert lines[6].startswith("1 beside live: a drop of more than 0.1 is not excluded yet (evidence ")
-    assert "reward >= 1" in out.splitlines()[-1]
-    assert "\x1b" not in out
-
-
-async def test_failed_rollouts_and_those_without_a_reward_count_as_0_and_are_counted(
-    running: Running, tmp_path: Path
-) -> None:
-    async with evaluating(running, tmp_path) as e:
-        e.set_tasks([{"x": 1}, {"x": 1, "fails": True}, {"x": 1, "silent": True}, {"x": 1}])
-        code, _, _ = await e.run("1")
-        row = e.rows()["1"]
-    assert (code, row["failed"], row["without_reward"], row["mean_reward"]) == (0, 1, 2, 0.5)
-    assert row["pass_at_k"]["1"]["value"] == 0.5
-    assert row["by_task"]["t1"]["failures"] == ["exit code 1: gave up"]
-
-
-@pytest.mark.parametrize(
-    ("models", "says"),
-    [
-        ("live,7", "no policy version 7"),
-        ("live,nobody", "no upstream serves the model 'nobody'"),
-        ("live,live", "each once"),
-        ("live,", "each once"),
-    ],
-)
-async def test_what_cannot_answer_is_said_before_anything_starts(
-    running: Running, tmp_path: Path, models: str, says: str
-) -> None:
-    async with evaluating(running, tmp_path) as e:
-        code, _, err = await e.run(models)
-        assert (code in (1, 2), says in " ".join(err.split())) == (True, True), err
-        assert await e.rollouts() == []
-
-
 async def test_a_version_whose_files_were_pruned_is_refused(running: Running, tmp_path: Path) -> None:
     async with evaluating(running, tmp_path) as e:
         async with e.system.store() as store:
@@ -181,15 +136,6 @@ async def test_a_version_whose_files_were_pruned_is_refused(running: Running, tm
         code, _, err = await e.run("live,1")
         assert (code, "keep_versions" in err) == (1, True)
         assert await e.rollouts() == []
-
-
-async def test_an_agent_that_asks_for_a_model_by_name_is_found_out(running: Running, tmp_path: Path) -> None:
-    async with evaluating(running, tmp_path) as e:
-        e.set_tasks([{"x": 1}, {"x": 1, "asks_for": "base"}])
-        code, out, err = await e.run("1", "--concurrency", "1")
-    assert (code, "was answered by version 0" in " ".join(err.split())) == (1, True)
-    assert ", stopped" in out
-    assert not e.rows()["1"]["complete"]
 
 
 async def test_an_agent_that_never_asks_for_the_alias_is_found_out_whatever_the_model(
@@ -211,26 +157,6 @@ async def test_agents_that_are_not_trained_may_ask_for_other_models_by_name(runn
     assert [row["policy_versions"] for row in rows.values()] == [[1], [0]]
 
 
-async def test_where_weights_are_merged_only_the_live_version_answers(running: Running, tmp_path: Path) -> None:
-    async with evaluating(running, tmp_path, "merged") as e:
-        code, _, err = await e.run("0,1")
-        assert (code, "--promote" in err) == (1, True)
-        assert await e.rollouts() == []
-        code, _, err = await e.run("0,live")
-        assert (code, e.rows()["0"]["policy_versions"]) == (0, [0]), err
-
-
-async def test_versions_are_promoted_in_turn_and_the_live_one_is_live_again(running: Running, tmp_path: Path) -> None:
-    async with evaluating(running, tmp_path, "merged") as e:
-        code, _, err = await e.run("live,1", "--promote")
-        assert code == 0, err
-        rows = e.rows()
-        assert [row["policy_versions"] for row in rows.values()] == [[0], [1]]
-        assert (rows["live"]["mean_reward"], rows["1"]["mean_reward"]) == (0.5, 1.0)
-        assert (await e.live(), "0 is live again" in err) == (0, True)
-        assert (await e.system.chat("after"))[1]["choices"][0]["message"]["content"].endswith(tmp_path.name)
-
-
 async def test_a_version_that_cannot_be_promoted_is_said_before_anything_starts(
     running: Running, tmp_path: Path
 ) -> None:
@@ -240,29 +166,6 @@ async def test_a_version_that_cannot_be_promoted_is_said_before_anything_starts(
             await store.versions.forget_files(1)
         assert "no files" in (await e.run("live,1", "--promote"))[2]
         assert await e.rollouts() == []
-
-
-async def test_ctrl_c_leaves_what_was_done_and_puts_the_live_version_back(running: Running, tmp_path: Path) -> None:
-    async with evaluating(running, tmp_path, "merged", tasks=40) as e:
-        await e.system.lightning("policy", "list")  # writes the configuration
-        e.system.vllm.delays = [0.05] * 100
-        config = str(tmp_path / "system.yaml")
-        command = [
-            "-m",
-            "lightning_proxy.cli",
-            "--config",
-            config,
-            *e.arguments("1", "--promote", "--concurrency", "2"),
-        ]
-        process = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=PIPE, stderr=PIPE)
-        while sum(r["reward"] is not None for r in await e.rollouts()) < 5:
-            await asyncio.sleep(0.05)
-        assert await e.live() == 1
-        process.send_signal(signal.SIGINT)
-        await process.communicate()
-        assert (process.returncode, await e.live()) == (130, 0)
-    row = e.rows()["1"]
-    assert (row["complete"], 0 < row["rollouts"] < 40) == (False, True)
 
 
 async def test_rollouts_are_opened_for_a_model_by_the_control_api(running: Running, tmp_path: Path) -> None:

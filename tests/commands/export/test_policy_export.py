@@ -14,7 +14,6 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_proxy.commands.export.policy import where
 from lightning_proxy.trainer.preferences.kto import KTO
 from lightning_proxy.trainer.sft.sft import SFT
 from lightning_proxy.trainer.tuning.fit import Recipe
@@ -58,31 +57,6 @@ def loaded(base: Path, directory: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(directory)
 
 
-@pytest.mark.parametrize("publish", ["lora", "merged"])
-async def test_both_forms_have_the_weights_that_were_published(publish: str, base: Path, tmp_path: Path) -> None:
-    async with bench(base, tmp_path, publish) as b:
-        await trained(b)
-        version = await b.store.versions.get(1)
-        (checkpoint,) = {s.checkpoint for s in await b.store.steps.all()}
-        for form in ("adapter", "merged"):
-            code, out, err = await asyncio.to_thread(
-                command, b, tmp_path, "policy", "export", "1", tmp_path / form, "--as", form
-            )
-            assert (code, err) == (0, ""), err
-            assert "model card" in out
-        place = await where(b.config)
-    assert checkpoint is not None
-    assert place is not None and str(version.path) in place and "policy export 1 DIR" in place
-    served = logits(loaded(base, Path(str(version.path))))
-    assert not torch.allclose(served, logits(AutoModelForCausalLM.from_pretrained(base)), atol=1e-4), "it was trained"
-    for form in ("adapter", "merged"):
-        assert (tmp_path / form / "adapter_config.json").exists() == (form == "adapter")
-        torch.testing.assert_close(logits(loaded(base, tmp_path / form)), served, atol=1e-5, rtol=1e-4)
-        assert not (tmp_path / form / "COMPLETE").exists()
-        files = [tmp_path / form, *(tmp_path / form).rglob("*")]
-        assert not [file for file in files if file.stat().st_mode & 0o077], "only their owner reads them"
-
-
 async def test_the_card_says_what_it_was_made_of_and_what_it_is_worth(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path, "lora") as b:
         await trained(b)
@@ -120,26 +94,6 @@ async def test_the_card_names_the_data_and_the_method_of_fine_tuning(
     assert method in yaml.safe_load(card.split("---")[1])["tags"]
     assert f"training steps from the base model to here: 1 ({method})" in card
     assert f"- method `{method}`: " in card and re.search(learned, card), card
-
-
-async def test_what_cannot_be_exported_is_one_line_and_leaves_nothing(base: Path, tmp_path: Path) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "x").touch()
-    async with bench(base, tmp_path, "lora") as b:
-        assert await where(b.config) is None
-        await trained(b)
-        gone = await b.store.versions.new("lora", 1, {})
-        for code, said, *arguments in (
-            (2, "version 0 is the base model itself", "0", tmp_path / "new"),
-            (1, "no policy version 9", "9", tmp_path / "new"),
-            (1, "publishing; these have files: 1", str(gone), tmp_path / "new"),
-            (2, "choose a new directory", "1", tmp_path / "full"),
-            (2, "--as is adapter or merged", "1", tmp_path / "new", "--as", "gguf"),
-            (1, "cannot write", "1", tmp_path / "full" / "x" / "new"),
-        ):
-            found, _, err = await asyncio.to_thread(command, b, tmp_path, "policy", "export", *arguments)
-            assert (found, err.count("\n"), said in err) == (code, 1, True), err
-    assert not [path.name for path in tmp_path.iterdir() if path.name == "new" or path.name.endswith(".part")]
 
 
 async def test_all_weights_are_a_model_and_no_adapter(base: Path, tmp_path: Path) -> None:
