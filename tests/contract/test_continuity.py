@@ -44,6 +44,7 @@ class DriftingVllm(PlayedVllm):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.render_status, self.refuses_tokens, self.ignores_tokens = 200, False, False
+        self.more: Json = {}  # of each message
 
     async def _render(self, request: web.Request) -> web.Response:
         body: Json = {"token_ids": rendered(await request.json())} if self.render_status == 200 else {"error": {}}
@@ -61,7 +62,7 @@ class DriftingVllm(PlayedVllm):
         logprobs = {"content": [{"token": "", "logprob": -0.5} for _ in ids]}
         choice = {"index": 0, "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs}
         top = {"id": "x", "model": "base", "prompt_token_ids": prompt, "usage": usage}
-        message = said(f"{len(self.requests)} hello")
+        message = said(f"{len(self.requests)} hello", **self.more)
         if not body.get("stream"):
             return web.json_response(top | {"choices": [choice | {"message": message}]})
         text = f"data: {json.dumps(top | {'choices': [choice | {'delta': message}]})}\n\ndata: [DONE]\n\n"
@@ -149,17 +150,33 @@ def test_several_proxies_share_a_conversation(tmp_path: Path) -> None:
             assert (outcomes(one), outcomes(other)) == ({"first": 1, "exact": 2}, {"exact": 3})
 
 
+CALL: Json = {"id": "x1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+REWRITTEN = CALL | {"id": "mine", "function": {"name": "add", "arguments": '{"a":1}'}}
+PARTS = [{"type": "text", "text": "1 "}, {"type": "text", "text": "hello"}]
+
+
 @pytest.mark.parametrize(
-    "kept",
+    ("more", "kept", "outcome"),
     [
-        said("1 hello", refusal=None, tool_calls=[], audio=None),
-        said([{"type": "text", "text": "1 "}, {"type": "text", "text": "hello"}]),
+        ({}, said("1 hello", refusal=None, tool_calls=[], audio=None), "exact"),
+        ({}, said(PARTS), "exact"),
+        ({"reasoning": "hm", "refusal": None}, said("1 hello"), "exact"),
+        ({"reasoning": "hm"}, said("1 hello", reasoning_content="hm"), "exact"),
+        ({"tool_calls": [CALL]}, said("1 hello", tool_calls=[REWRITTEN]), "exact"),
+        ({"reasoning": "hm"}, said("1 hello", reasoning="other"), "edited"),
+        ({}, said("1 hello", tool_calls=[CALL]), "edited"),
+        ({}, said("1 hello!"), "edited"),
     ],
 )
-def test_an_answer_is_known_however_the_client_sends_it_back(proxy: Proxy, kept: Json) -> None:
+def test_an_answer_is_known_however_the_client_sends_it_back(
+    proxy: Proxy, more: Json, kept: Json, outcome: str
+) -> None:
+    assert isinstance(proxy.vllm, DriftingVllm)
+    proxy.vllm.more = more
     (first, _) = talk(proxy, 1, [])
     proxy.chat("r", first | {"name": None}, kept, user("more"))
-    assert (rows(proxy), outcomes(proxy)) == (1, {"first": 1, "exact": 1})
+    assert outcomes(proxy) == {"first": 1, outcome: 1}
+    assert rows(proxy) == (1 if outcome == "exact" else 2)
 
 
 def test_what_cannot_be_exact_goes_as_text_and_is_counted(proxy: Proxy) -> None:
