@@ -105,6 +105,7 @@ def test_a_late_reward_offers_the_group_again_only_where_it_asks_for_it(proxy: P
 
 
 @only_lora
+@pytest.mark.sqlite
 def test_a_run_that_is_offline_learns_from_the_store_and_leaves_it_and_the_policy_alone(proxy: Proxy) -> None:
     names = play(proxy, "first")
     done = Forked(proxy, "train", "--offline", "--epochs", "2").wait()
