@@ -1,0 +1,297 @@
+"""Bodies that are malformed, too large, packed, slow or many: refused by name, or read like any other."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from contract.raw import HOST, connect, send, statuses
+from contract.system import Json, Proxy, in_this_process
+
+try:
+    zstd: Any = import_module("compression.zstd")
+except ImportError:
+    zstd = import_module("backports.zstd")
+
+CHAT: Json = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+MB = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    with in_this_process(tmp_path_factory.mktemp("small"), proxy={"max_body_mb": 1, "max_bodies_mb": 1}) as one:
+        yield one
+
+
+PADDING = b'"padding": "%s", ' % (b"x" * 200_000)  # of a size that is read in turns with others
+BAD = [b"{", b"[5]", b"", b"1, 2", b'{%b"a": NaN}', b'{%b"a": "\xff"}', b'{%b"a": ' + b"[" * 3000 + b"]" * 3000 + b"}"]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad[:16].decode(errors="replace"))
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/reward"])
+def test_what_is_no_json_object_is_refused_in_openais_shape(proxy: Proxy, path: str, bad: bytes) -> None:
+    before = proxy.get("/rollouts")["data"]
+    for body in {bad.replace(b"%b", b""), bad.replace(b"%b", PADDING)}:
+        answer = proxy.post(path, body)
+        assert answer.status in ((400,) if path.startswith("/v1") else (400, 422)) and answer.error["message"]
+    assert proxy.get("/rollouts")["data"] == before
+
+
+def test_a_body_over_the_limit_is_refused_whether_it_says_so_or_not(proxy: Proxy) -> None:
+    large = b'{"model": "policy", "pad": "%s"}' % (b"x" * MB)
+    assert proxy.post("/v1/chat/completions", large).status == 413
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (large[:MB], large[MB:])) + b"0\r\n\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST
+    assert statuses(send(proxy.url, head + b"Transfer-Encoding: chunked\r\n\r\n", chunks)) == [413]
+    assert statuses(send(proxy.url, head + b"Content-Length: 1000001\r\n\r\n")) == [413], "before it comes"
+
+
+def test_a_large_head_is_passed_on(proxy: Proxy) -> None:
+    head = b"".join(b"X-%d: %s\r\n" % (i, b"a" * 7000) for i in range(4))
+    body = json.dumps(CHAT).encode()
+    data = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    assert statuses(send(proxy.url, data)) == [200]
+
+
+SAID = json.dumps(CHAT | {"user": "é" * 1000}).encode()
+SKIPPED = b"\x50\x2a\x4d\x18\x04\x00\x00\x00note"  # a frame that decoders leave out: RFC 8878, section 3.1.2
+
+
+def raw_deflate(data: bytes) -> bytes:
+    packer = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+    return packer.compress(data) + packer.flush()
+
+
+def without_a_size(data: bytes, window: int = 20) -> bytes:
+    packer = zstd.ZstdCompressor(options={zstd.CompressionParameter.window_log: window})
+    return bytes(packer.compress(data) + packer.flush())
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "zstd": zstd.compress, "gzip": gzip.compress, "x-gzip": gzip.compress, "deflate": zlib.compress,
+}  # fmt: skip
+PACKED = [
+    *((name, pack(SAID), 200) for name, pack in PACK.items()),
+    ("deflate", raw_deflate(SAID), 200),
+    ("identity", SAID, 200),
+    ("utf-8", SAID, 200),  # servers do not look at it
+    ("ZSTD", without_a_size(SAID), 200),
+    ("zstd", zstd.compress(SAID[:9]) + SKIPPED + zstd.compress(SAID[9:]), 200),
+    ("gzip", gzip.compress(SAID[:9]) + gzip.compress(SAID[9:]), 200),
+    ("gzip, zstd", zstd.compress(gzip.compress(SAID)), 200),
+    ("deflate,identity , gzip,", gzip.compress(raw_deflate(SAID)), 200),
+    *((name, b"x", 415) for name in ("br", "gzip, br", "compress", "gzip;q=1", ", ".join(["gzip"] * 5))),
+    *((name, b"this is not packed at all", 400) for name in PACK),
+    *((name, pack(SAID)[:-3], 400) for name, pack in PACK.items()),
+    *((name, pack(SAID) + b"more", 400) for name, pack in PACK.items()),
+    *((name, b"", 400) for name in PACK),
+    *((name, pack(b" " * (MB + 1)), 413) for name, pack in PACK.items()),
+    ("deflate", raw_deflate(b" " * (MB + 1)), 413),
+    ("zstd", without_a_size(b" " * (MB + 1)), 413),
+    ("zstd", zstd.compress(b" " * (MB // 2 + 1)) * 2, 413),
+    ("gzip, zstd", zstd.compress(gzip.compress(b" " * (MB + 1))), 413),
+    ("zstd, gzip", gzip.compress(b"".join(zstd.compress(SAID[i : i + 9]) for i in range(0, len(SAID), 9))), 400),
+    ("zstd", SKIPPED * 10_000 + zstd.compress(SAID), 400),
+    ("zstd", without_a_size(SAID, window=27), 400),
+]
+
+
+@pytest.mark.parametrize("n", range(len(PACKED)), ids=lambda n: f"{n}: {PACKED[n][0]} {PACKED[n][2]}")
+def test_a_packed_body_is_unpacked_within_bounds_or_refused(proxy: Proxy, n: int) -> None:
+    encoding, body, status = PACKED[n]
+    answer = proxy.post(f"/rollouts/packed-{n}/v1/chat/completions", body, Content_Encoding=encoding)
+    assert answer.status == status
+    if status == 200:
+        assert proxy.rollout(f"packed-{n}")["calls"][0]["request"] == json.loads(SAID)
+        assert proxy.vllm is not None
+        assert body == SAID or "Content-Encoding" not in proxy.vllm.requests[-1]["headers"]
+    else:
+        assert answer.error["message"] and proxy.call("GET", f"/rollouts/packed-{n}").status == 404
+
+
+def test_encodings_in_two_headers_are_those_of_one(proxy: Proxy) -> None:
+    body = zstd.compress(gzip.compress(SAID))
+    head = b"POST /v1/chat/completions HTTP/1.1\r\n" + HOST + b"Content-Encoding: gzip\r\nContent-Encoding: zstd\r\n"
+    assert statuses(send(proxy.url, head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))) == [200]
+
+
+CONTROL = ("/reward", "/rollouts", "/rollouts/r1/events", "/rollouts/r1/end", "/policy/promote")
+PATHS = ("/v1/chat/completions", "/otlp/v1/traces", *CONTROL)
+
+
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    keys = {"api_keys": ["agent"], "admin_keys": ["admin"], "max_body_mb": 1, "body_timeout_s": 1}
+    with in_this_process(tmp_path_factory.mktemp("keyed"), proxy=keys) as one:
+        yield one
+
+
+def begun(path: str, length: int, body: bytes = b"", key: str = "agent", method: str = "POST", more: str = "") -> bytes:
+    """A request that declares more than it sends."""
+    head = f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {key}\r\n{more}"
+    return f"{head}Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_key_is_judged_before_the_body_has_come(keyed: Proxy, path: str) -> None:
+    (answer,) = send(keyed.url, begun(path, 30 * MB, key="nobody"))
+    assert (statuses([answer]) == [401] and b"invalid_api_key" in answer) or path.startswith("/otlp")
+    for body in (b"{", b"{}", b"x" * 2 * MB):
+        assert keyed.post(path, body, "nobody").status == 401
+    if path == "/policy/promote":
+        assert keyed.post(path, b"{", "agent").status == 401 and keyed.post(path, b"{}", "admin").status == 422
+
+
+def test_a_preflight_which_needs_no_key_brings_no_body(keyed: Proxy) -> None:
+    more = "Origin: http://127.0.0.1\r\nAccess-Control-Request-Method: POST\r\n"
+    data = begun("/v1/embeddings", 30 * MB, key="nobody", method="OPTIONS", more=more)
+    assert statuses(send(keyed.url, data))[0] in (403, 404, 405)  # what the upstream answers
+
+
+@pytest.mark.parametrize("path", ["/reward", "/v1/chat/completions", "/otlp/v1/traces"])
+@pytest.mark.parametrize("body", [b"", b"{" * 100_000], ids=["nothing", "a part"])
+def test_a_body_that_does_not_come_is_given_up(keyed: Proxy, path: str, body: bytes) -> None:
+    (answer,) = send(keyed.url, begun(path, 900_000, body))
+    assert statuses([answer]) == [408] and b"connection: close" in answer.lower() and b"body_timeout_s" in answer
+
+
+def test_every_route_but_those_of_health_and_documents_asks_for_a_key(keyed: Proxy) -> None:
+    routes = {(m.upper(), path) for path, methods in keyed.get("/openapi.json")["paths"].items() for m in methods}
+    assert {("POST", path.replace("/r1/", "/{rollout_id}/")) for path in CONTROL} < routes
+    for method, path in routes - {("GET", path) for path in ("/healthz", "/readyz", "/metrics")}:
+        assert keyed.call(method, path.replace("{rollout_id}", "r1")).status == 401, (method, path)
+
+
+def test_while_large_bodies_come_others_wait_and_small_ones_do_not(proxy: Proxy) -> None:
+    assert proxy.chat("r1").status == 200
+    reward = json.dumps({"rollout_id": "r1", "reward": 1, "comment": "x" * 9_000}).encode()
+    with connect(proxy.url) as slow:
+        slow.sendall(begun("/reward", 900_000, b"[" + b" " * 400_000))
+        time.sleep(0.5)
+        assert proxy.post("/reward", reward).status == 200
+        (refused,) = send(proxy.url, begun("/rollouts", 900_000, b" " * 600_000))
+        assert statuses([refused]) == [503] and b"retry-after: 1\r\n" in refused
+        slow.sendall(b" " * (900_000 - 400_002 - len(reward)) + reward + b"]")
+        assert statuses([slow.recv(2**16)]) == [200]
+    many = json.dumps([json.loads(reward)] * 100).encode()  # 0.9 MB: all there is, again
+    assert [proxy.post("/reward", many).status for _ in range(2)] == [200, 200]
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    redact = {"secrets": True, "patterns": ["no secret"]}
+    with in_this_process(tmp_path_factory.mktemp("roomy"), recording={"redact": redact}) as one:
+        yield one
+
+
+@pytest.mark.long
+def test_an_answer_that_nobody_takes_ends(roomy: Proxy) -> None:
+    for _ in range(22):
+        notes = [{"kind": "note", "value": "x" * 20_000}] * 45
+        assert roomy.post("/rollouts/unread/events", notes).status == 200
+    with connect(roomy.url, receive_buffer=2**12) as one, suppress(ConnectionError):
+        one.sendall(b"GET /rollouts/unread HTTP/1.1\r\n" + HOST + b"\r\n")
+        taken = len(one.recv(2**10))
+        time.sleep(75)
+        while piece := one.recv(2**20):
+            taken += len(piece)
+    assert taken < 19 * MB
+    assert len(roomy.get("/rollouts/unread")["events"]) == 990, "who takes it gets all of it"
+
+
+@contextmanager
+def nobody_held_up(proxy: Proxy) -> Iterator[None]:
+    """Others are answered meanwhile: seconds only where the work for this one is done in their way."""
+    ended, longest = threading.Event(), 0.0
+
+    def others() -> None:
+        nonlocal longest
+        while not ended.wait(0.02):
+            began = time.monotonic()
+            assert proxy.call("GET", "/healthz").status == 200
+            longest = max(longest, time.monotonic() - began)
+
+    other = threading.Thread(target=others)
+    other.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        other.join()
+    assert longest < 5
+
+
+FENCE = "```json" + " " * 3000 + "x"  # a pattern that went back and forth took minutes
+ORDERS = json.dumps({"a": [f"order number {i:06} is here" for i in range(8_000)]})
+
+
+def called(arguments: str) -> Json:
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "call_abcdefghij", "type": "function", "function": function}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "message"),
+    [
+        ("answer", "go", {"role": "assistant", "content": FENCE}),
+        ("call", "go", called(FENCE)),
+        ("secrets", "sk-" * 60_000, {"role": "assistant", "content": "sk-" * 200_000}),
+        ("many texts to a long request", "word " * 120_000, called(ORDERS)),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 40 else "",
+)
+def test_no_text_of_a_call_holds_others_up(roomy: Proxy, name: str, said: str, message: Json) -> None:
+    assert roomy.vllm is not None
+    before, roomy.vllm.answer = roomy.vllm.answer, lambda _: message
+    messages, rollouts = [{"role": "user", "content": f"{name} {said}"}], set()
+    try:
+        for more in ([], [message, {"role": "user", "content": "and?"}]):
+            packed = gzip.compress(json.dumps(CHAT | {"messages": messages + more}).encode(), 1)
+            with nobody_held_up(roomy):
+                answer = roomy.post("/v1/chat/completions", packed, Content_Encoding="gzip")
+            assert answer.status == 200
+            given = answer.json["choices"][0]["message"]
+            assert all(given[field] == value for field, value in message.items())
+            rollouts.add(answer.headers["x-rollout-id"])
+    finally:
+        roomy.vllm.answer = before
+    assert len(rollouts) == 1, "it is one conversation"
+
+
+@pytest.mark.parametrize("name", ["large", None])
+def test_a_large_conversation_is_recorded_and_gone_on_with(roomy: Proxy, name: str | None) -> None:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i} is no secret {name}"} for i in range(10_001)]
+    sent, rollouts = [], set()
+    for turn in range(3):
+        sent.append(messages)
+        answer = roomy.chat(name, *messages, user=f"u{turn}")
+        assert answer.status == 200
+        rollouts.add(answer.headers["x-rollout-id"])
+        messages = [*messages, answer.json["choices"][0]["message"], {"role": "user", "content": f"more {turn}"}]
+    (rollout,) = rollouts
+    kept = json.loads(json.dumps(sent).replace("no secret", "[redacted]"))
+    assert [call["request"]["messages"] for call in roomy.rollout(rollout)["calls"]] == kept
+    told = roomy.get(f"/rollouts/{rollout}/transitions?requests=whole")["data"]
+    assert [one["state"]["messages"] for one in told] == kept
+
+
+def test_large_bodies_of_the_control_api_are_recorded_as_they_are(roomy: Proxy) -> None:
+    metadata = {str(i): [i, {"a": None}, "é"] for i in range(20_000)}
+    opened = roomy.post("/rollouts", {"metadata": metadata, "n": 2}).json
+    assert [roomy.rollout(one["rollout_id"])["metadata"] for one in opened] == [metadata] * 2
+    rollout = opened[0]["rollout_id"]
+    notes = [{"kind": "note", "value": {"at": [i] * 100}} for i in range(1_000)]
+    assert roomy.post(f"/rollouts/{rollout}/events", notes).status == 200
+    assert len(roomy.post("/reward", [{"rollout_id": rollout, "reward": i} for i in range(3_000)]).json) == 3_000
+    seen = roomy.rollout(rollout)
+    assert [event["value"] for event in seen["events"]] == [note["value"] for note in notes]
+    assert [reward["reward"] for reward in seen["rewards"]] == [*range(3_000)]
