@@ -6,6 +6,7 @@ import http.client
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -135,7 +136,7 @@ def test_what_the_proxy_asked_for_on_top_is_taken_out_again(proxy: Proxy, name: 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_agent_asked_for_itself_stays(proxy: Proxy, name: str, stream: bool) -> None:
-    options = {"stream_options": {"include_usage": True}} if stream else {}
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if stream else {}
     body = proxy.chat(name, stream=stream, logprobs=True, return_token_ids=True, **options).body.decode()
     assert [word for word in (*INJECTED, "usage") if f'"{word}"' not in body] == []
 
@@ -154,7 +155,7 @@ def test_unknown_fields_of_the_request_and_of_the_answer_survive(proxy: Proxy, n
 def test_frames_of_a_stream_arrive_when_they_are_sent(proxy: Proxy, name: str) -> None:
     assert proxy.vllm is not None
     proxy.vllm.delay_s = 0.2
-    events = []
+    events: list[str] = []
     try:
         with proxy.client.stream(
             "POST", f"{proxy.url}/rollouts/{name}/v1/chat/completions", json=CHAT | {"stream": True}

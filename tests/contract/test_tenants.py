@@ -137,8 +137,8 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
             "all": "agent",
             "admin": "admin",
         }
-        for kind, more in (("rollout", {}), ("rollout, calls only", {"may_reward": False})):
-            (opened,) = proxy.post("/rollouts", more, own).json
+        for kind, may_reward in (("rollout", True), ("rollout, calls only", False)):
+            (opened,) = proxy.post("/rollouts", {"may_reward": may_reward}, own).json
             keys[kind] = opened["api_key"]
         keys["own evaluator"] = new_key(proxy, "own-judge", "--scope", "own", "--evaluator")
         keys["evaluator"] = new_key(proxy, "judge", "--evaluator")
