@@ -17,7 +17,6 @@ import pytest
 
 from contract.raw import HOST, Upstream, connect, send, statuses
 from contract.system import Proxy, in_this_process, played
-from support.cases import Case, cases_with
 
 KEY = "sk-upstream-5c1dD0nTl3akM3pl34s3"
 MASK = "*" * len(KEY)
@@ -140,20 +139,12 @@ def test_a_websocket_is_refused_in_words(proxy: Proxy, upstream: Upstream) -> No
     assert statuses(answers) == [426] and b"WebSockets are not forwarded" in answers[0] and upstream.seen == []
 
 
-@pytest.mark.parametrize("case", cases_with("stream", "http_version"), ids=lambda case: case["name"])
-def test_a_client_of_http_1_0_gets_an_answer_without_chunks_and_sees_that_it_broke_off(
-    proxy: Proxy, upstream: Upstream, case: Case
-) -> None:
-    upstream.headers = {"Content-Type": case.get("content_type", "text/event-stream")}
-    upstream.pieces = [piece.encode() for piece in case["stream"]]
-    head = b"POST %b HTTP/1.0\r\n%bContent-Length: %d\r\n\r\n" % (case["path"].encode(), HOST + TYPE, len(AS_STREAM))
-    (answer,) = send(proxy.url, head + AS_STREAM)
-    got_head, _, got = answer.partition(b"\r\n\r\n")
-    assert got == b"".join(upstream.pieces)
-    assert b"transfer-encoding" not in got_head and b"connection: close" in got_head
-    upstream.breaks = True
+def test_a_client_of_http_1_0_sees_that_an_answer_broke_off(proxy: Proxy, upstream: Upstream) -> None:
+    upstream.headers, upstream.breaks = {"Content-Type": "text/event-stream"}, True
+    upstream.pieces = [b'data: {"choices":[]}\n\n']
     with connect(proxy.url) as one:
-        one.sendall(head + AS_STREAM)
+        length = b"Content-Length: %d\r\n\r\n" % len(AS_STREAM)
+        one.sendall(b"POST /v1/chat/completions HTTP/1.0\r\n" + HOST + TYPE + length + AS_STREAM)
         with pytest.raises(ConnectionResetError):
             while one.recv(2**16):
                 pass
