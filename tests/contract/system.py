@@ -279,7 +279,8 @@ class Forked:
         self._forks.set_forkserver_preload(PRELOADED)
         argv = ["--config", str(proxy.config), *arguments]
         self._process = self._forks.Process(target=_forked, args=(proxy.directory, argv, killed_at), daemon=True)
-        with patch.dict(os.environ, {"PYTHONPATH": str(Path(__file__).parent.parent)}):
+        path = [str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+        with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(path)}):
             self._process.start()
 
     def signal(self, number: signal.Signals) -> None:
