@@ -127,7 +127,7 @@ class StoreUnavailable(LightningError):
 
 
 class OtherSchema(StoreUnavailable):
-    """The store has the schema of another release. It is left as it is."""
+    """The store has another schema than this checkout's. It is left as it is."""
 
     exit_code = 2
 

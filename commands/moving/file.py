@@ -19,8 +19,8 @@ from ...proxy.store.sqlite.copies import (
     rename_store,
 )
 from ...proxy.store.sqlite.locks import keeping
-from ...proxy.store.sqlite.migrate import migrate
-from .tables import BATCH, ORDERS, Record, Table, quoted
+from ...proxy.store.sqlite.schema import make_tables
+from .tables import BATCH, Record, Table, quoted, read_tables
 
 
 class FileStore:
@@ -35,7 +35,7 @@ class FileStore:
         return int(self._connection.execute(f"SELECT COUNT(*) FROM {table.name}").fetchone()[0])
 
     async def read(self, table: Table) -> AsyncIterator[Record]:
-        sql = f"SELECT {quoted(table.columns)} FROM {table.name} ORDER BY {quoted(table.order)}"
+        sql = f"SELECT {quoted(table.columns)} FROM {table.name} ORDER BY {quoted(table.key)}"
         cursor = self._connection.execute(sql)
         while rows := cursor.fetchmany(BATCH):
             for row in rows:
@@ -109,12 +109,12 @@ def _without_triggers(connection: sqlite3.Connection) -> Iterator[None]:
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA synchronous = OFF")  # it is synced once before it gets its name
     connection.execute("PRAGMA journal_mode = OFF")
-    migrate(connection)
+    make_tables(connection, "")
     triggers = connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'trigger'").fetchall()
     for name, _ in triggers:
         connection.execute(f"DROP TRIGGER {name}")
-    for table in reversed(ORDERS):
-        connection.execute(f"DELETE FROM {table}")
+    for table in reversed(read_tables(connection)):
+        connection.execute(f"DELETE FROM {table.name}")
     yield
     for _, sql in triggers:
         connection.execute(sql)

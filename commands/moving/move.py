@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ...proxy.config.server import StoreConfig
 from ...proxy.errors import ConfigError, LightningError, StoreUnavailable
-from ...proxy.store.sqlite.migrate import migrate
+from ...proxy.store.sqlite.schema import make_tables
 from .file import file_to_read, new_file
 from .tables import NewStore, Record, Source, Table, read_tables
 
@@ -54,7 +54,7 @@ async def move(source: StoreConfig, target: StoreConfig, watcher: Watcher) -> in
 
 def _tables() -> list[Table]:
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as schema:
-        migrate(schema)
+        make_tables(schema, "")
         return read_tables(schema)
 
 
@@ -74,7 +74,7 @@ async def _compare(table: Table, source: Source, target: NewStore, watcher: Watc
         rows += 1
         if target.kept(record) != await anext(there, None):
             what = dict(zip(table.columns, record, strict=True))
-            where = ", ".join(f"{column} {what[column]!r}" for column in table.order)
+            where = ", ".join(f"{column} {what[column]!r}" for column in table.key)
             raise LightningError(f"a row of {table.name} was read back differently: {where}. Nothing was moved")
     if await anext(there, None) is not None:
         raise LightningError(f"{table.name} was read back with more rows than it has. Nothing was moved")

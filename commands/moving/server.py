@@ -10,9 +10,11 @@ from typing import Any
 import asyncpg
 
 from ...proxy.config.server import StoreConfig
-from ...proxy.store.postgres.migrate import migrate, require_empty, require_up_to_date
+from ...proxy.errors import StoreUnavailable
+from ...proxy.store.postgres.schema import LOCK, TABLES, make_tables, missing_in
 from ...proxy.store.postgres.transaction import storable
-from .tables import BATCH, ORDERS, Record, Table, quoted
+from ...proxy.store.schema import require_all
+from .tables import BATCH, Record, Table, quoted
 
 # What is not numbered yet gets the numbers after the highest. Nobody has seen those.
 FEED = """
@@ -44,12 +46,9 @@ class ServerStore:
         return int(await self._connection.fetchval(f"SELECT (SELECT COUNT(*) FROM {table.name}){also}"))
 
     async def read(self, table: Table) -> AsyncIterator[Record]:
-        # In the order of SQLite, which compares texts by their bytes.
-        order = [quoted((name,)) + (' COLLATE "C"' if name in table.texts else "") for name in table.order]
-        sql = f"SELECT {quoted(table.columns)} FROM {table.name} ORDER BY {', '.join(order)}"
-        is_feed = table.name == "feed"
-        async for row in self._connection.cursor(FEED if is_feed else sql, prefetch=BATCH):
-            yield _numbered(*row) if is_feed else tuple(row)
+        sql = f"SELECT {quoted(table.columns)} FROM {table.name} ORDER BY {quoted(table.key)}"
+        async for row in self._connection.cursor(FEED if table.name == "feed" else sql, prefetch=BATCH):
+            yield tuple(row)
 
     def require_unchanged(self) -> None:
         """Do nothing: the transaction sees one moment."""
@@ -57,7 +56,7 @@ class ServerStore:
     async def fill(self, table: Table, records: AsyncIterable[Record]) -> None:
         # Counts of rollouts are kept as changes, of which these are the first.
         name = "rollout_count_changes" if table.name == "rollout_counts" else table.name
-        kept = (_as_text(*self.kept(record)) if name == "feed" else self.kept(record) async for record in records)
+        kept = (self.kept(record) async for record in records)
         copying = self._connection.copy_records_to_table(name, records=kept, columns=table.columns)
         await _unless_lost(self._connection, copying)
 
@@ -77,7 +76,7 @@ class ServerStore:
 async def server_to_read(config: StoreConfig) -> AsyncIterator[ServerStore]:
     """Yield a snapshot of the store; others may keep writing to it."""
     async with _connected(config) as connection, connection.transaction(isolation="repeatable_read", readonly=True):
-        await require_up_to_date(connection, config.where)
+        require_all(config.where, await missing_in(connection, config.where))
         yield ServerStore(connection)
 
 
@@ -85,8 +84,10 @@ async def server_to_read(config: StoreConfig) -> AsyncIterator[ServerStore]:
 async def new_on_server(config: StoreConfig) -> AsyncIterator[ServerStore]:
     """Yield an empty store, which others see after the block. Raise LightningError where there is one."""
     async with _connected(config) as connection, connection.transaction():
-        await require_empty(connection, config.where)
-        await migrate(connection, config.where)
+        await connection.execute(LOCK)
+        if await connection.fetch(TABLES):
+            raise StoreUnavailable(f"there are tables at {config.where} already: a store is moved to an empty database")
+        await make_tables(connection, config.where)
         await _switch_triggers(connection, "DISABLE")
         await connection.execute("DELETE FROM policy_log")
         await connection.execute("DELETE FROM policy_versions")
@@ -132,14 +133,5 @@ async def _unless_lost(connection: asyncpg.Connection, copying: Coroutine[Any, A
 
 async def _switch_triggers(connection: asyncpg.Connection, to: str) -> None:
     """The triggers of the store, which note changes. The server keeps checking foreign keys."""
-    for table in ORDERS:
-        if table != "rollout_counts":  # a view here
-            await connection.execute(f"ALTER TABLE {table} {to} TRIGGER USER")
-
-
-def _numbered(n: int, kind: str, ref: str) -> Record:
-    return n, kind, ref if kind == "call" else int(ref)
-
-
-def _as_text(n: int, kind: str, ref: object) -> Record:
-    return n, kind, str(ref)
+    for (table,) in await connection.fetch(TABLES):
+        await connection.execute(f"ALTER TABLE {table} {to} TRIGGER USER")

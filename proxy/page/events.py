@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..json_text import dumps, loads_or_none, loads_rounded
+from ..json_text import dumps, loads_rounded
 from ..store.database import Row
 from ..store.reports.feed import Feed
 
@@ -33,9 +33,7 @@ FROM steps WHERE step IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
 """
 FEED_VERSIONS = """
 SELECT policy_versions.version AS ref, policy_versions.version, status, verified,
-    policy_versions.version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) AS live,
-    (SELECT evidence FROM promotions WHERE promotions.version = policy_versions.version ORDER BY n DESC LIMIT 1)
-        AS evidence
+    policy_versions.version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1) AS live
 FROM policy_versions WHERE policy_versions.version IN (SELECT CAST(value AS BIGINT) FROM json_each(:refs))
 """
 _ROWS: dict[str, str] = {
@@ -85,5 +83,4 @@ def _happened(n: int, kind: str, row: Row) -> Happened:
         data["reward"] = loads_rounded(data.pop("metrics")).get("reward_mean")
     if kind == "version":
         data |= {"live": bool(data["live"]), "verified": bool(data["verified"])}
-        data["evidence"] = loads_or_none(data["evidence"])
     return Happened(n, kind, data, dict(row).get("key_id"))  # type: ignore[arg-type]

@@ -143,12 +143,12 @@ class Database(ABC):
     @classmethod
     @abstractmethod
     async def open_to_write(cls, config: StoreConfig) -> Database:
-        """Open the store, creating and migrating it as needed. Raise StoreUnavailable when that cannot be done."""
+        """Open the store, making its tables as needed. Raise StoreUnavailable when that cannot be done."""
 
     @classmethod
     @abstractmethod
     async def open_as_it_is(cls, config: StoreConfig) -> Database:
-        """Open the store as it is; nothing can be written. Raise StoreUnavailable also where it is not up to date."""
+        """Open the store as it is; nothing can be written. Raise StoreUnavailable also without all tables."""
 
     @abstractmethod
     async def close(self) -> None:

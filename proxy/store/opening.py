@@ -12,9 +12,9 @@ from .sqlite.database import SqliteDatabase
 
 
 async def open_database(config: StoreConfig, *, to_write: bool = True) -> Database:
-    """Open the store, creating and migrating it as needed. Raise StoreUnavailable when that cannot be done.
+    """Open the store, making its tables as needed. Raise StoreUnavailable when that cannot be done.
 
-    Without `to_write` nothing can be written, and a store that is not up to date is StoreUnavailable, too.
+    Without `to_write` nothing can be written, and a store that has not all tables is StoreUnavailable, too.
     """
     kind = _postgres() if config.is_postgres else SqliteDatabase
     return await (kind.open_to_write(config) if to_write else kind.open_as_it_is(config))

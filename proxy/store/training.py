@@ -105,7 +105,6 @@ FORGET_TRAINING = (
     "WHERE step IS NOT NULL OR dropped IS NOT NULL OR group_id IS NOT NULL",
     "DELETE FROM call_credit",
     "DELETE FROM steps",
-    "DELETE FROM promotions",
     "UPDATE policy_versions SET step = NULL, path = NULL, status = 'ready' WHERE version > 0",
 )
 

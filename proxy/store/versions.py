@@ -80,7 +80,7 @@ class PolicyVersions:
     async def live(self) -> PolicyVersion:
         """Return the version that the alias stands for."""
         row = await self._db.one(VERSION_LIVE_NOW)
-        assert row is not None  # the first migration inserts version 0
+        assert row is not None  # the schema inserts version 0
         return read_version(row)
 
     async def live_now(self) -> PolicyVersion:

@@ -38,13 +38,15 @@ INSERT INTO call_credit VALUES (1, 0, 3, 0.5, -0.25, NULL, 'opened')
 INSERT INTO prompts VALUES ('p', NULL, 'system', 1)
 INSERT INTO prompt_versions (name, version, text, created_at) VALUES ('p', 1, 'Be brief.', 1)
 INSERT INTO prompt_log (name, version, at) VALUES ('p', 1, 1)
-INSERT INTO prompt_tests (name, version, against, status, began_at) VALUES ('p', 1, 1, 'testing', 1)
-INSERT INTO prompt_waiting VALUES ('p', 1)
-INSERT INTO prompt_test_rollouts (test, rollout_id, place, version, compared, at) VALUES (1, 'b', 0, 1, 1, 1)
 INSERT INTO rollout_prompts VALUES ('a', 'p', 1)
 INSERT INTO call_prompts VALUES ('a-0', 'p', 1, '[]', NULL, 'Hi')
 UPDATE rollouts SET status = 'completed' WHERE rollout_id = 'c'
 DELETE FROM rollouts WHERE rollout_id = 'd'
+INSERT INTO evaluations (version, step, began_at) VALUES (7, 3, 1)
+INSERT INTO rewarder_spoken SELECT n, 'judge' FROM awaiting_rewards
+INSERT INTO rewarder_answers VALUES ('q', 1, 'yes')
+INSERT INTO rewarder_spent VALUES ('judge', 12, 0.5)
+INSERT INTO rewarder_checks VALUES ('judge', 1, 8, 0.75, 0.5, 1)
 """
 
 
@@ -64,11 +66,10 @@ async def fill(database: Database, *, calls: int = 3, bytes_each: int = 10) -> N
     await database.commit([(sql, [{"blob": bytes(range(256))}]) for sql in MORE.strip().splitlines()])
 
 
-async def read_all(database: Database, tables: dict[str, str]) -> dict[str, list[dict[str, Any]]]:
-    """Return all rows of these tables, each ordered by its columns' values in Python."""
+async def read_all(database: Database, tables: dict[str, tuple[str, ...]]) -> dict[str, list[dict[str, Any]]]:
+    """Return all rows of these tables, each ordered by its key's values in Python."""
     found = {}
-    for table, order in tables.items():
-        also = "rowid, " if order == "rowid" else ""
-        rows = [dict(row) for row in await database.all(f"SELECT {also}{table}.* FROM {table}")]
-        found[table] = sorted(rows, key=lambda row: [row[column] for column in order.split()])
+    for table, key in tables.items():
+        rows = [dict(row) for row in await database.all(f"SELECT * FROM {table}")]
+        found[table] = sorted(rows, key=lambda row: [row[column] for column in key])
     return found

@@ -85,6 +85,9 @@ class Server:
         self._ask(f"CREATE DATABASE {name}")
         return self.url(name)
 
+    def execute(self, url: str, sql: str) -> None:
+        self._run("psql", "-qX", "-d", url, "-c", sql)
+
     def _ask(self, sql: str, *, check: bool = True) -> int:
         return self._run(
             "psql", "-qX", "-h", str(self.directory), "-U", "lightning", "-c", sql, "postgres", check=check

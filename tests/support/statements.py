@@ -46,6 +46,5 @@ def statements() -> Iterator[tuple[str, str]]:
             for node in ast.walk(function):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
                     texts.append((node.value[:60], node.value))
-        # `room_migrations` is there only once a room has a script.
-        whole = ((name, text) for name, text in texts if not TEMPLATE.search(text) and "room_migrations" not in text)
+        whole = ((name, text) for name, text in texts if not TEMPLATE.search(text))
         yield from ((name, text) for name, text in whole if text.lstrip().startswith(ORDINARY))

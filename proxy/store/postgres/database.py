@@ -26,11 +26,12 @@ from ..database import (
     Work,
     Writing,
 )
+from ..schema import require_all
 from .alone import locked, require_held
 from .errors import AGAIN, AWAY, OutcomeUnknown, is_away, raise_ours
 from .listening import Listener
-from .migrate import migrate, require_up_to_date
 from .order import HOLD_ROLLOUTS, in_order, rollouts_to_hold
+from .schema import make_tables, missing_in
 from .transaction import PostgresTransaction
 
 T = TypeVar("T")
@@ -78,12 +79,12 @@ class PostgresDatabase(Database):
 
     @classmethod
     async def open_to_write(cls, config: StoreConfig) -> PostgresDatabase:
-        """Connect, creating and migrating the tables as needed. Raise StoreUnavailable when that cannot be done."""
+        """Connect, making the tables as needed. Raise StoreUnavailable when that cannot be done."""
         return await cls._open(config, to_write=True)
 
     @classmethod
     async def open_as_it_is(cls, config: StoreConfig) -> PostgresDatabase:
-        """Connect to read. Raise StoreUnavailable also where the tables are not up to date."""
+        """Connect to read. Raise StoreUnavailable also where tables are missing."""
         return await cls._open(config, to_write=False)
 
     @classmethod
@@ -100,7 +101,10 @@ class PostgresDatabase(Database):
             raise _not_opened(config, error) from error
         try:
             async with pool.acquire() as connection:
-                await (migrate if to_write else require_up_to_date)(connection, config.where)
+                if to_write:
+                    await make_tables(connection, config.where)
+                else:
+                    require_all(config.where, await missing_in(connection, config.where))
         except BaseException as error:
             await pool.close()
             if isinstance(error, OSError | asyncpg.PostgresError | asyncpg.InterfaceError):

@@ -15,7 +15,7 @@ from ..database import LOOK_S, Changes, Topic
 from .alone import BEAT_S, LOST
 
 CHANNEL = "lightning_store"
-# Triggers of migration 0011 tell of what is seldom written. The server commits transactions that tell something one
+# Triggers of `postgres.sql` tell of what is seldom written. The server commits transactions that tell something one
 # after the other, so recorders do it after their commits.
 TELL = f"SELECT pg_notify('{CHANNEL}', current_schema() || '.calls')"
 TELL_EVERY_S = 0.1  # at most

@@ -9,7 +9,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from ...errors import LightningError
-from .migrate import require_ours, require_up_to_date
+from ..schema import require_all
+from .schema import missing_in
 
 FILES = ("", "-wal", "-shm")  # what SQLite adds to a store's name
 
@@ -52,7 +53,7 @@ def back_up(store: Path, target: Path) -> None:
 
 
 def restore(backup: Path, store: Path) -> None:
-    """Make a store from a backup. Raise LightningError if a store exists or the backup is from another release."""
+    """Make a store from a backup. Raise LightningError if a store exists or the backup has another schema."""
     if any(store.with_name(store.name + suffix).exists() for suffix in FILES):
         raise LightningError(
             f"there is a store at {store}: move it away first, with the files beside it, or set store.url"
@@ -61,7 +62,7 @@ def restore(backup: Path, store: Path) -> None:
         raise LightningError(f"{backup} is no backup of a store")
     try:
         with closing(only_read(backup)) as connection:
-            require_ours(connection)
+            missing_in(connection, str(backup))
     except sqlite3.Error as error:
         raise LightningError(f"{backup} cannot be restored: {error}") from None
     store.parent.mkdir(parents=True, exist_ok=True)
@@ -98,11 +99,10 @@ def ended_after(store: Path, at: float) -> int:
 
 
 def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:
-    """Open a store that can be read as it is, for any thread. Nothing is written. Raise sqlite3.Error."""
+    """Open a store to read it as it is, for any thread. Nothing is written. Raise sqlite3.Error or OtherSchema."""
     connection = only_read(store, wait_s)
     try:
-        require_ours(connection)
-        require_up_to_date(connection)
+        require_all(str(store), missing_in(connection, str(store)))
     except BaseException:
         connection.close()
         raise

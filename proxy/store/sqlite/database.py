@@ -16,12 +16,12 @@ import aiosqlite
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from ...config.server import StoreConfig
-from ...errors import OtherSchema, StoreUnavailable
+from ...errors import StoreUnavailable
 from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Work, Writing
 from .copies import connect_to_read, make_private, only_read
 from .locks import keeping
-from .migrate import migrate, require_ours
 from .place import Place
+from .schema import make_tables, missing_in
 from .transaction import SqliteTransaction, finish
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class SqliteDatabase(Database):
 
     @classmethod
     async def open_to_write(cls, config: StoreConfig) -> SqliteDatabase:
-        """Open the file, creating and migrating it as needed. Raise StoreUnavailable when that cannot be done."""
+        """Open the file, making its tables as needed. Raise StoreUnavailable when that cannot be done."""
         path = config.path.expanduser().absolute()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ class SqliteDatabase(Database):
 
     @classmethod
     async def open_as_it_is(cls, config: StoreConfig) -> SqliteDatabase:
-        """Open the file as it is; nothing can be written. Raise StoreUnavailable also where it is not up to date."""
+        """Open the file as it is; nothing can be written. Raise StoreUnavailable also without all tables."""
         path = config.path.expanduser().absolute()
         try:
             connections = await asyncio.to_thread(
@@ -240,8 +240,7 @@ class SqliteDatabase(Database):
 
 
 def _not_opened(path: Path, error: Exception) -> StoreUnavailable:
-    kind = OtherSchema if isinstance(error, sqlite3.NotSupportedError) else StoreUnavailable
-    return kind(f"store {path} cannot be opened: {error}")
+    return StoreUnavailable(f"store {path} cannot be opened: {error}")
 
 
 def _threaded(connection: sqlite3.Connection) -> aiosqlite.Connection:
@@ -268,11 +267,11 @@ def _write_the_same(connection: sqlite3.Connection) -> None:
 
 
 def _connect_all(path: Path, config: StoreConfig) -> list[sqlite3.Connection]:
-    """The writer, the reader and the quick reader. The first of them creates and migrates the file."""
+    """The writer, the reader and the quick reader. The first of them makes the tables."""
     connections: list[sqlite3.Connection] = []
     try:
         connections.append(_connect(path, config))
-        migrate(connections[0])
+        make_tables(connections[0], str(path))
         connections += [_connect(path, config), _connect(path, config)]
         _set_timeout(connections[0], 0)  # in the event loop's thread nobody waits
         _set_timeout(connections[2], 0)
@@ -299,6 +298,7 @@ def _connect(path: Path, config: StoreConfig, mode: str = "rwc") -> sqlite3.Conn
             reraise=True,
         ):
             with attempt:
+                missing_in(connection, str(path))  # before anything is written to what is not ours
                 _set_up(connection, config)
     except BaseException:
         connection.close()
@@ -307,7 +307,6 @@ def _connect(path: Path, config: StoreConfig, mode: str = "rwc") -> sqlite3.Conn
 
 
 def _set_up(connection: sqlite3.Connection, config: StoreConfig) -> None:
-    require_ours(connection)
     if connection.execute("PRAGMA page_count").fetchone()[0] == 0:  # a new file; of any other, this would be a write
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     for pragma in (

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import sqlite3
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -15,13 +13,11 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.store.database import ConstraintRefused
-from lightning_proxy.proxy.store.keys import Keyring, Scope, hash_key, new_key
+from lightning_proxy.proxy.store.keys import Keyring, Scope
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_SEEN
-from lightning_proxy.proxy.store.sqlite.migrate import FIRST
 from lightning_proxy.proxy.store.training import ComparedGroup
 from lightning_proxy.proxy.types import Limits
-from support.paths import ROOT
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 AGENT = {"Authorization": "Bearer agent"}
@@ -252,28 +248,6 @@ async def test_the_command_line_makes_keys_for_their_own_rollouts(running: Runni
         for wrong in (["--scope", "some"], ["--scope", "own", "--admin"]):
             code, _, err = await system.lightning("keys", "create", "x", *wrong)
             assert (code, "--scope" in err, err.count("\n")) == (2, True, 1)
-
-
-@pytest.mark.sqlite
-async def test_a_store_made_before_there_were_scopes_keeps_its_keys(running: Running, tmp_path: Path) -> None:
-    scripts = sorted((ROOT / "proxy/store/migrations").glob("*.sql"))
-    before = [script for script in scripts if script.name < next(s.name for s in scripts if "_access" in s.name)]
-    key, own = new_key("agent"), new_key("rollout")
-    with contextlib.closing(sqlite3.connect(tmp_path / "store.db")) as db:
-        for script in before:
-            db.executescript(script.read_text())
-        db.execute(f"PRAGMA user_version = {FIRST + len(before)}")
-        db.execute(
-            "INSERT INTO keys (key_id, key_hash, name, role, created_at) VALUES ('k', ?, 'ci', 'agent', 1)",
-            [hash_key(key)],
-        )
-        db.execute("INSERT INTO rollouts (rollout_id, created_at) VALUES ('r', 1)")
-        db.execute("INSERT INTO rollout_keys (key_hash, rollout_id, key_id) VALUES (?, 'r', 'k')", [hash_key(own)])
-        db.commit()
-    async with running(tmp_path) as system:
-        reward = {"rollout_id": "r", "reward": 1}
-        assert (await system.call("POST", "/reward", reward, **bearer(own)))[0] == 200
-        assert (await system.call("GET", "/rollouts/r", **bearer(key)))[1]["reward"] == 1
 
 
 async def test_control_routes_count_in_a_keys_limits_as_calls_do(running: Running, tmp_path: Path) -> None:

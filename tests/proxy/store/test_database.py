@@ -17,9 +17,8 @@ from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.errors import StoreUnavailable
 from lightning_proxy.proxy.store import database as databases
 from lightning_proxy.proxy.store.database import ConstraintRefused, Transaction
-from lightning_proxy.proxy.store.opening import open_database, opened
+from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.sqlite import database as files
-from lightning_proxy.proxy.store.sqlite import migrate
 from lightning_proxy.proxy.store.sqlite.copies import copy_store
 from lightning_proxy.proxy.store.sqlite.database import SqliteDatabase
 from lightning_proxy.proxy.store.store import Store
@@ -53,46 +52,6 @@ async def main():
 asyncio.run(main())
 """
     assert subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=60).returncode == 3
-
-
-@pytest.mark.parametrize(
-    ("version", "refusal"),
-    [
-        (13, "a lightning-proxy before 0.1.0 made it"),
-        (0, "it belongs to another program"),
-        (9999, "a newer lightning-proxy has worked on it"),
-    ],
-)
-async def test_a_store_that_is_not_of_this_release_is_refused_and_left_as_it_is(
-    tmp_path: Path, version: int, refusal: str
-) -> None:
-    path = tmp_path / "store.db"
-    with closing(sqlite3.connect(path, isolation_level=None)) as other:
-        other.execute("CREATE TABLE rollouts (rollout_id TEXT)")
-        other.execute(f"PRAGMA user_version = {version}")
-    before = path.read_bytes()
-    with pytest.raises(StoreUnavailable, match=rf"store\.db cannot be opened: {refusal}.*set store\.url") as refused:
-        await open_database(config_of(tmp_path))
-    assert "\n" not in str(refused.value)
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["store.db"]
-
-
-async def test_a_store_that_another_process_is_just_making_is_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, read_version = tmp_path / "store.db", migrate._version
-
-    def made_meanwhile(connection: sqlite3.Connection) -> int:
-        version = read_version(connection)
-        monkeypatch.setattr(migrate, "_version", read_version)
-        with closing(sqlite3.connect(path, isolation_level=None)) as other:
-            migrate.migrate(other)
-        return version
-
-    monkeypatch.setattr(migrate, "_version", made_meanwhile)
-    async with opened(config_of(tmp_path)) as database:
-        assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0]
 
 
 async def test_a_store_of_this_release_is_opened_again(tmp_path: Path) -> None:

@@ -48,23 +48,6 @@ def call_of(rollout_id: str, call_id: str, **request: Any) -> CallStart:
     return CallStart(call_id, RolloutName(rollout_id), "chat/completions", "policy", 0, request, 100.0)
 
 
-async def test_several_processes_may_make_the_store_at_once(config: StoreConfig) -> None:
-    databases = await asyncio.gather(*(open_database(config) for _ in range(4)))
-    rows = [[row["at"] for row in await database.all("SELECT at FROM policy_log")] for database in databases]
-    assert rows == [[0.0]] * 4
-    await asyncio.gather(*(database.close() for database in databases))
-
-
-async def test_a_database_of_another_program_is_refused_and_left_as_it_is(config: StoreConfig) -> None:
-    asyncpg = pytest.importorskip("asyncpg")
-    other = await asyncpg.connect(config.url)
-    await other.execute("CREATE TABLE rollouts (rollout_id TEXT)")
-    with pytest.raises(StoreUnavailable, match="belongs to another program"):
-        await open_database(config)
-    assert await other.fetchval("SELECT COUNT(*) FROM pg_class WHERE relnamespace = 'public'::regnamespace") == 1
-    await other.close()
-
-
 async def test_bodies_are_compressed_by_lz4_where_the_server_can(database: Database) -> None:
     (known,) = await database.all("SELECT 'lz4' = ANY (enumvals) AS lz4 FROM pg_settings WHERE name = :name", {
         "name": "default_toast_compression"
@@ -78,7 +61,7 @@ async def test_bodies_are_compressed_by_lz4_where_the_server_can(database: Datab
 
 
 async def test_to_look_at_a_store_writes_nothing(config: StoreConfig) -> None:
-    with pytest.raises(StoreUnavailable, match="there is no store at postgresql:///t"):
+    with pytest.raises(StoreUnavailable, match="it is empty"):
         await open_database(config, to_write=False)
     async with opened(config) as database:
         await Store(database).rollouts.open([(RolloutName("r"), "hash")], {})

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import sqlite3
 from collections.abc import AsyncIterator, Iterator
-from contextlib import closing
-from importlib import resources
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +11,6 @@ from lightning_proxy.proxy.store.database import Database, Sql
 from lightning_proxy.proxy.store.opening import opened
 from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT, RolloutSearch
 from lightning_proxy.proxy.store.rollouts import _search_statement as search_statement
-from lightning_proxy.proxy.store.sqlite.migrate import migrate
 from support.postgres import Server, postgres_server
 from support.statements import statements
 
@@ -79,25 +73,3 @@ async def test_every_statement_of_the_store_is_one_for_postgresql(server: Server
             wrong[name] = f"{error}: {statement.text}"
     await connection.close()
     assert wrong == {}
-
-
-async def test_the_schema_has_the_tables_and_columns_of_the_other(database: Database) -> None:
-    with closing(sqlite3.connect(":memory:", isolation_level=None)) as other:
-        migrate(other)
-        tables = [name for (name,) in other.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        theirs = {name: {row[1] for row in other.execute(f"PRAGMA table_info({name})")} for name in tables}
-    columns = "SELECT table_name, column_name FROM information_schema.columns WHERE table_schema = current_schema()"
-    ours: dict[str, set[str]] = {}
-    for row in await database.all(columns):
-        ours.setdefault(row["table_name"], set()).add(row["column_name"])
-    own = {"rowid", "lightning_store", "rollout_count_changes", "feed_in"}
-    assert {name: found - own for name, found in ours.items() if name not in own} == theirs
-
-
-def test_the_newest_script_has_the_number_of_the_other_schemas() -> None:
-    def numbers(room: str) -> set[int]:
-        files = resources.files(f"lightning_proxy.proxy.{room}").joinpath("migrations").iterdir()
-        return {int(match[0]) for file in files if (match := re.match(r"\d{4}", Path(str(file)).name))}
-
-    assert max(numbers("store.postgres")) == max(numbers("store"))
-    assert numbers("store.postgres") <= numbers("store")

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import random
-import sqlite3
 from collections.abc import AsyncIterator, Sequence
-from contextlib import closing
-from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -16,7 +13,6 @@ from lightning_proxy.proxy.recording.recorder import Recorder
 from lightning_proxy.proxy.returns import Rules, earned
 from lightning_proxy.proxy.store.database import Database
 from lightning_proxy.proxy.store.opening import open_database
-from lightning_proxy.proxy.store.sqlite.migrate import FIRST, _statements
 from lightning_proxy.proxy.store.store import Store
 from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
 from support.stores import do_again, store_url
@@ -108,36 +104,3 @@ async def test_a_reward_costs_the_same_after_many_and_what_is_stale_is_counted_i
     await store.returns.use(Rules({"style": 1.0}))
     assert writes == 1 + 3
     assert {(await store.rollouts.get(name)).reward for name in rollouts} == {2.0}
-
-
-@pytest.mark.sqlite
-async def test_a_store_of_an_earlier_release_is_counted_after_its_migration(tmp_path: Path) -> None:
-    file = tmp_path / "old.db"
-    scripts = resources.files("lightning_proxy.proxy.store").joinpath("migrations")
-    with closing(sqlite3.connect(file)) as old:
-        for script in sorted(scripts.iterdir(), key=lambda one: one.name):
-            if script.name.endswith("_returns.sql"):
-                break
-            for statement in _statements(script.read_text()):
-                old.execute(statement)
-            old.execute(f"PRAGMA user_version = {FIRST + int(script.name[:4])}")
-        old.execute("INSERT INTO rollouts (rollout_id, created_at, reward) VALUES ('own', 1, 7)")
-        old.execute("INSERT INTO rollouts (rollout_id, created_at) VALUES ('of calls', 1)")
-        for n in range(2):
-            old.execute(
-                "INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, started_at, request) "
-                "VALUES (?, 'of calls', ?, 'chat/completions', 'ok', 1, '{\"new\":{}}')", (f"c{n}", n),
-            )  # fmt: skip
-        old.executemany(
-            "INSERT INTO rewards (rollout_id, call_id, name, value, final, created_at) "
-            "VALUES (?, ?, 'reward', ?, 0, 1)",
-            [("own", None, 7), ("of calls", "c0", 1), ("of calls", "c1", 0.5), ("of calls", "c0", 0.25)],
-        )
-        old.commit()
-    database = await open_database(StoreConfig(url=f"sqlite:///{file}"))
-    store = Store(database)
-    await store.rewards.post([Reward("of calls", 0.75, "c1", final=False)])  # before the old ones are counted
-    assert (await store.rollouts.get("of calls")).reward == 1.0
-    await store.returns.settle()
-    assert [(r.reward, r.own_reward) for r in (await store.rollouts.page({}, 9))[0]] == [(1.0, None), (7.0, 7.0)]
-    await database.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,19 +140,6 @@ async def test_a_replaced_sibling_belongs_to_the_group(traffic: Traffic) -> None
     assert await traffic.batch(group_size=2) is None
     await traffic.rollout("again", "t", 0.0)
     assert advantages(await traffic.batch(group_size=2)) == {"a-0": 0.5, "again-0": -0.5}
-
-
-async def test_what_an_earlier_release_opened_together_is_a_group(traffic: Traffic) -> None:
-    """Their moment of opening is the same, and nothing else told of it."""
-    (file,) = (Path(__file__).parents[3] / "proxy/store/migrations").glob("*_siblings.sql")
-    script = file.read_text()
-    update = script[script.index("UPDATE") : script.index("CREATE")].strip().removesuffix(";")
-    await traffic.open("t", "a", "b")
-    await traffic.open("t", "alone")
-    forget = "UPDATE rollouts SET opened_with = NULL"
-    await traffic.store.database.commit([(forget, [{}]), (update, [{}])])
-    found = await traffic.store.database.all("SELECT rollout_id, opened_with FROM rollouts ORDER BY n")
-    assert [tuple(row) for row in found] == [("a", 1), ("b", 1), ("alone", None)]
 
 
 @pytest.mark.parametrize("baseline", ["grpo", "dr_grpo", "rloo", "reinforce_pp"])

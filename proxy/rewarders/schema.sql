@@ -1,3 +1,11 @@
+-- schema 1
+-- Which rewarders (rewards.use) have given a rollout what they give; the rollout awaits the others.
+CREATE TABLE rewarder_spoken (
+    n        INTEGER NOT NULL REFERENCES awaiting_rewards (n) ON DELETE CASCADE,
+    rewarder TEXT NOT NULL,
+    PRIMARY KEY (n, rewarder)
+) WITHOUT ROWID;
+
 -- What models answered: a row for each rollout that a question was about. With one of them all go.
 CREATE TABLE rewarder_answers (
     digest TEXT NOT NULL,                         -- of the question

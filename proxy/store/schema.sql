@@ -1,9 +1,18 @@
--- Times are Unix times in seconds. JSON is text.
+-- schema 1
+-- The tables of the core for both databases, in SQLite's words; `schema.py` has PostgreSQL's. What only one database
+-- has is in `sqlite.sql` and `postgres.sql`. A key that is INTEGER PRIMARY KEY is a number that the database gives; one
+-- that is NOT NULL, too, is given by us. Times are Unix times in seconds. JSON is text.
+
+-- Which schema a store has: a row for the core, `store`, and for each side room with tables.
+CREATE TABLE schema_numbers (
+    room   TEXT PRIMARY KEY,
+    number INTEGER NOT NULL
+);
 
 -- Policy versions: weights that were or are served. Version 0 is the base model.
 CREATE TABLE policy_versions (
-    version      INTEGER PRIMARY KEY,
-    status       TEXT NOT NULL,                   -- publishing | ready | live | failed
+    version      INTEGER NOT NULL PRIMARY KEY,
+    status       TEXT NOT NULL,                   -- publishing | waiting | candidate | ready | live | failed | rejected
     publish      TEXT,                            -- lora | merged
     path         TEXT,                            -- where its files are; NULL once they are gone
     served_model TEXT,
@@ -16,6 +25,11 @@ CREATE TABLE policy_versions (
     metrics      TEXT NOT NULL DEFAULT '{}'       -- JSON
 );
 INSERT INTO policy_versions (version, status, verified, created_at, live_at) VALUES (0, 'live', 1, 0, 0);
+-- What a call, a second or a step reads of versions and steps is found without the others, however many there were.
+CREATE INDEX policy_versions_by_status ON policy_versions (status, version);
+CREATE INDEX policy_versions_served ON policy_versions (served_model, version) WHERE served_model IS NOT NULL;
+CREATE INDEX policy_versions_with_files ON policy_versions (version) WHERE path IS NOT NULL;
+CREATE INDEX policy_versions_published ON policy_versions (publish) WHERE publish IS NOT NULL;
 
 -- Which version was live from when on. The newest row is the live one.
 CREATE TABLE policy_log (
@@ -25,9 +39,26 @@ CREATE TABLE policy_log (
 );
 INSERT INTO policy_log (version, at) VALUES (0, 0);
 
+-- How new weights are published: one row, by the first process that decided it or the last that was told otherwise.
+CREATE TABLE publishing (
+    n          INTEGER NOT NULL PRIMARY KEY CHECK (n = 1),
+    mode       TEXT NOT NULL,                     -- lora | merged
+    decided_by TEXT NOT NULL,                     -- trainer | proxy
+    at         REAL NOT NULL
+);
+
+-- What a policy version answered when it was first asked, and why its server does not seem to serve it now.
+CREATE TABLE probes (
+    version INTEGER NOT NULL PRIMARY KEY,
+    model   TEXT NOT NULL,                        -- the name that the version is served under
+    answer  TEXT NOT NULL,                        -- JSON: by position, the sampled token and the most likely ones
+    at      REAL NOT NULL,
+    problem TEXT                                  -- NULL: it answers as it did
+);
+
 -- Training steps.
 CREATE TABLE steps (
-    step        INTEGER PRIMARY KEY,
+    step        INTEGER NOT NULL PRIMARY KEY,
     status      TEXT NOT NULL,                    -- claimed | trained
     version     INTEGER,                          -- the policy version that was published from it
     base        INTEGER NOT NULL,                 -- the policy version whose weights it started from
@@ -37,6 +68,7 @@ CREATE TABLE steps (
     finished_at REAL
 );
 CREATE INDEX steps_claimed ON steps (step) WHERE status = 'claimed';
+CREATE INDEX steps_with_checkpoints ON steps (step) WHERE checkpoint IS NOT NULL;
 
 -- Rollouts: one run of an agent on one task.
 CREATE TABLE rollouts (
@@ -49,56 +81,63 @@ CREATE TABLE rollouts (
     reason         TEXT,                          -- why it ended
     metadata       TEXT NOT NULL DEFAULT '{}',    -- JSON
     policy_version INTEGER,                       -- the version that it began with
-    reward         REAL,                          -- newest rollout-level reward named 'reward'
+    key_id         TEXT,                          -- the key of `keys` that it was opened with
+    evidence       INTEGER NOT NULL DEFAULT 0,    -- 1: that key gave evidence then
+    end_counts     INTEGER NOT NULL DEFAULT 1,    -- 0: the key that said how it ended gave none
+    reward         REAL,                          -- its return (proxy/returns.py)
+    own_reward     REAL,                          -- weighted; NULL: it has none of its own
+    calls_reward   TEXT,                          -- the exact sum of its calls' weighted rewards: a fraction
     rewarded_at    REAL,                          -- when the first reward came that counts
     calls          INTEGER NOT NULL DEFAULT 0,    -- ended calls
     foreign_calls  INTEGER NOT NULL DEFAULT 0,    -- those of them that other models than the policy answered
     tokens         INTEGER NOT NULL DEFAULT 0,    -- sampled tokens
     created_at     REAL NOT NULL,
     ended_at       REAL,
+    opened_with    INTEGER,                       -- the first (n) of several that were opened together: a group
+    -- The group in which a step compared it: the n of its first member. A sibling that was still running then has it,
+    -- too, and is compared with the whole group when it ends.
+    group_id       INTEGER,
     step           INTEGER,                       -- the training step that took it
     dropped        TEXT,                          -- why the trainer will not take it
     dropped_by     INTEGER                        -- the step that was put together then; it gives it back if it fails
 );
 CREATE INDEX rollouts_by_task ON rollouts (task_id, n);
 CREATE INDEX rollouts_by_status ON rollouts (status, n);
-CREATE INDEX rollouts_by_mode ON rollouts (mode, n);
 CREATE INDEX rollouts_by_mode_and_status ON rollouts (mode, status, n);
 CREATE INDEX rollouts_by_step ON rollouts (step) WHERE step IS NOT NULL;
 CREATE INDEX rollouts_by_dropping ON rollouts (dropped_by) WHERE dropped_by IS NOT NULL;
--- Rollouts that nobody ends stay running; the versions that recent ones began with are asked for every second.
-CREATE INDEX rollouts_running ON rollouts (status, created_at, policy_version) WHERE status = 'running';
--- The trainer looks at all that waits, many times a minute: at the index alone. Without its first column, which is the
--- same everywhere, SQLite takes another index.
-CREATE INDEX rollouts_claimable
-    ON rollouts (mode, task_id, ended_at, status, rewarded_at, step, dropped, calls, foreign_calls)
-    WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NOT NULL;
--- Rollouts without a task that can be trained on, and those that wait for a reward of whatever name.
-CREATE INDEX rollouts_lone ON rollouts (mode, task_id, ended_at)
-    WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND task_id IS NULL;
-CREATE INDEX rollouts_unrewarded ON rollouts (mode, rewarded_at)
-    WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL AND rewarded_at IS NULL;
+CREATE INDEX rollouts_by_key ON rollouts (key_id, n) WHERE key_id IS NOT NULL;
+CREATE INDEX rollouts_by_group ON rollouts (group_id) WHERE group_id IS NOT NULL;
+-- Whether training stands still is asked at every poll.
+CREATE INDEX rollouts_dropped ON rollouts (dropped, n) WHERE dropped IS NOT NULL;
+CREATE INDEX rollouts_opened_together ON rollouts (opened_with) WHERE opened_with IS NOT NULL;
+-- Rollouts that were opened one by one: those that a group may be made of, and those that may still belong to it.
+CREATE INDEX rollouts_live ON rollouts (task_id, n)
+    WHERE mode = 'train' AND step IS NULL AND dropped IS NULL AND status <> 'running'
+    AND group_id IS NULL AND opened_with IS NULL AND (rewarded_at IS NOT NULL OR status <> 'completed')
+    AND (foreign_calls = 0 OR foreign_calls < calls);
+CREATE INDEX rollouts_running_of_task ON rollouts (task_id, n) WHERE status = 'running' AND task_id IS NOT NULL;
 
--- How many rollouts there are, kept as they come and go: counting a million takes too long for every look.
-CREATE TABLE rollout_counts (
-    mode     TEXT NOT NULL,
-    status   TEXT NOT NULL,
-    rollouts INTEGER NOT NULL,
-    PRIMARY KEY (mode, status)
+-- By which rules returns are counted. One row.
+CREATE TABLE returns (
+    n        INTEGER NOT NULL PRIMARY KEY CHECK (n = 1),
+    weights  TEXT NOT NULL,                       -- JSON: the weight of each reward by its name
+    failed   REAL,                                -- the reward of a failed rollout that has none of its own
+    low      REAL NOT NULL DEFAULT -10000,        -- rewards beyond count as the nearer end
+    high     REAL NOT NULL DEFAULT 10000,
+    stale_to INTEGER NOT NULL                     -- rollouts up to this n are still to be counted by these rules
+);
+INSERT INTO returns (n, weights, stale_to) VALUES (1, '{"reward":1.0}', 0);
+
+-- The reward function that the proxy was started with (`rewards.function`); no row if there is none.
+CREATE TABLE reward_function (
+    function TEXT PRIMARY KEY
 ) WITHOUT ROWID;
-CREATE TRIGGER rollout_opened AFTER INSERT ON rollouts BEGIN
-    INSERT INTO rollout_counts VALUES (NEW.mode, NEW.status, 1)
-    ON CONFLICT (mode, status) DO UPDATE SET rollouts = rollout_counts.rollouts + 1;
-END;
-CREATE TRIGGER rollout_changed AFTER UPDATE OF mode, status ON rollouts
-WHEN OLD.mode <> NEW.mode OR OLD.status <> NEW.status BEGIN
-    UPDATE rollout_counts SET rollouts = rollouts - 1 WHERE mode = OLD.mode AND status = OLD.status;
-    INSERT INTO rollout_counts VALUES (NEW.mode, NEW.status, 1)
-    ON CONFLICT (mode, status) DO UPDATE SET rollouts = rollout_counts.rollouts + 1;
-END;
-CREATE TRIGGER rollout_deleted AFTER DELETE ON rollouts BEGIN
-    UPDATE rollout_counts SET rollouts = rollouts - 1 WHERE mode = OLD.mode AND status = OLD.status;
-END;
+
+-- Completed rollouts for which the reward function is still to be asked. No training step takes them.
+CREATE TABLE awaiting_rewards (
+    n INTEGER NOT NULL PRIMARY KEY REFERENCES rollouts (n) ON DELETE CASCADE
+);
 
 -- What answers the alias in rollouts that were opened for another model than the policy.
 CREATE TABLE rollout_models (
@@ -112,6 +151,8 @@ CREATE TABLE keys (
     key_hash            TEXT NOT NULL UNIQUE,     -- SHA-256
     name                TEXT NOT NULL,
     role                TEXT NOT NULL,            -- agent | admin
+    scope               TEXT NOT NULL DEFAULT 'all', -- all | own: only the rollouts that were opened with it
+    evaluator           INTEGER NOT NULL DEFAULT 0, -- 1: it gives evidence, as an admin's key does
     requests_per_minute INTEGER,                  -- NULL: as proxy.limits says
     tokens_per_minute   INTEGER,
     concurrent          INTEGER,
@@ -125,14 +166,16 @@ CREATE UNIQUE INDEX keys_by_name ON keys (name) WHERE revoked_at IS NULL;
 CREATE TABLE rollout_keys (
     key_hash   TEXT PRIMARY KEY,
     rollout_id TEXT NOT NULL REFERENCES rollouts (rollout_id) ON DELETE CASCADE,
-    key_id     TEXT REFERENCES keys (key_id) ON DELETE CASCADE
+    key_id     TEXT REFERENCES keys (key_id) ON DELETE CASCADE,
+    may_reward INTEGER NOT NULL DEFAULT 1         -- 0: it may only call the model
 );
 CREATE INDEX rollout_keys_by_rollout ON rollout_keys (rollout_id);
 
 -- Calls: one request and its answer. A row is written twice, at the start (as 'incomplete') and at the end. Request and
 -- prompt tokens are stored as what they add to an earlier call of the rollout, `parent_id` (delta.py).
 CREATE TABLE calls (
-    call_id            TEXT PRIMARY KEY,
+    rowid              INTEGER PRIMARY KEY,       -- order of beginning
+    call_id            TEXT NOT NULL UNIQUE,
     rollout_id         TEXT NOT NULL REFERENCES rollouts (rollout_id) ON DELETE CASCADE,
     seq                INTEGER NOT NULL,          -- 0, 1, 2, … in the rollout
     parent_id          TEXT,
@@ -170,6 +213,18 @@ CREATE TABLE large_requests (
     request TEXT NOT NULL
 );
 
+-- How the newest step that took a call's rollout trained it: one small row for each call of a trained agent.
+CREATE TABLE call_credit (
+    n         INTEGER NOT NULL REFERENCES rollouts (n) ON DELETE CASCADE,
+    seq       INTEGER NOT NULL,                   -- of the call
+    step      INTEGER NOT NULL,
+    "return"  REAL NOT NULL,
+    advantage REAL NOT NULL,
+    "row"     INTEGER,                            -- of the rollout's training rows, from 0; NULL: in none
+    placed    TEXT NOT NULL,                      -- why it opened, joined or is in no row
+    PRIMARY KEY (n, seq)
+) WITHOUT ROWID;
+
 -- Which agents made calls of which rollout, newest rollout first when read backwards.
 CREATE TABLE rollout_agents (
     agent TEXT NOT NULL,
@@ -177,12 +232,10 @@ CREATE TABLE rollout_agents (
     PRIMARY KEY (agent, n)
 ) WITHOUT ROWID;
 CREATE INDEX rollout_agents_by_rollout ON rollout_agents (n);
-CREATE TRIGGER agent_called AFTER INSERT ON calls WHEN NEW.agent IS NOT NULL BEGIN
-    INSERT INTO rollout_agents SELECT NEW.agent, n FROM rollouts WHERE rollout_id = NEW.rollout_id
-    ON CONFLICT (agent, n) DO NOTHING;
-END;
 
--- Tool calls of answers, and the results that a later request brought back.
+-- Tool calls of answers, and the results that a later request brought back. A result is found by where the call stands
+-- in its conversation: `place` is a digest of all that was said before it, `signs` are digests of its name and arguments
+-- and of what is around it (recording/places.py).
 CREATE TABLE tool_calls (
     rollout_id   TEXT NOT NULL REFERENCES rollouts (rollout_id) ON DELETE CASCADE,
     call_id      TEXT NOT NULL REFERENCES calls (call_id) ON DELETE CASCADE,
@@ -192,9 +245,11 @@ CREATE TABLE tool_calls (
     arguments    TEXT NOT NULL,
     result       TEXT,                            -- JSON
     is_error     INTEGER,
+    place        BLOB,
+    signs        BLOB,
     PRIMARY KEY (call_id, position)
 );
-CREATE INDEX tool_calls_by_id ON tool_calls (rollout_id, tool_call_id);
+CREATE INDEX tool_calls_by_place ON tool_calls (rollout_id, place) WHERE place IS NOT NULL;
 
 -- Rewards, as they were posted. The newest for the same rollout, call and name counts.
 CREATE TABLE rewards (
@@ -206,6 +261,8 @@ CREATE TABLE rewards (
     source     TEXT,
     comment    TEXT,
     final      INTEGER NOT NULL,
+    key_id     TEXT,                              -- the key of `keys` that it was posted with
+    evidence   INTEGER NOT NULL DEFAULT 0,        -- 1: that key gave evidence then
     created_at REAL NOT NULL
 );
 CREATE INDEX rewards_by_rollout ON rewards (rollout_id, call_id, name, reward_id);
@@ -245,12 +302,68 @@ CREATE TABLE conversation_points (
 ) WITHOUT ROWID;
 CREATE INDEX conversation_points_by_age ON conversation_points (at);
 
--- What waits to be gone on with, each by one request: answers, and requests that a client may send again.
+-- What waits to be gone on with, each by one request: answers, and requests that a client may send again. `exact`: the
+-- digest with the results of tools, which do not count in `digest`; NULL: a request.
 CREATE TABLE conversation_tips (
     digest     BLOB NOT NULL,
     at         REAL NOT NULL,
     call_id    TEXT NOT NULL,
     rollout_id TEXT NOT NULL,
+    exact      BLOB,
     PRIMARY KEY (digest, at, call_id)
 ) WITHOUT ROWID;
 CREATE INDEX conversation_tips_by_age ON conversation_tips (at);
+
+-- What happened, in order, for those who watch. `ref` names the row that says what: the newest 10,000 are kept.
+CREATE TABLE feed (
+    n    INTEGER PRIMARY KEY,                     -- the cursor of GET /feed
+    kind TEXT NOT NULL,                           -- call | reward | rollout | step | version | group
+    ref  TEXT NOT NULL                            -- call_id | reward_id | rollouts.n | step | version | rollouts.n
+);
+
+CREATE TRIGGER rollout_awaits_reward AFTER UPDATE OF status ON rollouts
+WHEN OLD.status = 'running' AND NEW.status = 'completed' BEGIN
+    INSERT INTO awaiting_rewards SELECT NEW.n WHERE EXISTS (SELECT 1 FROM reward_function);
+END;
+CREATE TRIGGER agent_called AFTER INSERT ON calls WHEN NEW.agent IS NOT NULL BEGIN
+    INSERT INTO rollout_agents SELECT NEW.agent, n FROM rollouts WHERE rollout_id = NEW.rollout_id
+    ON CONFLICT (agent, n) DO NOTHING;
+END;
+
+CREATE TRIGGER feed_of_calls AFTER UPDATE OF status ON calls WHEN OLD.status = 'incomplete' BEGIN
+    INSERT INTO feed (kind, ref) VALUES ('call', NEW.call_id);
+END;
+CREATE TRIGGER feed_of_rewards AFTER INSERT ON rewards BEGIN
+    INSERT INTO feed (kind, ref) VALUES ('reward', NEW.reward_id);
+END;
+CREATE TRIGGER feed_of_opened AFTER INSERT ON rollouts BEGIN
+    INSERT INTO feed (kind, ref) VALUES ('rollout', NEW.n);
+END;
+CREATE TRIGGER feed_of_ended AFTER UPDATE OF status ON rollouts WHEN OLD.status <> NEW.status BEGIN
+    INSERT INTO feed (kind, ref) VALUES ('rollout', NEW.n);
+END;
+CREATE TRIGGER feed_of_claimed AFTER INSERT ON steps BEGIN
+    INSERT INTO feed (kind, ref) VALUES ('step', NEW.step);
+END;
+-- A step's metrics come when it is trained, and again when it is published.
+CREATE TRIGGER feed_of_steps AFTER UPDATE OF metrics ON steps BEGIN
+    INSERT INTO feed (kind, ref) VALUES ('step', NEW.step);
+END;
+CREATE TRIGGER feed_of_versions AFTER UPDATE OF status, verified ON policy_versions
+WHEN OLD.status <> NEW.status OR OLD.verified <> NEW.verified BEGIN
+    INSERT INTO feed (kind, ref) VALUES ('version', NEW.version);
+END;
+CREATE TRIGGER feed_of_live AFTER INSERT ON policy_log BEGIN
+    INSERT INTO feed (kind, ref) VALUES ('version', NEW.version);
+END;
+-- A group may have become ready, or other than it was: the trainer looks at those alone.
+CREATE TRIGGER feed_of_groups AFTER UPDATE OF status, mode, task_id, rewarded_at, step, dropped ON rollouts
+WHEN (NEW.status <> 'running' OR NEW.mode <> OLD.mode) AND (
+    NEW.status <> OLD.status OR NEW.mode <> OLD.mode OR NEW.task_id IS NOT OLD.task_id
+    OR NEW.rewarded_at IS NOT OLD.rewarded_at OR NEW.step IS NOT OLD.step OR NEW.dropped IS NOT OLD.dropped
+) BEGIN
+    INSERT INTO feed (kind, ref) VALUES ('group', NEW.n);
+END;
+CREATE TRIGGER feed_of_scored AFTER DELETE ON awaiting_rewards BEGIN
+    INSERT INTO feed (kind, ref) VALUES ('group', OLD.n);
+END;

@@ -1,6 +1,7 @@
--- Evaluations of policy versions on held-out tasks (trainer.eval), and the best version. Times are Unix time.
+-- schema 1
+-- Evaluations of policy versions on held-out tasks (trainer.eval). Times are Unix times.
 CREATE TABLE evaluations (
-    version         INTEGER PRIMARY KEY,
+    version         INTEGER NOT NULL PRIMARY KEY,
     step            INTEGER NOT NULL,             -- that made the version; 0 for the base model
     began_at        REAL NOT NULL,
     ended_at        REAL,                         -- NULL: it is under way, or its trainer was killed
@@ -17,15 +18,6 @@ CREATE TABLE evaluations (
     by_task         TEXT NOT NULL DEFAULT '{}'    -- JSON: the mean reward of each task
 );
 CREATE INDEX evaluations_by_step ON evaluations (step);
-
-CREATE TABLE best_version (
-    n       INTEGER PRIMARY KEY CHECK (n = 1),
-    version INTEGER NOT NULL,
-    judged  TEXT NOT NULL,                        -- evaluation | reward: by held-out tasks, or by those of training
-    reward  REAL NOT NULL,
-    low     REAL,
-    high    REAL
-);
 
 CREATE TRIGGER feed_of_evaluations AFTER UPDATE OF ended_at ON evaluations BEGIN
     INSERT INTO feed (kind, ref) VALUES ('version', NEW.version);

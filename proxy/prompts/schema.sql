@@ -1,3 +1,4 @@
+-- schema 1
 -- Prompts that are put in the place of an agent's own, which changes nothing.
 CREATE TABLE prompts (
     name       TEXT PRIMARY KEY,
@@ -6,6 +7,7 @@ CREATE TABLE prompts (
     created_at REAL NOT NULL
 ) WITHOUT ROWID;
 CREATE TABLE prompt_versions (
+    rowid      INTEGER PRIMARY KEY,               -- order of making
     name       TEXT NOT NULL REFERENCES prompts (name),
     version    INTEGER NOT NULL,                  -- 1, 2, 3, …; 1 is the agent's own text
     text       TEXT NOT NULL,
@@ -13,7 +15,7 @@ CREATE TABLE prompt_versions (
     comment    TEXT,
     metrics    TEXT NOT NULL DEFAULT '{}',        -- JSON
     created_at REAL NOT NULL,
-    PRIMARY KEY (name, version)
+    UNIQUE (name, version)
 );
 -- Which version was live from when on. A prompt's newest row is its live one.
 CREATE TABLE prompt_log (

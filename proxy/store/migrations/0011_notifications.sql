@@ -1,1 +1,0 @@
--- Nothing: SQLite tells nobody of changes. PostgreSQL's script of this number makes the triggers that do.

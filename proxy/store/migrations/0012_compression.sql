@@ -1,1 +1,0 @@
--- Nothing: PostgreSQL's script of this number chooses how the server compresses.
