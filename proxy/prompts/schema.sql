@@ -17,12 +17,11 @@ CREATE TABLE prompt_versions (
     created_at REAL NOT NULL,
     UNIQUE (name, version)
 );
--- Which version was live from when on. A prompt's newest row is its live one.
+-- Which versions were live, in order. A prompt's newest row is its live one.
 CREATE TABLE prompt_log (
     n       INTEGER PRIMARY KEY,
     name    TEXT NOT NULL,
     version INTEGER NOT NULL,
-    at      REAL NOT NULL,
     FOREIGN KEY (name, version) REFERENCES prompt_versions (name, version)
 );
 CREATE INDEX prompt_log_by_name ON prompt_log (name, n);

@@ -38,7 +38,7 @@ PROMPT_LIVE = "SELECT version FROM prompt_log WHERE name = :name ORDER BY n DESC
 PROMPT_BEFORE = """
 SELECT version FROM prompt_log WHERE name = :name AND version < :version ORDER BY version DESC LIMIT 1
 """
-PROMPT_LOG = "INSERT INTO prompt_log (name, version, at) VALUES (:name, :version, :at)"
+PROMPT_LOG = "INSERT INTO prompt_log (name, version) VALUES (:name, :version)"
 PROMPTS_CHANGED = "SELECT (SELECT MAX(n) FROM prompt_log) AS live, (SELECT MAX(rowid) FROM prompt_versions) AS made"
 ROLLOUT_PROMPT = "SELECT version FROM rollout_prompts WHERE rollout_id = :rollout_id AND name = :name"
 AGENT_HAS_CALLED = "SELECT 1 FROM calls WHERE rollout_id = :rollout_id AND agent IS :agent LIMIT 1"
@@ -320,7 +320,7 @@ class PromptTable:
 
 
 async def _make_live(db: Transaction, name: str, version: int) -> None:
-    await db.run(PROMPT_LOG, {"name": name, "version": version, "at": time.time()})
+    await db.run(PROMPT_LOG, {"name": name, "version": version})
 
 
 def _version(row: Row) -> PromptVersion:

@@ -99,7 +99,7 @@ async def test_a_moved_store_goes_on_above_its_highest_numbers(
         assert await feed.newest() == highest["feed"]
         await store.rollouts.open([(RolloutName("new"), "hash")], {})
         await store.rewards.post([Reward("new", 1.0, final=False)])
-        await database.commit([("INSERT INTO prompt_log (name, version, at) VALUES ('p', 1, 2)", [{}])])
+        await database.commit([("INSERT INTO prompt_log (name, version) VALUES ('p', 1)", [{}])])
         await database.tidy()
         (row,) = await database.all("SELECT n FROM rollouts WHERE rollout_id = 'new'")
         assert row["n"] == highest["rollouts"] + 1

@@ -33,7 +33,13 @@ READING = [
     ("policy", "export", "0", "new"),
     ("dashboard", "--store", "store.db"),
 ]
-WRITING = [("keys", "create", "k"), ("import", "one.jsonl"), ("serve",), ("store", "compact")]
+WRITING = [
+    ("keys", "create", "k"),
+    ("import", "one.jsonl"),
+    ("serve",),
+    ("store", "compact"),
+    ("store", "backup", "copy.db"),
+]
 ASIDE = "move the store and policy.directory aside"
 # What the numbered migrations of earlier checkouts left, as far as a store is known by it.
 OF_EARLIER = "CREATE TABLE policy_log (n INTEGER PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL)"

@@ -37,7 +37,7 @@ INSERT INTO publishing VALUES (1, 'lora', 'trainer', 1)
 INSERT INTO call_credit VALUES (1, 0, 3, 0.5, -0.25, NULL, 'opened')
 INSERT INTO prompts VALUES ('p', NULL, 'system', 1)
 INSERT INTO prompt_versions (name, version, text, created_at) VALUES ('p', 1, 'Be brief.', 1)
-INSERT INTO prompt_log (name, version, at) VALUES ('p', 1, 1)
+INSERT INTO prompt_log (name, version) VALUES ('p', 1)
 INSERT INTO rollout_prompts VALUES ('a', 'p', 1)
 INSERT INTO call_prompts VALUES ('a-0', 'p', 1, '[]', NULL, 'Hi')
 UPDATE rollouts SET status = 'completed' WHERE rollout_id = 'c'

@@ -29,9 +29,10 @@ def is_sqlite(path: Path) -> bool:
 
 def copy_store(source: Path, target: Path) -> None:
     """Copy a store as of one moment. A store in use by nobody is not opened, so SQLite leaves no files beside it."""
-    make_private(target)
     try:
         with closing(only_read(source)) as connection:
+            missing_in(connection, str(source))  # or it is no store of this schema
+            make_private(target)
             connection.execute("VACUUM INTO ?", (str(target),))
     except sqlite3.Error as error:
         raise LightningError(f"the store {source} cannot be copied to {target}: {error}") from None
@@ -60,11 +61,6 @@ def restore(backup: Path, store: Path) -> None:
         )
     if not backup.is_file() or not is_sqlite(backup):
         raise LightningError(f"{backup} is no backup of a store")
-    try:
-        with closing(only_read(backup)) as connection:
-            missing_in(connection, str(backup))
-    except sqlite3.Error as error:
-        raise LightningError(f"{backup} cannot be restored: {error}") from None
     store.parent.mkdir(parents=True, exist_ok=True)
     back_up(backup, store)
 
