@@ -99,7 +99,7 @@ def of_another_program() -> bytes:
 
 @pytest.mark.parametrize(
     ("content", "code", "told"),
-    [(b"", 2, "it is empty"), (b"none" * 999, 1, "opened"), (of_another_program(), 1, "belongs to another program")],
+    [(b"", 2, "it is empty"), (b"none" * 999, 1, "opened"), (of_another_program(), 2, "belongs to another program")],
     ids=["empty", "no database", "another's"],
 )
 def test_what_is_no_store_is_one_line_and_stays_as_it_is(tmp_path: Path, content: bytes, code: int, told: str) -> None:
