@@ -193,6 +193,8 @@ def test_json_is_the_same_data_as_the_apis(proxy: Proxy) -> None:
     assert status["ready"] == proxy.get("/readyz") and status["policy"] == proxy.get("/policy")
     posted = ok(proxy.run("reward", "same-2", "-0.5", "--no-final", "--comment", "slow", "--json")).json
     assert posted == {"reward_id": posted["reward_id"], "rollout_id": "same-2", "status": "recorded"}
+    found = proxy.rollout("same-2")
+    assert (found["reward"], found["status"], found["rewards"][0]["comment"]) == (-0.5, "running", "slow")
     for command in ("keys list", "store info", "doctor", "costs"):
         assert ok(proxy.run(*command.split(), "--json")).json, command
 
