@@ -21,8 +21,6 @@ from lightning_proxy.trainer.types import Sample
 from lightning_proxy.trainer.verify import Verifier, WeightEvidence
 from support.training import Bench, DeafServer, bench, require_seen_clearly
 
-TOLERANT = {"verify_tolerance": 100.0}
-
 
 def never_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     async def asked(*_: Any) -> Any:
