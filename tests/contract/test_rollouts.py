@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from contract.scripted import Wire, said, scripted
 from contract.system import Proxy, in_this_process, wait_until
 
 Json = dict[str, Any]
@@ -234,6 +236,77 @@ def whole_requests(calls: list[Json]) -> Json:
     return names["whole_requests"](calls)
 
 
+LONG = "a long text that is said again in every turn; " * 4
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"properties": {LONG + str(i): i for i in range(9)}}}}
+
+
+def body_of(path: str, texts: list[str], source: random.Random) -> Json:
+    """A request of this dialect that sends the whole conversation."""
+    system = source.choice([LONG, LONG + "!", "short"])
+    messages = [{"role": "user", "content": text, "id": 1.0} for text in texts]
+    tools = [{"type": "function", "name": f"tool_{i}", "parameters": {"n": True}} for i in range(source.choice([0, 2]))]
+    match path:
+        case "/v1/completions":
+            prompt: Any = "".join(texts) if source.random() < 0.7 else [7, *range(len(texts))]
+            return {"prompt": prompt, "logit_bias": {str(i): 1 for i in range(400)}}
+        case "/v1/responses":
+            own = messages if source.random() < 0.8 else texts[-1]
+            return {"input": own, "instructions": system, "tools": tools, "call_id": ["x", "y"]}
+        case "/v1/messages":
+            blocks = [{"type": "text", "text": system}, {"type": "text", "text": "more"}]
+            return {"messages": messages, "system": source.choice([system, blocks]), "tools": tools}
+    first = {"role": "system", "content": system}
+    return {"messages": [first, *messages], "tools": tools, "stop": ["\n"], "response_format": SCHEMA, "seed": 0}
+
+
+def answer_with(prompt: list[int], ids: list[int]) -> Wire:
+    logprobs = {"content": [{"token": "", "logprob": -0.5}] * len(ids)}
+    choice = {"index": 0, "message": said("x"), "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs}
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids), "total_tokens": len(prompt) + len(ids)}
+    body = {"id": "c1", "created": 1, "choices": [choice], "usage": usage, "prompt_token_ids": prompt}
+    return Wire([json.dumps(body).encode()], "application/json")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_a_short_rollout_made_whole_is_the_whole_one(path: str, tmp_path: Path) -> None:
+    """An edited history, forks, failures, and calls that were sent again. Chat's have tokens."""
+    shortened, source, is_chat = 0, random.Random(path), "chat" in path
+    with scripted(tmp_path) as model:
+        for name in ("r1", "r2", "r3"):
+            texts, ids = ["🙂 \ud800 begin " + LONG], [1, 2, 3]
+            for turn in range(14):
+                if source.random() < 0.3:
+                    place = source.randrange(len(texts))
+                    texts = source.choice([texts[: place + 1], [*texts[:place], f"edited {turn}", *texts[place + 1 :]]])
+                    ids = [*ids[: source.randrange(1, len(ids))], 900 + turn]
+                body = body_of(path, texts, source) | ({"model": "policy"} if is_chat else {})
+                for again in range(source.choice([1, 1, 2])):
+                    sampled = [100 + turn, again]
+                    answer: Any = answer_with(ids, sampled) if is_chat else "x" if path == "/v1/completions" else []
+                    answer = 500 if source.random() < 0.2 else answer
+                    model.ask(f"/rollouts/{name}{path}", body, answer, X_Stainless_Retry_Count=str(again))
+                texts, ids = [*texts, f"answer {turn} {LONG}"], [*ids, *sampled, 50 + turn]
+            short, whole = model.proxy.get(f"/rollouts/{name}")["calls"], model.proxy.rollout(name)["calls"]
+            assert whole_requests(short) == {call["call_id"]: call["request"] for call in whole}
+            rows: dict[str, list[int]] = {}
+            for one, other in zip(short, whole, strict=True):
+                of = one["prompt_of"] or {"call_id": None, "tokens": 0}
+                prompt = rows.get(of["call_id"], [])[: of["tokens"]] + one["prompt_token_ids"]
+                assert prompt == other["prompt_token_ids"]
+                rows[one["call_id"]] = prompt + one["response_token_ids"]
+            requests = {call["call_id"]: call["request"] for call in whole}
+            for form in ("short", "whole"):
+                steps = model.proxy.get(f"/rollouts/{name}/transitions?requests={form}")["data"]
+                states = [{"request_of": None, **one["state"], "call_id": one["call_id"]} for one in steps]
+                shown = [
+                    key for key in ("messages", "input", "prompt", "system", "tools", "instructions") if key in body
+                ]
+                made = whole_requests([one | {"request": {key: one[key] for key in shown}} for one in states])
+                assert made == {i: {key: requests[i][key] for key in shown} for i in made} and made
+            shortened += sum(call["request_of"] is not None for call in short)
+    assert shortened > 20
+
+
 def test_a_rollout_twice_as_long_is_twice_as_large_unless_it_is_asked_for_whole(proxy: Proxy, name: str) -> None:
     for turns in (12, 24):
         talk(proxy, f"{name}-{turns}", turns)
@@ -281,10 +354,10 @@ def test_a_deleted_rollout_is_gone_for_good(proxy: Proxy, name: str) -> None:
 
 
 def test_the_id_of_a_deleted_rollout_can_be_used_again(proxy: Proxy, name: str) -> None:
-    for said in ("before", "after"):
-        proxy.chat(name, {"role": "user", "content": said})
+    for text in ("before", "after"):
+        proxy.chat(name, {"role": "user", "content": text})
         (call,) = proxy.rollout(name)["calls"]
-        assert call["request"]["messages"] == [{"role": "user", "content": said}]
+        assert call["request"]["messages"] == [{"role": "user", "content": text}]
         proxy.post(f"/rollouts/{name}/end", {"status": "discarded"})
         assert proxy.call("DELETE", f"/rollouts/{name}").status == 204
 
