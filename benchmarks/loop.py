@@ -118,6 +118,7 @@ def trl_trainer(directory: Path, steps: int) -> Any:
     from datasets import Dataset
     from transformers import AutoTokenizer
 
+    from lightning_proxy.trainer.rate import rate_of
     from lightning_proxy.trainer.step.trainer import GRPOTrainer  # TRL's, imported without vLLM
     from lightning_proxy.trainer.step.trl_config import grpo_config
     from lightning_proxy.trainer.weights.choice import load_model, peft_config, weight_dtype
@@ -133,15 +134,15 @@ def trl_trainer(directory: Path, steps: int) -> Any:
         sums = map(sum, zip(a, b, strict=True))
         return [agent.score(answer["content"], right) for (answer,), right in zip(completions, sums, strict=True)]
 
+    model, tokenizer = load_model(path, weight_dtype(settings)), AutoTokenizer.from_pretrained(path)
     args = replace(
-        grpo_config(settings, float(settings.learning_rate), directory / "trl", "trl"),
+        grpo_config(settings, rate_of(settings, model.config.hidden_size).value, directory / "trl", "trl"),
         loss_type="grpo", num_generations=settings.group_size, max_steps=steps, logging_steps=1,
         per_device_train_batch_size=settings.group_size, gradient_accumulation_steps=settings.tasks_per_step,
         generation_batch_size=None, steps_per_generation=None,
         temperature=requests[0]["temperature"], max_completion_length=requests[0]["max_tokens"],
     )  # fmt: skip
     dataset = Dataset.from_list([{"prompt": r["messages"], **task} for r, task in zip(requests, tasks, strict=True)])
-    model, tokenizer = load_model(path, weight_dtype(settings)), AutoTokenizer.from_pretrained(path)
     lora = peft_config(settings, model)
     return GRPOTrainer(model, reward, args, dataset, processing_class=tokenizer, peft_config=lora)
 

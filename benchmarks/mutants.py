@@ -75,6 +75,9 @@ def faults(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Constant(not value)
         case ast.Constant(value=int(value) | float(value)):
             yield ast.Constant(value + 1)
+        case ast.Dict(keys, values):
+            for i in range(len(keys)):
+                yield ast.Dict(keys[:i] + keys[i + 1 :], values[:i] + values[i + 1 :])
         case ast.Expr(value=ast.Call() | ast.Await()) | ast.AugAssign():
             yield ast.Pass()
 
@@ -86,7 +89,10 @@ class Planter(ast.NodeTransformer):
         self.count, self._wanted = 0, wanted
 
     def visit(self, node: ast.AST) -> Any:
-        if isinstance(node, ast.AnnAssign | ast.ImportFrom | ast.arguments):  # types, imports, defaults
+        if isinstance(node, ast.ImportFrom | ast.arguments):  # imports, defaults
+            return node
+        if isinstance(node, ast.AnnAssign):  # but for its type
+            node.value = node.value and self.visit(node.value)
             return node
         if isinstance(node, ast.keyword) and node.arg in ("strict", "slots", "frozen"):  # nobody could see it
             return node
