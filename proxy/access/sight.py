@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["policy", "version", "step", "status", "prompt version", "step event", "version event"]
+Kind = Literal["policy", "version", "step", "status", "prompt version", "step event"]
 
 # By kind: the fields about everybody's rollouts, and paths, with the values for a caller who sees only its own.
 OF_ALL: Mapping[Kind, dict[str, Any]] = {
@@ -28,7 +28,6 @@ OF_ALL: Mapping[Kind, dict[str, Any]] = {
     },
     "prompt version": {"metrics": {}, "comment": None},
     "step event": {"reward": None},
-    "version event": {"evidence": None},
 }  # fmt: skip
 
 

@@ -181,9 +181,5 @@ def _is_seen(one: Happened, sight: Sight) -> bool:
 
 
 def _frame(one: Happened, sight: Sight) -> bytes:
-    data = one.data
-    if one.kind == "step":
-        data = sight.of("step event", data)
-    elif one.kind == "version":
-        data = sight.of("version event", data)
+    data = sight.of("step event", one.data) if one.kind == "step" else one.data
     return b"id: %d\nevent: %s\ndata: %s\n\n" % (one.n, one.kind.encode(), dumps(data).encode())
