@@ -248,6 +248,7 @@ def test_a_damaged_store_is_a_503_at_every_door(tmp_path: Path) -> None:
             assert (answer.status, "malformed" in answer.body.decode()) == (503, True), (path, answer.body)
 
 
+@pytest.mark.sqlite
 def test_metrics_count_what_happens(tmp_path: Path) -> None:
     with in_this_process(tmp_path) as proxy:
         assert proxy.vllm is not None
