@@ -6,13 +6,12 @@ import random
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from contract.system import Proxy, Served, in_this_process, served
+from contract.system import Served, served
 from contract.vllm import PlayedVllm
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -110,30 +109,3 @@ def test_stopped_in_good_order_it_finishes_what_is_under_way(tmp_path: Path) -> 
         assert answers == [200] and "not written" not in proxy.server.log.read_text()
         proxy.start()
         assert proxy.rollout("r1")["calls"][0]["status"] == "ok"
-
-
-def test_a_record_that_cannot_be_stored_as_it_is_takes_no_other_with_it(tmp_path: Path) -> None:
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    for directory in (ours, theirs):
-        directory.mkdir()
-    store = {"url": f"sqlite:///{tmp_path}/store.db"}
-    with in_this_process(ours, store=store) as proxy, in_this_process(theirs, store=store) as other:
-        first = {"role": "user", "content": "first"}
-        for turn in range(3):
-            assert proxy.chat(f"gone{turn}", first).status == 200
-            assert other.post(f"/rollouts/gone{turn}/end", {"status": "discarded"}).status == 200
-            assert other.call("DELETE", f"/rollouts/gone{turn}").status == 204
-            longer = (first, {"role": "user", "content": "and more"})
-            names = [f"gone{turn}", *(f"r{turn}-{n}" for n in range(11))]
-            with ThreadPoolExecutor(len(names)) as pool:
-                asked = [pool.submit(ask, proxy, name, *longer) for name in names]
-            assert [one.result() for one in asked] == [200] * len(names)
-            for name in names:
-                (call,) = proxy.rollout(name)["calls"]
-                assert [message["content"] for message in call["request"]["messages"]] == ["first", "and more"]
-
-
-def ask(proxy: Proxy, rollout: str, *messages: dict[str, str]) -> int:
-    """Ask over a connection of its own, at the same time as others."""
-    body = {"model": "policy", "messages": messages}
-    return httpx.post(f"{proxy.url}/rollouts/{rollout}/v1/chat/completions", json=body, trust_env=False).status_code
