@@ -376,8 +376,12 @@ def test_rewards_that_do_not_count_are_named(tmp_path: Path) -> None:
 
 
 def test_a_failed_rollout_has_the_reward_that_failures_have_in_training(tmp_path: Path) -> None:
+    expected = {"completed": None, "failed": -1.0, "discarded": None}
     with in_this_process(tmp_path, trainer={"failed_rollouts": -1.0}) as proxy:
-        for status, reward in (("completed", None), ("failed", -1.0), ("discarded", None)):
+        for status in expected:
             proxy.chat(status)
             proxy.post(f"/rollouts/{status}/end", {"status": status})
-            assert proxy.rollout(status)["reward"] == reward
+        assert by_id(proxy.get("/rollouts")["data"]) == expected
+    expected["failed"] = -2.0
+    with in_this_process(tmp_path, trainer={"failed_rollouts": -2.0}) as proxy:
+        wait_until(lambda: by_id(proxy.get("/rollouts")["data"]) == expected, 30, "the new reward counts")
