@@ -55,9 +55,9 @@ async def feed(
     looks = next(one.looks for one in p.beside if isinstance(one, FeedBeside))
     # A browser sends an empty Last-Event-ID before the first.
     given = [_number(one) for one in (cursor, last_event_id or None) if one is not None]
-    after = given[0] if given else await looks.events.newest()
-    nothing_missed = not given or await looks.events.knows(after)
-    frames = _frames(request, looks, after if nothing_missed else await looks.events.newest(), nothing_missed)
+    newest = await looks.events.newest()  # first: it is what numbers and forgets events in PostgreSQL
+    nothing_missed = not given or await looks.events.knows(given[0])
+    frames = _frames(request, looks, given[0] if given and nothing_missed else newest, nothing_missed)
     return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
 
 
