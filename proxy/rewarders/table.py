@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from ..json_text import dumps
 from ..prices import Prices
 from ..store.database import Database, Transaction
-from ..store.returns import read_counting
-from ..store.rewards import post_reward
+from ..store.rewards import post_rewards
 from ..types import Reward
 from .config import BudgetConfig, RewarderConfig
 from .rewarder import Away
@@ -134,15 +133,14 @@ class Spoken:
         """
 
         async def work(db: Transaction) -> list[Reward]:
-            counting, recorded = await read_counting(db), []
+            recorded: list[Reward] = []
             for rollout_id, rewards in given.items():
                 about = {"rollout_id": rollout_id, "rewarder": rewarder, **self._all}
                 if await db.run(SPOKEN_ABOUT, about) == 0:
                     continue
-                for reward in rewards:
-                    await post_reward(db, reward, counting)
-                    recorded.append(reward)
+                recorded += rewards
                 await db.run(AWAITED_NO_MORE, about)
+            await post_rewards(db, recorded)
             return recorded
 
         return await self._db.write(work)

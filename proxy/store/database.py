@@ -118,8 +118,8 @@ class Transaction(Protocol):
         """Run a statement that writes; return how many rows it has written."""
         ...
 
-    async def many(self, sql: str, rows: Sequence[Params]) -> None:
-        """Run a statement once for each row of parameters."""
+    async def many(self, sql: str, rows: Sequence[Params]) -> Sequence[Row]:
+        """Run a statement once for each row of parameters, in one round trip; return all rows that it returned."""
         ...
 
 

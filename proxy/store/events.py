@@ -50,7 +50,9 @@ class Events:
 
         async def work(db: Transaction) -> Answer:
             await db.run(ROLLOUT_SEEN, row)
-            return [await _post(db, row | _row(event, rollout.agent)) for event in events]
+            recorded = await db.many(EVENT, [row | _row(event, rollout.agent) for event in events])
+            answer = {"rollout_id": rollout.rollout_id, "status": "recorded"}
+            return [{"event_id": one["event_id"]} | answer for one in recorded]
 
         request = rollout.rollout_id.encode() + b"\n" + body
         return await self._db.write(lambda db: answer_once(db, key, request, lambda: work(db)))
@@ -59,11 +61,6 @@ class Events:
         """Return the rollout's events in order."""
         statement = "SELECT * FROM events WHERE rollout_id = :rollout_id ORDER BY seq, created_at, event_id"
         return [_event(row) for row in await self._db.all(statement, {"rollout_id": rollout_id})]
-
-
-async def _post(db: Transaction, row: dict[str, Any]) -> dict[str, Any]:
-    (inserted,) = await db.all(EVENT, row)
-    return {"event_id": inserted["event_id"], "rollout_id": row["rollout_id"], "status": "recorded"}
 
 
 def _row(event: Event, agent: str | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ newest first, a few at a time; `stale_to` says how far that is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -25,9 +25,10 @@ UPDATE returns SET weights = :weights, failed = :failed, low = :low, high = :hig
 WHERE n = 1
 """
 COUNTED_TO = "UPDATE returns SET stale_to = :to WHERE n = 1"
-# The reward that counted before this one was posted.
+# The reward that counted before these were posted.
 BEFORE = """
-SELECT value FROM rewards WHERE rollout_id = :rollout_id AND call_id {same} AND name = :name AND reward_id < :reward_id
+SELECT rollout_id, call_id, name, value FROM rewards
+WHERE rollout_id = :rollout_id AND call_id {same} AND name = :name AND reward_id < :reward_id
 ORDER BY reward_id DESC LIMIT 1
 """
 OWN_BEFORE, OF_CALL_BEFORE = BEFORE.format(same="IS NULL"), BEFORE.format(same="= :call_id")
@@ -99,30 +100,47 @@ async def read_counting(db: Transaction) -> Counting:
     return _read(await db.one(COUNTING))
 
 
-async def count_reward(
-    db: Transaction, counting: Counting, rollout: Row, reward: Reward, reward_id: int, at: float
+async def count_rewards(
+    db: Transaction, rollouts: Mapping[str, Row], rewards: Sequence[Reward], first: int, at: float
 ) -> None:
-    """Count a reward that was just recorded for a rollout, whose row is as it was before."""
-    weights = counting.rules.weights
-    if reward.name not in weights:
-        return
-    if rollout["n"] <= counting.stale_to:
-        await count_all(db, counting.rules, [rollout])
-        return
-    params = {"rollout_id": reward.rollout_id, "call_id": reward.call_id, "reward_id": reward_id}
-    statement, values = OWN_BEFORE if reward.call_id is None else OF_CALL_BEFORE, dict[str, float]()
-    for name in weights if reward.call_id is not None else weights.keys() - {reward.name}:
-        if (row := await db.one(statement, params | {"name": name})) is not None:
-            values[name] = row["value"]
-    before = weighted(values, counting.rules)
-    after = weighted(values | {reward.name: reward.value}, counting.rules)
-    own, calls = rollout["own_reward"], rollout["calls_reward"]
-    if reward.call_id is None:
-        own = after
-    else:
-        calls = str(Fraction(calls or 0) + Fraction(after or 0) - Fraction(before or 0))
-    first = at if rollout["rewarded_at"] is None else rollout["rewarded_at"]
-    await db.run(RETURN, _row(reward.rollout_id, own, calls, first))
+    """Count rewards that were just recorded, from the id `first` on, for rollouts whose rows are as they were before.
+
+    PostgreSQL would keep each of a row's states until the transaction ends, so each rollout is written once.
+    """
+    rules, stale_to = await read_counting(db)
+    posted: dict[str, dict[str | None, dict[str, float]]] = {}
+    for one in rewards:
+        if one.name in rules.weights:
+            posted.setdefault(one.rollout_id, {}).setdefault(one.call_id, {})[one.name] = one.value
+    asked = [
+        {"rollout_id": rollout_id, "call_id": call_id, "name": name, "reward_id": first}
+        for rollout_id, targets in posted.items()
+        for call_id, values in targets.items()
+        for name in (rules.weights if call_id is not None else rules.weights.keys() - values.keys())
+    ]
+    before: dict[tuple[str, str | None], dict[str, float]] = {}
+    for row in (
+        *await db.many(OWN_BEFORE, [one for one in asked if one["call_id"] is None]),
+        *await db.many(OF_CALL_BEFORE, [one for one in asked if one["call_id"] is not None]),
+    ):
+        before.setdefault((row["rollout_id"], row["call_id"]), {})[row["name"]] = row["value"]
+    counted = []
+    for rollout_id in sorted(posted):
+        rollout = rollouts[rollout_id]
+        if rollout["n"] <= stale_to:
+            await count_all(db, rules, [rollout])
+            continue
+        own, calls = rollout["own_reward"], rollout["calls_reward"]
+        for call_id, values in posted[rollout_id].items():
+            earlier = before.get((rollout_id, call_id), {})
+            after = weighted(earlier | values, rules)
+            if call_id is None:
+                own = after
+            else:
+                calls = str(Fraction(calls or 0) + Fraction(after or 0) - Fraction(weighted(earlier, rules) or 0))
+        rewarded_at = at if rollout["rewarded_at"] is None else rollout["rewarded_at"]
+        counted.append(_row(rollout_id, own, calls, rewarded_at))
+    await db.many(RETURN, counted)
 
 
 def _row(rollout_id: str, own: float | None, calls: str | None, rewarded_at: float | None) -> dict[str, Any]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import asdict
 
 from ..errors import NotFound
 from ..returns import Earned, earned
 from ..types import OPERATOR, Reward, Sender
 from .database import Database, Row, Transaction
 from .idempotency import Answer, answer_once
-from .returns import Counting, Returns, count_reward, read_counting
+from .returns import Returns, count_rewards
 from .rollouts import ROLLOUT
 from .rows import read
 
@@ -20,6 +20,7 @@ INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, k
 VALUES (:rollout_id, :call_id, :name, :value, :source, :comment, :final, :key_id, :evidence, :at)
 RETURNING reward_id
 """
+CALL_OF_ROLLOUT = "SELECT rollout_id, call_id FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
 ROLLOUT_COMPLETE = """
 UPDATE rollouts SET status = 'completed', ended_at = :at WHERE rollout_id = :rollout_id AND status = 'running'
 """
@@ -72,31 +73,32 @@ class Rewards:
         is a Conflict.
         """
 
-        async def work(db: Transaction) -> Answer:
-            counting = await read_counting(db)
-            return [await post_reward(db, one, counting, by) for one in rewards]
-
-        return await self._db.write(lambda db: answer_once(db, key, body, lambda: work(db)))
+        return await self._db.write(lambda db: answer_once(db, key, body, lambda: post_rewards(db, rewards, by)))
 
 
-async def post_reward(db: Transaction, reward: Reward, counting: Counting, by: Sender = OPERATOR) -> dict[str, Any]:
-    """Record a reward in a transaction that is under way, and return the answer. Raise NotFound."""
-    row: dict[str, Any] = {"rollout_id": reward.rollout_id, "call_id": reward.call_id}
-    row |= {"at": time.time(), "value": reward.value} | by._asdict()
-    rollout = await db.one(ROLLOUT, row)
-    if rollout is None:
-        raise NotFound(f"no rollout {reward.rollout_id!r}", param="rollout_id")
-    call = "SELECT 1 FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
-    if reward.call_id is not None and await db.one(call, row) is None:
-        raise NotFound(f"rollout {reward.rollout_id!r} has no call {reward.call_id!r}", param="call_id")
-    details = {"name": reward.name, "source": reward.source, "comment": reward.comment, "final": reward.final}
-    (inserted,) = await db.all(REWARD, row | details)
-    await count_reward(db, counting, rollout, reward, inserted["reward_id"], row["at"])
-    if reward.final:
-        await db.run(ROLLOUT_COMPLETE, row)
-    if reward.retrain:
-        await db.run(ROLLOUT_OFFER_AGAIN, row | {"group_id": rollout["group_id"]})
-    return {"reward_id": inserted["reward_id"], "rollout_id": reward.rollout_id, "status": "recorded"}
+async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = OPERATOR) -> Answer:
+    """Record rewards in a transaction that is under way, and return an answer for each. Raise NotFound."""
+    at, sent = time.time(), by._asdict()
+    of_calls = {(one.rollout_id, one.call_id) for one in rewards if one.call_id is not None}
+    asked = [{"rollout_id": rollout_id} for rollout_id in sorted({one.rollout_id for one in rewards})]
+    rollouts = {row["rollout_id"]: row for row in await db.many(ROLLOUT, asked)}
+    asked = [{"rollout_id": rollout_id, "call_id": call_id} for rollout_id, call_id in of_calls]
+    calls = {tuple(row) for row in await db.many(CALL_OF_ROLLOUT, asked)}
+    for one in rewards:
+        if one.rollout_id not in rollouts:
+            raise NotFound(f"no rollout {one.rollout_id!r}", param="rollout_id")
+        if one.call_id is not None and (one.rollout_id, one.call_id) not in calls:
+            raise NotFound(f"rollout {one.rollout_id!r} has no call {one.call_id!r}", param="call_id")
+    recorded = await db.many(REWARD, [asdict(one) | sent | {"at": at} for one in rewards])
+    await count_rewards(db, rollouts, rewards, min((row["reward_id"] for row in recorded), default=0), at)
+    ended = sorted({one.rollout_id for one in rewards if one.final})
+    await db.many(ROLLOUT_COMPLETE, [{"rollout_id": rollout_id, "at": at} for rollout_id in ended])
+    offered = [rollouts[rollout_id] for rollout_id in sorted({one.rollout_id for one in rewards if one.retrain})]
+    await db.many(ROLLOUT_OFFER_AGAIN, [dict(row) | sent for row in offered])
+    return [
+        {"reward_id": row["reward_id"], "rollout_id": one.rollout_id, "status": "recorded"}
+        for row, one in zip(recorded, rewards, strict=True)
+    ]
 
 
 def read_reward(row: Row) -> Reward:

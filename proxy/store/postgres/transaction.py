@@ -32,12 +32,11 @@ class PostgresTransaction:
         done: str = await self._connection.execute(statement.text, *_values(statement, params or NO_PARAMS))
         return int(done.rsplit(" ", 1)[1])  # such as "UPDATE 3"
 
-    async def many(self, sql: str, rows: Sequence[Params]) -> None:
+    async def many(self, sql: str, rows: Sequence[Params]) -> list[asyncpg.Record]:
+        if len(rows) < 2:
+            return await self.all(sql, rows[0]) if rows else []
         statement = translated(sql)
-        if len(rows) == 1:
-            await self._connection.execute(statement.text, *_values(statement, rows[0]))
-        elif rows:
-            await self._connection.executemany(statement.text, [_values(statement, row) for row in rows])
+        return await self._connection.fetchmany(statement.text, [_values(statement, row) for row in rows])
 
 
 def _values(statement: Numbered, params: Params) -> list[Any]:

@@ -28,8 +28,8 @@ class SqliteTransaction:
     async def run(self, sql: str, params: Params | None = None) -> int:
         return self._connection.execute(sql, params or {}).rowcount
 
-    async def many(self, sql: str, rows: Sequence[Params]) -> None:
-        self._connection.executemany(sql, rows)
+    async def many(self, sql: str, rows: Sequence[Params]) -> list[sqlite3.Row]:
+        return [row for params in rows for row in self._connection.execute(sql, params)]
 
 
 def finish(work: Awaitable[T]) -> T:
