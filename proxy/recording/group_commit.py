@@ -113,12 +113,11 @@ class GroupCommit:
             await asyncio.sleep(0)  # what else is ready in this turn of the event loop joins the group
             self._group = group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP))]
             error = await self._write(group)
-            if error is not None and not isinstance(error, StoreUnavailable) and len(group) > 1:
-                # One of them cannot be stored at all; the others must not suffer for it.
-                for one in group:
-                    _settle([one], await self._write([one]))
-            else:
+            if error is None or isinstance(error, StoreUnavailable):
                 _settle(group, error)
+                continue
+            for one in group:  # one of them cannot be stored at all; the others must not suffer for it
+                _settle([one], await self._write([one]))
 
     async def _write(self, group: Sequence[Entry]) -> Exception | None:
         """Commit the group; return any error, for those who wait."""

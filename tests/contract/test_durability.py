@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import signal
+import sqlite3
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import httpx
 import pytest
 
-from contract.system import Served, served
+from contract.system import Served, in_this_process, served
 from contract.vllm import PlayedVllm
 
 CHAT = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -109,3 +112,19 @@ def test_stopped_in_good_order_it_finishes_what_is_under_way(tmp_path: Path) -> 
         assert answers == [200] and "not written" not in proxy.server.log.read_text()
         proxy.start()
         assert proxy.rollout("r1")["calls"][0]["status"] == "ok"
+
+
+@pytest.mark.sqlite
+def test_a_rollout_that_another_process_deletes_keeps_no_call_from_its_record(tmp_path: Path) -> None:
+    with in_this_process(tmp_path) as proxy, ThreadPoolExecutor() as agents:
+        proxy.chat("deleted")
+        with closing(sqlite3.connect(tmp_path / "store.db")) as other:
+            other.executescript("PRAGMA foreign_keys = ON; BEGIN IMMEDIATE; DELETE FROM rollouts")
+            calls = [agents.submit(proxy.chat, "first")]
+            time.sleep(0.3)  # now its record waits, and those of the others will be one group behind it
+            names = ["deleted", "second", "third"]
+            calls += [agents.submit(proxy.chat, name) for name in names]
+            time.sleep(0.3)
+            other.commit()
+        assert [call.result().status for call in calls] == [200] * 4
+        assert [len(proxy.rollout(name)["calls"]) for name in ["first", *names]] == [1] * 4
