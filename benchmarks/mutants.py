@@ -40,7 +40,7 @@ def of_contract(*names: str) -> tuple[str, ...]:
 
 PLACES = [
     Place("transcript", "proxy/apis/stream.py", of_contract("cases", "transparency", "transitions", "tokens")),
-    Place("tokens", "proxy/apis/tokens.py", of_contract("tokens", "continuity", "transitions", "cases")),
+    Place("tokens", "proxy/apis/tokens.py", of_contract("tokens", "continuity", "transitions", "reports")),
     Place("group commit", "proxy/recording/group_commit.py", of_contract("durability", "odd_records", "control")),
     Place("returns", "proxy/returns.py", (*of_contract("rewards", "reports"), REFERENCE)),
     Place("baselines", "trainer/credit/baselines.py", (REFERENCE,)),

@@ -214,12 +214,12 @@ def _tool_constraint(request: Json) -> str | None:
 
 def can_be_imitated(reason: str | None) -> bool:
     """Return whether an answer that was left out for `reason` is still complete, with its tokens."""
-    return reason == GREEDY or (reason is not None and reason.startswith(NOT_FOLLOWED))
+    return (reason or "").startswith((GREEDY, NOT_FOLLOWED))
 
 
 def is_not_followed(reason: str | None) -> bool:
     """Return whether an answer was left out because of how it was sampled, or of images and files in its prompt."""
-    return reason == MEDIA or (reason is not None and reason.startswith(NOT_FOLLOWED))
+    return (reason or "").startswith((MEDIA, NOT_FOLLOWED))
 
 
 def _shows_media(request: Json) -> bool:

@@ -30,10 +30,12 @@ OTHERS: dict[tuple[str, str, int], list[float]] = {
 }  # fmt: skip
 
 
-def ask(proxy: Proxy, name: str, task: str, *said: str, mode: str = "train", recording: str = "on") -> str:
+def ask(
+    proxy: Proxy, name: str, task: str, *said: str, mode: str = "train", recording: str = "on", **fields: Any
+) -> str:
     """Say something in a rollout; what the model says, which is at odd places of a conversation."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
-    body = {"model": "policy", "messages": messages, "max_tokens": 2}
+    body = {"model": "policy", "messages": messages, "max_tokens": 2} | fields
     path = f"/rollouts/{name}/tasks/{task}/v1/chat/completions"
     answer = proxy.post(path, body, X_Rollout_Mode=mode, X_Recording=recording)
     assert answer.status == 200, answer.body
@@ -216,6 +218,30 @@ def test_each_call_says_how_it_was_trained_and_why_it_opened_a_row(world: Proxy)
         {"rollout_id": f"same-0-{i}", "reward": 1.0, "advantage": None, "step": None, "dropped": dropped["dropped"]}
         for i in range(4)
     ]
+
+
+def test_calls_are_left_out_where_it_is_not_known_how_they_were_sampled(tmp_path: Path) -> None:
+    image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    asked: list[tuple[Json, str]] = [
+        ({"response_format": {"type": "text"}}, "new"),
+        ({"tools": tools}, "repeated"),
+        ({"top_k": 1}, "untrainable"),
+        ({"response_format": {"type": "json_object"}}, "not_followed"),
+        ({"tools": tools, "tool_choice": "required"}, "not_followed"),
+        ({"watermarking": True}, "not_followed"),
+        ({"messages": [image]}, "not_followed"),
+    ]
+    vllm = ModelVllm(save_model(tmp_path / "base"))
+    vllm.refuses["/v1/chat/completions/render"] = 404  # where vLLM would say it
+    policy = {"model": str(vllm.root), "publish": "merged"}
+    with in_this_process(tmp_path, vllm, policy=policy, trainer=TRAINER) as proxy:
+        play(proxy)
+        for fields, _ in asked:
+            ask(proxy, "high", "t", "d", **fields)
+        assert proxy.run("train", "--once").returncode == 0
+        calls = proxy.get("/rollouts/high/rows")["calls"][2:]
+        assert [call["placed"] for call in calls] == [placed for _, placed in asked]
 
 
 def test_rollouts_have_siblings_before_a_step_compares_them(world: Proxy) -> None:
