@@ -128,6 +128,8 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
         theirs = live(proxy, other, "b-task", 0)
         second = live(proxy, other, "b-task", 1)
         proxy.post("/reward", {"rollout_id": second, "reward": 1}, other)
+        evaluated = {"rollout_id": theirs, "reward": REWARD, "final": False}  # acts on all: /policy/compare shows it
+        assert proxy.post("/reward", evaluated, "admin").status == 200
         trained = proxy.run("train", "--once")
         assert trained.returncode == 0, trained.stderr
         keys: dict[str, str | None] = {
@@ -239,7 +241,7 @@ def test_what_is_made_of_everybodys_rollouts_is_not_shown_to_a_tenant(tenants: T
 
 
 def test_nobody_adds_rollouts_to_the_optimisation_of_another_key(tenants: Tenants) -> None:
-    body = {"task_id": "t", "metadata": {"optimize": "mine"}, "prompts": {"writer": 2}}
+    body = {"metadata": {"optimize": "mine"}, "prompts": {"writer": 2}}
     opened_by = {}
     for kind in ("own", "all", "evaluator", "admin"):
         (opened,) = tenants.proxy.post("/rollouts", body, tenants.keys[kind]).json
