@@ -12,22 +12,23 @@ import pytest
 
 from lightning_proxy.proxy.config.server import StoreConfig
 from lightning_proxy.proxy.store.opening import opened
+from lightning_proxy.proxy.store.postgres.database import SESSION
 from lightning_proxy.proxy.store.postgres.translate import translated
 from support.postgres import postgres_server
 from support.statements import pages, statements
 
 STATEMENTS = pages() | {name: sql for name, sql in statements() if "sqlite_master" not in sql}
 # Run by `store info`, `policy export` and `train` with a new policy, when a rollout is deleted, or on a file alone; or
-# the first row answers it.
+# the first row answers it, or it looks at the newest 5,000 rollouts.
 WHOLE = {
     "ROLLOUT_REWARDS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS",
     "SELECT COALESCE(MAX(ended_at), 0) FROM rollouts", "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at",
     "UPDATE rollouts SET step = NULL, group_id = NULL WHERE step ",
     "SELECT 1 FROM rollouts WHERE step IS NOT NULL LIMIT 1",
     "SELECT * FROM steps WHERE status = 'trained' ORDER BY step", "SELECT * FROM policy_versions ORDER BY version",
-    "PARENTS", "STEPS_FIRST", "VERSION_EVER_PUBLISHED", "NEWEST_CHECKPOINT",
+    "PARENTS", "STEPS_FIRST", "VERSION_EVER_PUBLISHED", "NEWEST_CHECKPOINT", "LABELS",
 }  # fmt: skip
-VALUES: dict[str, object] = {"limit": 20, "newest": 500, "before": 100, "step": 2990, "version": 9, "task_id": "task9"}
+VALUES: dict[str, object] = {"limit": 20, "newest": 500, "before": 100, "step": 2990, "version": 98, "task_id": "task9"}
 
 # 30,000 rollouts of 4 calls; one in a hundred is still running, one in fifty waits for the trainer.
 FILL = """
@@ -37,7 +38,7 @@ INSERT INTO rollouts
      key_id, group_id)
 SELECT 'r' || i, CASE WHEN i % 10 > 0 THEN 'task' || i / 8 END, 'agent' || i % 5,
     CASE WHEN i % 25 = 0 THEN 'eval' ELSE 'train' END, CASE WHEN i % 100 = 0 THEN 'running' ELSE 'completed' END,
-    i / 3000, i % 2, i, 4, i, i + 1, CASE WHEN i % 50 > 0 THEN i / 10 END, 'key' || i % 40, i / 8
+    i / 300, i % 2, i, 4, i, i + 1, CASE WHEN i % 50 > 0 THEN i / 10 END, 'key' || i % 40, i / 8
 FROM generate_series(1, 30000) AS i;
 INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, started_at, request, response, token_ids)
 SELECT 'c' || i, 'r' || i / 4 + 1, i % 4, 'chat/completions', CASE WHEN i % 1000 = 0 THEN 'incomplete' ELSE 'ok' END,
@@ -89,11 +90,11 @@ async def _plans(url: str) -> dict[str, Any]:
     async with opened(StoreConfig(url=url)):
         pass
     found: dict[str, Any] = {}
-    connection = await asyncpg.connect(url)
+    connection = await asyncpg.connect(url, server_settings=SESSION)
     try:
         await connection.execute(FILL)
         await connection.execute("VACUUM ANALYZE")
-        await connection.execute("SET plan_cache_mode = force_custom_plan; SET jit = off")
+        await connection.execute("SET plan_cache_mode = force_custom_plan")
         for name, sql in STATEMENTS.items():
             statement = translated(sql)
             types = [kind.name for kind in (await connection.prepare(statement.text)).get_parameters()]

@@ -42,10 +42,11 @@ ALONE = 3  # of them, for those that wait for the store's write lock
 COMMAND_S = 120.0  # that work may take which nobody waits for; a server that is gone does not say so
 FROZEN_S = 1.0  # that a statement on a call's way may take once the server did not answer in time, until it does
 BYTES_A_SECOND = 10_000_000  # that a server takes at least
-# A session whose process is gone must not keep its locks for hours.
+# A session whose process is gone must not keep its locks for hours. By its own cost of a page, that of a rotating disk,
+# the server would read tables as a whole for a few thousand rows of an index.
 SESSION = {
     "idle_in_transaction_session_timeout": "30s", "tcp_keepalives_idle": "10", "tcp_keepalives_interval": "5",
-    "tcp_keepalives_count": "3",
+    "tcp_keepalives_count": "3", "jit": "off", "random_page_cost": "1.1",
 }  # fmt: skip
 AGAIN_S = 0.05  # until the next attempt
 
@@ -89,7 +90,7 @@ class PostgresDatabase(Database):
 
     @classmethod
     async def _open(cls, config: StoreConfig, *, to_write: bool) -> PostgresDatabase:
-        settings = SESSION | {"jit": "off", "application_name": "lightning-proxy"}
+        settings = SESSION | {"application_name": "lightning-proxy"}
         settings["lock_timeout"] = f"{config.busy_timeout_s:g}s"
         settings |= {} if to_write else {"default_transaction_read_only": "on"}
         try:
