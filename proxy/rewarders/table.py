@@ -42,8 +42,9 @@ WHERE NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND
 # Of the newest 5,000 rollouts.
 LABELS = """
 SELECT COUNT(DISTINCT rewards.rollout_id) AS rollouts, COUNT(DISTINCT source) AS people
-FROM rollouts CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
-WHERE n > (SELECT MAX(n) FROM rollouts) - 5000 AND name = 'human'
+FROM (SELECT rollout_id FROM rollouts ORDER BY n DESC LIMIT 5000) AS recent
+CROSS JOIN rewards ON rewards.rollout_id = recent.rollout_id
+WHERE name = 'human'
 """
 ANSWER = "SELECT answer FROM rewarder_answers WHERE digest = :digest LIMIT 1"
 ANSWER_KEEP = """

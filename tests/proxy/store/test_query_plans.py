@@ -47,7 +47,7 @@ FEW = {"steps_claimed", "steps_with_checkpoints", "policy_versions_with_files", 
 WHOLE = {
     "SELECT * FROM steps WHERE status = 'trained' ORDER BY step", "SELECT * FROM policy_versions ORDER BY version",
     "PARENTS", "STEPS_FIRST",
-    "UNTRAINABLE", "RECENT_CALLS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS",
+    "UNTRAINABLE", "RECENT_CALLS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "LABELS",
     "PAGES", "MEMBERS_ENDED", "MEMBERS_RUNNING", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
     "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", "tasks by nothing", "UNLEARNED",
 }  # fmt: skip
