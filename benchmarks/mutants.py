@@ -39,13 +39,13 @@ def of_contract(*names: str) -> tuple[str, ...]:
 
 
 PLACES = [
-    Place("transcript", "proxy/apis/stream.py", of_contract("cases", "transparency", "transitions", "tokens")),
+    Place("transcript", "proxy/apis/stream.py", of_contract("tokens", "cases", "transitions", "transparency")),
     Place("tokens", "proxy/apis/tokens.py", of_contract("tokens", "continuity", "transitions", "reports")),
     Place("group commit", "proxy/recording/group_commit.py", of_contract("durability", "odd_records", "control")),
     Place("returns", "proxy/returns.py", (*of_contract("rewards", "reports"), REFERENCE)),
     Place("baselines", "trainer/credit/baselines.py", (REFERENCE,)),
     Place("strategies", "trainer/credit/strategies.py", (REFERENCE,)),
-    Place("samples", "trainer/rows/samples.py", of_contract("training", "reports")),
+    Place("samples", "trainer/rows/samples.py", of_contract("reports", "training")),
     Place("loss", "trainer/step/losses.py", (REFERENCE,)),
     Place("publish", "trainer/publish.py", of_contract("training", "resume")),
     Place("key masks", "proxy/access/sight.py", of_contract("tenants", "rollouts", "feed")),

@@ -18,7 +18,7 @@ Json = dict[str, Any]
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 # From so many bytes on, an answer that is no stream is read in a thread, though that takes several times as long.
 LARGE_ANSWER = 2**20
-TOO_LARGE = f"the answer is larger than {MAX_ANSWER_BYTES // 2**20} MB: the agent got it, and it was not kept"
+TOO_LARGE = "the answer is larger than 64 MB: the agent got it, and it was not kept"
 # An event that may hold injected fields is held until it ends; no real one is as large as this.
 MAX_HELD_BYTES = 1024 * 1024 * 1024
 _BLANKS = b" \t\r\n"
@@ -180,7 +180,7 @@ class BufferedTranscript:
         if self.unkept and not (self._succeeded and self._injection):  # nothing to read in it, or to take out of it
             return b""
         try:
-            data = data if data[:1] in b"{[" else as_utf8(data)
+            data = as_utf8(data)
             body = loads(data) if len(data) < LARGE_ANSWER else loads_in_turns(data)
         except ValueError:
             body = data.decode(errors="replace") or None
