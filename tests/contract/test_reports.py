@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from contract.model import ModelVllm, save_model
+from contract.model import VOCABULARY, ModelVllm, save_model
 from contract.system import Proxy, in_this_process, wait_until
 
 Json = dict[str, Any]
@@ -220,7 +220,17 @@ def test_each_call_says_how_it_was_trained_and_why_it_opened_a_row(world: Proxy)
     ]
 
 
-def test_calls_are_left_out_where_it_is_not_known_how_they_were_sampled(tmp_path: Path) -> None:
+class WithAnotherToken(ModelVllm):
+    """Answers a user of this name with the first token beyond the model's."""
+
+    def _whole(self, body: Json) -> Json:
+        answer = super()._whole(body)
+        if body.get("user") == "beyond":
+            answer["choices"][0]["token_ids"][-1] = VOCABULARY
+        return answer
+
+
+def test_calls_are_left_out_that_cannot_be_computed_again(tmp_path: Path) -> None:
     image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
     tools = [{"type": "function", "function": {"name": "f"}}]
     asked: list[tuple[Json, str]] = [
@@ -230,9 +240,10 @@ def test_calls_are_left_out_where_it_is_not_known_how_they_were_sampled(tmp_path
         ({"response_format": {"type": "json_object"}}, "not_followed"),
         ({"tools": tools, "tool_choice": "required"}, "not_followed"),
         ({"watermarking": True}, "not_followed"),
+        ({"user": "beyond"}, "other_tokens"),
         ({"messages": [image]}, "not_followed"),
     ]
-    vllm = ModelVllm(save_model(tmp_path / "base"))
+    vllm = WithAnotherToken(save_model(tmp_path / "base"))
     vllm.refuses["/v1/chat/completions/render"] = 404  # where vLLM would say it
     policy = {"model": str(vllm.root), "publish": "merged"}
     with in_this_process(tmp_path, vllm, policy=policy, trainer=TRAINER) as proxy:
