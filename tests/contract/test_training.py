@@ -55,6 +55,11 @@ def live(proxy: Proxy) -> int:
     return int(proxy.get("/policy")["live_version"])
 
 
+def load_path(proxy: Proxy) -> str:
+    """Where the server is told to load new weights."""
+    return "/collective_rpc" if proxy.get("/policy")["publish"] == "merged" else "/v1/load_lora_adapter"
+
+
 def steps_of(proxy: Proxy, names: list[str]) -> set[int | None]:
     return {proxy.rollout(name)["step"] for name in names}
 
@@ -257,6 +262,16 @@ def test_a_stopped_trainer_waits_for_no_server_and_the_next_one_publishes_what_i
     assert (version["step"], version["verified"], steps_of(proxy, names)) == (1, True, {1})
 
 
+def test_a_server_that_fails_to_load_weights_is_asked_again_and_no_version_is_left_over(proxy: Proxy) -> None:
+    play(proxy, "first")
+    vllm_of(proxy).refuses[load := load_path(proxy)] = 500
+    trainer = Forked(proxy, "train", "--once")
+    wait_until(lambda: "is tried again (1 of 9)" in trainer.log.read_text(), 60, "it is to try again")
+    del vllm_of(proxy).refuses[load]
+    assert trainer.wait().returncode == 0
+    assert (live(proxy), [*versions(proxy)]) == (1, [0, 1])
+
+
 def test_a_server_whose_log_probabilities_are_not_those_of_its_answers_publishes_nothing(proxy: Proxy) -> None:
     hot: Json = {"tokens": 40, "temperature": 0.6}
     play(proxy, "right", **hot)
@@ -309,8 +324,7 @@ def test_a_version_that_cannot_be_served_is_not_made_live(proxy: Proxy) -> None:
     assert proxy.post("/policy/rollback").json["version"] == 0
     vllm = vllm_of(proxy)
     vllm.restart()
-    load = "/collective_rpc" if proxy.get("/policy")["publish"] == "merged" else "/v1/load_lora_adapter"
-    vllm.refuses[load] = 400
+    vllm.refuses[load := load_path(proxy)] = 400
     assert proxy.post("/policy/promote", {"version": 1}).status == 502
     del vllm.refuses[load]
     shutil.rmtree(versions(proxy)[1]["path"])
