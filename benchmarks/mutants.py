@@ -39,7 +39,7 @@ def of_contract(*names: str) -> tuple[str, ...]:
 
 
 PLACES = [
-    Place("transcript", "proxy/apis/stream.py", of_contract("tokens", "cases", "transitions", "transparency")),
+    Place("transcript", "proxy/apis/stream.py", of_contract("tokens", "cases", "broken_upstreams", "transparency")),
     Place("tokens", "proxy/apis/tokens.py", of_contract("tokens", "continuity", "transitions", "reports")),
     Place("group commit", "proxy/recording/group_commit.py", of_contract("durability", "odd_records", "control")),
     Place("returns", "proxy/returns.py", (*of_contract("rewards", "reports"), REFERENCE)),

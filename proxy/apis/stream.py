@@ -15,12 +15,12 @@ from .values import message_of_error, named_error
 Json = dict[str, Any]
 
 # The record of a larger answer has nothing of it.
-MAX_ANSWER_BYTES = 64 * 1024 * 1024
+MAX_ANSWER_BYTES = 2**26
 # From so many bytes on, an answer that is no stream is read in a thread, though that takes several times as long.
 LARGE_ANSWER = 2**20
 TOO_LARGE = "the answer is larger than 64 MB: the agent got it, and it was not kept"
 # An event that may hold injected fields is held until it ends; no real one is as large as this.
-MAX_HELD_BYTES = 1024 * 1024 * 1024
+MAX_HELD_BYTES = 2**30
 _BLANKS = b" \t\r\n"
 
 
@@ -144,7 +144,7 @@ class BufferedTranscript:
         self.error: str | None = None
         self.tokens = Tokens()
         self.unkept: str | None = None
-        self._succeeded = 200 <= status < 300
+        self._succeeded = status // 100 == 2
         self.rewrites = translated or (self._succeeded and bool(injection))
         self._dialect = dialect
         self._injection = injection

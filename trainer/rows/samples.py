@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...proxy.apis.tokens import constraint, is_not_followed
+from ...proxy.apis.tokens import is_not_followed
 from ...proxy.apis.tools import conversation, only_results
 from ...proxy.config.policy import DEFAULT_ADAPTER
 from ...proxy.types import ModelCall
@@ -143,11 +143,6 @@ class _Row:
         )
 
 
-def sampled_by_request(call: ModelCall) -> Sampling | None:
-    """Return the sampling parameters of the request alone; None where vLLM may have made a grammar of it."""
-    return None if constraint(call.request) else sampling_of(call.request)
-
-
 def rollout_samples(
     calls: Sequence[ModelCall],
     advantages: Sequence[float],
@@ -156,7 +151,7 @@ def rollout_samples(
     max_tokens: int,
     vocabulary: int | None = None,
     adapter: str = DEFAULT_ADAPTER,
-    sampled: SamplingOf = sampled_by_request,
+    sampled: SamplingOf = lambda call: sampling_of(call.request),
 ) -> RolloutSamples:
     """Merge `calls` (of one rollout, in order, one advantage each) into rows of at most `max_tokens` tokens.
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.types import Choice, ModelCall
+from lightning_proxy.trainer.collect.sampled import Sampled
 from lightning_proxy.trainer.rows.samples import Placement, RolloutSamples, merge_rate, rollout_samples
 from lightning_proxy.trainer.types import Sampling
 
@@ -24,7 +25,8 @@ def call(
 
 
 def rows(*calls: ModelCall, max_tokens: int = 100) -> RolloutSamples:
-    return rollout_samples(calls, [float(i + 1) for i in range(len(calls))], task_id="t", max_tokens=max_tokens)
+    advantages = [float(i + 1) for i in range(len(calls))]
+    return rollout_samples(calls, advantages, task_id="t", max_tokens=max_tokens, sampled=Sampled().of)
 
 
 def test_a_row_that_would_become_too_long_ends_before_it() -> None:
