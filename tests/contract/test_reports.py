@@ -253,6 +253,22 @@ def test_calls_are_left_out_that_cannot_be_computed_again(tmp_path: Path) -> Non
         assert proxy.run("train", "--once").returncode == 0
         calls = proxy.get("/rollouts/high/rows")["calls"][2:]
         assert [call["placed"] for call in calls] == [placed for _, placed in asked]
+        metrics = proxy.get("/policy/steps")["data"][0]["metrics"]
+        counts = {"calls_untrainable": 1, "calls_not_followed": 4, "calls_other_tokens": 1, "merge_rate": 4 / 6}
+        assert {name: metrics[name] for name in counts} == counts
+
+
+def test_what_tools_wrote_teaches_something_of_rollouts_that_earned_the_same(tmp_path: Path) -> None:
+    policy = {"model": str(model := save_model(tmp_path / "base")), "publish": "merged"}
+    trainer = TRAINER | {"context_loss": "echo"}
+    with in_this_process(tmp_path, ModelVllm(model), policy=policy, trainer=trainer) as proxy:
+        for i in range(4):
+            answer = {"role": "assistant", "content": ask(proxy, f"r{i}", "t", "a")}
+            result = {"role": "tool", "content": "b"}
+            proxy.chat(f"r{i}", {"role": "user", "content": "a"}, answer, result, max_tokens=2)
+            proxy.post("/reward", {"rollout_id": f"r{i}", "reward": 0.5})
+        assert proxy.run("train", "--once").returncode == 0
+        assert [proxy.rollout(f"r{i}")["step"] for i in range(4)] == [1] * 4
 
 
 def test_rollouts_have_siblings_before_a_step_compares_them(world: Proxy) -> None:
