@@ -87,30 +87,37 @@ class Counted(NamedTuple):
     rewards: list[Reward]
 
 
+class _Known(NamedTuple):
+    """What rewards up to the id `seen` tell. Replaced as a whole: several look at once."""
+
+    first_key: float | None = None
+    names: str = ""
+    seen: int = 0
+    others: bool = False
+    evaluators: bool = False
+
+
 class Trust:
     """Knows whose rewards act on everybody, by the rewards that there are."""
 
     def __init__(self, database: Database, returns: Returns) -> None:
         self._db = database
         self._returns = returns
-        self._looked_at: tuple[object, ...] = ()
-        self._seen, self._others, self._evaluators = 0, False, False
+        self._known = _Known()
 
     async def whose(self) -> Whose:
         """Return whose rewards act on everybody: everybody's where none came with another key."""
-        names = dumps(sorted((await self._returns.rules()).weights))
-        row = await self._db.one(LOOK, {"seen": self._seen, "names": names})
+        names, known = dumps(sorted((await self._returns.rules()).weights)), self._known
+        row = await self._db.one(LOOK, {"seen": known.seen, "names": names})
         assert row is not None  # it counts
-        if (row["first_key"], names) != self._looked_at:
-            self._looked_at = row["first_key"], names
-            self._seen, self._others, self._evaluators = 0, False, False
+        if (row["first_key"], names) != (known.first_key, known.names):
+            self._known = _Known(row["first_key"], names)
             return await self.whose()
-        self._seen = row["seen"]
-        self._others |= bool(row["others"])
-        self._evaluators |= bool(row["evaluators"])
-        if row["first_key"] is None and not self._others:
+        others, evaluators = known.others or bool(row["others"]), known.evaluators or bool(row["evaluators"])
+        self._known = known._replace(seen=row["seen"], others=others, evaluators=evaluators)
+        if row["first_key"] is None and not others:
             return "everybody's"
-        return "evaluators'" if self._evaluators else "plain keys'"
+        return "evaluators'" if evaluators else "plain keys'"
 
     async def params(self) -> dict[str, object]:
         """Return the parameters of this module's conditions."""
@@ -148,7 +155,7 @@ class Trust:
         row = await self._db.one(NEWEST_REWARDS, await self.params())
         if row is None or not row["rewards"] or row["counted"]:
             return None
-        why = "an evaluator's came before" if self._evaluators else "their keys see their own rollouts alone"
+        why = "an evaluator's came before" if self._known.evaluators else "their keys see their own rollouts alone"
         return Uncounted(
             row["rewards"],
             f"none of the newest {row['rewards']} acts on all, as {why}. They are trained on, but nothing watches for "

@@ -70,7 +70,7 @@ async def test_it_is_the_pure_functions_after_any_history(database: Database, se
                 if (await store.rollouts.get(name)).status == "running":
                     await store.rollouts.end(name, chance.choice(["failed", "completed"]), None)  # type: ignore[arg-type]
             case _:
-                some = [chance.choice(rollouts) for _ in range(chance.randint(1, 4))]
+                some = [chance.choice(rollouts) for _ in range(chance.randint(1, 12))]
                 await store.rewards.post([
                     Reward(name, chance.choice(VALUES), chance.choice([None, *(f"{name}-{i}" for i in range(3))]),
                            chance.choice(NAMES), final=False)
