@@ -80,8 +80,8 @@ test: setup  ## run the tests, a real vLLM included: eleven minutes on two cores
 	$(PYTEST) $(SPREAD) -m "not long" --ignore tests/long $(ARGS)
 
 # The rooms whose tests run on a PostgreSQL server, too; they are skipped where there is none.
-ON_POSTGRES := $(addprefix tests/proxy/,store recording control conversation contexts prompts page people access rewarders) \
-    $(addprefix tests/trainer/,collect test_loop.py test_publish.py) \
+ON_POSTGRES := $(addprefix tests/,store proxy/gateway proxy/api proxy/access trainer/collect) \
+    $(addprefix tests/features/,contexts prompts page judge) $(addprefix tests/trainer/test_,loop.py publish.py) \
     $(addprefix tests/contract/test_,durability.py rewards.py tenants.py training.py resume.py)
 test-all: setup clients  ## run every test: long fuzzing, benchmarks, kill matrices, frameworks too; an hour
 	$(PYTEST) $(SPREAD) --hypothesis-profile=long $(ARGS)

@@ -159,7 +159,7 @@ def train(
 ) -> None:
     """Run the trainer alone."""
     from .commands.train import train as run
-    from .proxy.errors import ConfigError
+    from .core.errors import ConfigError
     from .trainer.plugins.hooks import Offline
     from .trainer.plugins.on_board import methods
 

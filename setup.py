@@ -6,10 +6,11 @@ import re
 import tomllib
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_namespace_packages, setup
 
 HERE = Path(__file__).parent
 PROJECT = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
+TOPS = ("core", "store", "serving", "proxy", "trainer", "commands", "features", "client")
 RELATIVE_LINK = re.compile(r"(!?)(\[[^\]]*\]\()(?!#|[a-z]+:)")
 
 
@@ -23,6 +24,8 @@ def with_absolute_links(readme: str) -> str:
 
 
 setup(
+    packages=["lightning_proxy"]
+    + [f"lightning_proxy.{name}" for name in find_namespace_packages(include=[f"{top}*" for top in TOPS])],
     script_name="setup.py",  # else it is taken for a module of the package, which lies beside it
     long_description=with_absolute_links((HERE / "README.md").read_text()),
     long_description_content_type="text/markdown",

@@ -26,10 +26,10 @@ from report import Page, option
 from rich.progress import track
 from scripted_judge import judged
 
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.returns import Earned
-from lightning_proxy.proxy.rewarders.config import JudgeKeys
-from lightning_proxy.proxy.types import ModelCall
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.records import ModelCall
+from lightning_proxy.core.returns import Earned
+from lightning_proxy.features.judge.config import JudgeKeys
 from lightning_proxy.trainer.credit import baselines as advantage
 from lightning_proxy.trainer.credit.strategies import group_credit
 from lightning_proxy.trainer.step.losses import policy_loss

@@ -8,12 +8,12 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.json_text import dumps
-from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.json_text import dumps
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.report.metric_schema import METRICS
 
 AT_ONCE = 64  # rollouts

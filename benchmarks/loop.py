@@ -28,7 +28,7 @@ from report import Page, option
 
 from lightning_proxy.commands.demo.config import CONFIG, EXAMPLE
 from lightning_proxy.commands.telemetry import telemetry_off
-from lightning_proxy.proxy.config.file import load_config
+from lightning_proxy.core.config.file import load_config
 
 OURS, TRL = "lightning-proxy", "TRL"
 SAMPLE, TRAIN, PUBLISH, VERIFY = "sample", "train", "save and load", "wait for verification"

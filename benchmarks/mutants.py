@@ -39,10 +39,10 @@ def of_contract(*names: str) -> tuple[str, ...]:
 
 
 PLACES = [
-    Place("transcript", "proxy/apis/stream.py", of_contract("tokens", "cases", "broken_upstreams", "transparency")),
-    Place("tokens", "proxy/apis/tokens.py", of_contract("tokens", "continuity", "transitions", "reports")),
-    Place("group commit", "proxy/recording/group_commit.py", of_contract("durability", "odd_records", "control")),
-    Place("returns", "proxy/returns.py", (*of_contract("rewards", "reports"), REFERENCE)),
+    Place("transcript", "proxy/dialects/stream.py", of_contract("tokens", "cases", "broken_upstreams", "transparency")),
+    Place("tokens", "core/tokens.py", of_contract("tokens", "continuity", "transitions", "reports")),
+    Place("group commit", "proxy/gateway/group_commit.py", of_contract("durability", "odd_records", "control")),
+    Place("returns", "core/returns.py", (*of_contract("rewards", "reports"), REFERENCE)),
     Place("baselines", "trainer/credit/baselines.py", (REFERENCE,)),
     Place("strategies", "trainer/credit/strategies.py", (REFERENCE,)),
     Place("samples", "trainer/rows/samples.py", of_contract("reports", "training")),

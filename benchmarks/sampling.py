@@ -24,11 +24,12 @@ from servers import Server, free_port
 
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
 from lightning_proxy.commands.vllm import vllm_program
-from lightning_proxy.proxy.apis.inject import inject
-from lightning_proxy.proxy.apis.tokens import Tokens
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
-from lightning_proxy.proxy.types import ModelCall
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.records import ModelCall
+from lightning_proxy.core.tokens import Tokens
+from lightning_proxy.proxy.dialects.as_chat.translators import as_chat
+from lightning_proxy.proxy.dialects.inject import inject
+from lightning_proxy.serving.vllm import VllmServer, operator_session
 from lightning_proxy.trainer.collect.sampled import Sampled
 from lightning_proxy.trainer.rows.microbatches import micro_batches
 from lightning_proxy.trainer.rows.samples import SamplingOf, rollout_samples
@@ -128,7 +129,7 @@ async def _measure(config: Config, url: str, args: argparse.Namespace) -> bool:
         for name, more in WAYS.items():
             if re.search(args.only, name):
                 calls = await _sampled(server, more, args.answers, args.tokens)
-                sampled = Sampled(server)
+                sampled = Sampled(server, as_chat)
                 await sampled.look(calls)
                 before = _measured(trainer, calls, lambda call: Sampling(call.temperature))
                 after = _measured(trainer, calls, sampled.of)

@@ -11,10 +11,10 @@ import re
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from lightning_proxy.proxy.config.trainer import TrainerConfig
-from lightning_proxy.proxy.control.views import call_view
-from lightning_proxy.proxy.rewarders.judge import UNDECIDED, question, read_score, transcript
-from lightning_proxy.proxy.types import ModelCall, Reward
+from lightning_proxy.core.config.trainer import TrainerConfig
+from lightning_proxy.core.records import ModelCall, Reward
+from lightning_proxy.features.judge.judge import UNDECIDED, question, read_score, transcript
+from lightning_proxy.proxy.api.views import call_view
 from lightning_proxy.trainer.credit.rewards import JUDGE, training_rules
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 

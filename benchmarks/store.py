@@ -24,13 +24,13 @@ from report import made
 from servers import Server
 from targets import start_proxy, start_upstream
 
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
-from lightning_proxy.proxy.promotion.promotions import Promotions
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.reports.feed import Feed
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import Reward
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.config.trainer import TrainerConfig
+from lightning_proxy.core.records import Reward
+from lightning_proxy.features.promotion.promotions import Promotions
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.reports.feed import Feed
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.groups import WaitingGroups
 
 HERE = Path(__file__).parent

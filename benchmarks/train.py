@@ -31,9 +31,9 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
 
-from lightning_proxy.proxy.config.policy import PolicyConfig
-from lightning_proxy.proxy.config.trainer import TrainerConfig
-from lightning_proxy.proxy.types import Choice, ModelCall
+from lightning_proxy.core.config.policy import PolicyConfig
+from lightning_proxy.core.config.trainer import TrainerConfig
+from lightning_proxy.core.records import Choice, ModelCall
 from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, build_tree
 from lightning_proxy.trainer.rows.samples import rollout_samples
 from lightning_proxy.trainer.step.losses import token_weights

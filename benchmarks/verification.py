@@ -29,9 +29,9 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightning_proxy.commands.vllm import vllm_program
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.policy.operator import operator_headers
-from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.serving.operator import operator_headers
+from lightning_proxy.serving.vllm import VllmServer, operator_session
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, VERIFIED_TOKENS, WeightEvidence

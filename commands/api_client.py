@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 
-from ..proxy.errors import LightningError
-from ..proxy.json_text import loads
+from ..core.errors import LightningError
+from ..core.json_text import loads
 from .formats import address
 from .signals import run_until_signal
 
 if TYPE_CHECKING:
-    from ..proxy.config.root import Config
-    from ..proxy.config.server import StoreConfig
-    from ..proxy.types import Mode
+    from ..core.config.root import Config
+    from ..core.config.server import StoreConfig
+    from ..core.records import Mode
 
 T = TypeVar("T")
 UNAUTHORIZED = 401
@@ -189,7 +189,7 @@ def up_runs(store: StoreConfig) -> bool:
     path = None if store.is_postgres else store.path.expanduser()
     if path is None or not Path(f"{path}-up").exists():
         return False
-    from ..proxy.store.sqlite.locks import keeping
+    from ..store.sqlite.locks import keeping
 
     with suppress(OSError), keeping(path, "up") as nobody_does:
         return not nobody_does

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from ..proxy.json_text import dumps_readable
+from ..core.json_text import dumps_readable
 
 if TYPE_CHECKING:
     from rich.progress import Progress

@@ -16,7 +16,7 @@ class Commands(TyperGroup):
     """Lists its commands in groups. Shows our own errors as one line and ends with their exit code."""
 
     def invoke(self, ctx: Any) -> Any:
-        from ..proxy.errors import LightningError
+        from ..core.errors import LightningError
 
         try:
             return super().invoke(ctx)

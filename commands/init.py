@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ..proxy.errors import ConfigError, LightningError
+from ..core.errors import ConfigError, LightningError
 
 # What a value may be written as without quotes, in YAML.
 _PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:"
@@ -49,7 +49,7 @@ def init(
 
 def write(path: Path, options: InitOptions, *, force: bool) -> str:
     """Write the file and return what to do next. Raise ConfigError for a wrong option, LightningError if it fails."""
-    from ..proxy.config.file import load_config
+    from ..core.config.file import load_config
 
     if path.exists() and not force:
         raise LightningError(f"{path} already exists; --force overwrites it")

@@ -15,7 +15,7 @@ from .load import configuration
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..proxy.store.keys import Keyring, Role, Scope, StoredKey
+    from ..store.keys import Keyring, Role, Scope, StoredKey
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Make and revoke the keys of agents and admins.")
 
@@ -44,8 +44,8 @@ def create(
     as_json: Json = False,
 ) -> None:
     """Make a key and print it. It is shown only once: the store keeps its hash."""
-    from ..proxy.errors import ConfigError
-    from ..proxy.types import Limits
+    from ..core.errors import ConfigError
+    from ..core.records import Limits
     from .formats import print_json
 
     if scope not in ("all", "own"):
@@ -81,7 +81,7 @@ def list_keys(context: typer.Context, as_json: Json = False) -> None:
 @app.command()
 def revoke(context: typer.Context, name: Name) -> None:
     """End a key and the rollout keys that were made with it."""
-    from ..proxy.errors import NotFound
+    from ..core.errors import NotFound
 
     async def work(ring: Keyring) -> list[StoredKey]:
         await ring.revoke(name)
@@ -110,8 +110,8 @@ def _has_store(context: typer.Context) -> bool:
 def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]], *, to_write: bool = True) -> T:
     from asyncio import run
 
-    from ..proxy.store.keys import Keyring
-    from ..proxy.store.opening import opened
+    from ..store.keys import Keyring
+    from ..store.opening import opened
 
     async def do() -> T:
         async with opened(configuration(context).store, to_write=to_write) as database:

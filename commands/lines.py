@@ -14,9 +14,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from ..proxy.apis.values import SAID, message_of_error, named_error
-from ..proxy.json_text import dumps_readable
-from ..proxy.types import CallEnd, CallStart
+from ..core.json_text import dumps_readable
+from ..core.records import CallEnd, CallStart
+from ..core.values import SAID, message_of_error, named_error
 from .formats import count, duration, plain
 
 LogFormat = Literal["text", "json"]

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import typer
 
-    from ..proxy.config.root import Config
+    from ..core.config.root import Config
 
 
 def configuration(context: typer.Context, overrides: dict[str, Any] | None = None) -> Config:
     """Return the configuration that `--config` names, with the command's options over it."""
-    from ..proxy.config.file import load_config
+    from ..core.config.file import load_config
 
     return load_config(context.obj, overrides)
 

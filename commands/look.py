@@ -40,7 +40,7 @@ def doctor(
     as_json: Json = False,
 ) -> None:
     """Check every link, from configuration to rewards, and say what to fix. The exit code is 1 if a check failed."""
-    from ..proxy.errors import ConfigError
+    from ..core.errors import ConfigError
 
     if not learn and (command or tasks or preload or yes):
         raise ConfigError("--tasks, --preload, --yes and a program need --learn")

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..proxy.config.root import Config
-from ..proxy.errors import ConfigError, LightningError
+from ..core.config.root import Config
+from ..core.errors import ConfigError, LightningError
 from ..trainer.plan.machine import cards, cards_like, model_config
 from ..trainer.plan.memory import GIB
 from ..trainer.plan.plan import Plan

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..proxy.config.root import Config
-from ..proxy.errors import LightningError, UpstreamTimeout, UpstreamUnreachable
-from ..proxy.policy.swap import Swap
-from ..proxy.policy.vllm import VllmFleet, VllmServer, operator_session
-from ..proxy.store.opening import opened
-from ..proxy.store.store import Store
+from ..core.config.root import Config
+from ..core.errors import LightningError, UpstreamTimeout, UpstreamUnreachable
+from ..serving.swap import Swap
+from ..serving.vllm import VllmFleet, VllmServer, operator_session
+from ..store.opening import opened
+from ..store.store import Store
 from ..trainer.alone import only_trainer, require_free
 
 FRESH = "default"  # vLLM's label of the weights that it was started with

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from ..proxy.config.root import Config
-from ..proxy.errors import LightningError
+from ..core.config.root import Config
+from ..core.errors import LightningError
 from ..proxy.gateway.connections import calls_at_once, files_allowed, raise_limit
 from ..proxy.gateway.server import ServerProtocol
-from ..proxy.policy.base_model import check_base_model
-from ..proxy.policy.mode import publish_mode
+from ..serving.base_model import check_base_model
+from ..serving.mode import publish_mode
 from .formats import address
 from .lines import CallLines, LogFormat, say, set_up
 from .system.processes import require_free_port
@@ -33,7 +33,7 @@ from .system.processes import require_free_port
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from ..proxy.config.server import ProxyConfig
+    from ..core.config.server import ProxyConfig
 
 UVICORN: dict[str, Any] = {
     "http": ServerProtocol,
@@ -63,7 +63,7 @@ def serve(config: Config, log_format: LogFormat = "text", *, calls: bool | None 
     LightningError if the port is taken, keys are needed and there is none, or a worker cannot start.
     """
     from ..proxy.plugins.on_board import check_plugins
-    from ..proxy.store.keys import require_keys
+    from ..store.keys import require_keys
 
     publish_mode(config)  # their ConfigErrors are to be seen before anything starts
     check_base_model(config)
@@ -110,7 +110,7 @@ def _serve_in_workers(config: Config, shown: Shown, shared: str) -> None:
     from uvicorn import Config as Uvicorn
     from uvicorn.config import STARTUP_FAILURE
 
-    from ..proxy.recording.metrics import SHARED
+    from ..proxy.gateway.metrics import SHARED
     from .stopping import SeveralServers
 
     os.environ[SHARED] = shared  # the workers are started anew, not forked
@@ -148,7 +148,7 @@ def _tell_of_stopping(proxy: ProxyConfig, running: int) -> None:
 
 
 def _worker(config: dict[str, Any], shown: Shown) -> ASGIApp:
-    from ..proxy.recording.metrics import SHARED
+    from ..proxy.gateway.metrics import SHARED
 
     set_up(shown.format, Path(os.environ[SHARED]))
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -158,7 +158,7 @@ def _worker(config: dict[str, Any], shown: Shown) -> ASGIApp:
 
 
 def _lines(config: Config, shown: Shown) -> CallLines:
-    from ..proxy.recording.redact import Redactor
+    from ..core.redact import Redactor
 
     redact = config.recording.redact.model_copy(update={"secrets": True})  # a log is read by more than the store is
     return CallLines(each=shown.calls, redacted=Redactor(redact, config.keys()).text)

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from ..proxy.errors import LightningError
+from ..core.errors import LightningError
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from .groups import Commands
 from .load import configuration
 
 if TYPE_CHECKING:
-    from ..proxy.config.server import StoreConfig
-    from ..proxy.store.retention import Pages
+    from ..core.config.server import StoreConfig
+    from ..store.retention import Pages
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Show how large the store is, make its file smaller, copy it."
@@ -49,7 +49,7 @@ def compact(context: typer.Context) -> None:
 @app.command()
 def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a new file")]) -> None:
     """Copy the store to a file, as it is at one moment. The proxy may keep serving."""
-    from ..proxy.store.sqlite.copies import back_up
+    from ..store.sqlite.copies import back_up
     from .formats import size
 
     back_up(_store_of(context).path.expanduser(), file)
@@ -59,7 +59,7 @@ def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a 
 @app.command()
 def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="what `store backup` made")]) -> None:
     """Make the store from a backup. There must be none at store.url yet."""
-    from ..proxy.store.sqlite.copies import restore as run
+    from ..store.sqlite.copies import restore as run
 
     path = configuration(context).store.path.expanduser().absolute()
     run(file, path)
@@ -73,8 +73,8 @@ def missing_weights(store: Path) -> str | None:
     import sqlite3
     from contextlib import closing
 
-    from ..proxy.store.sqlite.copies import only_read
-    from ..proxy.store.versions import VERSION_LIVE_NOW
+    from ..store.sqlite.copies import only_read
+    from ..store.versions import VERSION_LIVE_NOW
 
     with closing(only_read(store)) as connection:
         connection.row_factory = sqlite3.Row
@@ -107,9 +107,9 @@ def migrate_store(
 
 async def read_info(config: StoreConfig) -> dict[str, Any]:
     """Collect the data that `store info` shows; sizes in bytes."""
-    from ..proxy.store.opening import opened
-    from ..proxy.store.retention import read_pages, read_totals
-    from ..proxy.store.rollouts import Rollouts
+    from ..store.opening import opened
+    from ..store.retention import read_pages, read_totals
+    from ..store.rollouts import Rollouts
 
     async with opened(config, to_write=False) as database:
         pages = await read_pages(database)
@@ -151,8 +151,8 @@ def _gib(value: float | None) -> str:
 
 async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
     """Give free space back, and return the file's size before and after."""
-    from ..proxy.store.opening import opened
-    from ..proxy.store.retention import give_back, read_pages
+    from ..store.opening import opened
+    from ..store.retention import give_back, read_pages
     from .formats import progress_bar
 
     async with opened(config) as database:
@@ -165,7 +165,7 @@ async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
 
 
 def _store_of(context: typer.Context) -> StoreConfig:
-    from ..proxy.errors import LightningError
+    from ..core.errors import LightningError
 
     config = configuration(context).store
     if not config.may_be_there:

@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..proxy.config.root import Config
-from ..proxy.errors import LightningError
-from ..proxy.policy.base_model import check_base_model
-from ..proxy.policy.mode import has_gpu
+from ..core.config.root import Config
+from ..core.errors import LightningError
+from ..proxy.dialects.as_chat.translators import as_chat
+from ..serving.base_model import check_base_model
+from ..serving.mode import has_gpu
 from ..trainer.plan.settle import settle
 from ..trainer.plugins.hooks import Offline, Run
 from ..trainer.plugins.on_board import check
@@ -47,7 +48,7 @@ def train(
     config = prepared(config, run)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     quiet()
-    from ..trainer.main import follow
+    from ..trainer.train import follow
 
     if os.environ.get("RANK", "0") == "0":
         asyncio.run(_train(config, run))
@@ -109,7 +110,7 @@ def _has_launcher() -> bool:
 async def _train(config: Config, run: Run) -> None:
     from rich.console import Console
 
-    from ..trainer import main
+    from ..trainer import train as main
     from .export.policy import where
     from .system.steps import teller
 
@@ -126,7 +127,7 @@ async def _train(config: Config, run: Run) -> None:
 
     if run.offline is None:
         await put_back_left(config, partial(console.print, markup=False))
-    await main.train(config, stop, replace(run, show=show))
+    await main.train(config, stop, replace(run, show=show), as_chat)
     if run.offline is None:
         if run.once and not taken and not stop.is_set():
             console.print("no step was taken: `lightning-proxy status` says what waits, and what was dropped and why")

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ..proxy.config.root import Config
-from ..proxy.errors import ConfigError, LightningError
-from ..proxy.policy.base_model import check_base_model
-from ..proxy.policy.mode import has_gpu, publish_mode
-from ..proxy.policy.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
-from ..proxy.policy.vllm_worker import WORKER
+from ..core.config.root import Config
+from ..core.errors import ConfigError, LightningError
+from ..serving.base_model import check_base_model
+from ..serving.mode import has_gpu, publish_mode
+from ..serving.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
+from ..serving.vllm_worker import WORKER
 from ..trainer.plan.settle import Settled, settle
 from .parsers import parsers_of
 from .telemetry import telemetry_off

@@ -14,8 +14,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.trainer import LossType
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.trainer import LossType
 from lightning_proxy.trainer.report.metric_schema import ALL_METRICS
 
 DOCS = Path(__file__).parent

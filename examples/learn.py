@@ -20,7 +20,7 @@ from learned import save, show
 from lesson import HERE, ExampleLesson, Plan
 
 from lightning_proxy.commands.signals import run_until_signal
-from lightning_proxy.proxy.errors import ConfigError, LightningError
+from lightning_proxy.core.errors import ConfigError, LightningError
 
 ENVIRONMENTS = HERE.parent / ".venv-agents"
 NAMES = sorted(path.parent.name for path in HERE.glob("*/example.yaml"))

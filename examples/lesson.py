@@ -16,12 +16,12 @@ import yaml
 
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
-from lightning_proxy.commands.experiment.lesson import Lesson
-from lightning_proxy.commands.experiment.plan import Experiment, LessonPlan, merged
 from lightning_proxy.commands.system.processes import ChildSpec, Supervisor, free_port
-from lightning_proxy.proxy.config.file import config_of
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.core.config.file import config_of
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.features.experiment.lesson import Lesson
+from lightning_proxy.features.experiment.plan import Experiment, LessonPlan, merged
 
 Json = dict[str, Any]
 HERE = Path(__file__).parent

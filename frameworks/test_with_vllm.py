@@ -19,7 +19,7 @@ import yaml
 from traffic.server import config_of
 
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
-from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.core.config.root import Config
 from support.agent_runs import Json, plan, stored, told
 from support.dictated import dictating
 from support.environments import command_for

@@ -17,41 +17,41 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..core.config.root import Config
+from ..core.errors import Forbidden, InvalidRequest, LightningError, NotFound, Unprocessable
+from ..core.redact import Redactor
+from ..core.returns import Rules
+from ..serving.health import Health, Reach, check_health
+from ..serving.mode import ModeInUse
+from ..serving.operator import operator_headers, relay_headers
+from ..serving.pins import Pins
+from ..serving.swap import Placed, Swap
+from ..serving.vllm import VllmFleet, operator_session
+from ..store.database import HURRIED
+from ..store.endings import end_idle_rollouts
+from ..store.opening import opened
+from ..store.retention import Keeper
+from ..store.store import Store
 from .access.auth import Keys, require_local
 from .access.limits import Turns
-from .config.root import Config
-from .control import health, policy, rewards, rollouts, status, tasks
-from .control.parts import Parts
-from .conversation.exact import ExactTokens, RecentTurns
-from .conversation.through_chat import ChatRoute
-from .conversation.unnamed import UnnamedRollouts
-from .errors import Forbidden, InvalidRequest, LightningError, NotFound, Unprocessable
+from .api import health, policy, rewards, rollouts, status, tasks
+from .api.parts import Parts
 from .gateway.asgi import Bodies, Reply
+from .gateway.attempts import Upstreams
 from .gateway.call import Gateway, OnCall
+from .gateway.exact import ExactTokens, RecentTurns
+from .gateway.metrics import Metrics
+from .gateway.model_check import ModelCheck
+from .gateway.probe import Prober
+from .gateway.recorder import Recorder
 from .gateway.relay import Relay, parse_path
+from .gateway.routing import PolicyRouter
+from .gateway.through_chat import ChatRoute
+from .gateway.unnamed import UnnamedRollouts
+from .gateway.upstream_http import make_session
+from .gateway.watch import Watch
 from .plugins.hooks import Core, ProxyPlugin, Work
 from .plugins.on_board import makers_of, open_plugins, plugins_of
-from .policy.mode import ModeInUse
-from .policy.model_check import ModelCheck
-from .policy.operator import operator_headers, relay_headers
-from .policy.pins import Pins
-from .policy.probe import Prober
-from .policy.routing import PolicyRouter
-from .policy.swap import Placed, Swap
-from .policy.vllm import VllmFleet, operator_session
-from .policy.watch import Watch
-from .recording.metrics import Metrics
-from .recording.recorder import Recorder
-from .recording.redact import Redactor
-from .returns import Rules
-from .store.database import HURRIED
-from .store.endings import end_idle_rollouts
-from .store.opening import opened
-from .store.retention import Keeper
-from .store.store import Store
-from .upstreams.attempts import Upstreams
-from .upstreams.health import Health, Reach, check_health
-from .upstreams.http import make_session
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:

@@ -24,15 +24,15 @@ from hypothesis import settings
 from contract.real import lora, merged, speller  # noqa: F401  (fixtures)
 from lightning_proxy.commands.serve import uvicorn_options
 from lightning_proxy.commands.telemetry import telemetry_off
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.upstreams import UpstreamConfig
+from lightning_proxy.core.records import Limits
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.upstreams import UpstreamConfig
-from lightning_proxy.proxy.policy.mode import has_gpu
-from lightning_proxy.proxy.policy.operator import KEY_HEADER
-from lightning_proxy.proxy.policy.swap import swap_lock
-from lightning_proxy.proxy.store.opening import open_database
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import Limits
+from lightning_proxy.serving.mode import has_gpu
+from lightning_proxy.serving.operator import KEY_HEADER
+from lightning_proxy.serving.swap import swap_lock
+from lightning_proxy.store.opening import open_database
+from lightning_proxy.store.store import Store
 from support import fuzzing, network, reaper, stores  # noqa: F401  (fuzzing registers the profiles)
 from support.command_line import Done, lightning
 from support.left_open import LeftOpen
@@ -382,7 +382,7 @@ class System:
         path = directory / f"v{version}"
         path.mkdir()
         await store.versions.saved(version, str(path), f"policy-v{version}")
-        from lightning_proxy.proxy.promotion.promotions import Promotions
+        from lightning_proxy.features.promotion.promotions import Promotions
 
         await Promotions(store.database).wait(version, 1)
         await Promotions(store.database).begin(version, live)
@@ -451,3 +451,11 @@ def running() -> Callable[..., AbstractAsyncContextManager[System]]:
     policy's upstream; `others`: further upstreams; `behind`: servers behind the policy's, which is a router then.
     """
     return _running
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model of random weights."""
+    from support.small_model import save_small_model  # loads torch
+
+    return save_small_model(tmp_path_factory.mktemp("base"))

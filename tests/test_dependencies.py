@@ -9,28 +9,32 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from support.paths import ROOT
+from support.paths import ROOT, TOPS
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # The extras that bring what a folder or file imports beyond `dependencies`; those of a folder above count, too.
 EXTRAS = {
-    "proxy/otel": {"otel"},
-    "proxy/store/postgres": {"postgres"},
-    "proxy/providers.py": {"providers"},
-    "proxy/texts": {"train"},
-    "proxy/upstreams/litellm": {"providers"},
+    "features/algorithms": {"train"},
+    "features/distributed": {"train"},
+    "features/evaluation": {"train"},
+    "features/teacher": {"train"},
+    "features/otel": {"otel"},
+    "store/postgres": {"postgres"},
+    "core/providers.py": {"providers"},
+    "features/page": {"train"},
+    "features/litellm": {"providers"},
     "trainer": {"train"},
-    "trainer/backends": {"tinker"},
-    "proxy/rewarders": {"providers"},
-    "trainer/offline": {"parquet"},
+    "features/tinker": {"tinker", "train"},
+    "features/judge": {"providers"},
+    "features/tune": {"parquet", "train"},
     "commands/demo": {"demo", "train"},
     "commands/doctor/learn": {"train"},
-    "commands/experiment": {"demo"},
+    "features/experiment": {"demo"},
     "commands/export": {"parquet", "train"},
     "commands/moving": {"postgres"},
-    "commands/optimize": {"optimize", "providers"},
+    "features/optimize": {"optimize", "providers"},
     "commands/run/tasks.py": {"parquet"},
-    "commands/run/executors/ray": {"ray"},
+    "features/ray": {"ray"},
     "commands/system": {"vllm"},
     "commands/train.py": {"train"},
 }
@@ -83,7 +87,7 @@ def requires(path: Path) -> list[str]:
 
 def test_whatever_is_imported_is_declared() -> None:
     core, extras = declared(PROJECT["dependencies"]), PROJECT["optional-dependencies"]
-    files = [*ROOT.glob("*.py"), *(f for top in ("proxy", "trainer", "commands", "client") for f in top_files(top))]
+    files = [*ROOT.glob("*.py"), *(f for top in TOPS for f in top_files(top))]
     missing = set()
     for path in files:
         if path.name == "setup.py":

@@ -20,7 +20,7 @@ import yaml
 from typer.core import TyperGroup
 
 from lightning_proxy.cli import app
-from lightning_proxy.proxy.config.file import load_config
+from lightning_proxy.core.config.file import load_config
 from support.paths import ROOT
 from support.served import proxy_in_front
 

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from support.paths import ROOT
+from support.paths import ROOT, TOPS
 
 PAGE = ROOT / "docs" / "private-parts.md"
 FILES = [
     *(path for path in ROOT.glob("*.py") if path.name != "setup.py"),
-    *(path for top in ("proxy", "trainer", "commands", "client") for path in sorted((ROOT / top).rglob("*.py"))),
+    *(path for top in TOPS for path in sorted((ROOT / top).rglob("*.py"))),
 ]
 CODE = re.compile(r"`([^`]+)`")
 # Of these packages, modules below the first name are private, but for those that their documentation names.
@@ -101,10 +101,10 @@ def test_each_listed_part_is_where_the_list_says() -> None:
 def test_no_private_method_of_another_package_is_overridden_unseen() -> None:
     """`defined` takes an overriding method for our own, so the bases of others are asked themselves."""
     from lightning_proxy.commands.stopping import OneServer, SeveralServers
+    from lightning_proxy.features.tune.dpo import PairTrainer
+    from lightning_proxy.features.tune.kto import ThumbTrainer
     from lightning_proxy.proxy.gateway.server import ServerProtocol
-    from lightning_proxy.proxy.upstreams.http import _Connector, _Protocol
-    from lightning_proxy.trainer.preferences.dpo import PairTrainer
-    from lightning_proxy.trainer.preferences.kto import ThumbTrainer
+    from lightning_proxy.proxy.gateway.upstream_http import _Connector, _Protocol
     from lightning_proxy.trainer.step.trainer import LightningTrainer
 
     listed = set[str]().union(*(parts for parts, _, _ in rows()))

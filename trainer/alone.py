@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from ..proxy.config.root import Config
-from ..proxy.errors import ConfigError, StoreUnavailable
-from ..proxy.store.database import Database
+from ..core.config.root import Config
+from ..core.errors import ConfigError, StoreUnavailable
+from ..store.database import Database
 from .waiting import pause
 
 log = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from ..proxy.config.plugins import load_plugin
-from ..proxy.config.trainer import TrainerConfig
-from ..proxy.errors import ConfigError
+from ..core.config.plugins import load_plugin
+from ..core.config.trainer import TrainerConfig
+from ..core.errors import ConfigError
 
 
 @cache
@@ -29,7 +29,7 @@ def load(setting: str, own: str) -> Callable[..., Any]:
     """
     file, _, name = own.rpartition(":")
     if not file:
-        return getattr(import_module(f".algorithms.{name}", __package__), name)
+        return getattr(import_module(f"..features.algorithms.{name}", __package__), name)
     if not file.endswith(".py"):
         function = getattr(load_plugin(file), name, None)
         if not callable(function):

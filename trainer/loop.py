@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..proxy.config.root import Config
-from ..proxy.errors import (
+from ..core.config.root import Config
+from ..core.errors import (
     ConfigError,
     LightningError,
     NotSaved,
@@ -20,13 +20,13 @@ from ..proxy.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from ..proxy.policy.swap import Superseded
-from ..proxy.store.store import Store
-from ..proxy.store.training import Step
+from ..serving.swap import Superseded
+from ..store.store import Store
+from ..store.training import Step
 from .collapse.monitor import LINE, Monitor
 from .collect.collector import Collector
 from .collect.groups import Order
-from .collect.sampled import Sampled
+from .collect.sampled import AsChat, Sampled
 from .collect.schedule import Schedule
 from .collect.siblings import AskJudge
 from .files.checkpoint import prune_checkpoints
@@ -71,6 +71,7 @@ class TrainingLoop:
         judge: AskJudge | None = None,
         guide: Guide | None = None,
         sift: Sift | None = None,
+        as_chat: AsChat | None = None,
     ) -> None:
         self._config = config.trainer
         self._store = store
@@ -78,7 +79,7 @@ class TrainingLoop:
         self._publisher = publisher
         self._guide = guide
         fitting = config.trainer.model_copy(update={"max_sample_tokens": trainer.max_tokens})
-        sampled = Sampled(publisher.vllm)
+        sampled = Sampled(publisher.vllm, as_chat)
         self.collector = Collector(
             fitting, store, order, config.policy, trainer.vocabulary, judge, sampled, guide, sift
         )

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from ..proxy.config.root import Config
+from ..core.config.root import Config
 from .hooks import check_hooks
 from .plugins.hooks import TrainerPlugin
 from .step.engine import TrainingEngine

@@ -14,8 +14,8 @@ from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
-from ..proxy.config.policy import PolicyConfig
-from ..proxy.errors import (
+from ..core.config.policy import PolicyConfig
+from ..core.errors import (
     LightningError,
     NotSaved,
     PublishError,
@@ -23,13 +23,13 @@ from ..proxy.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from ..proxy.policy.mode import otherwise
-from ..proxy.policy.swap import Superseded, Swap
-from ..proxy.policy.vllm import VllmFault, VllmFleet
-from ..proxy.store.publishing import Decided
-from ..proxy.store.store import Store
-from ..proxy.store.training import Step
-from ..proxy.types import PolicyVersion, Rollout
+from ..core.records import PolicyVersion, Rollout
+from ..serving.mode import otherwise
+from ..serving.swap import Superseded, Swap
+from ..serving.vllm import VllmFault, VllmFleet
+from ..store.publishing import Decided
+from ..store.store import Store
+from ..store.training import Step
 from .files.versions import VersionFiles
 from .step.engine import TrainingEngine
 from .types import BesideSteps, Sample

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
-from ..proxy.config.trainer import TrainerConfig
+from ..core.config.trainer import TrainerConfig
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from ..proxy.config.policy import DEFAULT_ADAPTER
-from ..proxy.returns import Earned, Rules, earned, return_of
-from ..proxy.types import ModelCall, Reward, RolloutStatus
+from ..core.config.policy import DEFAULT_ADAPTER
+from ..core.records import ModelCall, Reward, RolloutStatus
+from ..core.returns import Earned, Rules, earned, return_of
 
 # Called with every finished step: its number and its metrics (`metric_schema`).
 Show = Callable[[int, Mapping[str, Any]], None]

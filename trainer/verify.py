@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import load
 
-from ..proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
-from ..proxy.errors import PublishError, UpstreamTimeout, UpstreamUnreachable
-from ..proxy.policy.swap import Check, Superseded, Swap
-from ..proxy.policy.vllm import VllmError, VllmServer
-from ..proxy.types import PolicyVersion
+from ..core.config.policy import DEFAULT_ADAPTER, PolicyConfig
+from ..core.errors import PublishError, UpstreamTimeout, UpstreamUnreachable
+from ..core.records import PolicyVersion
+from ..serving.swap import Check, Superseded, Swap
+from ..serving.vllm import VllmError, VllmServer
 from .step.engine import TrainingEngine
 from .step.shortage import give_back
 from .types import Sample

@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
-from ..proxy.errors import LightningError
-from ..proxy.store.database import Changes
+from ..core.errors import LightningError
+from ..store.database import Changes
 
 P = ParamSpec("P")
 T = TypeVar("T")

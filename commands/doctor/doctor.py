@@ -10,17 +10,18 @@ from pathlib import Path
 import aiohttp
 from rich.console import Console
 
-from ...proxy.config.address import shown, without_secrets
-from ...proxy.config.file import load_config
-from ...proxy.config.root import Config
-from ...proxy.config.upstreams import UpstreamConfig, below
-from ...proxy.errors import ConfigError, LightningError
-from ...proxy.json_text import encode, loads
+from ...core.config.address import shown, without_secrets
+from ...core.config.file import load_config
+from ...core.config.root import Config
+from ...core.config.upstreams import UpstreamConfig, below
+from ...core.errors import ConfigError, LightningError
+from ...core.http import through
+from ...core.json_text import encode, loads
+from ...core.providers import require_litellm
+from ...proxy.gateway.attempts import Upstreams
+from ...proxy.gateway.upstream import Request
 from ...proxy.plugins.on_board import makers_of, plugins_of
-from ...proxy.policy.mode import publish_mode
-from ...proxy.providers import require_litellm
-from ...proxy.upstreams.attempts import Upstreams
-from ...proxy.upstreams.base import Request, through
+from ...serving.mode import publish_mode
 from ...trainer.plan.settle import settle
 from ..api_client import ApiClient
 from ..formats import print_json

@@ -11,13 +11,13 @@ from uuid import uuid4
 
 import aiohttp
 
-from ...proxy.config.root import Config
-from ...proxy.config.server import StoreConfig
-from ...proxy.errors import StoreUnavailable
-from ...proxy.policy.mode import publish_mode
-from ...proxy.store.opening import opened
-from ...proxy.store.publishing import kept_mode
-from ...proxy.store.sqlite.database import ROOM, has_room
+from ...core.config.root import Config
+from ...core.config.server import StoreConfig
+from ...core.errors import StoreUnavailable
+from ...serving.mode import publish_mode
+from ...store.opening import opened
+from ...store.publishing import kept_mode
+from ...store.sqlite.database import ROOM, has_room
 from ..api_client import ApiClient, ApiError, ProxyNotThere
 from .checks import Check, failed, ok, warning
 

@@ -6,12 +6,12 @@ import fcntl
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from ...proxy.config.root import Config
-from ...proxy.config.server import StoreConfig
-from ...proxy.errors import StoreUnavailable
-from ...proxy.groups import Grouping
-from ...proxy.store.opening import opened
-from ...proxy.store.store import Store
+from ...core.config.root import Config
+from ...core.config.server import StoreConfig
+from ...core.errors import StoreUnavailable
+from ...core.groups import Grouping
+from ...store.opening import opened
+from ...store.store import Store
 from ...trainer.collect.groups import full_groups, what_is_missing
 from .checks import Check, failed, ok, warning
 

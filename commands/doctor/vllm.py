@@ -9,11 +9,11 @@ from typing import Any
 
 import aiohttp
 
-from ...proxy.config.root import Config
-from ...proxy.config.upstreams import UpstreamConfig
-from ...proxy.conversation.renderer import RENDER
-from ...proxy.policy.operator import key_file, operator_headers
-from ...proxy.types import PublishMode
+from ...core.config.root import Config
+from ...core.config.upstreams import UpstreamConfig
+from ...core.records import PublishMode
+from ...proxy.gateway.renderer import RENDER
+from ...serving.operator import key_file, operator_headers
 from ...trainer.rows.grammars import is_installed
 from ...trainer.rows.sampling import sampling_of
 from ...trainer.types import Sampling

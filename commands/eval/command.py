@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...proxy.config.root import Config
-from ...proxy.errors import ConfigError
+from ...core.config.root import Config
+from ...core.errors import ConfigError
 from ..api_client import ApiClient
 from ..formats import print_json
 from ..run.command import logs_directory, score_timeout_s

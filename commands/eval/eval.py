@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...proxy.errors import ConfigError, LightningError
+from ...core.errors import ConfigError, LightningError
 from ..api_client import ApiClient, ApiError
 from ..run.backlog import BacklogGate
 from ..run.run import RolloutResult, RunOptions, run_tasks

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 
-from ...proxy.errors import ConfigError
+from ...core.errors import ConfigError
 from ..run.backlog import BacklogGate
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...proxy.config.root import Config
-from ...proxy.errors import LightningError
+from ...core.config.root import Config
+from ...core.errors import LightningError
 from ..api_client import ApiClient, ask
 from ..formats import count, number, print_json
 from ..show.listing import checked

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from ...proxy.conversation.new_messages import Digested, beginnings
-from ...proxy.types import ModelCall, Rollout
+from ...core.records import ModelCall, Rollout
+from ...proxy.dialects.new_messages import Digested, beginnings
 from .conversations import answered, whole
 
 Json = dict[str, Any]

@@ -13,16 +13,16 @@ from typing import Any, cast, get_args
 
 from rich.console import Console
 
-from ...proxy.apis.tokens import NOT_THE_POLICY
-from ...proxy.apis.tools import dicts, tool_calls
-from ...proxy.config.root import Config
-from ...proxy.errors import ConfigError, InvalidRequest, NotFound, Unprocessable
-from ...proxy.json_text import dumps, loads
-from ...proxy.recording.recorder import Recorder
-from ...proxy.recording.redact import Redactor
-from ...proxy.store.opening import opened
-from ...proxy.store.store import Store
-from ...proxy.types import CallEnd, CallStart, Mode, Reward, RolloutName, check_id
+from ...core.config.root import Config
+from ...core.errors import ConfigError, InvalidRequest, NotFound, Unprocessable
+from ...core.json_text import dumps, loads
+from ...core.records import CallEnd, CallStart, Mode, Reward, RolloutName, check_id
+from ...core.redact import Redactor
+from ...core.tokens import NOT_THE_POLICY
+from ...core.tools import dicts, tool_calls
+from ...proxy.gateway.recorder import Recorder
+from ...store.opening import opened
+from ...store.store import Store
 from ..formats import progress_bar
 from ..signals import run_until_signal
 from .atif import conversation_of, is_trajectory

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...proxy.json_text import dumps
-from ...proxy.store.reports.versions import MeanReward
-from ...proxy.store.training import Step, TrainedData
-from ...proxy.types import PolicyVersion
+from ...core.json_text import dumps
+from ...core.records import PolicyVersion
+from ...store.reports.versions import MeanReward
+from ...store.training import Step, TrainedData
 
 MAX_RANKS = (8, 16, 32, 64, 128, 256, 512)  # what vLLM takes for --max-lora-rank
 

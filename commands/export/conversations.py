@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...proxy.control.views import beside_calls, call_view
-from ...proxy.conversation.new_messages import Digested, beginnings
-from ...proxy.conversation.transcript import ChatTurn, read
-from ...proxy.recording.redact import REASON
-from ...proxy.types import ModelCall, Rollout
+from ...core.records import ModelCall, Rollout
+from ...core.redact import REASON
+from ...proxy.api.views import beside_calls, call_view
+from ...proxy.dialects.new_messages import Digested, beginnings
+from ...proxy.dialects.transcript import ChatTurn, read
 
 Json = dict[str, Any]
 REJECTED = "another attempt was used in place of its last answer"

@@ -12,16 +12,16 @@ from typing import Any, Literal, cast, get_args
 
 from rich.console import Console
 
-from ...proxy.config.root import Config
-from ...proxy.config.server import StoreConfig
-from ...proxy.control.transitions import transitions
-from ...proxy.control.views import beside_calls, record_view
-from ...proxy.errors import ConfigError, LightningError, NotFound
-from ...proxy.store.opening import opened
-from ...proxy.store.reports.credit import CreditBySeq
-from ...proxy.store.sqlite.copies import IdleFile, is_in_use
-from ...proxy.store.store import Store
-from ...proxy.types import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
+from ...core.config.root import Config
+from ...core.config.server import StoreConfig
+from ...core.errors import ConfigError, LightningError, NotFound
+from ...core.records import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
+from ...proxy.api.transitions import transitions
+from ...proxy.api.views import beside_calls, record_view
+from ...store.opening import opened
+from ...store.reports.credit import CreditBySeq
+from ...store.sqlite.copies import IdleFile, is_in_use
+from ...store.store import Store
 from ..formats import progress_bar
 from ..show.listing import since_of
 from ..signals import run_until_signal

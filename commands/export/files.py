@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...proxy.errors import ConfigError, LightningError
-from ...proxy.json_text import dumps
-from ...proxy.on_board import modules
-from ...proxy.store.sqlite.copies import make_private
+from ...core.errors import ConfigError, LightningError
+from ...core.json_text import dumps
+from ...core.on_board import modules
+from ...store.sqlite.copies import make_private
 
 ROW_GROUP = 256
 FORMATS = ("jsonl", "parquet")

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, cast, get_args
 
-from ...proxy.config.root import Config
-from ...proxy.errors import ConfigError, LightningError
-from ...proxy.store.opening import opened
-from ...proxy.store.store import Store
-from ...proxy.store.training import Step
-from ...proxy.types import PolicyVersion
+from ...core.config.root import Config
+from ...core.errors import ConfigError, LightningError
+from ...core.records import PolicyVersion
+from ...store.opening import opened
+from ...store.store import Store
+from ...store.training import Step
 from .card import CardFacts, card
 
 Form = Literal["adapter", "merged"]

@@ -9,8 +9,8 @@ from peft import PeftModel, get_peft_model, set_peft_model_state_dict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from ...proxy.config.policy import DEFAULT_ADAPTER
-from ...proxy.config.root import Config
+from ...core.config.policy import DEFAULT_ADAPTER
+from ...core.config.root import Config
 from ...trainer.files.weights import write_adapter, write_merged
 from ...trainer.weights.targets import lora_config
 

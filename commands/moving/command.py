@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import typer
 from pydantic import ValidationError
 
-from ...proxy.config.server import StoreConfig
-from ...proxy.errors import ConfigError
+from ...core.config.server import StoreConfig
+from ...core.errors import ConfigError
 from ..formats import count, progress_bar
 
 if TYPE_CHECKING:

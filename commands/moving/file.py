@@ -7,9 +7,9 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 
-from ...proxy.config.server import StoreConfig
-from ...proxy.errors import LightningError
-from ...proxy.store.sqlite.copies import (
+from ...core.config.server import StoreConfig
+from ...core.errors import LightningError
+from ...store.sqlite.copies import (
     FILES,
     IdleFile,
     connect_to_read,
@@ -18,8 +18,8 @@ from ...proxy.store.sqlite.copies import (
     remove_store,
     rename_store,
 )
-from ...proxy.store.sqlite.locks import keeping
-from ...proxy.store.sqlite.schema import make_tables
+from ...store.sqlite.locks import keeping
+from ...store.sqlite.schema import make_tables
 from .tables import BATCH, Record, Table, quoted, read_tables
 
 

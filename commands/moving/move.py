@@ -9,9 +9,9 @@ from importlib.util import find_spec
 from itertools import count
 from typing import Protocol
 
-from ...proxy.config.server import StoreConfig
-from ...proxy.errors import ConfigError, LightningError, StoreUnavailable
-from ...proxy.store.sqlite.schema import make_tables
+from ...core.config.server import StoreConfig
+from ...core.errors import ConfigError, LightningError, StoreUnavailable
+from ...store.sqlite.schema import make_tables
 from .file import file_to_read, new_file
 from .tables import NewStore, Record, Source, Table, read_tables
 

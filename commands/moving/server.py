@@ -9,11 +9,11 @@ from typing import Any
 
 import asyncpg
 
-from ...proxy.config.server import StoreConfig
-from ...proxy.errors import StoreUnavailable
-from ...proxy.store.postgres.schema import LOCK, TABLES, make_tables, missing_in
-from ...proxy.store.postgres.transaction import storable
-from ...proxy.store.schema import require_all
+from ...core.config.server import StoreConfig
+from ...core.errors import StoreUnavailable
+from ...store.postgres.schema import LOCK, TABLES, make_tables, missing_in
+from ...store.postgres.transaction import storable
+from ...store.schema import require_all
 from .tables import BATCH, Record, Table, quoted
 
 # What is not numbered yet gets the numbers after the highest. Nobody has seen those.

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ...proxy.errors import LightningError
-from ...proxy.store.training import Collapse
+from ...core.errors import LightningError
+from ...store.training import Collapse
 from ..api_client import ApiClient
 
 POLL_S = 0.25

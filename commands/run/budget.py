@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...proxy.errors import LightningError
+from ...core.errors import LightningError
 from ..api_client import ApiClient
 
 Json = Mapping[str, Any]

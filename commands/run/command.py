@@ -12,9 +12,9 @@ from typing import cast
 
 from rich.console import Console
 
-from ...proxy.config.root import Config
-from ...proxy.errors import ConfigError
-from ...proxy.types import Mode
+from ...core.config.root import Config
+from ...core.errors import ConfigError
+from ...core.records import Mode
 from ..api_client import ApiClient, ApiError
 from ..formats import print_json
 from ..signals import run_until_signal

@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from ...proxy.config.trainer import TrainerConfig
+from ...core.config.trainer import TrainerConfig
 from ...trainer.credit.baselines import ACROSS_TASKS
 from ..formats import duration
 from .tasks import Task

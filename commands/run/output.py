@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from ...proxy.config.root import Config
-from ...proxy.recording.redact import Redactor
-from ...proxy.store.sqlite.copies import make_private
+from ...core.config.root import Config
+from ...core.redact import Redactor
+from ...store.sqlite.copies import make_private
 
 PIECE = 1 << 16
 MARK = 100  # bytes for the line that counts the bytes left out

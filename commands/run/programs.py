@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ...client.program import variables
-from ...proxy import guard
-from ...proxy.config.file import inherited
-from ...proxy.config.run import is_script, require_program
-from ...proxy.errors import ConfigError
+from ...core import guard
+from ...core.config.file import inherited
+from ...core.config.run import is_script, require_program
+from ...core.errors import ConfigError
 from .output import Keeping
 from .served import ServedRunner
 

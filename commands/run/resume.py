@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from ...proxy.errors import ConfigError
+from ...core.errors import ConfigError
 from ..api_client import ApiClient, ApiError
 from .run import RolloutResult, result_of
 from .tasks import Task

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...proxy.errors import LightningError
-from ...proxy.types import Mode
+from ...core.errors import LightningError
+from ...core.records import Mode
 from ..api_client import ApiClient, ApiError, OpenRollout
 from ..on_board import variables
 from .backlog import BacklogGate

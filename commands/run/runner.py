@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from ...proxy.errors import LightningError
-from ...proxy.guard import CANNOT_START as CANNOT_START
+from ...core.errors import LightningError
+from ...core.guard import CANNOT_START as CANNOT_START
 
 
 class RunLost(LightningError):

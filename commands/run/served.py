@@ -14,8 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ...proxy.config.file import inherited
-from ...proxy.errors import LightningError
+from ...core.config.file import inherited
+from ...core.errors import LightningError
 from ..formats import how_it_ended
 from .output import Keeping, last_line, piped
 from .runner import RunLost, RunTimedOut, ServerDied

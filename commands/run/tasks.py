@@ -7,8 +7,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...proxy.errors import ConfigError, InvalidRequest
-from ...proxy.types import check_id
+from ...core.errors import ConfigError, InvalidRequest
+from ...core.records import check_id
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from urllib.parse import unquote, urlencode
 
 import typer
 
-from ...proxy.json_text import loads
+from ...core.json_text import loads
 from ..api_client import ApiClient, ProxyNotThere, ask
 from ..signals import run_until_signal
 
 if TYPE_CHECKING:
-    from ...proxy.config.root import Config
+    from ...core.config.root import Config
 
 T = TypeVar("T")
 HERE = ("127.0.0.1", 0)

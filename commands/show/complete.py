@@ -47,8 +47,8 @@ def known(context: typer.Context, incomplete: str, look: Callable[[ApiClient], A
     """Return what the proxy knows that begins so; nothing if it does not answer soon."""
     import asyncio
 
-    from ...proxy.config.file import load_config
-    from ...proxy.errors import LightningError
+    from ...core.config.file import load_config
+    from ...core.errors import LightningError
     from ..api_client import ask
 
     try:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from ...proxy.errors import NotFound
+from ...core.errors import NotFound
 from ..api_client import ApiClient, ApiError
 
 T = TypeVar("T")

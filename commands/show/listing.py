@@ -7,7 +7,7 @@ import time
 from datetime import datetime
 from typing import Any
 
-from ...proxy.errors import ConfigError
+from ...core.errors import ConfigError
 from ..api_client import ApiClient
 
 SORTS = ("newest", "reward", "tokens", "calls")

@@ -64,7 +64,7 @@ def promote(
     as_json: Json = False,
 ) -> None:
     """Make a version live. The trainer continues from it."""
-    from ...proxy.errors import ConfigError, LightningError
+    from ...core.errors import ConfigError, LightningError
     from ..api_client import ask
 
     if version == "best":

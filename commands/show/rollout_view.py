@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ...proxy.conversation.new_messages import additions, body, called
-from ...proxy.conversation.transcript import read_each
-from ...proxy.json_text import dumps
+from ...core.json_text import dumps
+from ...proxy.dialects.new_messages import additions, body, called
+from ...proxy.dialects.transcript import read_each
 from ..formats import cut, duration, number, plain
 
 CUT_AT = 600

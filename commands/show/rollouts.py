@@ -93,7 +93,7 @@ def end(
     reason: Annotated[str | None, typer.Option(help="why, for people")] = None,
 ) -> None:
     """End running rollouts without a reward. The exit code is 1 if one was refused."""
-    from ...proxy.errors import ConfigError
+    from ...core.errors import ConfigError
 
     if status not in ENDED:
         raise ConfigError(f"--status is {', '.join(ENDED[:-1])} or {ENDED[-1]}, got {status!r}")
@@ -104,7 +104,7 @@ def _each(
     context: typer.Context, given: list[str], done: str, work: Callable[[ApiClient, str], Awaitable[None]]
 ) -> None:
     """Change each of these rollouts; one that is refused does not stop the others."""
-    from ...proxy.errors import LightningError, NotFound
+    from ...core.errors import LightningError, NotFound
     from ..api_client import ApiError, ask
     from .find import with_id
 
@@ -222,7 +222,7 @@ def reward(
     """Post a reward for a rollout, or for one of its calls."""
     import math
 
-    from ...proxy.errors import ConfigError
+    from ...core.errors import ConfigError
     from ..api_client import ask
     from ..formats import print_json
     from .find import with_id

@@ -12,15 +12,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...proxy.config.cron import next_time
+from ...core.config.cron import next_time
 from ..api_client import ApiClient, ask
 from ..formats import count, duration, number, plain, print_json, sparkline
 from .promotion import line_of
 from .steps import steps_table
 
 if TYPE_CHECKING:
-    from ...proxy.config.root import Config
-    from ...proxy.config.trainer import TrainerConfig
+    from ...core.config.root import Config
+    from ...core.config.trainer import TrainerConfig
 
 NEWEST_STEPS = 40
 NEWEST = 200  # rollouts, and calls
@@ -102,7 +102,7 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
     for name, value in (*_best(policy), *_new_versions(status, policy)):
         table.add_row(name, value)
     if collapse := policy["collapse"]:
-        from ...proxy.store.training import Collapse
+        from ...store.training import Collapse
 
         table.add_row("stopped", plain(f"for {duration(now - collapse['at'])}: {Collapse(**collapse).story}", "red"))
     for mode, counts in sorted(status["rollouts"].items(), reverse=True):
@@ -172,7 +172,7 @@ def _not_trained_on(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
         reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in dropped.items())
         yield "dropped", plain(f"of the newest {count(NEWEST)} rollouts: {reasons}")
     if untrainable := status["untrainable"]:
-        from ...proxy.apis.tokens import NO_TOKEN_IDS
+        from ...core.tokens import NO_TOKEN_IDS
 
         reasons = "; ".join(f"{reason} ({count(n)})" for reason, n in untrainable.items())
         hint = "\n`lightning-proxy doctor` says what the policy server lacks" if NO_TOKEN_IDS in untrainable else ""

@@ -19,9 +19,9 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from ...proxy.errors import ConfigError, LightningError
-from ...proxy.guard import start_guarded
-from ...proxy.store.sqlite.copies import make_private
+from ...core.errors import ConfigError, LightningError
+from ...core.guard import start_guarded
+from ...store.sqlite.copies import make_private
 from ..formats import duration, how_it_ended
 from .port_holder import holder_of
 from .reason import last_line, reason

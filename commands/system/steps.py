@@ -12,10 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from ...proxy.config.server import StoreConfig
-from ...proxy.errors import StoreUnavailable
-from ...proxy.store.opening import opened
-from ...proxy.store.store import Store
+from ...core.config.server import StoreConfig
+from ...core.errors import StoreUnavailable
+from ...store.opening import opened
+from ...store.store import Store
 from ..formats import duration
 from ..show.steps import step_line
 from .reason import newest_of_trainer

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from ...proxy.config.root import Config
-from ...proxy.errors import ConfigError
+from ...core.config.root import Config
+from ...core.errors import ConfigError
 from ...proxy.plugins.on_board import check_plugins
-from ...proxy.store.keys import require_keys
+from ...store.keys import require_keys
 from ..formats import address
 from ..vllm import other_port, vllm_program
 from .download import downloaded

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ...proxy.config.root import Config
-from ...proxy.store.sqlite.locks import keeping
+from ...core.config.root import Config
+from ...store.sqlite.locks import keeping
 from ...trainer.plan.settle import settle
 from ..formats import address
 from ..lines import LogFormat

@@ -16,7 +16,7 @@ from rich.progress import Progress, ProgressColumn, SpinnerColumn, Task, TextCol
 from rich.table import Column
 from rich.text import Text
 
-from ...proxy.json_text import dumps_readable
+from ...core.json_text import dumps_readable
 from ..formats import plain
 from ..lines import LogFormat, time_format
 from ..show.steps import step_line

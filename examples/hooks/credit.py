@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.core.config.trainer import TrainerConfig
 from lightning_proxy.trainer.types import Sibling
 
 

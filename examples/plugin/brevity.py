@@ -5,9 +5,9 @@ from contextlib import asynccontextmanager
 
 from fastapi import APIRouter
 
-from lightning_proxy.proxy.config.trainer import TrainerConfig
+from lightning_proxy.core.config.trainer import TrainerConfig
+from lightning_proxy.core.records import CallEnd, CallStart, Reward
 from lightning_proxy.proxy.plugins import AgentRoute, Core, Hooks, ProxyPlugin
-from lightning_proxy.proxy.types import CallEnd, CallStart, Reward
 from lightning_proxy.trainer.types import Sibling
 
 router = APIRouter(route_class=AgentRoute, prefix="/plugins/brevity")

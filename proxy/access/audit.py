@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ..store.keys import StoredKey
+from ...store.keys import StoredKey
 
 log = logging.getLogger("lightning_proxy.audit")
 

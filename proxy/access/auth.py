@@ -9,19 +9,18 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from ipaddress import ip_address
+from functools import partial
 from time import monotonic
-from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from ..config.server import LimitsConfig, ProxyConfig
-from ..errors import Forbidden, NotFound, StoreUnavailable, Unauthorized
-from ..store.keys import ROLLOUT_KEY_PREFIX, StoredKey, hash_key
-from ..store.rollouts import RolloutKey
-from ..store.store import Store
-from ..types import Limits, RolloutName, Sender
+from ...core.config.server import LimitsConfig, ProxyConfig
+from ...core.errors import Forbidden, NotFound, StoreUnavailable, Unauthorized
+from ...core.http import foreign
+from ...core.records import Limits, RolloutName, Sender
+from ...store.keys import ROLLOUT_KEY_PREFIX, StoredKey, hash_key
+from ...store.rollouts import RolloutKey
+from ...store.store import Store
 from .audit import log_change, log_keys
 from .limits import Limiter
 from .sight import Sight
@@ -247,34 +246,6 @@ def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
             f"without keys only this machine is served, not {header}: make a key with "
             "`lightning-proxy keys create NAME`, or configure proxy.api_keys"
         )
-
-
-def foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Return the Host or Origin header that names another machine, for people to read; None without one."""
-    for name, value in headers:
-        if name in (b"host", b"origin"):
-            text = value.decode("latin-1")
-            if not (_is_loopback(text) or (name == b"origin" and _is_app(text))):
-                return f"{name.decode()} {text[:100]!r}"
-    return None
-
-
-def _is_app(origin: str) -> bool:
-    """Whether an Origin is a desktop program's (vscode-file://…), which no web page can have."""
-    return "://" in origin and not origin.lower().startswith(("http://", "https://"))
-
-
-@lru_cache(1024)
-def _is_loopback(authority: str) -> bool:
-    """Whether a Host header, or an Origin's URL, names the loopback interface, and nothing besides a port."""
-    try:
-        parts = urlsplit(authority if "://" in authority else f"//{authority}")
-        host = parts.hostname
-        if parts.username is not None or parts.path or parts.query or parts.fragment or "\\" in authority:
-            return False
-        return host == "localhost" or ip_address(host or "").is_loopback
-    except ValueError:
-        return False
 
 
 def credentials(headers: Mapping[str, str]) -> str:

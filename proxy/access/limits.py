@@ -11,9 +11,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 
-from ..errors import RateLimited
-from ..json_text import dumps
-from ..types import CallEnd, Limits
+from ...core.errors import RateLimited
+from ...core.json_text import dumps
+from ...core.records import CallEnd, Limits
 
 READS = 2  # of one key that are answered at once
 SECONDS = 60.0

@@ -14,9 +14,9 @@ from typing import Any
 
 import orjson
 
-from ..config.server import ProxyConfig
-from ..errors import InvalidRequest, LightningError, Overloaded, RequestTimeout, TooLarge
-from ..types import Header
+from ...core.config.server import ProxyConfig
+from ...core.errors import InvalidRequest, LightningError, Overloaded, RequestTimeout, TooLarge
+from ...core.records import Header
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

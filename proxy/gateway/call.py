@@ -11,27 +11,27 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+from ...core.config.root import Config
+from ...core.errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
+from ...core.http import LARGE, in_thread_if_large
+from ...core.records import CallEnd, CallStart, CallStatus, Header, RolloutName
+from ...core.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, ONLY_RECORDED, Tokens
+from ...core.tools import tool_calls
+from ...core.values import as_read, is_under_way
 from ..access.auth import credentials
 from ..access.limits import Limiter
-from ..apis.dialects import Dialect
-from ..apis.stream import LARGE_ANSWER, BufferedTranscript, Transcript
-from ..apis.tokens import NO_TOKEN_IDS, NOT_THE_POLICY, ONLY_RECORDED, Tokens
-from ..apis.tools import tool_calls
-from ..apis.values import as_read, is_under_way
-from ..aside import LARGE, aside
-from ..config.root import Config
-from ..conversation.exact import ExactTokens
-from ..conversation.through_chat import ApiRequest, ChatDecision, ChatRoute
-from ..conversation.unnamed import Conversation, UnnamedRollouts, end_statements, start_statements
-from ..errors import LightningError, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
-from ..policy.routing import PolicyRouter
-from ..recording.group_commit import Statement
-from ..recording.metrics import Metrics
-from ..recording.recorder import Recorder
-from ..types import CallEnd, CallStart, CallStatus, Header, RolloutName
-from ..upstreams.attempts import Attempts, Target, Upstreams, begun, chat_target, target_of
-from ..upstreams.base import Answer, Request, Route
+from ..dialects.dialects import Dialect
+from ..dialects.stream import LARGE_ANSWER, BufferedTranscript, Transcript
 from .asgi import Reply
+from .attempts import Attempts, Target, Upstreams, begun, chat_target, target_of
+from .exact import ExactTokens
+from .group_commit import Statement
+from .metrics import Metrics
+from .recorder import Recorder
+from .routing import PolicyRouter
+from .through_chat import ApiRequest, ChatDecision, ChatRoute
+from .unnamed import Conversation, UnnamedRollouts, end_statements, start_statements
+from .upstream import Answer, Request, Route
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class Gateway:
         if self.unnamed is None or name.named or not question.recorded:
             return name, None
         size = len(question.request.body)
-        conversation = await aside(size, partial(Conversation, question.body, size))
+        conversation = await in_thread_if_large(size, partial(Conversation, question.body, size))
         caller = credentials(question.headers)
         rollout_id = await self.unnamed.find(caller, question.body, conversation, name, is_retry=question.is_retry)
         return name if rollout_id is None else name._replace(rollout_id=rollout_id), conversation

@@ -9,8 +9,8 @@ from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
-from ..aside import LARGE, aside
-from ..errors import InvalidRequest, TooLarge, UnsupportedMediaType
+from ...core.errors import InvalidRequest, TooLarge, UnsupportedMediaType
+from ...core.http import LARGE, in_thread_if_large
 from .asgi import Loan
 
 MOST_LAYERS = 4  # encodings that one body may have
@@ -41,7 +41,7 @@ async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> 
 
 async def _unpacked(body: bytes, name: str, limit: int, loan: Loan) -> bytes:
     size, found, pieces = 0, list[bytes](), _pieces(body, name)
-    while piece := await aside(LARGE if found else len(body), partial(next, pieces, b"")):
+    while piece := await in_thread_if_large(LARGE if found else len(body), partial(next, pieces, b"")):
         size += len(piece)
         if size > limit:
             raise TooLarge(f"the unpacked body is larger than {limit} bytes (proxy.max_body_mb)")

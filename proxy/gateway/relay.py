@@ -12,22 +12,22 @@ from uuid import uuid4
 
 import orjson
 
+from ...core.config.root import Config
+from ...core.errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
+from ...core.http import LARGE, in_thread_if_large
+from ...core.json_text import as_utf8, loads, loads_in_turns
+from ...core.records import Mode, RolloutName, check_id
+from ...core.values import is_under_way
+from ...store.calls import Giver
 from ..access.auth import Caller, Keys, credentials
-from ..apis.dialects import DIALECTS, Dialect
-from ..apis.stream import BufferedTranscript, Transcript
-from ..apis.values import is_under_way
-from ..aside import LARGE, aside
-from ..config.root import Config
-from ..errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
-from ..json_text import as_utf8, loads, loads_in_turns
-from ..store.calls import Giver
-from ..types import Mode, RolloutName, check_id
-from ..upstreams.attempts import Attempts, form_model, is_form, target_of
-from ..upstreams.base import Request, Route
+from ..dialects.dialects import DIALECTS, Dialect
+from ..dialects.stream import BufferedTranscript, Transcript
 from .asgi import Bodies, ClientDisconnected, Loan, Receive, Reply, Scope, Send, read_headers
+from .attempts import Attempts, form_model, is_form, target_of
 from .call import Gateway, Question, model_of
 from .packed import unpack
 from .resumed import Resumed, passed_on
+from .upstream import Request, Route
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class Relay:
         request = visit.request(as_utf8(body), loan if len(body) <= most else None, identity=True)
         return Question(
             request=request,
-            body=await aside(len(request.body), partial(parse_object, request.body)),
+            body=await in_thread_if_large(len(request.body), partial(parse_object, request.body)),
             headers=visit.headers,
             dialect=dialect,
             name=visit.rollout,
@@ -270,7 +270,7 @@ class Relay:
 
         A response that has ended, and items that stand for a conversation, are put into the record on their way.
         """
-        body = await aside(len(request.body), partial(parse_any, request.body))
+        body = await in_thread_if_large(len(request.body), partial(parse_any, request.body))
         giver, is_response = await self._giver(visit), visit.path.startswith(_RESPONSES)
         if giver is not None and giver.upstream in self._named:
             rollout = visit.rollout._replace(rollout_id=giver.rollout_id)

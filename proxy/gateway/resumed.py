@@ -6,19 +6,19 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 
+from ...core.records import CallEnd, CallStart, CallStatus, RolloutName
+from ...core.tokens import NOT_THE_POLICY
+from ...core.tools import tool_calls
+from ...core.values import is_under_way
 from ..access.auth import credentials
 from ..access.limits import Limiter
-from ..apis.dialects import DIALECTS
-from ..apis.inject import Injection
-from ..apis.stream import BufferedTranscript, Transcript
-from ..apis.tokens import NOT_THE_POLICY
-from ..apis.tools import tool_calls
-from ..apis.values import is_under_way
-from ..conversation.unnamed import Conversation, UnnamedRollouts, end_statements
-from ..types import CallEnd, CallStart, CallStatus, RolloutName
-from ..upstreams.base import Answer
+from ..dialects.dialects import DIALECTS
+from ..dialects.inject import Injection
+from ..dialects.stream import BufferedTranscript, Transcript
 from .asgi import Reply
 from .call import Gateway
+from .unnamed import Conversation, UnnamedRollouts, end_statements
+from .upstream import Answer
 
 API = DIALECTS["/v1/responses"]
 

@@ -26,7 +26,7 @@ from uvicorn.server import ServerState
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGISendEvent
 
-from ..errors import InvalidRequest, LightningError, Overloaded, RequestTimeout, UpgradeRequired
+from ...core.errors import InvalidRequest, LightningError, Overloaded, RequestTimeout, UpgradeRequired
 from .asgi import SLOW_BYTES, SLOW_S, Loan
 from .connections import Connections, files_allowed
 

@@ -9,16 +9,16 @@ from typing import Any, ClassVar
 
 from fastapi import APIRouter
 
-from ..config.root import Config
-from ..config.upstreams import UpstreamConfig
-from ..control.beside import Beside
+from ...core.config.root import Config
+from ...core.config.upstreams import UpstreamConfig
+from ...core.redact import Redactor
+from ...serving.swap import Placed
+from ...store.store import Store
+from ..api.beside import Beside
 from ..gateway.call import OnCall, Rewrite
-from ..policy.routing import Choose
-from ..policy.swap import Placed
-from ..recording.metrics import Metrics
-from ..recording.redact import Redactor
-from ..store.store import Store
-from ..upstreams.base import Upstream
+from ..gateway.metrics import Metrics
+from ..gateway.routing import Choose
+from ..gateway.upstream import Upstream
 
 OnDeleted = Callable[[str], None]  # hears the id of each rollout that was deleted
 Work = Callable[[], Coroutine[Any, Any, None]]

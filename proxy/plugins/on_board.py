@@ -7,15 +7,15 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..config.root import Config
-from ..config.upstreams import UpstreamConfig
-from ..errors import ConfigError
+from ...core.config.root import Config
+from ...core.config.upstreams import UpstreamConfig
+from ...core.errors import ConfigError
+from ...core.on_board import modules
+from ...core.records import RolloutName
+from ...serving.swap import Placed
 from ..gateway.call import OnCall, Question, Rewrite, unchanged
-from ..on_board import modules
-from ..policy.routing import Choose
-from ..policy.swap import Placed
-from ..types import RolloutName
-from ..upstreams.base import Upstream
+from ..gateway.routing import Choose
+from ..gateway.upstream import Upstream
 from .hooks import Core, OnDeleted, ProxyPlugin, Work
 from .others import plugin_of
 
@@ -36,7 +36,7 @@ class Plugged:
 
 def plugins_of(config: Config) -> list[ProxyPlugin]:
     """Return the plugins of the side rooms and of the configuration. Raise ConfigError if one cannot run."""
-    rooms = [module.plugin(config) for module in modules("plugin")]
+    rooms = [module.plugin(config) for module in modules("proxy")]
     others = [plugin_of(name, config) for name in config.plugins]
     return [*rooms, *(plugin for plugin in others if plugin is not None)]
 

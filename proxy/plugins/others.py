@@ -13,13 +13,13 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from ..config.plugins import load_plugin
-from ..config.root import Config
-from ..control.door import AgentRoute
-from ..errors import ConfigError
+from ...core.config.plugins import load_plugin
+from ...core.config.root import Config
+from ...core.errors import ConfigError
+from ...core.json_text import encode
+from ...core.records import CallEnd, CallStart, RolloutName
+from ..api.door import AgentRoute
 from ..gateway.call import OnCall, Question, Rewrite
-from ..json_text import encode
-from ..types import CallEnd, CallStart, RolloutName
 from .hooks import Core, Hooks, ProxyPlugin, Work
 
 log = logging.getLogger(__name__)

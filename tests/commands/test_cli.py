@@ -15,10 +15,10 @@ import pytest
 from lightning_proxy.commands.system.processes import free_port
 from lightning_proxy.commands.system.system import Launch
 from lightning_proxy.commands.vllm import served_model, vllm_program
-from lightning_proxy.proxy.config.file import load_config
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.policy.vllm_worker import RELOAD
+from lightning_proxy.core.config.file import load_config
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.serving.vllm_worker import RELOAD
 from support.command_line import lightning
 
 
@@ -66,7 +66,7 @@ def test_a_host_that_is_not_this_machine_is_named_in_place_of_the_port(tmp_path:
 
 # What a command line that only parses has no use for, and what only the proxy and the trainer have.
 HEAVY = ("torch", "transformers", "vllm", "litellm", "numpy", "fastapi", "starlette", "uvicorn", "aiosqlite", "asyncpg")
-PARSED = (*HEAVY, "aiohttp", "asyncio", "rich", "yaml", "lightning_proxy.proxy.config")
+PARSED = (*HEAVY, "aiohttp", "asyncio", "rich", "yaml", "lightning_proxy.core.config")
 
 
 COMPLETION = {"_LIGHTNING_PROXY_COMPLETE": "complete_bash", "COMP_WORDS": "lightning-proxy ru", "COMP_CWORD": "1"}
@@ -78,7 +78,7 @@ COMPLETION = {"_LIGHTNING_PROXY_COMPLETE": "complete_bash", "COMP_WORDS": "light
         (["--help"], {}, (*PARSED, "pydantic")),
         (["run", "--help"], {}, PARSED),  # once an option is parsed, typer itself imports pydantic
         ([], COMPLETION, PARSED),
-        (["status"], {"LIGHTNING_PROXY__PORT": "1"}, (*HEAVY, "lightning_proxy.proxy.store")),
+        (["status"], {"LIGHTNING_PROXY__PORT": "1"}, (*HEAVY, "lightning_proxy.store")),
     ],
     ids=("help", "run", "completion", "status"),
 )
@@ -103,7 +103,7 @@ def test_merged_publishing_opens_the_operator_routes_and_loads_no_adapters(model
 
 
 def test_all_weights_need_no_adapters_on_a_gpu_either(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_proxy.proxy.policy.mode.has_gpu", lambda: True)
+    monkeypatch.setattr("lightning_proxy.serving.mode.has_gpu", lambda: True)
     monkeypatch.setattr("lightning_proxy.commands.vllm.has_gpu", lambda: True)
     config = Config.model_validate({"policy": {"model": str(model)}, "trainer": {"weights": "full"}})
     program = vllm_program(config)

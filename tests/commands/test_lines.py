@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.lines import _Once, call_line
-from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
+from lightning_proxy.core.records import CallEnd, CallStart, RolloutName
 
 
 def test_what_every_worker_sees_is_logged_by_one_of_them(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_proxy.commands.parsers import FAMILIES, WRITTEN, parsers_of
 from lightning_proxy.commands.vllm import vllm_program, without_tools
-from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.core.config.root import Config
 
 
 def tools(parser: str) -> tuple[str, ...]:

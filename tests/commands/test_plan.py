@@ -14,9 +14,9 @@ from lightning_proxy.commands import train as train_module
 from lightning_proxy.commands.doctor.doctor import check_memory
 from lightning_proxy.commands.system.system import Launch, System
 from lightning_proxy.commands.vllm import vllm_program
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.policy import mode
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.serving import mode
 from lightning_proxy.trainer.plan import settle as settle_module
 from lightning_proxy.trainer.plan.settle import settle
 from support.model_sizes import SIZES

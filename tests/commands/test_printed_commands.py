@@ -12,12 +12,12 @@ import pytest
 import typer.main
 
 from lightning_proxy.cli import app
-from support.paths import ROOT
+from support.paths import ROOT, TOPS
 
-PAGE = ROOT / "proxy" / "page" / "files"
+PAGE = ROOT / "features" / "page" / "files"
 SOURCES = [
     *(path for path in sorted(PAGE.glob("*.*")) if path.suffix in (".mjs", ".html")),
-    *(path for room in ("proxy", "trainer", "commands") for path in sorted((ROOT / room).rglob("*.py"))),
+    *(path for top in TOPS for path in sorted((ROOT / top).rglob("*.py"))),
 ]
 PRINTED = re.compile(r"(?:<code>|`)lightning-proxy ([a-z][^<`]*)(?:</code>|`)")
 # What stands for a value: of JavaScript, of Python's two kinds of formats, and dots for what may follow.
@@ -49,7 +49,7 @@ def parse(arguments: list[str]) -> None:
 
 
 def test_the_page_prints_commands() -> None:
-    assert sum(path.startswith("proxy/page") for path, _ in COMMANDS) >= 5
+    assert sum(path.startswith("features/page") for path, _ in COMMANDS) >= 5
 
 
 @pytest.mark.parametrize(("path", "command"), COMMANDS)

@@ -16,12 +16,12 @@ import pytest
 
 from lightning_proxy.commands.moving.file import file_to_read, new_file
 from lightning_proxy.commands.moving.move import _tables as all_tables
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.errors import LightningError, StoreUnavailable
-from lightning_proxy.proxy.page.events import FeedEvents
-from lightning_proxy.proxy.store.opening import open_database, opened
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import Reward, RolloutName
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.errors import LightningError, StoreUnavailable
+from lightning_proxy.core.records import Reward, RolloutName
+from lightning_proxy.features.page.events import FeedEvents
+from lightning_proxy.store.opening import open_database, opened
+from lightning_proxy.store.store import Store
 from support.command_line import Done, lightning
 from support.full_stores import fill, read_all
 from support.postgres import Server, postgres_server

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from lightning_proxy.commands.train import train
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.upstreams.litellm import engine
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.features.litellm import engine
 from support.command_line import lightning
 from support.small_model import save_small_model
 

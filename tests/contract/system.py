@@ -36,13 +36,13 @@ from contract.raw import Upstream
 from contract.vllm import PlayedVllm
 from lightning_proxy.cli import app
 from lightning_proxy.commands.serve import uvicorn_options
+from lightning_proxy.core.config.file import load_config
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config.file import load_config
 from support.stores import store_url
 
 Json = dict[str, Any]
 CLI = [sys.executable, "-m", "lightning_proxy.cli"]
-PRELOADED = ["contract.system", "contract.model", "lightning_proxy.commands.train", "lightning_proxy.trainer.main"]
+PRELOADED = ["contract.system", "contract.model", "lightning_proxy.commands.train", "lightning_proxy.trainer.train"]
 CHANGES = {"open", "os.rename", "os.remove", "shutil.rmtree"}  # audit events
 
 

@@ -16,16 +16,15 @@ import pytest
 
 from contract.system import CLI, Process, Served, free_port, played, write_config
 from contract.vllm import PlayedVllm
-from support.paths import ROOT
+from support.paths import ROOT, TOPS
 
-PACKAGES = ("proxy", "trainer", "commands", "client")
 COPIED = re.compile(r"^COPY (?!--)(.+) (\S+)$", re.MULTILINE)  # what an image is built of is enough to build
 MODULES = ("__init__.py", "__main__.py", "cli.py", "py.typed")
 
 
 def shipped() -> set[str]:
     """Every file of the package, the data that its modules read included."""
-    files = [path for top in PACKAGES for path in (ROOT / top).rglob("*") if path.is_file()]
+    files = [path for top in TOPS for path in (ROOT / top).rglob("*") if path.is_file()]
     files += [path for path in (ROOT / "examples" / "addition").iterdir() if path.suffix in (".jsonl", ".md", ".py")]
     return {*MODULES, *(str(path.relative_to(ROOT)) for path in files if path.suffix != ".pyc")}
 

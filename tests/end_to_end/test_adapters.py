@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from contract.real import System
-from lightning_proxy.proxy.policy.operator import operator_headers
+from lightning_proxy.serving.operator import operator_headers
 from support.adapters import logprobs_with, save_adapter
 from support.token_continuity import Served, converse, two_proxies
 

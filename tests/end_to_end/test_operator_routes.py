@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from contract.real import System
-from lightning_proxy.proxy.policy.operator import key_file, operator_headers
-from lightning_proxy.proxy.policy.probe import TOLERANCE, difference
-from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
+from lightning_proxy.proxy.gateway.probe import TOLERANCE, difference
+from lightning_proxy.serving.operator import key_file, operator_headers
+from lightning_proxy.serving.vllm import VllmServer, operator_session
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from contract.real import System
-from lightning_proxy.proxy.apis.as_chat.responses import ResponsesTranslator
+from lightning_proxy.proxy.dialects.as_chat.responses import ResponsesTranslator
 from support.responses_twice import assert_same, native, same, through_chat, unnumbered
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]

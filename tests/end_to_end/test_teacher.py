@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from contract.real import System
-from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
+from lightning_proxy.serving.vllm import VllmServer, operator_session
 from support.sections import PolicyConfig, TrainerConfig
 from support.spelling_model import LETTERS
 
@@ -21,7 +21,7 @@ async def test_a_policy_that_was_moved_away_comes_back_to_its_teacher(
 ) -> None:
     import torch
 
-    from lightning_proxy.trainer.guides.teacher import Teacher
+    from lightning_proxy.features.teacher.teacher import Teacher
     from lightning_proxy.trainer.step.trainer import LightningTrainer
     from lightning_proxy.trainer.types import Batch, Sample
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.vllm import vllm_program
-from lightning_proxy.proxy.config.file import config_of
-from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.core.config.file import config_of
+from lightning_proxy.core.config.root import Config
 from support.examples import EXAMPLES, NAMES, learned
 from support.sections import TrainerConfig
 

@@ -10,7 +10,7 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
-from lightning_proxy.proxy.store.training import CallCredit
+from lightning_proxy.store.training import CallCredit
 from support.examples import EXAMPLES
 
 

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.policy.operator import operator_headers
-from lightning_proxy.proxy.policy.swap import Swap
-from lightning_proxy.proxy.policy.vllm import VllmFleet, operator_session
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.serving.operator import operator_headers
+from lightning_proxy.serving.swap import Swap
+from lightning_proxy.serving.vllm import VllmFleet, operator_session
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.types import Sample
 from support.own_vllm import own_vllm
 from support.sections import PolicyConfig, TrainerConfig

@@ -20,9 +20,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
 from support.served import Proxy, proxy_in_front, serves, settled, workers
 
 # `make kill-rounds`: 200 of them.

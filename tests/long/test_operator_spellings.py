@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from contract.system import free_port, wait_until
-from lightning_proxy.proxy.policy.operator import KEY_FILE_VARIABLE, key_file, operator_headers, relay_headers
+from lightning_proxy.serving.operator import KEY_FILE_VARIABLE, key_file, operator_headers, relay_headers
 from support.spellings import METHODS, spellings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from playwright.async_api import expect
 
-from lightning_proxy.proxy.promotion import gate
+from lightning_proxy.features.promotion import gate
 from support.browser import browsing, needs_browser
 
 pytestmark = needs_browser

@@ -10,10 +10,10 @@ from typing import Any
 import asyncpg
 import pytest
 
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.postgres.database import SESSION
-from lightning_proxy.proxy.store.postgres.translate import translated
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.postgres.database import SESSION
+from lightning_proxy.store.postgres.translate import translated
 from support.postgres import postgres_server
 from support.statements import pages, statements
 

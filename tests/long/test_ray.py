@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from lightning_proxy.commands.run.run import RunOptions
-from lightning_proxy.proxy.errors import ConfigError, LightningError
+from lightning_proxy.core.errors import ConfigError, LightningError
 from support.control_api import ControlApi, served
 from support.ray_cluster import RayCluster, ray_cluster
 from support.running import Program, run_all, task

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_proxy.proxy.apis.dialects import DIALECTS
-from lightning_proxy.proxy.apis.sse import encode
-from lightning_proxy.proxy.apis.stream import Transcript
-from lightning_proxy.proxy.apis.tools import conversation, results_in, tool_calls, written_results
-from lightning_proxy.proxy.conversation.unnamed import Conversation, end_statements, start_statements
-from lightning_proxy.proxy.errors import InvalidRequest
+from lightning_proxy.core.errors import InvalidRequest
+from lightning_proxy.core.json_text import dumps, with_model
+from lightning_proxy.core.records import CallEnd, CallStart, RolloutName
+from lightning_proxy.core.sse import encode
+from lightning_proxy.core.tools import conversation, results_in, tool_calls, written_results
+from lightning_proxy.proxy.dialects.dialects import DIALECTS
+from lightning_proxy.proxy.dialects.stream import Transcript
 from lightning_proxy.proxy.gateway.relay import parse_object
-from lightning_proxy.proxy.json_text import dumps, with_model
-from lightning_proxy.proxy.store.requests.delta import grow_request, shrink_request
-from lightning_proxy.proxy.types import CallEnd, CallStart, RolloutName
+from lightning_proxy.proxy.gateway.unnamed import Conversation, end_statements, start_statements
+from lightning_proxy.store.requests.delta import grow_request, shrink_request
 from support.fuzzing import examples
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"

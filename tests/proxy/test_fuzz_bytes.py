@@ -9,11 +9,11 @@ import pytest
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from lightning_proxy.proxy.apis.dialects import DIALECTS
-from lightning_proxy.proxy.apis.inject import Injection
-from lightning_proxy.proxy.apis.sse import Frame, SSEDecoder
-from lightning_proxy.proxy.apis.stream import Transcript
-from lightning_proxy.proxy.json_text import dumps, loads
+from lightning_proxy.core.json_text import dumps, loads
+from lightning_proxy.core.sse import Frame, SSEDecoder
+from lightning_proxy.proxy.dialects.dialects import DIALECTS
+from lightning_proxy.proxy.dialects.inject import Injection
+from lightning_proxy.proxy.dialects.stream import Transcript
 from support.fuzzing import examples
 
 # What a stream is made of, whole and in halves.

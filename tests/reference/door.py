@@ -23,18 +23,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.types import ModelCall, Reward
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.records import ModelCall, Reward
+from lightning_proxy.features.tune.dpo import DPO
+from lightning_proxy.features.tune.fit import tune
+from lightning_proxy.features.tune.kto import KTO
+from lightning_proxy.features.tune.lessons import Lessons
+from lightning_proxy.features.tune.pairs import Pair
+from lightning_proxy.features.tune.sft import SFT
+from lightning_proxy.features.tune.thumbs import Thumb
 from lightning_proxy.trainer.credit.rewards import training_rules
 from lightning_proxy.trainer.credit.strategies import group_credit
-from lightning_proxy.trainer.preferences.dpo import DPO
-from lightning_proxy.trainer.preferences.kto import KTO
-from lightning_proxy.trainer.preferences.pairs import Pair
-from lightning_proxy.trainer.preferences.thumbs import Thumb
-from lightning_proxy.trainer.sft.sft import SFT
 from lightning_proxy.trainer.step.trainer import LightningTrainer
-from lightning_proxy.trainer.tuning.fit import tune
-from lightning_proxy.trainer.tuning.lessons import Lessons
 from lightning_proxy.trainer.types import Batch, Guidance, RolloutRewards, Sample, Sampling, Sibling, Sifted
 
 Json = dict[str, Any]

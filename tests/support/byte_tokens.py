@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.types import Sift
 from support.sections import TrainerConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lightning_proxy.proxy.types import ModelCall
+from lightning_proxy.core.records import ModelCall
 
 
 def call(call_id: str, agent: str | None = None, prompt: tuple[int, ...] = (), **changed: Any) -> ModelCall:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from lightning_proxy.trainer.backends.tinker_trainer import TinkerTrainer
+from lightning_proxy.features.tinker.tinker_trainer import TinkerTrainer
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from support.sections import PolicyConfig, TrainerConfig

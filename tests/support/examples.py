@@ -24,7 +24,7 @@ from lightning_proxy.commands.run.programs import LocalRunner
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
 from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.commands.system.processes import free_port
-from lightning_proxy.proxy.config.upstreams import UpstreamConfig
+from lightning_proxy.core.config.upstreams import UpstreamConfig
 from support.in_process import proxy_of
 from support.loading import load_module
 

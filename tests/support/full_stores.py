@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Reward, RolloutName
+from lightning_proxy.core.records import CallEnd, CallStart, Reward, RolloutName
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store.database import Database
+from lightning_proxy.store.store import Store
 
 # What the recorder's rows alone do not reach. Both databases take these statements.
 MORE = """

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from lightning_proxy.core.config.root import Config
 from lightning_proxy.proxy.app import create_app
-from lightning_proxy.proxy.config.root import Config
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from lightning_proxy.cli import app
-from lightning_proxy.proxy.store.training import TrainingSteps
+from lightning_proxy.store.training import TrainingSteps
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 
 moment, _, at = os.environ["KILL_AT"].partition(":")

@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 from lightning_proxy.cli import app
-from lightning_proxy.proxy.promotion.promotions import Promotions
+from lightning_proxy.features.promotion.promotions import Promotions
 
 decide = Promotions.decide
 

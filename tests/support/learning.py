@@ -11,8 +11,8 @@ from typing import Any
 
 from aiohttp import web
 
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.store.training import CallCredit, ComparedGroup
+from lightning_proxy.store.store import Store
+from lightning_proxy.store.training import CallCredit, ComparedGroup
 
 Json = dict[str, Any]
 EQUAL = "all rewards of the group are equal"

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_proxy.proxy.apis.as_chat.messages import MessagesTranslator
-from lightning_proxy.proxy.apis.as_chat.template import PROBES, Template, learn
-from lightning_proxy.proxy.apis.inject import Injection, inject
-from lightning_proxy.proxy.apis.messages import MessagesApi
+from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
+from lightning_proxy.proxy.dialects.as_chat.template import PROBES, Template, learn
+from lightning_proxy.proxy.dialects.inject import Injection, inject
+from lightning_proxy.proxy.dialects.messages import MessagesApi
 from support.responses_twice import events, post
 
 Json = dict[str, Any]

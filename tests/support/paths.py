@@ -7,3 +7,4 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 EXAMPLES = ROOT / "examples"
+TOPS = ("core", "store", "serving", "proxy", "trainer", "commands", "features", "client")

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from lightning_proxy.trainer.distributed.ranks import Ranks
+from lightning_proxy.features.distributed.ranks import Ranks
 from lightning_proxy.trainer.step.processes import Processes
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, Sample

@@ -11,20 +11,20 @@ from typing import Any
 import uvicorn
 
 from lightning_proxy.commands.serve import uvicorn_options
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.server import ProxyConfig, RecordingConfig
+from lightning_proxy.core.config.upstreams import UpstreamConfig
+from lightning_proxy.core.errors import Unauthorized
+from lightning_proxy.core.records import CallEnd, CallStart
 from lightning_proxy.proxy.access.auth import Caller
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.server import ProxyConfig, RecordingConfig
-from lightning_proxy.proxy.config.upstreams import UpstreamConfig
-from lightning_proxy.proxy.errors import Unauthorized
 from lightning_proxy.proxy.gateway.asgi import Bodies
+from lightning_proxy.proxy.gateway.attempts import Upstreams
 from lightning_proxy.proxy.gateway.call import Gateway
+from lightning_proxy.proxy.gateway.metrics import Metrics
 from lightning_proxy.proxy.gateway.relay import Relay
-from lightning_proxy.proxy.recording.metrics import Metrics
-from lightning_proxy.proxy.store.rollouts import RolloutKey
-from lightning_proxy.proxy.types import CallEnd, CallStart
-from lightning_proxy.proxy.upstreams.attempts import Upstreams
-from lightning_proxy.proxy.upstreams.base import Route
-from lightning_proxy.proxy.upstreams.http import make_session
+from lightning_proxy.proxy.gateway.upstream import Route
+from lightning_proxy.proxy.gateway.upstream_http import make_session
+from lightning_proxy.store.rollouts import RolloutKey
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from lightning_proxy.proxy.apis.as_chat.responses import ResponsesTranslator
-from lightning_proxy.proxy.apis.as_chat.translation import Untranslatable
-from lightning_proxy.proxy.apis.inject import inject
+from lightning_proxy.proxy.dialects.as_chat.responses import ResponsesTranslator
+from lightning_proxy.proxy.dialects.as_chat.translation import Untranslatable
+from lightning_proxy.proxy.dialects.inject import inject
 
 Json = dict[str, Any]
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.opening import open_database
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store.database import Database
+from lightning_proxy.store.opening import open_database
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.types import Batch
 from support.sections import TrainerConfig
@@ -84,7 +84,7 @@ class Traffic:
         config = TrainerConfig.model_validate(settings)
         judge = None
         if getattr(config, "judged", False):
-            from lightning_proxy.trainer.rewarders.judge import StepJudge
+            from lightning_proxy.features.judge.step_judge import StepJudge
 
             judge = StepJudge(Config.model_validate({"trainer": settings}), self.store).missing
         collector = Collector(config, self.store, judge=judge)

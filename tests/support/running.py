@@ -13,7 +13,7 @@ from lightning_proxy.commands.run.executors.choose import runner_for
 from lightning_proxy.commands.run.run import RolloutResult, RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import Runner
 from lightning_proxy.commands.run.tasks import Task
-from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.core.config.root import Config
 
 from .control_api import ControlApi
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.core.config.root import Config
 
 _CONFIG = Config()
 PolicyConfig, TrainerConfig = type(_CONFIG.policy), type(_CONFIG.trainer)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from contract.system import free_port
-from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.core.config.root import Config
 
 
 @asynccontextmanager

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-from lightning_proxy.proxy import store
-from lightning_proxy.proxy.on_board import ON_BOARD
-from lightning_proxy.proxy.store.reports.tasks import TASK_SUMS
-from lightning_proxy.proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
+from lightning_proxy import store
+from lightning_proxy.store.reports.tasks import TASK_SUMS
+from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
 
 TEMPLATE = re.compile(r"\{\w+\}")
-ORDINARY = ("SELECT", "INSERT", "UPDATE", "DELETE", "WITH RECURSIVE")
+ORDINARY = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH RECURSIVE)\s")
 
 
 def pages() -> dict[str, str]:
@@ -32,11 +31,13 @@ def pages() -> dict[str, str]:
 def statements() -> Iterator[tuple[str, str]]:
     """Every statement of the store: module constants by name, those that stand in a method by their first words."""
     folder = Path(store.__path__[0])
-    for path in sorted(path for room in ("store", *ON_BOARD) for path in (folder.parent / room).rglob("*.py")):
+    for path in sorted(path for top in ("store", "features") for path in (folder.parent / top).rglob("*.py")):
         parts_of_path = path.relative_to(folder.parent).with_suffix("").parts
         if "postgres" in parts_of_path:  # ways of one database to say the same
             continue
-        module = import_module(".".join(("lightning_proxy.proxy", *parts_of_path)))
+        if not ORDINARY.search(path.read_text()):  # it may need an extra
+            continue
+        module = import_module(".".join(("lightning_proxy", *parts_of_path)))
         tree = ast.parse(path.read_text())
         parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
         texts = [(name, text) for name, text in vars(module).items() if isinstance(text, str)]
@@ -47,4 +48,4 @@ def statements() -> Iterator[tuple[str, str]]:
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
                     texts.append((node.value[:60], node.value))
         whole = ((name, text) for name, text in texts if not TEMPLATE.search(text))
-        yield from ((name, text) for name, text in whole if text.lstrip().startswith(ORDINARY))
+        yield from ((name, text) for name, text in whole if ORDINARY.match(text))

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.features.distributed.ranks import Ranks
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.distributed.ranks import Ranks
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch
 from support.ranks import VOCABULARY, trainer

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_proxy.proxy.store.database import Database, Transaction, Work
+from lightning_proxy.store.database import Database, Transaction, Work
 
 from .postgres import Server
 

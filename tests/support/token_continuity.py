@@ -23,11 +23,11 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from contract.real import System
 from contract.system import CLI, free_port
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.policy.operator import key_file
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import ModelCall
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.records import ModelCall
+from lightning_proxy.serving.operator import key_file
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.rows.samples import rollout_samples
 from lightning_proxy.trainer.types import Sampling
 

@@ -16,16 +16,16 @@ from aiohttp import web
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.upstreams import UpstreamConfig
-from lightning_proxy.proxy.policy.swap import Swap
-from lightning_proxy.proxy.policy.vllm import VllmFleet, operator_session
-from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.opening import open_database
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.config.upstreams import UpstreamConfig
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.serving.swap import Swap
+from lightning_proxy.serving.vllm import VllmFleet, operator_session
+from lightning_proxy.store.database import Database
+from lightning_proxy.store.opening import open_database
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.opening import engine_of
 from lightning_proxy.trainer.plugins.on_board import plugins_of
@@ -126,7 +126,7 @@ class Bench:
         self.trainer: Any = engine_of(config, plugins_of(config))
         judge: dict[str, Any] = {}
         if getattr(config.trainer, "judged", False):
-            from lightning_proxy.trainer.rewarders.judge import StepJudge
+            from lightning_proxy.features.judge.step_judge import StepJudge
 
             judge = {"judge": StepJudge(config, self.store).missing}
         return runs(config, self.store, self.trainer, self._publisher(config), **judge)
@@ -135,9 +135,9 @@ class Bench:
         directory = config.policy.directory
         if not getattr(config.policy, "is_gated", False):
             return Publisher(config.policy, self.store, Swap(self.store, self.vllm, self.mode, directory), self.trainer)
-        from lightning_proxy.proxy.promotion.promotions import Promotions
-        from lightning_proxy.proxy.promotion.splitting import candidates_server
-        from lightning_proxy.trainer.promotion.gated import CandidateSwap, GatedPublisher
+        from lightning_proxy.features.promotion.gated import CandidateSwap, GatedPublisher
+        from lightning_proxy.features.promotion.promotions import Promotions
+        from lightning_proxy.features.promotion.splitting import candidates_server
 
         placed = candidates_server(self.config, Promotions(self.store.database))
         swap = CandidateSwap(self.store, self.vllm, self.mode, directory, placed)

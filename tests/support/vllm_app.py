@@ -15,7 +15,7 @@ def main(port: int) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from lightning_proxy.proxy.policy.operator import GUARD
+    from lightning_proxy.serving.operator import GUARD
 
     options = ["--enable-scale-out", "--enable-lora", "--middleware", GUARD]
     app = build_app(make_arg_parser(FlexibleArgumentParser()).parse_args(options), ("generate",))

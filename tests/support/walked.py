@@ -13,6 +13,7 @@ from typing import Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import lightning_proxy
+from support.paths import TOPS
 
 ROOT = Path(lightning_proxy.__file__).parent
 
@@ -51,11 +52,11 @@ def marking(app: ASGIApp) -> ASGIApp:
 @contextmanager
 def walking(*, beside: bool = False) -> Iterator[Walk]:
     """Trace the requests that `marking` marks, or what runs `beside` them, in this thread and during the block."""
-    walk, seen, proxy = Walk(), set[CodeType](), str(ROOT / "proxy")
+    walk, seen, product = Walk(), set[CodeType](), tuple(f"{ROOT / top}/" for top in TOPS)
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code not in seen and code.co_filename.startswith(proxy) and _WALKED.get() != beside:
+        if event == "call" and code not in seen and code.co_filename.startswith(product) and _WALKED.get() != beside:
             seen.add(code)
             walk.functions.append(code)
 

@@ -13,9 +13,9 @@ from aiohttp import web
 from traffic.played import PlayedModel
 from traffic.shapes import Ids, stream, whole_answer
 
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.upstreams import UpstreamConfig
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.config.upstreams import UpstreamConfig
 from support.sections import PolicyConfig
 
 Json = dict[str, Any]

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.store.opening import opened
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.store.opening import opened
 from lightning_proxy.trainer import alone
 from lightning_proxy.trainer.waiting import in_thread
 from support.postgres import END_LOCKS, Server, postgres_server

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.proxy.types import Choice, Reward
+from lightning_proxy.core.records import Choice, Reward
 from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.report.batch_metrics import COUNTS
 from lightning_proxy.trainer.report.metric_schema import METRICS

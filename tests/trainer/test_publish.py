@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from lightning_proxy.proxy.errors import (
+from lightning_proxy.core.errors import (
     LightningError,
     NotSaved,
     PublishError,
@@ -19,8 +19,8 @@ from lightning_proxy.proxy.errors import (
     UpstreamTimeout,
     UpstreamUnreachable,
 )
-from lightning_proxy.proxy.policy.swap import NotServed, Swap
-from lightning_proxy.proxy.policy.vllm import VllmError, VllmFault, VllmServer
+from lightning_proxy.serving.swap import NotServed, Swap
+from lightning_proxy.serving.vllm import VllmError, VllmFault, VllmServer
 from lightning_proxy.trainer import waiting
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.verify import mean_difference
@@ -35,7 +35,7 @@ from support.training import (
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_proxy.proxy.policy.swap.LEAVE_S", 0.05)
+    monkeypatch.setattr("lightning_proxy.serving.swap.LEAVE_S", 0.05)
 
 
 @pytest.mark.parametrize("publish", ["merged", "lora"])

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_proxy.proxy.errors import (
+from lightning_proxy.core.errors import (
     PublishError,
 )
-from lightning_proxy.proxy.policy.swap import Swap
-from lightning_proxy.proxy.types import PolicyVersion
+from lightning_proxy.core.records import PolicyVersion
+from lightning_proxy.serving.swap import Swap
 from support.training import (
     OWN_ADAPTERS,
     HonestServer,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from lightning_proxy.proxy.errors import (
+from lightning_proxy.core.errors import (
     ConfigError,
     StoreUnavailable,
 )

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import pytest
 from aiohttp import web
 
-from lightning_proxy.proxy.errors import PublishError
-from lightning_proxy.proxy.policy import swap
-from lightning_proxy.proxy.policy.vllm import LOADING
-from lightning_proxy.proxy.policy.weights import LOADED
+from lightning_proxy.core.errors import PublishError
+from lightning_proxy.serving import swap
+from lightning_proxy.serving.vllm import LOADING
+from lightning_proxy.serving.weights import LOADED
 from support.training import DeafServer, HonestServer, bench
 
 

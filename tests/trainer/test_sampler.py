@@ -12,7 +12,7 @@ import torch
 
 from lightning_proxy.commands.show.status import step_facts
 from lightning_proxy.commands.show.steps import step_line
-from lightning_proxy.proxy.types import Choice, Reward
+from lightning_proxy.core.records import Choice, Reward
 from support.small_model import save_small_model
 from support.training import Bench, bench
 

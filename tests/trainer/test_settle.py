@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.errors import PublishError
-from lightning_proxy.proxy.policy.swap import Swap
-from lightning_proxy.proxy.policy.vllm import VllmServer
-from lightning_proxy.proxy.types import Rollout
+from lightning_proxy.core.errors import PublishError
+from lightning_proxy.core.records import Rollout
+from lightning_proxy.serving.swap import Swap
+from lightning_proxy.serving.vllm import VllmServer
 from lightning_proxy.trainer.collect.collector import UNVERIFIED
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.errors import PublishError
-from lightning_proxy.proxy.policy.swap import Swap
+from lightning_proxy.core.errors import PublishError
+from lightning_proxy.serving.swap import Swap
 from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, SURE, VERIFIED_TOKENS, WeightEvidence
 from support.training import HonestServer, bench, require_seen_clearly
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.errors import NotSaved
-from lightning_proxy.proxy.store.database import Changes
+from lightning_proxy.core.errors import NotSaved
+from lightning_proxy.store.database import Changes
 from lightning_proxy.trainer.waiting import in_thread, pause_until_changed
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.returns import Rules, earned
-from ...proxy.store.store import Store
-from ...proxy.store.training import Collapse, Step
-from ...proxy.store.trust import Counted
-from ...proxy.types import PolicyVersion
+from ...core.config.trainer import TrainerConfig
+from ...core.records import PolicyVersion
+from ...core.returns import Rules, earned
+from ...store.store import Store
+from ...store.training import Collapse, Step
+from ...store.trust import Counted
 from .signs import MOST, MOST_SIGMAS, Measured, ScoredRollout, Sign, kept, reward_sign, step_signs
 
 log = logging.getLogger(__name__)

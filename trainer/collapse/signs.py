@@ -9,8 +9,8 @@ from itertools import takewhile
 from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
 
-from ...proxy.config.trainer import CollapseConfig
-from ...proxy.types import CollapseSign
+from ...core.config.trainer import CollapseConfig
+from ...core.records import CollapseSign
 
 # The newest 1, 2, 4 and 8 versions are compared with those before: a reward falls at once, or little by little.
 SPLITS = (1, 2, 4, 8)

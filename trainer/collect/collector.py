@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import compress
 
-from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.errors import NotFound, UpstreamTimeout, UpstreamUnreachable
-from ...proxy.groups import Group
-from ...proxy.store.store import Store
-from ...proxy.store.training import CallCredit, ComparedGroup
-from ...proxy.store.waiting import EQUAL_REWARDS
-from ...proxy.types import ModelCall, Rollout
+from ...core.config.policy import DEFAULT_ADAPTER, PolicyConfig
+from ...core.config.trainer import TrainerConfig
+from ...core.errors import NotFound, UpstreamTimeout, UpstreamUnreachable
+from ...core.groups import Group
+from ...core.records import ModelCall, Rollout
+from ...store.store import Store
+from ...store.training import CallCredit, ComparedGroup
+from ...store.waiting import EQUAL_REWARDS
 from ..credit.agents import RollCall, TrainedAgents
 from ..credit.baselines import ACROSS_TASKS
 from ..credit.strategies import Credited, group_credit

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
 
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.groups import Group, Grouping, Pool
-from ...proxy.returns import Rules
-from ...proxy.store.store import Store
+from ...core.config.trainer import TrainerConfig
+from ...core.groups import Group, Grouping, Pool
+from ...core.returns import Rules
+from ...store.store import Store
 
 Order = Callable[[Group], Any]  # a sort key: the first groups are taken first
 STANDS_S = 300.0  # that complete rollouts wait without a step until it is told

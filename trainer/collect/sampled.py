@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
-from ...proxy.apis.as_chat.template import Template
-from ...proxy.apis.as_chat.translators import CHAT_ENDPOINT, chat_request
-from ...proxy.apis.tokens import constraint, is_not_followed
-from ...proxy.errors import UpstreamTimeout, UpstreamUnreachable
-from ...proxy.json_text import dumps
-from ...proxy.policy.vllm import VllmError
-from ...proxy.types import ModelCall
+from ...core.errors import UpstreamTimeout, UpstreamUnreachable
+from ...core.json_text import dumps
+from ...core.records import ModelCall
+from ...core.tokens import constraint, is_not_followed
+from ...serving.vllm import VllmError
 from ..rows.grammars import cannot_be_replayed
 from ..rows.sampling import sampling_of
 from ..types import Sampling
@@ -27,8 +25,6 @@ _PARAMETERS = (
     "response_format", "text", "output_format", "tools", "tool_choice", "parallel_tool_calls", "chat_template",
     "chat_template_kwargs", "reasoning_effort", "reasoning", "include_reasoning",
 )  # fmt: skip
-# The template does not matter here, but an unknown one would make requests untranslatable.
-_TEMPLATE = Template(merges_system=False, disabled_effort="none", ignores_no_tools=True)
 # Sets of parameters, far more than a step has.
 _KEPT = 10_000
 _MESSAGE: Json = {"messages": [{"role": "user", "content": "0"}]}
@@ -37,6 +33,10 @@ _NO_ROUTE = (
     "vLLM does not report its sampling parameters (%s): calls with a grammar are left out, others are taken by their "
     "requests; start it with `lightning-proxy vllm`, or add --enable-scale-out"
 )
+
+
+# The chat request that a request of another API was sent as; None if it was sent as it is.
+AsChat = Callable[[str, Json], Json | None]
 
 
 class Vllm(Protocol):
@@ -57,15 +57,15 @@ class Known(NamedTuple):
 class Sampled:
     """Knows how calls were sampled. Without `vllm`, only from their requests, which show no grammar."""
 
-    def __init__(self, vllm: Vllm | None = None) -> None:
-        self._vllm = vllm
+    def __init__(self, vllm: Vllm | None = None, as_chat: AsChat | None = None) -> None:
+        self._vllm, self._as_chat = vllm, as_chat
         self._known: dict[str, Known] = {}
         self._warned = False
 
     async def look(self, calls: Iterable[ModelCall]) -> None:
         """Ask vLLM how trainable calls were sampled, unless known. Raise UpstreamUnreachable if a grammar needs it."""
         for call in calls:
-            if call.trainable and (key := _key(call)) not in self._known:
+            if call.trainable and (key := self._key(call)) not in self._known:
                 known = await self._ask(call)
                 if known is not None:
                     self._known[key] = known
@@ -84,7 +84,7 @@ class Sampled:
         return known.why or "its sampling parameters are not understood" if known.sampling is None else None
 
     def _of(self, call: ModelCall) -> Known:
-        return self._known.get(_key(call)) or _by_request(call)
+        return self._known.get(self._key(call)) or _by_request(call)
 
     async def _ask(self, call: ModelCall) -> Known | None:
         """By vLLM's answer, or by the request if vLLM has no such route; None while vLLM is away. Grammars wait."""
@@ -92,7 +92,7 @@ class Sampled:
             return _by_request(call)
         try:
             model = await self._vllm.base_model()
-            endpoint, parameters = _sent(call)
+            endpoint, parameters = self._sent(call)
             prompt = _PROMPTS.get(endpoint, _MESSAGE)
             rendered = await self._vllm.rendered(endpoint, {"model": model, **prompt, **parameters})
         except VllmError as error:
@@ -105,6 +105,17 @@ class Sampled:
                 raise
             return None
         return _as_rendered(rendered, call)
+
+    def _sent(self, call: ModelCall) -> tuple[str, Json]:
+        """The endpoint that the call was sent to, and the parameters that decided how its answer was sampled."""
+        endpoint, request = call.endpoint, _shortened(call.request)
+        if self._as_chat and (chat := self._as_chat(endpoint, request)) is not None:
+            endpoint, request = "chat/completions", chat
+        return endpoint, {name: request[name] for name in _PARAMETERS if request.get(name) is not None}
+
+    def _key(self, call: ModelCall) -> str:
+        endpoint, parameters = self._sent(call)
+        return f"{endpoint} {dumps(parameters)}"
 
 
 def _as_rendered(rendered: Json, call: ModelCall) -> Known:
@@ -126,21 +137,8 @@ def _by_request(call: ModelCall) -> Known:
     return Known(sampling_of(call.request))
 
 
-def _sent(call: ModelCall) -> tuple[str, Json]:
-    """The endpoint that the call was sent to, and the parameters that decided how its answer was sampled."""
-    shortened = _shortened(call.request)
-    chat = None if call.endpoint == CHAT_ENDPOINT else chat_request(call.endpoint, shortened, _TEMPLATE)
-    endpoint, request = (call.endpoint, call.request) if chat is None else (CHAT_ENDPOINT, chat)
-    return endpoint, {name: request[name] for name in _PARAMETERS if request.get(name) is not None}
-
-
 def _shortened(request: Json) -> Json:
     """The request with the shortest conversation in place of its own, which is not needed here."""
     placeholders = {"messages": _MESSAGE["messages"], "input": "0"}
     kept = {name: value for name, value in request.items() if name not in ("system", "previous_response_id")}
     return {name: placeholders.get(name, value) for name, value in kept.items()}
-
-
-def _key(call: ModelCall) -> str:
-    endpoint, parameters = _sent(call)
-    return f"{endpoint} {dumps(parameters)}"

@@ -13,9 +13,9 @@ from types import MappingProxyType
 
 import psutil
 
-from ...proxy.config.cron import last_time, next_time
-from ...proxy.config.trainer import ScheduleConfig
-from ...proxy.store.store import Store
+from ...core.config.cron import last_time, next_time
+from ...core.config.trainer import ScheduleConfig
+from ...store.store import Store
 from .collector import Collector
 
 LOOK_S = 1.0  # the load is measured over at least this time

@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from ...proxy.config.trainer import MIN_EARLIER, TrainerConfig
-from ...proxy.errors import NotFound
-from ...proxy.store.store import Store
-from ...proxy.types import ModelCall, Reward, Rollout
+from ...core.config.trainer import MIN_EARLIER, TrainerConfig
+from ...core.errors import NotFound
+from ...core.records import ModelCall, Reward, Rollout
+from ...store.store import Store
 from ..credit.air import air_rewards
 from ..credit.rewards import training_rules
 from ..types import RolloutRewards, Sibling, Sift, Sifted

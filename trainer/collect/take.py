@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
-from ...proxy.groups import Group
-from ...proxy.store.training import CallCredit, ComparedGroup
-from ...proxy.types import Rollout
+from ...core.groups import Group
+from ...core.records import Rollout
+from ...store.training import CallCredit, ComparedGroup
 from ..report.batch_metrics import Seen, sample_metrics, staleness_metrics
 from ..types import Sample, Sibling
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from ...proxy.types import ModelCall
+from ...core.records import ModelCall
 
 log = logging.getLogger(__name__)
 

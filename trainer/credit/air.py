@@ -15,9 +15,9 @@ from jsonschema.validators import validator_for
 from jsonschema_specifications import REGISTRY
 from referencing.exceptions import Unresolvable
 
-from ...proxy.apis.tools import dicts
-from ...proxy.config.trainer import AirConfig
-from ...proxy.types import ModelCall, ToolCall
+from ...core.config.trainer import AirConfig
+from ...core.records import ModelCall, ToolCall
+from ...core.tools import dicts
 
 Json = dict[str, Any]
 

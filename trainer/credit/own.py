@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from numbers import Real
 
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.errors import ConfigError
+from ...core.config.trainer import TrainerConfig
+from ...core.errors import ConfigError
 from ..hooks import faults, load
 from ..types import Sibling
 

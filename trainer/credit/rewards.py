@@ -1,9 +1,9 @@
-"""The rules by which rewards count in training: those of `proxy/returns.py`, and a judge's scores beside them. Pure."""
+"""The rules by which rewards count in training: those of `core/returns.py`, and a judge's scores beside them. Pure."""
 
 from __future__ import annotations
 
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.returns import Rules
+from ...core.config.trainer import TrainerConfig
+from ...core.returns import Rules
 
 JUDGE = "judge"  # the name of a judge's rewards
 

@@ -13,8 +13,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.types import ModelCall
+from ...core.config.trainer import TrainerConfig
+from ...core.records import ModelCall
 from ..types import RolloutRewards, Sibling, Sifted
 from .agents import TrainedAgents
 from .baselines import Baseline, compared, group_baselines

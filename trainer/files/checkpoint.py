@@ -11,8 +11,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from ...proxy.errors import NotSaved
-from ...proxy.store.store import Store
+from ...core.errors import NotSaved
+from ...store.store import Store
 
 
 @contextmanager

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...proxy.config.policy import PolicyConfig
-from ...proxy.config.section import Section
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.errors import ConfigError
+from ...core.config.policy import PolicyConfig
+from ...core.config.section import Section
+from ...core.config.trainer import TrainerConfig
+from ...core.errors import ConfigError
 
 FILE = "config.json"
 WEIGHTS = "weights of policy.model"

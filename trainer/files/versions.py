@@ -9,11 +9,11 @@ from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 
-from ...proxy.config.policy import PolicyConfig
-from ...proxy.errors import LightningError
-from ...proxy.policy.swap import Swap
-from ...proxy.store.store import Store
-from ...proxy.types import PolicyVersion
+from ...core.config.policy import PolicyConfig
+from ...core.errors import LightningError
+from ...core.records import PolicyVersion
+from ...serving.swap import Swap
+from ...store.store import Store
 
 
 class VersionFiles:

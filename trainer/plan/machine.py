@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...proxy.errors import ConfigError
+from ...core.errors import ConfigError
 from .memory import GIB
 
 ASKING_S = 20.0

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ...proxy.errors import ConfigError
+from ...core.errors import ConfigError
 from . import memory
 from .memory import GIB, Adapter
 from .shape import DecoderShape

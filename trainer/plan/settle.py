@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
-from ...proxy.config.root import Config
-from ...proxy.policy.mode import publish_mode
+from ...core.config.root import Config
+from ...serving.mode import publish_mode
 from ..rate import Rate, rate_of
 from .machine import Cards, cards, machine_memory, model_config
 from .memory import Adapter

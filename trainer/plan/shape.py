@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...proxy.errors import ConfigError
+from ...core.errors import ConfigError
 
 # Their configurations list no layer types: layers have a state that runs through the row, or other attention.
 _RECURRENT = ("mamba", "rwkv", "jamba", "bamba", "zamba", "falcon_h1", "nemotron_h", "recurrent_gemma", "hybrid")

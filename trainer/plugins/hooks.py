@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from ...proxy.config.root import Config
-from ...proxy.policy.swap import Swap
-from ...proxy.store.store import Store
-from ...proxy.store.training import Step
+from ...core.config.root import Config
+from ...serving.swap import Swap
+from ...store.store import Store
+from ...store.training import Step
 from ..types import BesideSteps, Guide, Show, Sift, show_nothing
 
 if TYPE_CHECKING:

@@ -5,26 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import fields
-from importlib import import_module
 from typing import Any
 
-from ...proxy.config.root import Config
-from ...proxy.errors import ConfigError
+from ...core.config.root import Config
+from ...core.errors import ConfigError
+from ...core.on_board import modules
 from .hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
-
-# Each is a folder of the trainer with a module `plugin`. A room is taken out by deleting its folder and its line.
-ON_BOARD = (
-    "rewarders",
-    "guides",
-    "promotion",
-    "evaluation",
-    "contexts",
-    "sft",
-    "preferences",
-    "offline",
-    "distributed",
-    "backends",
-)
 
 
 def methods() -> list[str]:
@@ -52,7 +38,7 @@ async def open_plugins(plugins: Sequence[TrainerPlugin], core: TrainerCore) -> A
 
 
 def _kinds() -> list[type[TrainerPlugin]]:
-    return [import_module(f"..{room}.plugin", __package__).plugin for room in ON_BOARD]
+    return [module.plugin for module in modules("trainer")]
 
 
 def _only(hooks: Sequence[TrainerHooks], name: str) -> Any:

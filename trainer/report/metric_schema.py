@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ...proxy.on_board import modules
+from ...core.on_board import modules
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any
 from transformers.integrations import TensorBoardCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-from ...proxy.errors import ConfigError
+from ...core.errors import ConfigError
 from .metric_schema import by_tag
 
 log = logging.getLogger(__name__)

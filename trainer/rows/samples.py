@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...proxy.apis.tokens import is_not_followed
-from ...proxy.apis.tools import conversation, only_results
-from ...proxy.config.policy import DEFAULT_ADAPTER
-from ...proxy.types import ModelCall
+from ...core.config.policy import DEFAULT_ADAPTER
+from ...core.records import ModelCall
+from ...core.tokens import is_not_followed
+from ...core.tools import conversation, only_results
 from ..types import Sample, Sampling
 from .prefix_tree import Ints, shared_prefix
 from .sampling import sampling_of

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ...proxy.config.policy import DEFAULT_ADAPTER
-from ...proxy.config.trainer import TrainerConfig
+from ...core.config.policy import DEFAULT_ADAPTER
+from ...core.config.trainer import TrainerConfig
 from ..rate import Rate
 from ..types import Batch, Sample
 

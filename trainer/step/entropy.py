@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...proxy.config.trainer import EntropyConfig
+from ...core.config.trainer import EntropyConfig
 
 
 class EntropyBonus:

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...proxy.config.trainer import TrainerConfig
+from ...core.config.trainer import TrainerConfig
 from ..types import Sample
 
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.errors import ConfigError
+from ...core.config.trainer import TrainerConfig
+from ...core.errors import ConfigError
 from ..hooks import faults, load, own_functions
 from ..types import Sample
 

@@ -10,7 +10,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from torch import Tensor, nn
 
-from ...proxy.errors import ConfigError
+from ...core.errors import ConfigError
 from ..rows.microbatches import MicroBatch, TreeCost
 
 P = ParamSpec("P")

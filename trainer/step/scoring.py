@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...proxy.errors import ConfigError
+from ...core.errors import ConfigError
 from ..rows.prefix_tree import Ints, PrefixTree, padded_tree
 from ..types import Sample, Sampling
 from .flex import FLEX_BLOCK

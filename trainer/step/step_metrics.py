@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...proxy.config.trainer import TrainerConfig
+from ...core.config.trainer import TrainerConfig
 from ..report.batch_metrics import MOST
 from ..rows.microbatches import MicroBatch
 from .losses import importance_ratios, weight_limits

@@ -18,9 +18,9 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, ProgressCallback
 
-from ...proxy.config.policy import DEFAULT_ADAPTER, PolicyConfig
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.errors import ConfigError
+from ...core.config.policy import DEFAULT_ADAPTER, PolicyConfig
+from ...core.config.trainer import TrainerConfig
+from ...core.errors import ConfigError
 from ..files import saved_config
 from ..files.checkpoint import atomic_directory
 from ..plan.settle import COMFORTABLE_ON_CPU, TOKENS_PER_PASS

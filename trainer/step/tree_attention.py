@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from ...proxy.errors import ConfigError
+from ...core.errors import ConfigError
 from ..rows.prefix_tree import PrefixTree
 from .attention_plan import Block, attention_plan
 from .flex import block_mask, flex

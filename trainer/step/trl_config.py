@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 from trl import GRPOConfig
 
-from ...proxy.config.trainer import TrainerConfig
+from ...core.config.trainer import TrainerConfig
 from ..report.trackers import PROJECT
 from ..weights.choice import uses_autocast
 

@@ -13,8 +13,8 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...proxy.config.policy import DEFAULT_ADAPTER
-from ...proxy.errors import ConfigError
+from ...core.config.policy import DEFAULT_ADAPTER
+from ...core.errors import ConfigError
 from ..files.weights import save_adapter, save_merged
 from .trained import Spread, Trained, Weights
 

@@ -7,8 +7,8 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path
 
-from ...proxy.config.policy import PolicyConfig
-from ...proxy.config.trainer import TrainerConfig
+from ...core.config.policy import PolicyConfig
+from ...core.config.trainer import TrainerConfig
 from .adapters import Adapters
 from .full import FullModel
 from .targets import lora_config

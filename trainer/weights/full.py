@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...proxy.config.policy import DEFAULT_ADAPTER
-from ...proxy.errors import LightningError
+from ...core.config.policy import DEFAULT_ADAPTER
+from ...core.errors import LightningError
 from ..files.weights import save_model
 from .trained import Spread, Trained, Weights
 

@@ -7,8 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ...proxy.config.trainer import TrainerConfig
-from ...proxy.errors import ConfigError
+from ...core.config.trainer import TrainerConfig
+from ...core.errors import ConfigError
 
 # Parts of a layer that get no LoRA unless named. vLLM serves adapters of few of them.
 LEFT_ALONE = frozenset(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ...proxy.config.policy import DEFAULT_ADAPTER
+from ...core.config.policy import DEFAULT_ADAPTER
 
 Weights = dict[str, Tensor]
 

@@ -15,15 +15,15 @@ from typing import Any
 import aiohttp
 from rich.console import Console
 
-from ....proxy.config.file import load_config
-from ....proxy.config.root import Config
-from ....proxy.errors import ConfigError, LightningError
-from ....proxy.policy.mode import publish_mode
-from ....proxy.policy.probe import difference
-from ....proxy.policy.swap import Swap, swap_lock
-from ....proxy.policy.vllm import VllmFleet, operator_session
-from ....proxy.store.opening import opened
-from ....proxy.store.store import Store
+from ....core.config.file import load_config
+from ....core.config.root import Config
+from ....core.errors import ConfigError, LightningError
+from ....proxy.gateway.probe import difference
+from ....serving.mode import publish_mode
+from ....serving.swap import Swap, swap_lock
+from ....serving.vllm import VllmFleet, operator_session
+from ....store.opening import opened
+from ....store.store import Store
 from ....trainer.plugins.hooks import Run
 from ...api_client import ApiClient, ApiError
 from ...formats import print_json
@@ -220,11 +220,12 @@ async def _put_back(
 
 async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Sequence[Task], tell: Tell) -> str:
     """Start the second system, and take the steps. Return the name that the trained weights are served under."""
+    from ....proxy.dialects.as_chat.translators import as_chat
     from ....trainer.loop import TrainingLoop
-    from ....trainer.main import swap_of
     from ....trainer.opening import open_engine
     from ....trainer.plugins.on_board import plugins_of
     from ....trainer.publish import Publisher
+    from ....trainer.train import swap_of
     from .steps import LearnSteps
 
     second = setup.config
@@ -236,7 +237,7 @@ async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Seq
         store = Store(database)
         swap = await swap_of(second, store, session)
         publisher = Publisher(second.policy, store, swap, engine, setup.name)
-        loop = TrainingLoop(second, store, engine, publisher)
+        loop = TrainingLoop(second, store, engine, publisher, as_chat=as_chat)
         own = own_rate(config)
         await LearnSteps(second, api, runner, tasks, engine, loop, store, swap.vllm, own, tell).run()
         return str((await store.versions.live()).served_model)

@@ -7,8 +7,8 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ....proxy.config.root import Config
-from ....proxy.errors import LightningError
+from ....core.config.root import Config
+from ....core.errors import LightningError
 from ...serve import uvicorn_options
 
 POLL_S = 0.05

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....proxy.config.core import CoreConfig
-from ....proxy.config.policy import PolicyConfig
-from ....proxy.config.root import Config
-from ....proxy.config.section import Section
-from ....proxy.config.trainer import TrainerConfig
-from ....proxy.policy.mode import publish_mode
-from ....proxy.policy.operator import key_file, operator_headers
+from ....core.config.core import CoreConfig
+from ....core.config.policy import PolicyConfig
+from ....core.config.root import Config
+from ....core.config.section import Section
+from ....core.config.trainer import TrainerConfig
+from ....serving.mode import publish_mode
+from ....serving.operator import key_file, operator_headers
 from ....trainer.plan.machine import model_config
 from ....trainer.plan.shape import shape_of
 from ....trainer.rate import WIDTH, rate_of

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ....proxy.config.root import Config
-from ....proxy.errors import LightningError, PublishError
-from ....proxy.policy.vllm import VllmFleet
-from ....proxy.store.store import Store
+from ....core.config.root import Config
+from ....core.errors import LightningError, PublishError
+from ....serving.vllm import VllmFleet
+from ....store.store import Store
 from ....trainer.loop import TrainingLoop
 from ....trainer.step.engine import TrainingEngine
 from ....trainer.step.skipped import nats_apart, wrong_sampler

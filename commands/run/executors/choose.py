@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
-from ....proxy.config.root import Config
-from ....proxy.errors import ConfigError
+from ....core.config.root import Config
+from ....core.errors import ConfigError
+from ...on_board import brought
 from ..output import Keeping
 from ..programs import LocalRunner
 from ..runner import Runner
@@ -19,9 +19,8 @@ def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], s
     if not command:
         raise ConfigError("run: no command given; put it after `--`")
     if preload:
-        raise ConfigError("--preload goes with executor local only, not with ray")
-    if find_spec("ray") is None:
-        raise ConfigError("executor ray needs a package: pip install 'lightning-proxy[ray]'")
-    from .ray.runner import RayRunner
-
-    return RayRunner(config.run, command, say, Keeping.of(config))
+        raise ConfigError(f"--preload goes with executor local only, not with {config.run.executor}")
+    for make in brought("executor"):
+        if (runner := make(config, command, say)) is not None:
+            return runner
+    raise ConfigError(f"run.executor: there is no executor {config.run.executor}")

@@ -16,10 +16,10 @@ from lightning_proxy.commands.demo.report import DemoResult, curve, save_png, sh
 from lightning_proxy.commands.eval.report import save
 from lightning_proxy.commands.run.summary import Totals
 from lightning_proxy.commands.signals import Interrupted
-from lightning_proxy.proxy.config.file import load_config
-from lightning_proxy.proxy.errors import ConfigError, LightningError
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.store import Store
+from lightning_proxy.core.config.file import load_config
+from lightning_proxy.core.errors import ConfigError, LightningError
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
 
 RESULT = DemoResult(
     seed=0,

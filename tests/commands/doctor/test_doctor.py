@@ -14,9 +14,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from lightning_proxy.commands.doctor.doctor import run_checks
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.types import Reward, RolloutName
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.records import Reward, RolloutName
+from lightning_proxy.store.opening import opened
 from lightning_proxy.trainer.alone import only_trainer
 from support.command_line import lightning
 

@@ -23,11 +23,11 @@ from lightning_proxy.commands.doctor.learn.learn import LearnRequest, learn
 from lightning_proxy.commands.doctor.learn.setup import own_rate, rate, second_system
 from lightning_proxy.commands.doctor.learn.tell import Broken, Tell
 from lightning_proxy.commands.put_back import LearnJournal, journal_path, put_back_left
-from lightning_proxy.proxy.config.file import load_config
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import RolloutName
+from lightning_proxy.core.config.file import load_config
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.records import RolloutName
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.alone import only_trainer
 from support.chatting import ChattingServer, chatting
 from support.model_sizes import SIZES

@@ -17,9 +17,9 @@ from aiohttp import web
 from lightning_proxy.commands.eval.eval import EvalRow, Model, parse_models
 from lightning_proxy.commands.eval.report import Scoring, report
 from lightning_proxy.commands.run.run import RolloutResult
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.upstreams import UpstreamConfig
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.upstreams import UpstreamConfig
+from lightning_proxy.core.errors import ConfigError
 from tests.conftest import System
 
 Running = Callable[..., AbstractAsyncContextManager[System]]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.export.conversations import conversations
-from lightning_proxy.proxy.types import ModelCall, Rollout
+from lightning_proxy.core.records import ModelCall, Rollout
 from support.tool_template import TEMPLATE
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

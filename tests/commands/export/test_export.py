@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.show.listing import since
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.store.training import CallCredit
+from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.store.training import CallCredit
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 

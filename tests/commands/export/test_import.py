@@ -9,10 +9,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.trainer.sft.traces import TraceReader, Traces
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.features.tune.traces import TraceReader, Traces
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
 from support.command_line import Done, lightning
 from support.sections import TrainerConfig
 from support.small_model import save_small_model

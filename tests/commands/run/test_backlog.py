@@ -13,10 +13,10 @@ from traffic.server import config_of
 
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.backlog import Backlog, PolicyCollapsed
-from lightning_proxy.proxy.promotion.promotions import Promotions
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.store.training import Collapse
+from lightning_proxy.features.promotion.promotions import Promotions
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
+from lightning_proxy.store.training import Collapse
 from support.in_process import proxy_of
 
 GROUP = 4

@@ -10,7 +10,7 @@ import pytest
 from lightning_proxy.commands.run.executors.choose import runner_for
 from lightning_proxy.commands.run.output import Keeping, ProgramLog
 from lightning_proxy.commands.run.run import RunOptions
-from lightning_proxy.proxy.config.root import Config
+from lightning_proxy.core.config.root import Config
 from support.control_api import ControlApi
 from support.running import Program, run_all, task
 

@@ -15,7 +15,7 @@ from lightning_proxy.commands.run.backlog import BacklogGate
 from lightning_proxy.commands.run.programs import LocalRunner
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
 from lightning_proxy.commands.run.tasks import read_tasks
-from lightning_proxy.proxy.errors import ConfigError, LightningError
+from lightning_proxy.core.errors import ConfigError, LightningError
 from support.control_api import ControlApi
 from support.running import Program, run_all, task
 

@@ -19,8 +19,8 @@ from lightning_proxy.commands.run.progress import ProgressView
 from lightning_proxy.commands.run.resume import kept_results
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.commands.run.tasks import Task
-from lightning_proxy.proxy.store.waiting import EQUAL_REWARDS
-from lightning_proxy.proxy.types import Reward, RolloutName
+from lightning_proxy.core.records import Reward, RolloutName
+from lightning_proxy.store.waiting import EQUAL_REWARDS
 from support.judging import judging, ordered
 from support.sections import TrainerConfig
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.promotion import gate
+from lightning_proxy.features.promotion import gate
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 

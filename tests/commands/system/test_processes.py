@@ -155,7 +155,7 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 
 def test_the_guard_starts_without_the_package(tmp_path: Path) -> None:
-    guard = ROOT / "proxy" / "guard.py"
+    guard = ROOT / "core" / "guard.py"
     read_end, write_end = os.pipe()
     command = [sys.executable, "-S", "-I", str(guard), str(read_end), "1", "sh", "-c", "exit 5"]
     assert subprocess.run(command, pass_fds=(read_end,), check=False).returncode == 5

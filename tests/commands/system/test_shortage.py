@@ -14,7 +14,7 @@ from lightning_proxy.commands.system import processes
 from lightning_proxy.commands.system.download import downloaded
 from lightning_proxy.commands.system.processes import ChildDied, ChildSpec, Supervisor, free_port
 from lightning_proxy.commands.system.system import NO_MEMORY
-from lightning_proxy.proxy.errors import LightningError
+from lightning_proxy.core.errors import LightningError
 
 # vLLM 0.32's own words.
 WORDS = (

@@ -13,9 +13,9 @@ from rich.console import Console
 from lightning_proxy.commands.system import steps, up
 from lightning_proxy.commands.system.reason import newest_of_trainer
 from lightning_proxy.commands.system.view import UpView
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.upstreams import UpstreamConfig
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.config.upstreams import UpstreamConfig
 
 WAITS = "2026-11-26 03:20:2{} ERROR lightning_proxy.trainer.loop: step 3 waits to be saved: no space; free some space\n"
 STEP = "2026-11-26 03:20:30,016 INFO lightning_proxy.commands.system.steps: step 3 reward 0.5\n"

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.store.database import ConstraintRefused
-from lightning_proxy.proxy.store.keys import Keyring, Scope
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.rollouts import ROLLOUT_SEEN
-from lightning_proxy.proxy.store.training import ComparedGroup
-from lightning_proxy.proxy.types import Limits
+from lightning_proxy.core.records import Limits
+from lightning_proxy.store.database import ConstraintRefused
+from lightning_proxy.store.keys import Keyring, Scope
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.rollouts import ROLLOUT_SEEN
+from lightning_proxy.store.training import ComparedGroup
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 AGENT = {"Authorization": "Bearer agent"}

@@ -17,11 +17,11 @@ import openai
 import pytest
 
 from lightning_proxy.commands.run.programs import LocalRunner
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.errors import Conflict, NotFound
-from lightning_proxy.proxy.store.keys import Keyring
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.types import Limits
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.errors import Conflict, NotFound
+from lightning_proxy.core.records import Limits
+from lightning_proxy.store.keys import Keyring
+from lightning_proxy.store.opening import opened
 from support.command_line import lightning
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_proxy.core.errors import RateLimited
+from lightning_proxy.core.records import CallEnd, Choice
 from lightning_proxy.proxy.access.limits import Bucket, Limiter, Limits
-from lightning_proxy.proxy.errors import RateLimited
-from lightning_proxy.proxy.types import CallEnd, Choice
 
 
 class PlayedClock:

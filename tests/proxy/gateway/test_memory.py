@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from lightning_proxy.proxy.errors import Overloaded
+from lightning_proxy.core.errors import Overloaded
 from lightning_proxy.proxy.gateway.asgi import Memory
 
 

@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.upstreams import UpstreamConfig
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.config.upstreams import UpstreamConfig
 from support.in_process import proxy_of
 from support.sections import PolicyConfig
 from support.served import answer_slowly, models

@@ -19,12 +19,12 @@ import aiohttp
 import pytest
 import yaml
 
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.rollouts import ROLLOUT_COUNTS
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, RolloutName, ToolCall
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, RolloutName, ToolCall
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.rollouts import ROLLOUT_COUNTS
+from lightning_proxy.store.store import Store
 from support.served import Client, Proxy, proxy_in_front, settled, workers
 
 

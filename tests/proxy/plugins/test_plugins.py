@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.proxy.plugins import others
 from lightning_proxy.trainer.credit.own import own_credit
 from lightning_proxy.trainer.hooks import load

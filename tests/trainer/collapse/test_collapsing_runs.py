@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.policy.swap import Swap
-from lightning_proxy.proxy.policy.vllm import VllmServer
+from lightning_proxy.serving.swap import Swap
+from lightning_proxy.serving.vllm import VllmServer
 from lightning_proxy.trainer.publish import Publisher
 from support.training import (
     ABSURD,

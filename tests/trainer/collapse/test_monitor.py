@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallStart, Reward, RolloutName
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.records import CallStart, Reward, RolloutName
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collapse.monitor import LINE, Monitor
 from lightning_proxy.trainer.credit.rewards import JUDGE
 from support.sections import TrainerConfig

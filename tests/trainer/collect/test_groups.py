@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.groups import Group, Grouping, Member, formed
-from lightning_proxy.proxy.returns import Rules
-from lightning_proxy.proxy.types import Limits, Reward, RolloutName
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.groups import Group, Grouping, Member, formed
+from lightning_proxy.core.records import Limits, Reward, RolloutName
+from lightning_proxy.core.returns import Rules
 from lightning_proxy.trainer.collect import collector as collecting
 from lightning_proxy.trainer.collect import groups
 from lightning_proxy.trainer.collect.collector import Collector

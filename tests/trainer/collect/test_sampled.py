@@ -10,9 +10,10 @@ import pytest
 from aiohttp import web
 from traffic.server import serving
 
-from lightning_proxy.proxy.errors import UpstreamUnreachable
-from lightning_proxy.proxy.policy.vllm import VllmServer, operator_session
-from lightning_proxy.proxy.types import ModelCall
+from lightning_proxy.core.errors import UpstreamUnreachable
+from lightning_proxy.core.records import ModelCall
+from lightning_proxy.proxy.dialects.as_chat.translators import as_chat
+from lightning_proxy.serving.vllm import VllmServer, operator_session
 from lightning_proxy.trainer.collect.sampled import Sampled
 from lightning_proxy.trainer.types import Sampling
 from support.calls import call
@@ -48,7 +49,7 @@ async def asked_of(server: RenderingServer | None) -> AsyncIterator[Sampled]:
     if server is not None:
         application.router.add_route("*", "/{path:.*}", server.handle)
     async with serving(application) as url, operator_session() as session:
-        yield Sampled(VllmServer(session, f"{url}/v1", {}))
+        yield Sampled(VllmServer(session, f"{url}/v1", {}), as_chat)
 
 
 def asking(endpoint: str = "chat/completions", **request: Any) -> ModelCall:
@@ -124,7 +125,7 @@ async def test_a_grammar_that_cannot_be_replayed_says_why(
 
 async def test_a_grammar_waits_for_a_vllm_that_is_away_and_other_calls_do_not() -> None:
     async with operator_session() as session:
-        sampled = Sampled(VllmServer(session, "http://127.0.0.1:9/v1", {}))
+        sampled = Sampled(VllmServer(session, "http://127.0.0.1:9/v1", {}), as_chat)
         await sampled.look([asking(top_p=0.5)])
         assert sampled.of(asking(top_p=0.5)) == Sampling(top_p=0.5)
         with pytest.raises(UpstreamUnreachable):

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.file import load_config
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.trainer import ScheduleConfig
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.opening import opened
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.core.config.file import load_config
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.config.trainer import ScheduleConfig
+from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.collect.schedule import Facts, OthersLoad, Schedule, continuous, idle, rollouts, times
 from support.sections import TrainerConfig

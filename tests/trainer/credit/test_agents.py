@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.config.upstreams import UpstreamConfig
-from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.database import Database
-from lightning_proxy.proxy.store.opening import open_database
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.config.upstreams import UpstreamConfig
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store.database import Database
+from lightning_proxy.store.opening import open_database
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.credit.agents import TrainedAgents
 from lightning_proxy.trainer.types import Batch, RolloutRewards, Sibling

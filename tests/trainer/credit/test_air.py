@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.apis.tools import results_in
-from lightning_proxy.proxy.config.trainer import AirConfig
-from lightning_proxy.proxy.types import Choice, ModelCall, ToolCall
+from lightning_proxy.core.config.trainer import AirConfig
+from lightning_proxy.core.records import Choice, ModelCall, ToolCall
+from lightning_proxy.core.tools import results_in
 from lightning_proxy.trainer.credit.air import air_rewards
 from support.calls import call
 

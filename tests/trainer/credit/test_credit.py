@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lightning_proxy.proxy.returns import Rules
-from lightning_proxy.proxy.types import Reward
+from lightning_proxy.core.records import Reward
+from lightning_proxy.core.returns import Rules
 from lightning_proxy.trainer.credit.baselines import group_baselines
 from lightning_proxy.trainer.credit.strategies import (
     STRATEGIES,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.types import ModelCall, ToolCall
+from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.core.records import ModelCall, ToolCall
 from lightning_proxy.trainer.hooks import check_hooks
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.credit import group_advantages, group_returns

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_proxy.proxy.errors import ConfigError, NotSaved
-from lightning_proxy.proxy.rewarders.config import JudgeConfig
+from lightning_proxy.core.errors import ConfigError, NotSaved
+from lightning_proxy.features.judge.config import JudgeConfig
 from lightning_proxy.trainer.files.checkpoint import atomic_directory
 from lightning_proxy.trainer.files.saved_config import fingerprint
 from lightning_proxy.trainer.step.trainer import STATE_FILE, LightningTrainer

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.plan import machine
 from lightning_proxy.trainer.plan import settle as settle_module
 from lightning_proxy.trainer.plan.machine import cards, cards_like

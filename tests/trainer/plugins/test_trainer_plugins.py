@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
 from lightning_proxy.trainer.plugins.on_board import check, open_plugins
 
@@ -56,7 +56,7 @@ def test_a_method_of_fine_tuning_is_refused_under_a_launcher() -> None:
 def test_torch_is_not_loaded_to_know_the_methods() -> None:
     """It reads the environment once, which `train` prepares after it has checked the configuration."""
     code = (
-        "import sys; from lightning_proxy.proxy.config.root import Config\n"
+        "import sys; from lightning_proxy.core.config.root import Config\n"
         "from lightning_proxy.trainer.plugins.on_board import check, methods\n"
         "from lightning_proxy.trainer.plugins.hooks import Run\n"
         "check(Config(), Run('sft')); print(*methods(), 'torch' in sys.modules)"

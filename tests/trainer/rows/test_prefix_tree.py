@@ -7,7 +7,7 @@ from itertools import combinations, pairwise
 import numpy as np
 import pytest
 
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
 from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, build_tree, padded_tree
 from lightning_proxy.trainer.types import Sample

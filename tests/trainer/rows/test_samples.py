@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.types import Choice, ModelCall
+from lightning_proxy.core.records import Choice, ModelCall
 from lightning_proxy.trainer.collect.sampled import Sampled
 from lightning_proxy.trainer.rows.samples import Placement, RolloutSamples, merge_rate, rollout_samples
 from lightning_proxy.trainer.types import Sampling

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.vllm import vllm_program
-from lightning_proxy.proxy.config.file import load_config
-from lightning_proxy.proxy.config.root import Config
-from lightning_proxy.proxy.config.server import StoreConfig
-from lightning_proxy.proxy.errors import ConfigError
-from lightning_proxy.proxy.policy.mode import has_gpu, publish_mode
-from lightning_proxy.proxy.recording.recorder import Recorder
-from lightning_proxy.proxy.store.opening import open_database
-from lightning_proxy.proxy.store.store import Store
-from lightning_proxy.proxy.types import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.core.config.file import load_config
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.serving.mode import has_gpu, publish_mode
+from lightning_proxy.store.opening import open_database
+from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
 from lightning_proxy.trainer.step.trainer import LightningTrainer

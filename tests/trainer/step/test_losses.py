@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.step.losses import (
     LOSSES,
     Answers,

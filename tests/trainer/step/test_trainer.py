@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.rate import automatic_rate
 from lightning_proxy.trainer.types import Batch, Sample
 from support.sections import PolicyConfig, TrainerConfig

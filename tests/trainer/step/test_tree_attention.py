@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
 from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, build_tree, padded_tree
 from lightning_proxy.trainer.step.attention_plan import RUN, attention_plan

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.errors import ConfigError
+from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.types import Batch, Sample, Sampling
 from support.sections import PolicyConfig, TrainerConfig
 from support.small_model import VOCABULARY, save_small_model

@@ -1,0 +1,82 @@
+"""What requests share, whoever sends them: ways to a server, why one failed, large ones. It opens no connection."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from ipaddress import ip_address
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+from aiohttp.helpers import get_env_proxy_for_url
+from yarl import URL
+
+from .config.address import without_addresses
+from .config.upstreams import UpstreamConfig
+
+T = TypeVar("T")
+
+LARGE = 2**17  # bytes of a request, from which on the way to a thread costs less than the wait of others
+
+
+async def in_thread_if_large(size: int, work: Callable[[], T]) -> T:
+    """Do `work`, which uses nothing that others change: at once, or in a thread so that others need not wait."""
+    return work() if size < LARGE else await asyncio.to_thread(work)
+
+
+def through(upstream: UpstreamConfig, url: str) -> Mapping[str, Any]:
+    """Return aiohttp's arguments for a request to this server: the environment's proxy with `trust_env`, else none.
+
+    A session's own trust_env would also look for passwords in ~/.netrc.
+    """
+    return _through(url) if upstream.trust_env else {}
+
+
+@lru_cache(256)
+def _through(url: str) -> Mapping[str, Any]:
+    try:
+        proxy, auth = get_env_proxy_for_url(URL(url))
+    except LookupError:
+        return {}
+    return {"proxy": proxy if auth is None else proxy.with_user(auth.login).with_password(auth.password)}
+
+
+def why_it_failed(error: Exception) -> str:
+    """Return the system's reason (Connection refused), or the library's own, without any address."""
+    cause: Any = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    number = getattr(cause, "errno", None) or 0
+    if number > 0:
+        return os.strerror(number)
+    said = getattr(cause, "strerror", None) or (cause.message if hasattr(cause, "message") else str(cause))
+    return without_addresses(str(said))[:200] or type(cause).__name__
+
+
+def foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Return the Host or Origin header that names another machine, for people to read; None without one."""
+    for name, value in headers:
+        if name in (b"host", b"origin"):
+            text = value.decode("latin-1")
+            if not (_is_loopback(text) or (name == b"origin" and _is_app(text))):
+                return f"{name.decode()} {text[:100]!r}"
+    return None
+
+
+def _is_app(origin: str) -> bool:
+    """Whether an Origin is a desktop program's (vscode-file://…), which no web page can have."""
+    return "://" in origin and not origin.lower().startswith(("http://", "https://"))
+
+
+@lru_cache(1024)
+def _is_loopback(authority: str) -> bool:
+    """Whether a Host header, or an Origin's URL, names the loopback interface, and nothing besides a port."""
+    try:
+        parts = urlsplit(authority if "://" in authority else f"//{authority}")
+        host = parts.hostname
+        if parts.username is not None or parts.path or parts.query or parts.fragment or "\\" in authority:
+            return False
+        return host == "localhost" or ip_address(host or "").is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,211 @@
+"""Removes secrets, text that matches patterns, and chosen fields from records before they are stored. Pure.
+
+What the agent and the model see is never changed. Ids (of rollouts, tasks, agents) are names, and stored as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from .config.server import RedactConfig
+from .json_text import dumps
+from .records import CallEnd, CallStart, Choice, Event
+from .tools import tool_calls
+
+MASK = "[redacted]"
+REASON = "redacted"
+
+# A configured key shorter than this might be any word.
+_SHORTEST_KEY = 8
+# Of a request, what no model is shown.
+_NOT_SHOWN = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
+# Fields of an answer that repeat its text.
+_TOKENS = frozenset(
+    {"token_ids", "prompt_token_ids", "logprobs", "prompt_logprobs", "input_messages", "output_messages"}
+)
+
+
+class SecretShape(NamedTuple):
+    """A kind of secret. Its pattern begins with the text `hint`, and takes a time that is linear in the text.
+
+    Python finds a text quickly, and tries a pattern that begins with anything else at every character.
+    """
+
+    hint: str
+    pattern: re.Pattern[str]
+    instead: str | Callable[[re.Match[str]], str] = MASK
+
+
+def _token(hint: str, then: str, inside: str = "A-Za-z0-9", **more: Any) -> SecretShape:
+    r"""A token that begins neither after a letter ("risk-…") nor after another sign from `inside`.
+
+    It may begin after an escape: JSON in a string has "\nsk-…", a URL "%20sk-…".
+    """
+    begin = re.escape(hint)
+    escapes = (r"\\[bfnrt]", r"\\u[0-9A-Fa-f]{4}", "%[0-9A-Fa-f]{2}")
+    escaped = "|".join(f"(?<={escape}{begin})" for escape in escapes)
+    return SecretShape(hint, re.compile(f"{begin}(?:(?<![{inside}]{begin})|{escaped}){then}"), **more)
+
+
+def _unless_words(found: re.Match[str]) -> str:
+    """Words joined by hyphens are no key. To ask here and not in the pattern keeps the pattern linear."""
+    return MASK if re.search("[0-9A-Z]", found[0]) else found[0]
+
+
+# One that is cut off is a key still.
+_KEY_BLOCK = (
+    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----"
+    r"[^-]*+(?:-(?!----END )[^-]*+)*+(?:-----END [^-]*+-{0,5})?"
+)
+# "The bearer of responsibilities" is no token.
+_BEARER = r"\s++(?:(?=[A-Za-z._~+/-]{0,100}\d)[\w.~+/-]{16,}|[\w.~+/-]{32,})=*"
+_AWS_SECRET = r"_?(?:access_?)?key[^\w/+]{1,8}))[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
+
+SHAPES = (
+    _token("lpk-", r"[\w-]{20,}"),  # our own
+    _token("sk-", r"[A-Za-z0-9_-]{20,}", instead=_unless_words),  # OpenAI's and Anthropic's
+    *(_token(hint, "[A-Za-z0-9]{16,}") for hint in ("sk_live_", "sk_test_", "rk_live_", "rk_test_")),
+    *(_token(hint, "[A-Z0-9]{16}") for hint in ("AKIA", "ASIA")),
+    _token("AIza", "[A-Za-z0-9_-]{35}"),
+    *(_token(hint, "[A-Za-z0-9]{36,}") for hint in ("ghp_", "gho_", "ghu_", "ghs_", "ghr_")),
+    _token("github_pat_", "[A-Za-z0-9_]{22,}"),
+    _token("glpat-", "[A-Za-z0-9_-]{20,}"),
+    _token("hf_", "[A-Za-z0-9]{30,}"),
+    *(_token(f"xox{kind}-", "[A-Za-z0-9-]{10,}") for kind in "abeoprs"),
+    _token("xapp-", "[A-Za-z0-9-]{10,}"),
+    _token("hooks.slack.com/services/", "[A-Za-z0-9/_-]{20,}"),
+    # A JSON Web Token. Tried once in a run of its characters: or the time would grow with the square of its length.
+    _token("eyJ", r"[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*){2,4}", inside="A-Za-z0-9_-"),
+    SecretShape("-----BEGIN ", re.compile(_KEY_BLOCK)),
+    *(SecretShape(hint, re.compile(f"({hint}(?i:{_AWS_SECRET}"), rf"\1{MASK}") for hint in ("ecret", "ECRET")),
+    *(SecretShape(hint, re.compile(hint + _BEARER)) for hint in ("bearer", "Bearer", "BEARER")),
+)
+
+
+class Redactor:
+    """Redacts values without changing them in place. It returns the same object if nothing was redacted."""
+
+    def __init__(self, config: RedactConfig, keys: Iterable[str] = ()) -> None:
+        """`keys`: those of the configuration, which are secret whatever they look like."""
+        own = [SecretShape(key, re.compile(re.escape(key))) for key in keys if len(key) >= _SHORTEST_KEY]
+        self._patterns = [re.compile(pattern) for pattern in config.patterns]
+        chosen = [SecretShape("", pattern) for pattern in self._patterns]
+        self._shapes = [*own, *SHAPES, *chosen] if config.secrets else chosen
+        self._fields = [tuple(path.split(".")) for path in config.fields]
+        shown = any(root != "metadata" and name not in _NOT_SHOWN for root, name, *_ in self._fields)
+        self._hides = shown or bool(self._shapes)  # something that a model is shown, or says
+
+    def __bool__(self) -> bool:
+        """Whether anything is redacted."""
+        return bool(self._shapes or self._fields)
+
+    def text(self, text: str) -> str:
+        """Return the text redacted."""
+        for hint, pattern, instead in self._shapes:
+            if hint in text and (new := pattern.sub(instead, text)) != text:
+                text = new
+        return text
+
+    def value(self, value: Any, root: str) -> Any:
+        """Return a JSON value redacted; `root` is the first part of the paths of fields that apply to it."""
+        if not self:
+            return value
+        try:
+            for path in self._fields:
+                if path[0] == root:
+                    value = _mask_field(value, path[1:])
+            return self._texts(value, numbers=root == "event")
+        except RecursionError:  # nested deeper than can be looked through
+            return MASK
+
+    def event(self, event: Event) -> Event:
+        """Return the event without the parts that may not be stored."""
+        values = {name: getattr(event, name) for name in ("name", "value", "arguments", "result")}
+        return replace(event, **{name: self.value(value, "event") for name, value in values.items()})
+
+    def start(self, start: CallStart) -> tuple[CallStart, bool]:
+        """Return the redacted start of a call, and whether the record may lack something that the model saw.
+
+        Something may be missing wherever the server remembers an earlier response: its tokens would tell.
+        The agent's own text is never kept: a name that stands there twice holds a value that was not looked at.
+        """
+        start = start._replace(request_text=None)
+        unseen = self._hides and start.request.get("previous_response_id") is not None
+        request = self.value(start.request, "request")
+        model = start.model and self.text(start.model)
+        if request is start.request and model is start.model:
+            return start, unseen
+        request = request if isinstance(request, dict) else {}
+        before = start.request
+        shown = any(request.get(name) is not before[name] for name in before if name not in _NOT_SHOWN)
+        return start._replace(request=request, model=model), shown or unseen
+
+    def end(self, end: CallEnd, *, shown: bool) -> CallEnd:
+        """Return the redacted end of a call. If its start (`shown`) or end changed, its tokens are removed too."""
+        response = self.value(end.response, "response")
+        end = end._replace(error=end.error and self.text(end.error), usage=self._texts(end.usage))
+        if not shown and response is end.response:
+            return end
+        response = _without_tokens(response)
+        return end._replace(
+            response=response,
+            tool_calls=tool_calls(response),
+            prompt_token_ids=(),
+            choices=tuple(Choice(c.index, finish_reason=c.finish_reason) for c in end.choices),
+            untrainable_reason=REASON,  # whatever else speaks against it: nothing is learned from it in any way
+        )
+
+    def _texts(self, value: Any, *, numbers: bool = False) -> Any:
+        """The value with its texts redacted; `numbers`: also numbers, which some APIs make of what a model wrote."""
+        match value:
+            case str():
+                return self.text(value)
+            case bool():
+                return value
+            case int() | float() if numbers:
+                return None if any(pattern.search(dumps(value)) for pattern in self._patterns) else value
+            case list():
+                new = [self._texts(item, numbers=numbers) for item in value]
+                return value if all(a is b for a, b in zip(new, value, strict=True)) else new
+            case dict():
+                numbers = numbers or value.get("type") == "tool_use"
+                pairs = [(self.text(name), self._texts(item, numbers=numbers)) for name, item in value.items()]
+                same = all(a is c and b is d for (a, b), (c, d) in zip(pairs, value.items(), strict=True))
+                return value if same else dict(pairs)
+        return value
+
+
+def _mask_field(value: Any, path: Sequence[str]) -> Any:
+    """The value with everything at `path` masked; `*` stands for any key or index."""
+    if not path:
+        return _masked(value)
+    new: Any
+    match value:
+        case dict():
+            names: Iterable[Any] = list(value) if path[0] == "*" else [path[0]] if path[0] in value else []
+            new = dict(value)
+        case list():
+            index = int(path[0]) if path[0].isdecimal() else len(value)
+            names = range(len(value)) if path[0] == "*" else [index] if index < len(value) else []
+            new = list(value)
+        case _:
+            return value
+    for name in names:
+        new[name] = _mask_field(value[name], path[1:])
+    return new if any(new[name] is not value[name] for name in names) else value
+
+
+def _masked(value: Any) -> Any:
+    """The mask for a value; null for a number, since text in its place could not be read back."""
+    return MASK if isinstance(value, str | list | dict) else None
+
+
+def _without_tokens(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_tokens(item) for item in value]
+    if isinstance(value, dict):
+        return {name: None if name in _TOKENS else _without_tokens(item) for name, item in value.items()}
+    return value

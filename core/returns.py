@@ -1,0 +1,81 @@
+"""The return of a rollout: the one number that the trainer learns from, and that everything else shows. Pure.
+
+A rollout's return is its own reward, or else the sum of its calls'. Each of these is the weighted sum of the newest
+reward of each name in `trainer.reward_weights`. With weights {"reward": 1, "style": 0.5}, the posts
+
+    call a: reward 1, then reward 0, then style 1        call b: reward 1
+
+make 0.5 for a and 1 for b, so 1.5 for the rollout; a later reward 3 for the rollout itself makes that its return.
+A name of weight 0 counts as a reward of 0; other names do not count. Rewards of calls that the client sent again count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .config.rollouts import DEFAULT_RANGE
+from .config.trainer import TrainerConfig
+from .records import Reward, RolloutStatus
+
+# A larger reward counts as this, so that sums and squares of rewards stay finite.
+LARGEST = 1e30
+
+
+class Rules(NamedTuple):
+    """How rewards count. `failed`: the reward of a failed rollout that has none of its own; None: it has none.
+
+    `within`: `rewards.range`. Rewards stored before there was one, and outside of it, count as the nearer end.
+    """
+
+    weights: Mapping[str, float]
+    failed: float | None = None
+    within: tuple[float, float] = DEFAULT_RANGE
+
+    @classmethod
+    def of(cls, config: TrainerConfig) -> Rules:
+        """Return the rules of a trainer's configuration. A judge's scores only add to them."""
+        return cls(config.reward_weights, config.failed_reward, config.reward_range)
+
+
+@dataclass(frozen=True, slots=True)
+class Earned:
+    """The weighted rewards of a rollout: its `own` (None: it has none), and those of calls by their ids."""
+
+    own: float | None
+    calls: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def returned(self) -> float | None:
+        """Return the rollout's own reward, or else the sum of its calls'; None without any."""
+        return return_of(self.own, self.calls.values())
+
+
+def return_of(own: float | None, calls: Iterable[float]) -> float | None:
+    """Return the return of a rollout with this reward of its own, and these of its calls."""
+    if own is not None:
+        return own
+    values = [*calls]
+    return math.fsum(values) if values else None
+
+
+def earned(rewards: Iterable[Reward], rules: Rules, status: RolloutStatus = "completed") -> Earned:
+    """Return the rewards of a rollout with this status. Oldest first: the newest of a call and name counts."""
+    newest: dict[str | None, dict[str, float]] = {}
+    for reward in rewards:
+        newest.setdefault(reward.call_id, {})[reward.name] = reward.value
+    found = {call_id: weighted(values, rules) for call_id, values in newest.items()}
+    own = found.pop(None, None)
+    if own is None and status == "failed":
+        own = rules.failed
+    return Earned(own, {call_id: value for call_id, value in found.items() if call_id and value is not None})
+
+
+def weighted(values: Mapping[str, float], rules: Rules) -> float | None:
+    """Return the weighted sum of rewards by name, in whatever order; None if none of the names counts."""
+    (low, high), weights = rules.within, rules.weights
+    cut = {name: max(low, min(value, high)) for name, value in values.items() if name in weights}
+    counted = [max(-LARGEST, min(weights[name] * value, LARGEST)) for name, value in cut.items()]
+    return math.fsum(counted) if counted else None

@@ -1,0 +1,246 @@
+"""Reads tokens and usage from answers and chunks, and decides whether a call can be trained on."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from .records import CallStatus, Choice
+from .tools import dicts
+from .values import as_read, number
+
+Json = dict[str, Any]
+
+# What vLLM sends for a log-probability of minus infinity, which JSON does not have.
+_MINUS_INFINITY = -9999.0
+# How an answer ends that was sampled to its end, or to the agent's limit.
+_COMPLETE = frozenset({"stop", "length", "tool_calls", "function_call"})
+
+NO_TOKEN_IDS = "no token ids from the upstream"
+NOT_THE_POLICY = "the model is not the policy"
+ONLY_RECORDED = "the agent sent X-Recording: only"
+# vLLM takes any lower temperature for 0. A top_p below it leaves one token, as do top_k 1 and min_p 1.
+_GREEDY_BELOW = 1e-5
+# The types of content parts that are no text, in all of the recorded APIs and in vLLM's own.
+_MEDIA = (
+    "image_url", "input_image", "image", "image_pil", "image_embeds", "input_audio", "audio_url", "audio_embeds",
+    "video_url", "video", "video_embeds", "document", "file", "input_file", "computer_screenshot",
+)  # fmt: skip
+
+# Why a call cannot be trained on by reinforcement learning, though it can be learned from by imitation.
+GREEDY = "greedy decoding is no sample of the policy"
+NOT_FOLLOWED = "the trainer cannot follow how it was sampled: "
+MEDIA = "the prompt has images, sound or files, which the trainer is not fed"
+
+
+@dataclass(slots=True)
+class _ChoiceTokens:
+    """The tokens of one choice, as they were sent; they are checked once, at the end."""
+
+    ids: list[Any] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+    finish_reason: str | None = None
+    has_ids: bool = False
+
+    def add(self, choice: Json) -> None:
+        if isinstance(ids := choice.get("token_ids"), list):
+            self.has_ids = True
+            self.ids += ids
+        if (logprobs := choice.get("logprobs")) is not None:
+            self.logprobs += _logprobs(logprobs)
+        if isinstance(reason := choice.get("finish_reason"), str):
+            self.finish_reason = reason or self.finish_reason
+
+    def freeze(self, index: int) -> Choice:
+        ids = tuple(self.ids) if _are_ids(self.ids) else ()
+        return Choice(index, ids, tuple(self.logprobs) if _are_finite(self.logprobs) else (), self.finish_reason)
+
+
+class Tokens:
+    """Collects tokens from a non-streamed answer (one `add`) or from its chunks, before injected fields are removed."""
+
+    def __init__(self) -> None:
+        self.prompt_token_ids: tuple[int, ...] = ()
+        self.usage: Json | None = None
+        self._choices: dict[int, _ChoiceTokens] = {}
+
+    def add(self, body: Json) -> None:
+        if isinstance(usage := body.get("usage"), dict):
+            self.usage = usage or self.usage
+        if "prompt_token_ids" in body:
+            self._add_prompt(body)
+        choices = body.get("choices")
+        for place, choice in enumerate(choices if isinstance(choices, list) else ()):
+            if isinstance(choice, dict):
+                if "prompt_token_ids" in choice:
+                    self._add_prompt(choice)
+                if (index := number(choice.get("index"))) is None:
+                    index = place
+                if (tokens := self._choices.get(index)) is None:
+                    tokens = self._choices[index] = _ChoiceTokens()
+                tokens.add(choice)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        return tuple(self._choices[index].freeze(index) for index in sorted(self._choices))
+
+    def untrainable_reason(self, status: CallStatus, request: Json) -> str | None:
+        """Return why the call cannot be trained on, or None if it can."""
+        if status != "ok":
+            return f"the call ended as {status}"
+        request = as_read(request)
+        if len(self._choices) > 1 or request.get("n") not in (None, 1):
+            return "n > 1: which answer the agent used is not known"
+        choice = self._choices.get(0)
+        if choice is None or not choice.has_ids or not _are_ids(choice.ids) or not self.prompt_token_ids:
+            return NO_TOKEN_IDS
+        if reason := self._mismatch(choice):
+            return reason
+        return GREEDY if is_greedy(request) else not_followed(request)
+
+    def _mismatch(self, choice: _ChoiceTokens) -> str | None:
+        if not choice.ids:
+            return "the answer is empty"
+        if choice.finish_reason not in _COMPLETE:
+            return f"the answer may be cut: its finish reason is {choice.finish_reason}"
+        if not _are_finite(choice.logprobs):
+            return "a log-probability is not a finite number of at most 0"
+        if len(choice.ids) != len(choice.logprobs):
+            return f"{len(choice.ids)} token ids but {len(choice.logprobs)} log-probabilities"
+        if self.usage is None:
+            return "no usage from the upstream to check the token count with"
+        usage = self.usage
+        for what, ids, count in (
+            ("completion", choice.ids, usage.get("completion_tokens", usage.get("output_tokens"))),
+            ("prompt", self.prompt_token_ids, usage.get("prompt_tokens", usage.get("input_tokens"))),
+        ):
+            if len(ids) != count:
+                return f"{len(ids)} {what} token ids but usage says {count}"
+        return None
+
+    def _add_prompt(self, part: Json) -> None:
+        ids = part["prompt_token_ids"]
+        if not self.prompt_token_ids and isinstance(ids, list) and _are_ids(ids):
+            self.prompt_token_ids = tuple(ids)
+
+
+def _are_ids(values: list[Any]) -> bool:
+    """Whether all are token ids, which are stored as 32-bit integers."""
+    try:
+        return len(array("i", values)) == 0 or min(values) >= 0
+    except (TypeError, OverflowError):
+        return False
+
+
+def _logprobs(value: Any) -> list[Any]:
+    """The log-probabilities of a choice: `token_logprobs` in /v1/completions, `content[].logprob` in chat."""
+    if not isinstance(value, dict):
+        return []
+    if isinstance(values := value.get("token_logprobs"), list):
+        return values
+    content = value.get("content")
+    if not isinstance(content, list):
+        return []
+    try:
+        return [item["logprob"] for item in content]
+    except (TypeError, KeyError):
+        return [None]
+
+
+def _are_finite(logprobs: list[Any]) -> bool:
+    """Whether all are numbers, above the value that stands for minus infinity and at most 0."""
+    try:
+        return not logprobs or bool(min(logprobs) > _MINUS_INFINITY and max(logprobs) <= 0)
+    except TypeError:
+        return False
+
+
+def is_greedy(request: Json) -> bool:
+    """Return whether nothing is sampled, also by vLLM's own `use_beam_search` (of one beam, since n is 1)."""
+    limits = request.get("temperature"), request.get("top_p")
+    cold = any(isinstance(limit, int | float) and limit < _GREEDY_BELOW for limit in limits)
+    sure = request.get("top_k") == 1 or request.get("min_p") == 1
+    return cold or sure or bool(request.get("use_beam_search"))
+
+
+def not_followed(request: Json) -> str | None:
+    """Return why the trainer cannot compute the distribution of the answer again, or None if it can.
+
+    What is a function of the tokens is not among the reasons: `trainer/step/shaping.py` computes it.
+    """
+    if _shows_media(request):
+        return MEDIA
+    thinking = request.get("thinking")
+    budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else request.get("thinking_token_budget")
+    if budget is not None:
+        chooser = "a thinking budget forces the end of thinking"
+    elif request.get("watermarking"):
+        chooser = "watermarking chooses tokens by a secret"
+    elif request.get("vllm_xargs"):
+        chooser = "vllm_xargs may be a plug-in's own sampling"
+    else:
+        return None
+    return f"{NOT_FOLLOWED}{chooser}; leave it out of the request"
+
+
+def constraint(request: Json) -> str | None:
+    """Return the parameter that may make vLLM use a grammar, or None if there is none."""
+    request = as_read(request)
+    text, output = request.get("text"), request.get("output_config")
+    for name, shape in (
+        ("response_format", request.get("response_format")),
+        ("text.format", text.get("format") if isinstance(text, dict) else None),
+        ("output_config.format", output.get("format") if isinstance(output, dict) else None),
+        ("output_format", request.get("output_format")),
+        ("structured_outputs", request.get("structured_outputs")),
+    ):
+        if shape is not None and not (isinstance(shape, dict) and shape.get("type") == "text"):
+            return name
+    return next((name for name in request if name.startswith("guided_")), None) or _tool_constraint(request)
+
+
+def _tool_constraint(request: Json) -> str | None:
+    tools, choice = dicts(request.get("tools")), request.get("tool_choice")
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if not tools or kind == "none":
+        return None
+    if kind not in (None, "auto") or (isinstance(choice, dict) and choice.get("disable_parallel_tool_use")):
+        return "tool_choice"
+    if any(tool.get("strict") or any(f.get("strict") for f in dicts([tool.get("function")])) for tool in tools):
+        return "tools' strict"
+    return "parallel_tool_calls" if request.get("parallel_tool_calls") is False else None
+
+
+def can_be_imitated(reason: str | None) -> bool:
+    """Return whether an answer that was left out for `reason` is still complete, with its tokens."""
+    return (reason or "").startswith((GREEDY, NOT_FOLLOWED))
+
+
+def is_not_followed(reason: str | None) -> bool:
+    """Return whether an answer was left out because of how it was sampled, or of images and files in its prompt."""
+    return (reason or "").startswith((MEDIA, NOT_FOLLOWED))
+
+
+def _shows_media(request: Json) -> bool:
+    """One quick look: a request may have a hundred thousand messages."""
+    for name in ("messages", "input"):
+        messages = request.get(name)
+        for message in messages if isinstance(messages, list) else ():
+            if isinstance(message, dict):
+                content = message.get("content") or message.get("output")
+                if type(content) is list and _has_media(content):
+                    return True
+    return False
+
+
+def _has_media(parts: list[Any]) -> bool:
+    for part in parts:
+        if isinstance(part, dict):
+            if part.get("type") in _MEDIA:
+                return True
+            # Anthropic's results of tools have parts of their own.
+            inner = part.get("content")
+            if type(inner) is list and any(isinstance(p, dict) and p.get("type") in _MEDIA for p in inner):
+                return True
+    return False

@@ -1,0 +1,28 @@
+"""What some users never need, a folder each. A feature is taken out by deleting its folder, its line and its tests.
+
+A folder has any of: `config.py` (its keys), `proxy.py` (its plugin of the proxy), `trainer.py` (its plugin of the
+trainer), `commands.py` (its commands), `schema.sql` (its tables) and `views/` (what the page shows of it).
+"""
+
+# In this order: a feature may add options to the commands of those before it.
+FEATURES = (
+    "prompts",
+    "optimize",
+    "judge",
+    "page",
+    "experiment",
+    "environments",
+    "agl",
+    "costs",
+    "otel",
+    "litellm",
+    "evaluation",
+    "promotion",
+    "contexts",
+    "algorithms",
+    "teacher",
+    "tune",
+    "distributed",
+    "tinker",
+    "ray",
+)

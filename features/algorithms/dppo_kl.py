@@ -1,0 +1,32 @@
+"""DPPO by KL: drops tokens whose choice diverged too far, and further the way they are pulled (`trainer.loss`).
+
+    loss = -M · sg(r) · A · log p,   M = 0 where (p - q) · A > 0 and D > mask.kl, else 1;   r = p / q
+    D = q · log(q / p) + (1 - q) · log((1 - q) / (1 - p))
+
+p is the probability of the token under the weights that are trained, q that with which it was sampled, and sg takes no
+gradient. D is the KL divergence of the two-way choice between this token and all others. `mask.kl` is 0.05 in the
+authors' runs. All tensors are (A, L): A answers of at most L tokens.
+Source: arXiv 2602.04879, equation 12, binary KL; verl's `dppo_kl`, whose cut of r at 20 is left out as in the paper.
+
+By hand, A = 1: q = 0.5 and p = 0.6 have D = 0.5 · log(0.5 / 0.6) + 0.5 · log(0.5 / 0.4) = 0.0204: -1.2 · log 0.6.
+p = 0.7 has D = 0.0872 and gives 0. With A = -1, p = 0.7 gives 1.4 · log 0.7: it is pulled back.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...trainer.step.own_loss import LossInputs
+from .config import AlgorithmKeys
+
+TINY = 1e-8  # keeps the logarithm of what all other tokens have finite
+
+
+def dppo_kl(given: LossInputs) -> Tensor:
+    """Return the loss of each token: (A, L)."""
+    logp, logq = given.logprobs.detach(), given.sampled_logprobs
+    p, q = logp.exp(), logq.exp()
+    divergence = q * (logq - logp) + (1 - q) * ((1 - q + TINY) / (1 - p + TINY)).log()
+    kept = ((p - q) * given.advantages <= 0) | (divergence <= AlgorithmKeys.of(given.config).mask.kl)
+    return torch.where(kept, -given.ratios * given.advantages * given.logprobs, 0.0)

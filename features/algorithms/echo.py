@@ -1,0 +1,26 @@
+"""ECHO: trains the policy to predict what its tools will answer, beside RL (`trainer.context_loss`).
+
+    added to the loss = -w / N · sum of log p over the tokens that tools wrote,   w = trainer.echo_weight
+
+N is how many such tokens the step has, so that w does not depend on how long results are, or how the step is cut into
+passes. They are in the row already: one forward pass scores them beside the answers. w is 0.1, as the authors' runs
+and prime-rl have it. A result is the context between two answers of a row if nothing but tools' results was added to
+the conversation there. What the chat template puts around it counts, too: nothing is tokenised again, and the policy
+soon knows it. Groups whose rewards are all equal are trained on, too, if they have results.
+`logprobs`: (K,), those of a pass; its sum over the passes of a step is the formula above.
+Source: arXiv 2605.24517, section 3.1; prime-rl's `echo`, which also normalises by the number of such tokens.
+
+By hand, w = 0.1: a tool wrote two tokens, of probability 0.5 and 0.25. Added: 0.1 / 2 · (log 2 + log 4) = 0.104.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ...core.config.trainer import TrainerConfig
+from .config import AlgorithmKeys
+
+
+def echo(logprobs: Tensor, results: int, config: TrainerConfig) -> Tensor:
+    """Return what a pass adds to the loss of a step that has `results` tokens of tools."""
+    return -AlgorithmKeys.of(config).echo_weight / results * logprobs.sum()

@@ -1,0 +1,40 @@
+"""RAE: compares a rollout with a running mean of earlier ones, for each agent or seat apart (`trainer.credit: rae`).
+
+    A_ip = R_ip - b_ip,   b_ip = sum over earlier rollouts j of d^n_j · R_jp, divided by the sum of d^n_j
+
+R_ip is the return of agent p's calls in rollout i: the rollout's own reward, or else the sum of those calls'. d is
+0.95, and n_j counts the rollouts of p between j and i. It is for games, where no two rollouts are siblings, and one
+seat wins what the other loses. The earlier rollouts are those of the group. `trainer.baseline: reinforce_pp` makes all
+of a step one group. `trainer.lone_rollouts: running` gives those without a task the `trainer.running_window` before.
+The baseline of a rollout has none of its own return in it, so that the gradient keeps its expectation. SPIRAL's begins
+at 0 and never ends; here it begins anew with each group, and the first rollout of all teaches nothing.
+Source: SPIRAL, arXiv 2506.24119, section on role-conditioned advantage estimation, and its train_spiral.py.
+
+By hand: a seat's returns are 1, -1, 1. A is 0, then -1 - 1 = -2, then 1 - (0.95 · 1 - 1) / (0.95 + 1) = 1.0256.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...core.config.trainer import TrainerConfig
+from ...trainer.types import Sibling
+
+DECAY = 0.95
+
+
+def rae(group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
+    """Return an advantage for each call of each rollout; it is that of the call's agent in the rollout."""
+    found = [[0.0] * len(sibling.calls) for sibling in group]
+    in_order = sorted((i for i, s in enumerate(group) if s.calls), key=lambda i: group[i].calls[0].started_at)
+    for agent in {call.agent for sibling in group for call in sibling.calls}:
+        total = weight = 0.0
+        for i in in_order:
+            own = [j for j, call in enumerate(group[i].calls) if call.agent == agent]
+            if not any(group[i].calls[j].is_decision for j in own):
+                continue
+            returned = group[i].only(own).rewards.total
+            for j in own:
+                found[i][j] = returned - total / weight if weight else 0.0
+            total, weight = DECAY * total + returned, DECAY * weight + 1.0
+    return found

@@ -1,0 +1,40 @@
+"""Decides which calls of a rollout are trained on, by what became of their answers. Pure.
+
+A rollout of advantage 0.5: a first answer that was rejected, the answer to the same request that was used, and a
+summary that a later prompt has in place of the history.
+
+    call                   rejected, summary    returned, advantage
+    0 rejected             leave_out            none: it is left out
+                           negative             1.0, -0.5
+                           as_others            1.0, +0.5
+    1 used in its place                         1.0, +0.5
+    2 summary              train                1.0, +0.5: the return of what comes after it
+                           leave_out            none: it is left out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...core.records import ModelCall
+from ...trainer.types import Sifted
+from .calls import graph_of
+from .config import ContextKeys
+
+
+def sifted(config: ContextKeys, calls: Sequence[ModelCall]) -> Sifted:
+    """Return what becomes of a rollout's calls. An attempt that is left out is no decision: nothing came of it."""
+    if (graph := graph_of(calls)) is None:
+        return Sifted(calls)
+    rejected, summaries = graph.rejected(), graph.summaries()
+    dropped = rejected if config.rejected == "leave_out" else {}
+    return Sifted(
+        [
+            replace(call, superseded_by=calls[dropped[i]].call_id) if i in dropped else call
+            for i, call in enumerate(calls)
+        ],
+        left_out={*dropped, *(summaries if config.summaries == "leave_out" else ())},
+        negative={*(rejected if config.rejected == "negative" else ())},
+        counts={"calls_rejected": len(rejected), "calls_summaries": len(summaries)},
+    )

@@ -1,0 +1,23 @@
+"""Plugs in what becomes of rejected attempts and of summaries (`trainer.rejected`, `trainer.summaries`)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+
+from ...trainer.plugins.hooks import TrainerCore, TrainerHooks, TrainerPlugin
+from .config import ContextKeys
+
+
+class SiftPlugin(TrainerPlugin):
+    """Leaves calls out of RL, or pushes them down, for what became of their answers."""
+
+    @asynccontextmanager
+    async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
+        from .sift import sifted
+
+        yield TrainerHooks(sift=partial(sifted, ContextKeys.of(core.config.trainer)))
+
+
+plugin = SiftPlugin

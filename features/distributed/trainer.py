@@ -1,0 +1,25 @@
+"""Plugs several trainer processes in, as torchrun and `accelerate launch` start them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ...trainer.plugins.hooks import TrainerPlugin
+
+if TYPE_CHECKING:
+    from ...trainer.step.engine import TrainingEngine
+
+
+class DistributedPlugin(TrainerPlugin):
+    """Takes the steps in all processes of a launcher, or with a sharded model."""
+
+    def engine(self) -> TrainingEngine | None:
+        from ...trainer.step.trainer import LightningTrainer
+        from . import ranks
+
+        if not ranks.launched():
+            return None
+        return LightningTrainer(self.config.trainer, self.config.policy, ranks.Ranks())
+
+
+plugin = DistributedPlugin

@@ -1,0 +1,180 @@
+"""Keeps evaluations of policy versions on held-out tasks, and which version is the best of those that can be served."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+from ...core.json_text import dumps, loads
+from ...store.rows import read
+from ...store.store import Store
+from ...store.trust import OPENED_BY_ONE_THAT_COUNTS
+
+BEGIN = """
+INSERT INTO evaluations (version, step, began_at) VALUES (:version, :step, :at)
+ON CONFLICT (version) DO UPDATE SET began_at = excluded.began_at
+"""
+ENDED = """
+UPDATE evaluations SET ended_at = :at, reward = :reward, low = :low, high = :high, difference = :difference,
+    difference_low = :difference_low, difference_high = :difference_high, tasks = :tasks, rollouts = :rollouts,
+    failed = :failed, by_task = :by_task
+WHERE version = :version
+"""
+FAILED = "UPDATE evaluations SET ended_at = :at, error = :error WHERE version = :version"
+FIRST = "SELECT version, by_task FROM evaluations WHERE reward IS NOT NULL ORDER BY step LIMIT 1"
+LAST = "SELECT * FROM evaluations ORDER BY step DESC LIMIT 1"
+# That went live, and were seen to be served where their weights took others' place (`VERSIONS_NEVER_VERIFIED`).
+SERVABLE = """
+SELECT version FROM policy_versions WHERE path IS NOT NULL AND live_at IS NOT NULL
+    AND (status = 'live' OR (status = 'ready' AND (publish = 'lora' OR verified = 1)))
+"""
+# Rollouts of training that were opened, or made a call, lately.
+AT_WORK = """
+SELECT 1 FROM rollouts WHERE status = 'running' AND mode = 'train' AND (created_at > :since OR EXISTS (
+    SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.started_at > :since
+)) LIMIT 1
+"""
+# Versions with held-out rollouts that were opened lately and have not ended.
+UNDER_WAY = f"""
+SELECT DISTINCT policy_version AS version FROM rollouts
+WHERE status = 'running' AND mode = 'eval' AND task_id IS NOT NULL AND policy_version IS NOT NULL
+    AND created_at > :since AND {OPENED_BY_ONE_THAT_COUNTS}
+"""
+LATELY_S = 3600.0
+ENOUGH = 8  # rollouts of training that a version is judged by, if any has so many
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """An evaluation of a version on held-out tasks: mean reward over `tasks`, with its 95 % interval `low` to `high`.
+
+    `difference`: how far it is above the first version that was evaluated, paired by task; null for that one.
+    `ended_at` is null while it is under way; `error` says why it has no result. `step` made the version.
+    """
+
+    version: int
+    step: int
+    began_at: float
+    ended_at: float | None = None
+    error: str | None = None
+    reward: float | None = None
+    low: float | None = None
+    high: float | None = None
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
+    tasks: int | None = None
+    rollouts: int | None = None
+    failed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best version that can be served, `judged` by held-out rollouts, or without any by those of training."""
+
+    version: int
+    judged: Literal["evaluation", "reward"]
+    reward: float
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def story(self) -> str:
+        """Return it for people."""
+        what = "held-out" if self.judged == "evaluation" else "training"
+        interval = "" if self.low is None else f" ({self.low:.3f} to {self.high:.3f})"
+        return f"version {self.version}: {what} reward {self.reward:.3f}{interval}"
+
+
+class Evaluations:
+    """The table of evaluations (`trainer.eval`), one a version, which the trainer alone writes; and the best version.
+
+    The reward of a version that was evaluated is that of all its held-out rollouts, as far as they are still there.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store, self._db = store, store.database
+
+    async def all(self) -> dict[int, HeldOut]:
+        """Return the evaluations by version."""
+        rows = await self._db.all("SELECT * FROM evaluations ORDER BY step")
+        return {row["version"]: read(HeldOut, row) for row in rows}
+
+    async def of(self, version: int) -> HeldOut | None:
+        """Return a version's evaluation; None without one."""
+        row = await self._db.one("SELECT * FROM evaluations WHERE version = :version", {"version": version})
+        return None if row is None else read(HeldOut, row)
+
+    async def last(self) -> HeldOut | None:
+        """Return the evaluation of the newest version that has one; None without any."""
+        row = await self._db.one(LAST)
+        return None if row is None else read(HeldOut, row)
+
+    async def first(self) -> tuple[int, dict[str, float]] | None:
+        """Return the first version that has a result, with the mean reward of each task; None without any."""
+        row = await self._db.one(FIRST)
+        return None if row is None else (row["version"], loads(row["by_task"]))
+
+    async def begin(self, version: int, step: int) -> None:
+        """Note that an evaluation begins, or begins anew."""
+        await self._db.commit([(BEGIN, [{"version": version, "step": step, "at": time.time()}])])
+
+    async def ended(self, found: HeldOut, by_task: Mapping[str, float]) -> None:
+        """Keep the result of an evaluation, and the mean reward of each task."""
+        await self._db.commit([(ENDED, [asdict(found) | {"at": time.time(), "by_task": dumps(dict(by_task))}])])
+
+    async def failed(self, version: int, error: str) -> None:
+        """Note why an evaluation has no result."""
+        await self._db.commit([(FAILED, [{"version": version, "error": error, "at": time.time()}])])
+
+    async def forget_broken_off(self, live: int) -> None:
+        """Delete what a killed trainer left under way, but for the live version's."""
+        statement = "DELETE FROM evaluations WHERE version <> :live AND ended_at IS NULL"
+        await self._db.commit([(statement, [{"live": live}])])
+
+    async def agents_work(self, since: float) -> bool:
+        """Return whether a running rollout of training was opened, or made a call, after `since` (Unix time)."""
+        return await self._db.one(AT_WORK, {"since": since}) is not None
+
+    async def best(self) -> Best | None:
+        """Return the best version by the rewards that there are; None as long as none can be told.
+
+        The one with the highest held-out reward (of equals, the oldest), if any has one and is not being evaluated
+        now. Else the newest whose interval is not below that of another one.
+        """
+        servable, stored = await self._servable(), await self.all()
+        if servable == [0] and not stored:
+            return None  # many rollouts may have begun with the base model
+        rewards, being_evaluated = await self._store.version_report.rewards(servable), await self.under_way()
+        held_out = {v: Best(v, "evaluation", one.reward, one.low, one.high)
+                    for v, one in stored.items() if one.reward is not None}  # fmt: skip
+        held_out |= {v: Best(v, "evaluation", one.mean, one.low, one.high)
+                     for (mode, v), one in rewards.items() if mode == "eval"}  # fmt: skip
+        judged = [held_out[version] for version in servable if version in held_out.keys() - being_evaluated]
+        if judged:
+            return max(judged, key=lambda one: one.reward)
+        trained = [(version, one) for version in servable if (one := rewards.get(("train", version))) is not None]
+        trained = [(version, one) for version, one in trained if one.rollouts >= ENOUGH] or trained
+        most = max((one.low for _, one in trained if one.low is not None), default=-math.inf)
+        found = [(version, one) for version, one in trained if one.high is None or one.high >= most]
+        return next((Best(version, "reward", one.mean, one.low, one.high) for version, one in reversed(found)), None)
+
+    async def under_way(self) -> set[int]:
+        """Return the versions that are being evaluated: beside training, or by `lightning-proxy eval`."""
+        params = {"since": time.time() - LATELY_S} | await self._store.trust.params()
+        rows = await self._db.all(UNDER_WAY, params)
+        begun = [one.version for one in (await self.all()).values() if one.ended_at is None]
+        return {row["version"] for row in rows} | {*begun}
+
+    async def with_rewards(self, found: Sequence[HeldOut]) -> list[HeldOut]:
+        """Return evaluations with the rewards that their versions have by now."""
+        rewards = await self._store.version_report.rewards([one.version for one in found if one.reward is not None])
+        now = [(one, rewards.get(("eval", one.version))) for one in found]
+        return [replace(one, reward=seen.mean, low=seen.low, high=seen.high) if seen else one for one, seen in now]
+
+    async def _servable(self) -> list[int]:
+        """The few versions that have files, and the base model."""
+        return [0, *sorted(row["version"] for row in await self._db.all(SERVABLE))]

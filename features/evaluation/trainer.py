@@ -1,0 +1,48 @@
+"""Plugs in evaluations of new versions (`trainer.eval`), and the choice of the best version, whose files stay."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ...core.config.run import require_program
+from ...core.errors import ConfigError
+from ...trainer.plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
+from .best import BestVersion
+from .config import EvalKeys
+
+log = logging.getLogger(__name__)
+
+
+class EvaluatingPlugin(TrainerPlugin):
+    """Evaluates new versions where the configuration asks for it, and names the best one at the end."""
+
+    def check(self, run: Run) -> None:
+        """Refuse an agent program or held-out tasks that are not there."""
+        config = EvalKeys.of(self.config.trainer).eval
+        if config.tasks is None or run.offline is not None or run.method != "rl":
+            return
+        if not config.tasks.is_file():
+            raise ConfigError(f"trainer.eval.tasks: there is no file {config.tasks}")
+        if self.config.run.executor == "local":
+            try:
+                require_program(config.command)
+            except ConfigError as error:
+                raise ConfigError(f"trainer.eval.command: {error.message}") from None
+
+    @asynccontextmanager
+    async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
+        if core.swap is None:
+            yield TrainerHooks()
+            return
+        from .evaluator import Evaluator  # here, since the module is read before torch may be loaded
+
+        evaluates = EvalKeys.of(core.config.trainer).eval.tasks is not None
+        beside = Evaluator(core) if evaluates else BestVersion(core.store)
+        yield TrainerHooks(beside=beside)
+        if (best := await beside.evaluations.best()) is not None:
+            log.info("the best is %s; `lightning-proxy policy promote best` makes it live", best.story)
+
+
+plugin = EvaluatingPlugin

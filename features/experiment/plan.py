@@ -1,0 +1,213 @@
+"""The file of an experiment, and the lessons that it asks for: each variant with each seed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
+
+from ...commands.run.executors.choose import runner_for
+from ...commands.run.tasks import read_tasks
+from ...commands.vllm import other_port, require_model
+from ...core.config.file import ENV_NOT_CONFIG, config_of, read_config, read_yaml
+from ...core.config.root import Config
+from ...core.config.section import Section
+from ...core.config.wrong import ENV_PREFIX, lines
+from ...core.errors import ConfigError, LightningError
+from ...trainer.hooks import check_hooks, own_functions
+from ...trainer.plugins.hooks import Run
+from ...trainer.plugins.on_board import check
+
+Json = dict[str, Any]
+# Each lesson has its own.
+OWN = ("proxy.host", "proxy.port", "vllm.port", "store.url", "policy.directory", "trainer.seed")
+
+
+def _words(value: Any) -> Any:
+    return shlex.split(value) if isinstance(value, str) else value
+
+
+def _sections(value: Any) -> Any:
+    return {} if value is None else value
+
+
+Variant = Annotated[dict[str, Any], BeforeValidator(_sections)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+class Experiment(Section):
+    """An experiment's file. `samples` is rollouts per held-out task and evaluation; the rest is as `run` has it."""
+
+    config: Path | None = None
+    agent: Annotated[list[str], BeforeValidator(_words), Field(min_length=1)]
+    tasks: Path
+    held_out: Path
+    rollouts: Annotated[int, Field(ge=1)] | None = None
+    minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
+    variants: Annotated[dict[Name, Variant], Field(min_length=1)]
+    samples: Annotated[int, Field(ge=1, le=1000)] = 4
+    concurrency: Annotated[int, Field(ge=1)] = 8
+    ahead: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    preload: str = ""
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Experiment:
+        if (self.rollouts is None) == (self.minutes is None):
+            raise ValueError("rollouts or minutes, one of the two, says how long each run trains")
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError("seeds: each once")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class LessonPlan:
+    """One variant with one seed. `settings` are its configuration file; `made_with` is all that its result rests on."""
+
+    variant: str
+    seed: int
+    directory: Path
+    settings: Json
+    config: Config
+    made_with: Json
+
+    @property
+    def name(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+    @property
+    def result(self) -> Path:
+        return self.directory / "result.json"
+
+
+def read_experiment(file: Path, config: Path | None) -> Experiment:
+    """Read the file; `config` is the configuration if it names none. ConfigError with a line for each wrong key."""
+    try:
+        found = Experiment.model_validate({"config": config} | read_yaml(file))
+    except ValidationError as error:
+        raise ConfigError(lines(error, Experiment, file, {})) from None
+    read_tasks(found.tasks), read_tasks(found.held_out)
+    return found
+
+
+def lessons_of(experiment: Experiment, directory: Path) -> list[LessonPlan]:
+    """Return all lessons, every variant with the first seed first. ConfigError names the variant and the wrong key."""
+    base = read_config(experiment.config)
+    config_of(deepcopy(base), path=experiment.config)
+    shared = experiment.model_dump(mode="json", exclude={"config", "seeds", "variants"}, exclude_none=True)
+    made: dict[str, tuple[Json, Config, Json]] = {}
+    problems = []
+    for name, changes in experiment.variants.items():
+        try:
+            settings, config = _variant(name, base, changes, experiment.rollouts)
+            alike = config_of(with_own(settings, Path(), 0, 1, 1))
+            kept = alike.model_dump(mode="json", exclude_defaults=True)
+            made[name] = settings, config, {"config": kept, "files": _files(experiment, config)}
+        except LightningError as error:
+            problems.append(error.message)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return [
+        LessonPlan(name, seed, directory.absolute() / name / f"seed-{seed}", settings, config, shared | made_with)
+        for seed in experiment.seeds
+        for name, (settings, config, made_with) in made.items()
+    ]
+
+
+def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tuple[Json, Config]:
+    """A variant's settings, checked as the commands of its lessons would."""
+    label = f"variant {name}"
+    settings = merged(base, changes)
+    config = config_of(deepcopy(settings), path=Path(label))
+    try:
+        keys = {*flat(changes), *OWN}
+        for variable, key in _variables():
+            if hidden := next((one for one in sorted(keys) if f"{one}.".startswith(f"{key}.")), None):
+                raise ConfigError(f"the variable {variable} would hide {hidden}: unset it")
+        if own := next((one for one in OWN if one in flat(changes)), None):
+            raise ConfigError(f"{own}: each run has its own")
+        require_model(config)
+        check(config, Run())
+        check_hooks(config.trainer)
+        if not {"trainer.loss", "trainer.context_loss"}.isdisjoint(dict(own_functions(config.trainer))):
+            from ...trainer.step.own_loss import check_gradients  # imports torch
+
+            check_gradients(config.trainer)
+        upstream = config.policy_upstream
+        urls = upstream.urls if upstream is not None and not upstream.servers else ()
+        if len(urls) != 1 or urlsplit(urls[0]).port != config.vllm.port:
+            wrong = "upstreams: each run starts one vLLM; leave out replicas, and name the port of vllm.port"
+            raise ConfigError(other_port(config) or wrong)
+        if config.run.proxy_url is not None:
+            raise ConfigError("run.proxy_url: each run has a proxy of its own")
+        if rollouts is not None and rollouts % config.trainer.group_size:
+            raise ConfigError(f"trainer.group_size: {rollouts} rollouts are no groups of {config.trainer.group_size}")
+    except LightningError as error:
+        raise ConfigError(f"{label}: {error.message}") from None
+    return settings, config
+
+
+def _variables() -> Iterator[tuple[str, str]]:
+    """The environment's variables that set a key, with that key."""
+    for name in sorted(os.environ):
+        if name.startswith(ENV_PREFIX) and name not in ENV_NOT_CONFIG:
+            yield name, name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+
+
+def check_agent(experiment: Experiment, config: Config) -> None:
+    """Raise ConfigError if `run` would not start the agent."""
+    try:
+        runner_for(config, experiment.agent, experiment.preload.split(",") if experiment.preload else [], print)
+    except ConfigError as error:
+        raise ConfigError(f"agent: {error.message}") from None
+
+
+def _files(experiment: Experiment, config: Config) -> dict[str, str]:
+    """The hashes of the task files, of those that the agent's command line names, and of the user's own functions'."""
+    own = [name for _, name in own_functions(config.trainer)] + [config.rewards.function or ""]
+    words = [*experiment.agent, *(name.rpartition(":")[0] for name in own)]
+    files = [experiment.tasks, experiment.held_out, *map(Path, words)]
+    found = {str(path): path.expanduser() for path in files}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in found.items() if path.is_file()}
+
+
+def with_own(settings: Json, directory: Path, seed: int, proxy_port: int, vllm_port: int) -> Json:
+    """Return a lesson's settings with what is its own: ports, store, folder and seed."""
+    upstreams = deepcopy(settings.get("upstreams") or [{"name": "policy"}])
+    policys = next(one for one in upstreams if one.get("kind", "vllm") == "vllm")
+    policys["base_url"] = f"http://127.0.0.1:{vllm_port}/v1"
+    own = {
+        "proxy": {"host": "127.0.0.1", "port": proxy_port},
+        "vllm": {"port": vllm_port},
+        "store": {"url": f"sqlite:///{directory / 'lightning.db'}"},
+        "policy": {"directory": str(directory / "policy")},
+        "trainer": {"seed": seed},
+        "upstreams": upstreams,
+    }
+    return merged(settings, own)
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Json:
+    """Return `base` with `changes` laid over it, section by section."""
+    found = deepcopy(dict(base))
+    for key, value in changes.items():
+        below = found.get(key)
+        found[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else deepcopy(value)
+    return found
+
+
+def flat(data: Mapping[str, Any], before: str = "") -> Json:
+    """Return every value by its dotted key."""
+    found: Json = {}
+    for key, value in data.items():
+        name = f"{before}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, dict) and value else {name: value}
+    return found

@@ -1,0 +1,125 @@
+"""Adds `rescore`, `rewards` and `rollouts rate`."""
+
+from __future__ import annotations
+
+import getpass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ...commands.groups import WORK, Commands
+from ...commands.load import configuration
+from ...commands.show.complete import rollout_ids, task_ids
+from ...commands.show.rollouts import app as rollouts
+
+
+def rescore(
+    context: typer.Context,
+    function: Annotated[
+        str | None, typer.Option("--reward", metavar="FILE.py:NAME", help="the reward function (rewards.function)")
+    ] = None,
+    rewarder: Annotated[
+        str, typer.Option(metavar="KIND", help="a rewarder of rewards.use, by its kind or name")
+    ] = "function",
+    task: Annotated[str | None, typer.Option(help="only rollouts of this task id", autocompletion=task_ids)] = None,
+    agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
+    mode: Annotated[str | None, typer.Option(help="only those of this mode: train or eval")] = None,
+    min_reward: Annotated[float | None, typer.Option(help="only those with at least this reward")] = None,
+    max_reward: Annotated[float | None, typer.Option(help="only those with at most this reward")] = None,
+    since: Annotated[
+        str | None, typer.Option(help="only those opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
+    ] = None,
+    failed: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="only those for which the function failed in this --out file")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="also those that this version of the file has scored")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="also if the function does not say that it needs the record alone")
+    ] = False,
+    retrain: Annotated[bool, typer.Option("--retrain", help="offer what is scored to the trainer again")] = False,
+    processes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=64, help="so many at once (rewards.processes)")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="a file to append a line of JSON to for each rollout")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+) -> None:
+    """Ask a rewarder about completed rollouts of the store, and record its rewards beside the old ones.
+
+    The same command resumes where it was stopped. The exit code is 1 if it failed for a rollout.
+    """
+    from .rescore import Options, rescore_command
+
+    config = configuration(context, {"rewards.function": function, "rewards.processes": processes})
+    filters = {
+        "task_id": task, "agent": agent, "mode": mode, "min_reward": min_reward, "max_reward": max_reward,
+        "since": since,
+    }  # fmt: skip
+    rescore_command(config, Options(filters, rewarder, failed, out, again, force, retrain), as_json=as_json)
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Show what a rewarder gives, and whether it can be believed."
+)
+Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+Kind = Annotated[str, typer.Argument(metavar="KIND", help="a rewarder of rewards.use, by its kind or name")]
+
+
+@app.command("try")
+def try_(
+    context: typer.Context,
+    kind: Kind,
+    rollout_ids: Annotated[
+        list[str],
+        typer.Argument(metavar="ID...", help="rollouts, as siblings of one group", autocompletion=rollout_ids),
+    ],
+    as_json: Json = False,
+) -> None:
+    """Show what a rewarder would give to rollouts, and why. Nothing is posted."""
+    from .believe import try_rewarder
+
+    try_rewarder(configuration(context), kind, rollout_ids, as_json=as_json)
+
+
+@app.command()
+def check(
+    context: typer.Context,
+    kind: Kind,
+    label: Annotated[str, typer.Option(help="the name of the rewards that are the truth")] = "human",
+    limit: Annotated[
+        int, typer.Option(metavar="N", min=2, help="look for labels in so many of the newest rollouts")
+    ] = 500,
+    threshold: Annotated[float | None, typer.Option(help="a score above it is high (the middle of its range)")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say how far a rewarder agrees with people's labels, or with another rewarder's rewards, and keep the result."""
+    from .believe import CheckOptions, check_rewarder
+
+    check_rewarder(configuration(context), kind, CheckOptions(label, limit, threshold), as_json=as_json)
+
+
+def rate(
+    context: typer.Context,
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="rollouts, in place of a queue", autocompletion=rollout_ids),
+    ] = None,
+    order: Annotated[
+        str, typer.Option(help="newest, uncertain (first those with a middling reward) or random")
+    ] = "newest",
+    person: Annotated[
+        str, typer.Option("--as", metavar="NAME", help="who rates; each person has a queue", show_default="your user")
+    ] = "",
+    limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="at most so many")] = 50,
+) -> None:
+    """Rate rollouts by hand, one after the other: rewards named `human`, which `rewards check` compares with."""
+    from .rate import rate_rollouts
+
+    rate_rollouts(configuration(context), ids or [], order, person or getpass.getuser(), limit)
+
+
+def add_to(commands: typer.Typer) -> None:
+    """Add the commands."""
+    commands.command(rich_help_panel=WORK)(rescore)
+    commands.add_typer(app, name="rewards", rich_help_panel=WORK)
+    rollouts.command()(rate)

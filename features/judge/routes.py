@@ -1,0 +1,116 @@
+"""`GET /rewarders`: what gives rewards here, how it agrees with people, what it has spent, and what waits for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from ...proxy.api.answers import ERRORS, answers
+from ...proxy.api.door import AgentRoute
+from ...proxy.api.parts import Parts
+from ...proxy.api.requests import caller_of, parts_for_all
+from .beside import called, source, warning
+from .config import JudgeKeys, RewarderConfig, RewarderKeys
+from .rewarder import Away
+from .table import labels, last_check, spent_by_each, wait_for
+
+router = APIRouter(tags=["rewards"], responses=ERRORS, route_class=AgentRoute)
+
+
+class CheckSeen(BaseModel):
+    """The last `rewards check`: the share of pairs that it ordered as `labels` labels did, with its 95 % interval."""
+
+    at: float
+    labels: int
+    alike: float
+    low: float
+    high: float
+
+
+class RewarderSeen(BaseModel):
+    """One that gives rewards of this name. `called`: its name in commands; `weight`: what its rewards count for.
+
+    `waiting`: rollouts that it has not spoken about. `check`: null if nobody checked it as it is now. `warning`: why
+    it should not train yet. `away`: why it cannot say who it is.
+    """
+
+    name: str
+    called: str
+    kind: str
+    model: str | None
+    weight: float
+    tokens: int | None
+    usd: float | None
+    waiting: int | None
+    check: CheckSeen | None
+    warning: str | None
+    away: str | None
+
+
+class BudgetSeen(BaseModel):
+    """`rewards.budget`, and what counts for it."""
+
+    tokens: int | None
+    usd: float | None
+    spent_tokens: int
+    spent_usd: float
+
+
+class LabelsSeen(BaseModel):
+    """Of the newest 5,000 rollouts, those that people have labelled (`human`), and how many people did."""
+
+    rollouts: int
+    people: int
+
+
+class RewardersSeen(BaseModel):
+    """`weights`: what rewards count for in training, by name. A key that sees only its own rollouts gets no numbers."""
+
+    data: list[RewarderSeen]
+    weights: dict[str, float]
+    budget: BudgetSeen | None
+    labels: LabelsSeen | None
+
+
+@router.get("/rewarders", response_model=None, responses=answers(RewardersSeen))
+async def get_rewarders(request: Request) -> dict[str, Any]:
+    """What gives rewards by itself, whether people agree with it, what it has spent, and what waits for it."""
+    p, own = await parts_for_all(request), caller_of(request).sight.own
+    keys = RewarderKeys.of(p.config.rewards)
+    spent = [] if own else await spent_by_each(p.store.database)
+    of = {one["name"]: one for one in spent}
+    budget = {"spent_tokens": sum(one["tokens"] for one in spent), "spent_usd": sum(one["usd"] for one in spent)}
+    return {
+        "data": [await _seen(p, name, one, of.get(name, {}), own=own) for name, one in keys.rewarders],
+        "weights": JudgeKeys.of(p.config.trainer).training_weights,
+        "budget": None if own else {"tokens": keys.budget.tokens, "usd": keys.budget.usd} | budget,
+        "labels": None if own else await labels(p.store.database),
+    }
+
+
+async def _seen(p: Parts, name: str, one: RewarderConfig, spent: dict[str, Any], *, own: bool) -> dict[str, Any]:
+    judge = JudgeKeys.of(p.config.trainer)
+    weight, who = judge.training_weights.get(name, 0.0), called(p.config, name, one)
+    view: dict[str, Any] = {
+        "name": name,
+        "called": who,
+        "kind": one.kind,
+        "model": judge.judge.model if one.kind == "judge" else one.model,
+        "weight": weight,
+        "tokens": None if own else spent.get("tokens", 0),
+        "usd": None if own else spent.get("usd", 0.0),
+        "waiting": None if own else await wait_for(p.store.database, name),
+        "check": None,
+        "warning": None,
+        "away": None,
+    }
+    if own or not one.judges:
+        return view
+    try:
+        check = await last_check(p.store.database, await source(p.config, name, one))
+    except Away as error:
+        return view | {"away": str(error)}
+    about = None if check is None else {part: getattr(check, part) for part in CheckSeen.model_fields}
+    return view | {"check": about, "warning": warning(who, check) if weight else None}

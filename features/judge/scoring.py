@@ -1,0 +1,153 @@
+"""Asks the rewarders about every completed rollout, and records what they give as rewards.
+
+A completed rollout awaits its rewards in the store, where no training step takes it. After a kill, the next proxy asks
+those that have not spoken about it. One process of several does the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from ...core.config.root import Config
+from ...core.errors import LightningError, NotFound
+from ...core.records import Reward
+from ...proxy.api.views import rollout_detail
+from ...store.endings import ALL
+from ...store.store import Store
+from .judge import JUDGE
+from .model import AsksModel
+from .rewarder import Away, Given, Json, Rewarder, price_line, together, within
+from .siblings import AwaitingGroup, ready
+from .table import Spoken
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+GROUPS_POLL_S = 1.0
+RETRY_S = 5.0
+LOOK = 100  # rollouts in one look
+PRICED = 5  # groups whose questions are counted before it begins
+
+
+class Scorer:
+    """Runs beside the proxy. `on_recorded` is called with the number of rewards that were recorded."""
+
+    def __init__(
+        self, config: Config, store: Store, rewarders: Sequence[Rewarder], on_recorded: Callable[[int], None]
+    ) -> None:
+        self._config = config.rewards
+        self._trainer = config.trainer
+        self._counted = config.trainer.reward_weights
+        self._store = store
+        self._rewarders = rewarders
+        self._spoken = Spoken(store.database, [one.name for one in rewarders])
+        self._on_recorded = on_recorded
+        self._logged: set[str] = set()
+
+    async def run(self) -> None:
+        """Score rollouts as they end, until cancelled."""
+        try:
+            while True:
+                await self._score_until_a_fault()
+                await asyncio.sleep(RETRY_S)
+        finally:
+            for rewarder in self._rewarders:
+                await rewarder.close()
+
+    async def _score_until_a_fault(self) -> None:
+        try:
+            async with self._store.database.alone("scorer") as alone:
+                if alone:
+                    await self._spoken.begin()
+                    async with asyncio.TaskGroup() as group:
+                        for rewarder in self._rewarders:
+                            group.create_task(self._ask(rewarder))
+        except* (LightningError, OSError) as errors:
+            log.warning("rewards: they cannot be recorded: %s", errors.exceptions[0])
+        except* Exception as errors:
+            log.error("rewards: internal error", exc_info=errors.exceptions[0])
+
+    async def _ask(self, rewarder: Rewarder) -> None:
+        """Ask one rewarder; while it is away, the others go on. Then it is asked about one group at a time."""
+        failed = 0
+        changes, slots = self._store.database.changes("rewards"), asyncio.Semaphore(rewarder.at_once)
+        is_said = False
+        while True:
+            try:
+                while groups := await self._waiting(rewarder):
+                    if not is_said and isinstance(rewarder, AsksModel):
+                        is_said = True
+                        with suppress(Away, NotFound):
+                            await self._say_price(rewarder, groups[:PRICED])
+                    if failed:
+                        groups = [groups[failed % len(groups)]]
+                    await together(self._score(rewarder, group, slots) for group in groups)
+                    failed = 0
+                await changes.wait(GROUPS_POLL_S if rewarder.in_groups else POLL_S)
+            except Away as error:
+                self._say_once(f"{rewarder.label}: {error}; rollouts wait for it")
+                failed += 1
+                await asyncio.sleep(RETRY_S)
+
+    async def _say_price(self, rewarder: AsksModel, first: Sequence[AwaitingGroup]) -> None:
+        seen = [[await self._seen(one) for one in group.siblings] for group in first]
+        tokens = sum([await asyncio.to_thread(rewarder.tokens, one) for one in seen])
+        if tokens:
+            waiting = len(await self._spoken.missing(rewarder.name, ALL))
+            about = tokens * waiting // sum(len(group.awaiting) for group in first)
+            log.info("%s: %s", rewarder.label, price_line(waiting, about))
+
+    async def _waiting(self, rewarder: Rewarder) -> list[AwaitingGroup]:
+        if rewarder.in_groups:
+            return (await ready(self._store.database, self._trainer, rewarder.name, LOOK))[:LOOK]
+        return [AwaitingGroup([one], {one}) for one in await self._spoken.missing(rewarder.name, LOOK)]
+
+    async def _score(self, rewarder: Rewarder, group: AwaitingGroup, slots: asyncio.Semaphore) -> None:
+        async with slots:
+            try:
+                await rewarder.require()
+                answers = await rewarder.reward([await self._seen(rollout_id) for rollout_id in group.siblings])
+            except NotFound:  # deleted meanwhile, and awaited no more
+                return
+            except (Away, LightningError, OSError):
+                raise
+            except Exception as error:  # what an agent sent holds up nobody else
+                log.error("%s: internal error", rewarder.label, exc_info=error)
+                answers = [Given("", error=f"internal error: {error!r}") for _ in group.siblings]
+            given = zip(group.siblings, answers, strict=True)
+        rewards = {name: self._rewards(rewarder, name, one) for name, one in given if name in group.awaiting}
+        recorded = await self._spoken.record(rewarder.name, rewards)
+        if recorded:
+            self._on_recorded(len(recorded))
+            self._warn_of_names(rewarder, {reward.name for reward in recorded})
+
+    async def _seen(self, rollout_id: str) -> Json:
+        """The rollout as `GET /rollouts/{id}` returns it."""
+        store = self._store
+        rollout, calls = await store.rollouts.get(rollout_id), await store.calls.of(rollout_id)
+        rewards, events = await store.rewards.of(rollout_id), await store.events.of(rollout_id)
+        return await asyncio.to_thread(rollout_detail, rollout, calls, rewards, events)
+
+    def _rewards(self, rewarder: Rewarder, rollout_id: str, given: Given) -> list[Reward]:
+        """What is recorded of it: nothing if the rewarder failed."""
+        given = within(given, rewarder.name, self._config)
+        if given.error is not None:
+            log.warning("%s: no reward for rollout %s: %s", rewarder.label, rollout_id, given.error)
+        return [
+            Reward(rollout_id, one.value, one.call_id, one.name or rewarder.name, given.source, one.comment, False)
+            for one in given.scores
+        ]
+
+    def _warn_of_names(self, rewarder: Rewarder, names: set[str]) -> None:
+        if not names & {*self._counted, JUDGE}:
+            told, counted = " or ".join(sorted(names)), ", ".join(self._counted)
+            self._say_once(f"{rewarder.label}: {told} does not count in training, only {counted} does: "
+                           "name the function so, or add the name to trainer.reward_weights")  # fmt: skip
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._logged:
+            self._logged.add(line)
+            log.warning("%s", line)

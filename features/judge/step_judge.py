@@ -1,0 +1,60 @@
+"""Has the judge score every call of a rollout before its group is compared, once. The scores are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...core.config.root import Config
+from ...core.records import ModelCall, Reward
+from ...proxy.api.views import call_view
+from ...store.store import Store
+from ...trainer.credit.agents import TrainedAgents
+from ...trainer.credit.rewards import JUDGE
+from ...trainer.credit.strategies import strategy_of
+from ...trainer.waiting import JudgeError, all_of
+from .config import BudgetConfig, JudgeKeys, RewarderConfig
+from .judge import Judge, transcript
+from .kinds import without_secrets
+from .rewarder import Away
+from .table import StoredAnswers
+
+
+class StepJudge:
+    """Asks the judge for scores of the calls that it has not scored yet, of agents whose credit is its own."""
+
+    def __init__(self, whole: Config, store: Store) -> None:
+        config = JudgeKeys.of(whole.trainer)
+        spent = StoredAnswers(store.database, JUDGE, RewarderConfig(kind="judge"), BudgetConfig())
+        self._judge = Judge(config.judge, answers=spent)
+        self._model = config.judge.model
+        self._agents = TrainedAgents(config.agents)
+        self._credit = config.credit
+        self._store, self._clean = store, without_secrets(whole)
+
+    async def missing(self, calls: Sequence[ModelCall], rewards: Sequence[Reward]) -> list[Reward]:
+        """Score the calls of a rollout that this model has not scored yet; store and return the scores.
+
+        Raises JudgeError. The scores until then are stored.
+        """
+        known = {r.call_id for r in rewards if r.name == JUDGE and r.source == self._model}
+        steps = [call for call in calls if call.is_decision]
+        wanted = [
+            (i, call) for i, call in enumerate(steps) if call.call_id not in known and self._is_judged(call.agent)
+        ]
+        shown = transcript([call_view(call) for call in steps], self._clean) if wanted else ""
+        try:
+            return await all_of(self._score(call, i, shown) for i, call in wanted)
+        except Away as error:
+            raise JudgeError(str(error)) from None
+
+    def _is_judged(self, agent: str | None) -> bool:
+        return self._agents.role(agent) is not None and strategy_of(agent, self._credit) == JUDGE
+
+    async def _score(self, call: ModelCall, step: int, shown: str) -> Reward:
+        score = await self._judge.score(shown, step)
+        reward = Reward(
+            call.rollout_id, score.value, call.call_id, name=JUDGE, source=self._model, comment=score.comment,
+            final=False,
+        )  # fmt: skip
+        await self._store.rewards.post([reward], None, b"")
+        return reward

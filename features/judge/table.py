@@ -1,0 +1,227 @@
+"""Keeps which rewarders have spoken about a rollout, what their models answered, and what that has used."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...core.json_text import dumps
+from ...core.prices import Prices
+from ...core.records import Reward
+from ...store.database import Database, Transaction
+from ...store.rewards import post_rewards
+from .config import BudgetConfig, RewarderConfig
+from .rewarder import Away
+
+Used = tuple[int, int]  # tokens read and written
+
+SPOKEN_ABOUT = """
+INSERT INTO rewarder_spoken (n, rewarder)
+SELECT n, :rewarder FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+ON CONFLICT DO NOTHING
+"""
+_ALL_SPOKE = """
+(SELECT COUNT(*) FROM rewarder_spoken
+ WHERE rewarder_spoken.n = awaiting_rewards.n
+   AND rewarder IN (SELECT CAST(value AS TEXT) FROM json_each(:rewarders))) >= :count
+"""
+AWAITED_NO_MORE = f"""
+DELETE FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id) AND {_ALL_SPOKE}
+"""
+AWAITED_FOR_NOTHING = f"DELETE FROM awaiting_rewards WHERE {_ALL_SPOKE}"
+STILL_TO_SPEAK = """
+SELECT rollouts.rollout_id FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n
+WHERE NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND rewarder = :rewarder)
+ORDER BY awaiting_rewards.n LIMIT :limit
+"""
+WAIT_FOR = """
+SELECT COUNT(*) AS rollouts FROM awaiting_rewards
+WHERE NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND rewarder = :rewarder)
+"""
+# Of the newest 5,000 rollouts.
+LABELS = """
+SELECT COUNT(DISTINCT rewards.rollout_id) AS rollouts, COUNT(DISTINCT source) AS people
+FROM (SELECT rollout_id FROM rollouts ORDER BY n DESC LIMIT 5000) AS recent
+CROSS JOIN rewards ON rewards.rollout_id = recent.rollout_id
+WHERE name = 'human'
+"""
+ANSWER = "SELECT answer FROM rewarder_answers WHERE digest = :digest LIMIT 1"
+ANSWER_KEEP = """
+INSERT INTO rewarder_answers (digest, n, answer)
+SELECT :digest, n, :answer FROM rollouts WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:about))
+ON CONFLICT DO NOTHING
+"""
+SPENT_MORE = """
+INSERT INTO rewarder_spent (rewarder, tokens, usd) VALUES (:rewarder, :tokens, :usd)
+ON CONFLICT (rewarder) DO UPDATE
+SET tokens = rewarder_spent.tokens + excluded.tokens, usd = rewarder_spent.usd + excluded.usd
+"""
+SPENT_BY_EACH = "SELECT rewarder AS name, tokens, usd FROM rewarder_spent ORDER BY rewarder"
+SPENT = "SELECT COALESCE(SUM(tokens), 0) AS tokens, COALESCE(SUM(usd), 0) AS usd FROM rewarder_spent"
+
+CHECK_KEEP = """
+INSERT INTO rewarder_checks (source, at, labels, alike, low, high) VALUES (:source, :at, :labels, :alike, :low, :high)
+ON CONFLICT (source) DO UPDATE
+SET at = excluded.at, labels = excluded.labels, alike = excluded.alike, low = excluded.low, high = excluded.high
+"""
+CHECK = "SELECT * FROM rewarder_checks WHERE source = :source"
+
+
+ENOUGH = 20  # labels, to begin with
+
+
+class Checked(NamedTuple):
+    """How a rewarder, by its `source`, agreed with labels: the share of pairs ordered `alike`, and its interval."""
+
+    source: str
+    at: float
+    labels: int
+    alike: float
+    low: float
+    high: float
+
+
+async def keep_check(database: Database, checked: Checked) -> None:
+    """Keep the last check of a rewarder."""
+    await database.commit([(CHECK_KEEP, [checked._asdict()])])
+
+
+async def last_check(database: Database, source: str) -> Checked | None:
+    """Return the last check of a rewarder with this question."""
+    row = await database.one(CHECK, {"source": source})
+    return None if row is None else Checked(*(row[name] for name in Checked._fields))
+
+
+async def spent_by_each(database: Database) -> list[dict[str, Any]]:
+    """Return the tokens and USD that each rewarder has spent."""
+    return [{name: row[name] for name in ("name", "tokens", "usd")} for row in await database.all(SPENT_BY_EACH)]
+
+
+async def labels(database: Database) -> dict[str, int]:
+    """Return how many of the newest rollouts people have labelled, and how many people."""
+    row = await database.one(LABELS)
+    assert row is not None  # it counts
+    return {name: row[name] for name in ("rollouts", "people")}
+
+
+async def wait_for(database: Database, rewarder: str) -> int:
+    """Return how many rollouts wait for a rewarder to speak."""
+    row = await database.one(WAIT_FOR, {"rewarder": rewarder})
+    return 0 if row is None else row["rollouts"]
+
+
+class Spoken:
+    """The rollouts that await some of `rewarders`, which are all that are asked."""
+
+    def __init__(self, database: Database, rewarders: Sequence[str]) -> None:
+        self._db = database
+        self._all = {"rewarders": dumps([*rewarders]), "count": len(rewarders)}
+
+    async def begin(self) -> None:
+        """Await those no longer about which all have spoken: one that was awaited may be gone."""
+        await self._db.commit([(AWAITED_FOR_NOTHING, [self._all])])
+
+    async def missing(self, rewarder: str, limit: int) -> list[str]:
+        """Return rollouts that await this rewarder, oldest first."""
+        rows = await self._db.all(STILL_TO_SPEAK, {"rewarder": rewarder, "limit": limit})
+        return [row["rollout_id"] for row in rows]
+
+    async def record(self, rewarder: str, given: Mapping[str, Sequence[Reward]]) -> list[Reward]:
+        """Record what a rewarder gave to rollouts, and that it has spoken: all of it or nothing.
+
+        Return the rewards that were recorded: none for a rollout that did not await it any more.
+        """
+
+        async def work(db: Transaction) -> list[Reward]:
+            recorded: list[Reward] = []
+            for rollout_id, rewards in given.items():
+                about = {"rollout_id": rollout_id, "rewarder": rewarder, **self._all}
+                if await db.run(SPOKEN_ABOUT, about) == 0:
+                    continue
+                recorded += rewards
+                await db.run(AWAITED_NO_MORE, about)
+            await post_rewards(db, recorded)
+            return recorded
+
+        return await self._db.write(work)
+
+
+class KeptAnswers:
+    """What models answered in one run of a command. The budget counts for this run.
+
+    Without a `price`, a model of others costs what `prices` says.
+    """
+
+    def __init__(self, name: str, config: RewarderConfig, budget: BudgetConfig, prices: Prices | None = None) -> None:
+        self._name, self._budget = name, budget
+        self._price, self._prices = config.price, prices if config.asks and config.api != "hosted_vllm" else None
+        self._model = config.model_name
+        self._answers: dict[str, str] = {}
+        self.tokens, self.usd = 0, 0.0
+        self.under_way: list[Used] = []  # what questions will use, about
+
+    async def known(self, digest: str) -> str | None:
+        """Return the answer to a question that was asked before."""
+        return self._answers.get(digest)
+
+    async def keep(self, digest: str, answer: str, about: Sequence[str]) -> None:
+        """Keep an answer about some rollouts."""
+        self._answers[digest] = answer
+
+    async def spend(self, used: Used, usd: float | None = None) -> None:
+        """Count what a question used. `usd`: its cost where there is no `price`."""
+        self.tokens, self.usd = self.tokens + sum(used), self.usd + self._cost(used, usd)
+
+    async def spent(self) -> tuple[float, float]:
+        """Return the tokens and USD that count for the budget."""
+        return self.tokens, self.usd
+
+    async def require(self) -> None:
+        """Raise Away if the budget is spent, or will be by what is under way."""
+        if self._price is None and self._prices is not None:
+            found = await asyncio.to_thread(self._prices.of, self._model)
+            self._price, self._prices = None if found is None else [found.input, found.output], None
+        tokens, usd = await self.spent()
+        tokens, usd = tokens + sum(map(sum, self.under_way)), usd + sum(map(self._cost, self.under_way))
+        for name, spent, most in (("tokens", tokens, self._budget.tokens), ("usd", usd, self._budget.usd)):
+            if most is not None and spent >= most:
+                raise Away(f"rewards.budget.{name} is spent ({spent:g} of {most:g})")
+
+    def _cost(self, used: Used, usd: float | None = None) -> float:
+        if self._price is None and usd is not None:
+            return usd
+        return sum(tokens * price for tokens, price in zip(used, self._price or (0, 0), strict=True)) / 1e6
+
+
+class StoredAnswers(KeptAnswers):
+    """Answers for proxies. One goes when one of its rollouts is deleted; what it has used stays counted."""
+
+    def __init__(
+        self,
+        database: Database,
+        name: str,
+        config: RewarderConfig,
+        budget: BudgetConfig,
+        prices: Prices | None = None,
+    ) -> None:
+        super().__init__(name, config, budget, prices)
+        self._db = database
+
+    async def known(self, digest: str) -> str | None:
+        if row := await self._db.one(ANSWER, {"digest": digest}):
+            return str(row["answer"])
+        return None
+
+    async def keep(self, digest: str, answer: str, about: Sequence[str]) -> None:
+        kept = {"digest": digest, "answer": answer, "about": dumps([*about])}
+        await self._db.commit([(ANSWER_KEEP, [kept])], len(answer) * len(about))
+
+    async def spend(self, used: Used, usd: float | None = None) -> None:
+        spent = {"rewarder": self._name, "tokens": sum(used), "usd": self._cost(used, usd)}
+        await self._db.commit([(SPENT_MORE, [spent])])
+
+    async def spent(self) -> tuple[float, float]:
+        row = await self._db.one(SPENT)
+        assert row is not None  # it sums up
+        return row["tokens"], row["usd"]

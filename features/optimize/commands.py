@@ -1,0 +1,63 @@
+"""The options of `optimize`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ...commands.groups import WORK
+from ...commands.load import configuration
+
+
+def optimize(
+    context: typer.Context,
+    command: Annotated[list[str], typer.Argument(help="the agent program, after `--`")],
+    method: Annotated[Literal["gepa", "apo"], typer.Option(help="how to search")],
+    prompt: Annotated[str, typer.Option(metavar="NAME", help="a prompt of `prompts list`")],
+    tasks: Annotated[Path, typer.Option(metavar="FILE", help="a JSON Lines file, one task per line")],
+    reflect: Annotated[str, typer.Option(metavar="MODEL", help="litellm's name of the model that writes prompts")],
+    reflect_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="that model's base URL, if not the provider's own")
+    ] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="tasks to judge by", show_default="a fifth of --tasks")
+    ] = None,
+    budget: Annotated[
+        int, typer.Option(metavar="N", min=1, help="rollouts of the search, and calls of the reflecting model at most")
+    ] = 200,
+    validation: Annotated[int, typer.Option(metavar="N", min=1, help="tasks to compare prompts on")] = 16,
+    batch: Annotated[int, typer.Option(metavar="N", min=1, help="rollouts that are reflected on at a time")] = 4,
+    beam: Annotated[int, typer.Option(metavar="N", min=1, help="apo: prompts kept for the next round")] = 4,
+    branch: Annotated[int, typer.Option(metavar="N", min=1, help="apo: new prompts from each")] = 4,
+    rounds: Annotated[int, typer.Option(metavar="N", min=1, help="apo: rounds")] = 3,
+    seed: Annotated[int, typer.Option(metavar="N", help="another seed is another search")] = 0,
+    concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="how many programs run at once")] = 8,
+    promote: Annotated[
+        bool, typer.Option("--promote", help="make the best prompt live, or test it if prompts have a gate")
+    ] = False,
+    preload: Annotated[str, typer.Option(help="modules to import once for all runs of `python script.py …`")] = "",
+    logs: Annotated[Path | None, typer.Option("--logs", help="directory for each program's output")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
+) -> None:
+    """Search for a better prompt. The agent changes nothing: the proxy puts the prompts in.
+
+    Rollouts are of mode eval: no weights are trained on them. Every prompt that is tried is a version, and the best
+    one is compared with the first on held-out tasks. The same command resumes where it was stopped.
+    """
+    from .apo import Sizes
+    from .command import OptimizeRequest
+    from .command import optimize as run
+
+    modules = preload.split(",") if preload else []
+    request = OptimizeRequest(
+        method, prompt, tasks, held_out, command, modules, reflect, reflect_url, budget, validation, batch,
+        Sizes(beam, branch, batch, rounds), seed, concurrency, promote, logs, as_json,
+    )  # fmt: skip
+    run(configuration(context), request)
+
+
+def add_to(commands: typer.Typer) -> None:
+    """Add `optimize` to the commands."""
+    commands.command(rich_help_panel=WORK, context_settings={"allow_interspersed_args": False})(optimize)

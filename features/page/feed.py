@@ -1,0 +1,185 @@
+"""`GET /feed`: calls, rewards, rollouts, steps and versions as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from time import monotonic
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import StreamingResponse
+
+from ...core.errors import InvalidRequest, LightningError
+from ...core.json_text import dumps
+from ...proxy.access.sight import Sight
+from ...proxy.api.answers import ERRORS
+from ...proxy.api.beside import Beside
+from ...proxy.api.bodies import Cursor
+from ...proxy.api.door import AgentRoute
+from ...proxy.api.requests import parts, parts_for_all
+from ...proxy.gateway.asgi import read_headers
+from ...proxy.gateway.server import is_stopping
+from ...store.database import Database
+from .events import FeedEvents, Happened
+
+router = APIRouter(tags=["page"], responses=ERRORS, route_class=AgentRoute)
+
+LOOK_S = 0.25  # from one look at the store to the next
+LONGEST_S = 1.0  # where the store notifies of changes, and there is none
+QUIET_S = 15.0  # after which a comment says that the feed is still there
+AT_ONCE = 500  # events that are read and sent at a time
+KEPT = 8  # looks, for feeds whose readers are slow
+
+# Neither a browser nor a proxy on the way is to keep events back.
+_HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
+_EVENT = {"type": "object", "properties": {name: {"type": "string"} for name in ("id", "event", "data")}}
+_EVENTS = {200: {"content": {"text/event-stream": {"itemSchema": _EVENT}}}}
+
+
+@router.get("/feed", response_class=StreamingResponse, responses=_EVENTS)  # type: ignore[arg-type]
+async def feed(
+    request: Request,
+    cursor: Cursor = None,
+    last_event_id: Annotated[str, Header(json_schema_extra={"pattern": "^[0-9]{0,18}$"})] = "",
+) -> StreamingResponse:
+    """Calls, rewards, rollouts, training steps and policy versions as they come, until the client or the proxy stops.
+
+    It continues after `cursor`, an event's `id`, or begins now. `missed` comes first if events after the cursor are no
+    longer kept: look at everything again. Of events about one thing that come at once, only the last is sent.
+    """
+    p = await parts_for_all(request)
+    looks = next(one.looks for one in p.beside if isinstance(one, FeedBeside))
+    # A browser sends an empty Last-Event-ID before the first.
+    given = [_number(one) for one in (cursor, last_event_id or None) if one is not None]
+    newest = await looks.events.newest()  # first: it is what numbers and forgets events in PostgreSQL
+    nothing_missed = not given or await looks.events.knows(given[0])
+    frames = _frames(request, looks, given[0] if given and nothing_missed else newest, nothing_missed)
+    return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
+
+
+def _number(cursor: str) -> int:
+    if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
+        raise InvalidRequest("cursor must be the id of an event of this feed", param="cursor")
+    return int(cursor)
+
+
+async def _frames(request: Request, looks: Looks, cursor: int, nothing_missed: bool) -> AsyncIterator[bytes]:
+    yield b"id: %d\n\n" % cursor if nothing_missed else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
+    sent_at, keys, headers = monotonic(), parts(request).keys, read_headers(request.scope)
+    try:
+        with looks.followed():
+            while not is_stopping(request.scope):
+                is_quiet, frames = monotonic() > sent_at + QUIET_S, b""
+                if looks.cursor > cursor or is_quiet:
+                    sight = (await keys.authenticate(headers)).sight  # its key may have been revoked meanwhile
+                if looks.cursor > cursor:
+                    frames, cursor = await looks.after(cursor, sight)
+                if frames or is_quiet:
+                    sent_at = monotonic()
+                    yield frames or b":\nid: %d\n\n" % cursor
+                if looks.cursor <= cursor:
+                    await looks.next()
+    except LightningError as error:
+        yield b": %s\n\n" % error.message.replace("\n", " ").encode()
+
+
+class _Look:
+    """What had happened from one look at the store to the next: the events after `begin`, to `end`."""
+
+    def __init__(self, begin: int, end: int, happened: Sequence[Happened]) -> None:
+        self.begin, self.end, self._happened = begin, end, happened
+        self._frames: dict[tuple[Sight, int], bytes] = {}
+
+    def frames(self, cursor: int, sight: Sight) -> bytes:
+        """Return the events after `cursor`, as those see them who have this sight."""
+        key = sight, max(cursor, self.begin)
+        if key not in self._frames:
+            seen = (one for one in self._happened if one.n > cursor)
+            self._frames[key] = b"".join(_frame(one, sight) for one in seen if _is_seen(one, sight))
+        return self._frames[key]
+
+
+class Looks:
+    """Looks at the store for all feeds of this process, while there are any. `cursor`: the newest event that it saw."""
+
+    def __init__(self, database: Database) -> None:
+        self.events = FeedEvents(database)
+        self.cursor = 0
+        self._looks = deque[_Look](maxlen=KEPT)
+        self._feeds = 0
+        self._task: asyncio.Task[None] | None = None
+        self._woken = asyncio.Event()
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Look at the store during the block."""
+        self._feeds += 1
+        if self._task is None or self._task.done():
+            self._looks.clear()
+            self.cursor = 0
+            self._task = asyncio.create_task(self._look())
+        try:
+            yield
+        finally:
+            self._feeds -= 1
+            if not self._feeds and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    async def next(self) -> None:
+        """Return after the next look that saw something, or soon. Raise LightningError if nobody can look."""
+        assert self._task is not None
+        if not self._task.done():
+            await self._woken.wait()
+        if self._task.done():
+            self._task.result()
+
+    async def after(self, cursor: int, sight: Sight) -> tuple[bytes, int]:
+        """Return events after `cursor` as those see them who have this sight, and the cursor after them."""
+        for look in self._looks:
+            if look.end > cursor >= look.begin:
+                return look.frames(cursor, sight), look.end
+        happened, end = await self.events.after(cursor, AT_ONCE)  # a feed that begins, or is behind
+        return _Look(cursor, end, happened).frames(cursor, sight), end
+
+    async def _look(self) -> None:
+        changes = self.events.database.changes("calls", "rewards", "live", "steps", "keys")
+        try:
+            self.cursor, woken_at = await self.events.newest(), 0.0
+            while True:
+                begin = self.cursor
+                if await self.events.newest() != begin:
+                    happened, self.cursor = await self.events.after(begin, AT_ONCE)
+                    self._looks.append(_Look(begin, self.cursor, happened))
+                if self.cursor != begin or monotonic() > woken_at + LONGEST_S:
+                    woken_at = monotonic()
+                    self._wake()
+                if self.cursor - begin < AT_ONCE:
+                    await changes.wait(LOOK_S, LONGEST_S)
+        finally:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._woken.set()
+        self._woken = asyncio.Event()
+
+
+class FeedBeside(Beside):
+    """The one look at the store for all feeds."""
+
+    @cached_property
+    def looks(self) -> Looks:
+        return Looks(self.store.database)
+
+
+def _is_seen(one: Happened, sight: Sight) -> bool:
+    return not sight.own or one.kind in ("step", "version") or one.key_id == sight.key_id
+
+
+def _frame(one: Happened, sight: Sight) -> bytes:
+    data = sight.of("step event", one.data) if one.kind == "step" else one.data
+    return b"id: %d\nevent: %s\ndata: %s\n\n" % (one.n, one.kind.encode(), dumps(data).encode())

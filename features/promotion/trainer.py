@@ -1,0 +1,34 @@
+"""Plugs the gate in: new weights are published as candidates (`policy.promotion: gated`)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ...trainer.plugins.hooks import TrainerCore, TrainerHooks, TrainerPlugin
+from .config import GateKeys
+from .promotions import NOT_GATED, Promotions
+from .splitting import candidates_server
+
+
+class GatedPublishingPlugin(TrainerPlugin):
+    """Publishes candidates where the configuration asks for it, and otherwise ends what is tested."""
+
+    @asynccontextmanager
+    async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
+        config, store, swap = core.config, core.store, core.swap
+        tests = Promotions(store.database)
+        if swap is None:
+            yield TrainerHooks()
+        elif not GateKeys.of(config.policy).is_gated:
+            await tests.end(NOT_GATED)
+            yield TrainerHooks()
+        else:
+            from .gated import CandidateSwap, GatedPublisher
+
+            placed = candidates_server(config, tests)
+            own = CandidateSwap(store, swap.vllm, swap.mode, config.policy.directory, placed)
+            yield TrainerHooks(publisher=GatedPublisher(config, store, own, core.engine))
+
+
+plugin = GatedPublishingPlugin

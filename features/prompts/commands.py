@@ -1,0 +1,189 @@
+"""`prompts list|show|add|diff|promote|rollback`: the texts that take the place of an agent's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import quote
+
+import typer
+
+from ...commands.groups import RECORD, Commands
+from ...commands.load import configuration
+from ...commands.show.complete import known
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ...commands.api_client import ApiClient
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Show and change the prompts that take the place of an agent's own."
+)
+
+Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+
+
+def names(context: typer.Context, incomplete: str) -> list[str]:
+    """Return names of prompts that begin so, for a shell that completes them."""
+    return known(context, incomplete, lambda api: _of_prompts(api, lambda prompt: [prompt["name"]]))
+
+
+def numbers(context: typer.Context, incomplete: str) -> list[str]:
+    """Return versions of the prompt that is named before."""
+
+    def of(prompt: dict[str, Any]) -> list[str]:
+        mine = prompt["name"] == context.params.get("name")
+        return [str(one["version"]) for one in prompt["versions"] if mine]
+
+    return known(context, incomplete, lambda api: _of_prompts(api, of))
+
+
+async def _of_prompts(api: ApiClient, of: Callable[[dict[str, Any]], list[str]]) -> list[str]:
+    return [one for prompt in (await api.request("GET", "/prompts"))["data"] for one in of(prompt)]
+
+
+Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=names)]
+Version = Annotated[int, typer.Argument(metavar="N", autocompletion=numbers)]
+
+
+@app.command("list")
+def list_prompts(context: typer.Context, as_json: Json = False) -> None:
+    """List the prompts with their versions. A star marks the live one."""
+    from rich.console import Console
+
+    from ...commands.formats import print_json
+
+    answer = _ask(context, "GET", "/prompts")
+    if as_json:
+        print_json(answer)
+    elif answer["data"]:
+        Console().print(prompts_table(answer["data"]))
+    else:
+        typer.echo("no prompts yet: `lightning-proxy prompts add NAME FILE` adds the first one")
+
+
+@app.command()
+def show(
+    context: typer.Context,
+    name: Name,
+    version: Annotated[int | None, typer.Option(metavar="N", help="a version", show_default="the live one")] = None,
+    as_json: Json = False,
+) -> None:
+    """Print a prompt's text, and nothing else: it can go into a file."""
+    from ...commands.formats import print_json
+
+    query = "" if version is None else f"?version={version}"
+    prompt = _ask(context, "GET", f"{_path(name)}{query}")
+    if as_json:
+        print_json(prompt)
+    else:
+        typer.echo(prompt["text"])
+
+
+@app.command()
+def add(
+    context: typer.Context,
+    name: Name,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="its text, in UTF-8; `-` reads standard input")],
+    agent: Annotated[str | None, typer.Option(help="whose message it is (X-Agent-Name)", show_default="any")] = None,
+    role: Annotated[Literal["system", "user"] | None, typer.Option(help="the role of the message")] = None,
+    comment: Annotated[str | None, typer.Option(help="why it was made")] = None,
+    promote: Annotated[bool, typer.Option("--promote", help="make it live")] = False,
+    as_json: Json = False,
+) -> None:
+    """Add a prompt, or a version of one. The first version is the agent's own text, and live."""
+    from ...commands.formats import print_json
+    from ...core.errors import LightningError
+
+    try:
+        text = typer.get_text_stream("stdin").read() if str(file) == "-" else file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LightningError(f"{file} cannot be read: {error}") from None
+    body: dict[str, Any] = {"name": name, "text": text, "comment": comment, "promote": promote}
+    if agent is not None or role is not None:
+        body["match"] = {"agent": agent, "role": role or "system"}
+    prompt = _ask(context, "POST", "/prompts", body)
+    if as_json:
+        print_json(prompt)
+    else:
+        live = "it is live" if prompt["version"] == prompt["live_version"] else f"{prompt['live_version']} is live"
+        typer.echo(f"prompt {name} version {prompt['version']}; {live}")
+
+
+@app.command()
+def diff(context: typer.Context, name: Name, a: Version, b: Version) -> None:
+    """Show which lines two versions do not share."""
+    from difflib import unified_diff
+
+    from rich.console import Console
+
+    from ...commands.formats import plain
+    from ...commands.show.diff import STYLES
+
+    first, second = (_ask(context, "GET", f"{_path(name)}?version={n}")["text"].splitlines() for n in (a, b))
+    console = Console(highlight=False, soft_wrap=True)
+    for line in unified_diff(first, second, f"{name} {a}", f"{name} {b}", lineterm=""):
+        console.print(plain(line, STYLES.get(line[0], "")))
+    if first == second:
+        typer.echo("the versions are the same", err=True)
+
+
+@app.command()
+def promote(context: typer.Context, name: Name, version: Version, as_json: Json = False) -> None:
+    """Make a version live now. Rollouts that have begun keep theirs."""
+    _change(context, name, "promote", {"version": version}, as_json)
+
+
+@app.command()
+def rollback(context: typer.Context, name: Name, as_json: Json = False) -> None:
+    """Make the version before the live one live again."""
+    _change(context, name, "rollback", None, as_json)
+
+
+def prompts_table(prompts: list[dict[str, Any]]) -> Table:
+    """Return a table with one line per version; rewards are means over the rollouts that kept it."""
+    from rich.table import Table
+
+    from ...commands.formats import number, plain
+
+    table = Table(box=None, padding=(0, 1), pad_edge=False, expand=True)
+    for name in ("prompt", "version", "", "agent", "role", "train", "eval"):
+        table.add_column(name, no_wrap=True, overflow="fold")
+    table.add_column("text", no_wrap=True, overflow="ellipsis", ratio=1)
+    for prompt in prompts:
+        match = prompt["match"]
+        for one in prompt["versions"]:
+            rewards = [number(one["rewards"].get(mode, {}).get("mean")) for mode in ("train", "eval")]
+            first_line = plain(" ".join(one["text"].split())[:200])
+            cells = (prompt["name"], str(one["version"]), "*" if one["live"] else "", match["agent"] or "any")
+            table.add_row(*cells, match["role"], *rewards, first_line)
+    return table
+
+
+def _change(context: typer.Context, name: str, what: str, body: dict[str, int] | None, as_json: bool) -> None:
+    from ...commands.formats import print_json
+
+    prompt = _ask(context, "POST", f"{_path(name)}/{what}", body)
+    if as_json:
+        print_json(prompt)
+    else:
+        typer.echo(f"prompt {name} version {prompt['live_version']} is live")
+
+
+def _path(name: str) -> str:
+    return f"/prompts/{quote(name, safe='')}"
+
+
+def _ask(context: typer.Context, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    from ...commands.api_client import ask
+    from ...commands.show.alone import look
+
+    to = look if method == "GET" else ask  # where no proxy runs, its store answers
+    return to(configuration(context), lambda api: api.request(method, path, body))
+
+
+def add_to(commands: typer.Typer) -> None:
+    """Add `prompts` to the commands."""
+    commands.add_typer(app, name="prompts", rich_help_panel=RECORD)

@@ -1,0 +1,119 @@
+"""Puts versioned prompts in the place of agents' own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+from ...core.errors import StoreUnavailable
+from ...core.json_text import dumps, encode
+from ...core.records import CallStart, RolloutName
+from ...core.redact import MASK, Redactor
+from ...proxy.gateway.call import Question
+from ...proxy.gateway.group_commit import Statement
+from .placing import Json, Place, find, put, text_at
+from .table import CALL_PROMPT, ROLLOUT_PROMPT_KEPT, Prompt, PromptTable
+
+LOOK_S = 0.5  # until the first prompt is seen; then every call looks
+Outcome = Literal["placed", "unmatched"]
+
+
+class _Place(NamedTuple):
+    name: str
+    version: int
+    place: Place
+    sent: str
+
+
+class PromptRewriter:
+    """All prompts. Use it with `async with`. As long as there is none, a call costs nothing more."""
+
+    def __init__(self, table: PromptTable, redactor: Redactor, count: Callable[[Outcome], None]) -> None:
+        """`count` is called for each call, while there are prompts, with whether one was put into it."""
+        self._table = table
+        self._redactor = redactor
+        self._count = count
+        self._stamp: Any = None
+        self._prompts: list[Prompt] = []
+        self._watch: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> PromptRewriter:
+        await self._refresh()
+        self._watch = asyncio.create_task(self._look_for_the_first())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._watch is not None
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+
+    async def put(self, question: Question, rollout: RolloutName) -> Question:
+        """Return the question with prompts put in, as the record has it. The agent's own texts are kept beside it.
+
+        A prompt is its agent's message of a role, or, where the agent has no name, the message with a text that one of
+        the prompt's versions has. A rollout keeps the version that it began with. What fits no prompt goes unchanged.
+        """
+        if not self._prompts:
+            return question
+        await self._refresh()
+        placed: list[_Place] = []
+        body = original = question.body
+        for prompt in self._prompts:
+            place = find(question.endpoint, original, prompt.role)
+            if place is None or any(place == other.place for other in placed):
+                continue
+            sent = text_at(original, place)
+            if not _fits(prompt, rollout.agent, sent):
+                continue
+            version = await self._table.kept_by(rollout.rollout_id, prompt.name)
+            if version is None and await self._table.has_begun(rollout.rollout_id, rollout.agent):
+                continue  # it began with the agent's own text, before there was this prompt
+            version = version or prompt.live
+            body = put(body, place, prompt.text_of(version))
+            placed.append(_Place(prompt.name, version, place, sent))
+        self._count("placed" if placed else "unmatched")
+        if not placed:
+            return question
+        if any(text_at(body, one.place) != one.sent for one in placed):
+            question = question._replace(body=body, request=question.request.with_body(encode(body)))
+        return question._replace(also=partial(self._statements, placed, original))
+
+    async def _refresh(self) -> None:
+        if (stamp := await self._table.stamp()) != self._stamp:
+            self._prompts, self._stamp = await self._table.all(), stamp
+
+    async def _look_for_the_first(self) -> None:
+        changes = self._table.changes()
+        while True:
+            await changes.wait(LOOK_S)
+            with suppress(StoreUnavailable):
+                await self._refresh()
+
+    def _statements(self, placed: Sequence[_Place], original: Json, start: CallStart) -> list[Statement]:
+        by_name = {prompt.name: prompt for prompt in self._prompts}
+        kept = self._redactor.value(original, "request")
+        made: list[Statement] = []
+        for one in placed:
+            row: dict[str, Any] = {"rollout_id": start.rollout.rollout_id, "call_id": start.call_id, "name": one.name}
+            row |= {"version": one.version, "place": dumps(one.place)}
+            known = by_name[one.name].version_of(one.sent)
+            sent = None if known is not None else _text_left(kept, one.place)
+            made += [(ROLLOUT_PROMPT_KEPT, row), (CALL_PROMPT, row | {"sent_version": known, "sent": sent})]
+        return made
+
+
+def _fits(prompt: Prompt, agent: str | None, sent: str) -> bool:
+    if prompt.agent is not None and agent is not None:
+        return agent == prompt.agent
+    return prompt.version_of(sent) is not None
+
+
+def _text_left(kept: Any, place: Place) -> str:
+    """A text after redaction."""
+    try:
+        return text_at(kept, place)
+    except (TypeError, LookupError):
+        return MASK

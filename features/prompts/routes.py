@@ -1,0 +1,205 @@
+"""`/prompts`: the texts that stand in for agents' own, their versions, and which one is live."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Request, Response
+from pydantic import BaseModel, Field
+
+from ...core.records import check_id
+from ...proxy.access.auth import Caller
+from ...proxy.api.answers import ERRORS, answers
+from ...proxy.api.bodies import Body, Id, PathId
+from ...proxy.api.door import AdminRoute, AgentRoute
+from ...proxy.api.parts import Parts
+from ...proxy.api.requests import Limit, caller_of, large_response, parts, parts_for, parts_for_all
+from ...proxy.api.views import record_view
+from .fields import Version
+from .table import Kept, Prompt, PromptTable, Role, TriedOut
+
+router = APIRouter(tags=["prompts"], responses=ERRORS, route_class=AgentRoute)
+admins = APIRouter(route_class=AdminRoute)
+
+MOST_CHARACTERS = 1_000_000
+
+
+class Match(Body):
+    """The message: the first one of this role, of this agent, or of any agent if it has the text of a version."""
+
+    agent: Id | None = None
+    role: Role = "system"
+
+
+class PromptBody(Body):
+    """A prompt's text. The first one of a new name is the agent's own, and live.
+
+    `match` is needed only for the first version. `parent`: the version that it was made from. `promote`: make it live.
+    """
+
+    name: Id
+    text: Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
+    match: Match | None = None
+    parent: Version | None = None
+    comment: Annotated[str, Field(max_length=10_000)] | None = None
+    metrics: Annotated[dict[str, float | int | str | None], Field(default_factory=dict)]
+    promote: Annotated[bool, Field(strict=True)] = False
+
+
+class PromptVersionBody(Body):
+    version: Version
+
+
+class PromptVersionSeen(BaseModel):
+    """One text. `rewards`: by mode, the mean reward of the rollouts that kept it."""
+
+    version: int
+    text: str
+    live: bool
+    created_at: float
+    parent: int | None
+    comment: str | None
+    metrics: dict[str, Any]
+    rewards: dict[Literal["train", "eval"], dict[str, float]]
+
+
+class PromptSeen(BaseModel):
+    """`version` and `text`: those of the rollout that asks; without one, or before it keeps any, the live ones."""
+
+    name: str
+    match: Match
+    live_version: int
+    version: int
+    text: str
+    versions: list[PromptVersionSeen]
+
+
+class PromptList(BaseModel):
+    data: list[PromptSeen]
+
+
+class TriedOutList(BaseModel):
+    data: list[TriedOut]
+
+
+class KeptList(BaseModel):
+    data: list[Kept]
+
+
+@router.get("/prompts", response_model=None, responses=answers(PromptList))
+async def list_prompts(request: Request) -> Response:
+    """All prompts, by name, with their versions."""
+    p, caller = await parts_for_all(request), caller_of(request)
+    views = [await _view(p, prompt, prompt.live, caller) for prompt in await _table(p).all()]
+    return await large_response(lambda: {"data": views})
+
+
+@router.get("/prompts/{name}", response_model=None, responses=answers(PromptSeen))
+async def get_prompt(request: Request, name: PathId, version: Annotated[int | None, Query(ge=1)] = None) -> Response:
+    """A prompt, for an agent that asks for its text.
+
+    A rollout (its key, or `X-Rollout-Id`) gets the version that it keeps. If it is open and keeps none, it keeps the
+    live one now, unless it asks for a `version`. A rollout's own key sees no `versions`.
+    """
+    p, caller = parts(request), caller_of(request)
+    rollout_id = caller.rollout_id or request.headers.get("x-rollout-id")
+    prompt = await _table(p).get(check_id(name, "name"))
+    asks_for_one = version is not None and caller.rollout_id is None
+    if rollout_id is not None:
+        await parts_for(request, rollout_id)
+    if rollout_id is not None and not asks_for_one:
+        await _table(p).pin([rollout_id], {name: prompt.live})
+    kept = None if rollout_id is None else await _table(p).kept_by(rollout_id, name)
+    chosen = kept if caller.rollout_id is not None else version or kept
+    view = await _view(p, prompt, chosen or prompt.live, caller)
+    return await large_response(lambda: view)
+
+
+@router.get("/prompts/{name}/rollouts", response_model=None, responses=answers(TriedOutList))
+async def list_tried_out(request: Request, name: PathId, run: Id | None = None) -> Response:
+    """The rollouts in which optimisations have tried versions of a prompt, oldest first. `run` names one of them.
+
+    Those that were opened with the key that asks, an admin's or an evaluator's.
+    """
+    p, caller = await parts_for_all(request), caller_of(request)
+    await _table(p).get(check_id(name, "name"))
+    tried = await _table(p).tried_out(name, run, own=caller.sight.own, key_id=caller.key_id)
+    return await large_response(lambda: {"data": [*map(record_view, tried)]})
+
+
+@router.get("/prompts/{name}/versions/{version}/rollouts", response_model=None, responses=answers(KeptList))
+async def list_kept(
+    request: Request, name: PathId, version: Annotated[int, Path(ge=1, lt=2**31)], limit: Limit = 100
+) -> Response:
+    """The newest rollouts that kept a version."""
+    p, caller = await parts_for_all(request), caller_of(request)
+    (await _table(p).get(check_id(name, "name"))).text_of(version)
+    kept = await _table(p).kept(name, version, limit, caller.sight.key_id)
+    return await large_response(lambda: {"data": [*map(record_view, kept)]})
+
+
+@admins.post("/prompts", response_model=None, responses=answers(PromptSeen))
+async def post_prompt(request: Request, body: PromptBody) -> Response:
+    """Add a prompt, or a version of one. A text that a version has already is that version."""
+    p, match = parts(request), body.match
+    version = await _table(p).add(
+        body.name, body.text, agent=match.agent if match else None, role=match.role if match else None,
+        parent=body.parent, comment=body.comment, metrics=body.metrics, promote=body.promote,
+    )  # fmt: skip
+    if body.metrics:
+        await _table(p).measured(body.name, version, body.metrics)
+    if body.promote:
+        caller_of(request).log_change(f"version {version} of prompt {body.name} was promoted")
+    view = await _view(p, await _table(p).get(body.name), version, caller_of(request))
+    return await large_response(lambda: view)
+
+
+@admins.post("/prompts/{name}/promote", response_model=None, responses=answers(PromptSeen))
+async def promote_prompt(request: Request, name: PathId, body: PromptVersionBody) -> Response:
+    """Make a version live now. Rollouts that have begun keep theirs."""
+    p = parts(request)
+    await _table(p).promote(check_id(name, "name"), body.version)
+    caller_of(request).log_change(f"version {body.version} of prompt {name} was promoted")
+    return await _live(p, name, caller_of(request))
+
+
+@admins.post("/prompts/{name}/rollback", response_model=None, responses=answers(PromptSeen))
+async def rollback_prompt(request: Request, name: PathId) -> Response:
+    """Make the version before the live one live again."""
+    p = parts(request)
+    await _table(p).rollback(check_id(name, "name"))
+    caller_of(request).log_change(f"prompt {name} was rolled back")
+    return await _live(p, name, caller_of(request))
+
+
+router.include_router(admins)
+
+
+async def _live(p: Parts, name: str, caller: Caller) -> Response:
+    prompt = await _table(p).get(name)
+    view = await _view(p, prompt, prompt.live, caller)
+    return await large_response(lambda: view)
+
+
+async def _view(p: Parts, prompt: Prompt, version: int, caller: Caller) -> dict[str, Any]:
+    """The prompt as this caller may see it: code that the policy runs can read its rollout's key."""
+    views: list[dict[str, Any]] = []
+    sight = caller.sight
+    if caller.rollout_id is None:
+        rewards = await _table(p).rewards(prompt.name, own=sight.own, key_id=sight.key_id)
+        for one in prompt.versions:
+            facts = {"live": one.version == prompt.live, "rewards": rewards.get(one.version, {})}
+            views.append(sight.of("prompt version", asdict(one) | facts))
+    return {
+        "name": prompt.name,
+        "match": {"agent": prompt.agent, "role": prompt.role},
+        "live_version": prompt.live,
+        "version": version,
+        "text": prompt.text_of(version),
+        "versions": views,
+    }
+
+
+def _table(p: Parts) -> PromptTable:
+    return PromptTable(p.store.database)

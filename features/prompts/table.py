@@ -1,0 +1,333 @@
+"""Prompts and their versions, which version is live, and which one each rollout keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ...core.errors import Conflict, NotFound
+from ...core.json_text import dumps, loads
+from ...store.database import Changes, Database, Row, Sql, Transaction
+from ...store.rows import read
+
+Role = Literal["system", "user"]
+
+PROMPTS_ALL = """
+SELECT name, agent, role, created_at, (
+    SELECT version FROM prompt_log WHERE prompt_log.name = prompts.name ORDER BY n DESC LIMIT 1
+) AS live FROM prompts ORDER BY name
+"""
+PROMPT_VERSIONS = "SELECT * FROM prompt_versions ORDER BY name, version"
+PROMPT_NEW = """
+INSERT INTO prompts (name, agent, role, created_at) VALUES (:name, :agent, :role, :at) ON CONFLICT (name) DO NOTHING
+"""
+PROMPT_OF_NAME = "SELECT agent, role FROM prompts WHERE name = :name"
+PROMPT_VERSION_OF_TEXT = (
+    "SELECT version FROM prompt_versions WHERE name = :name AND text = :text ORDER BY version LIMIT 1"
+)
+PROMPT_VERSION_NEW = """
+INSERT INTO prompt_versions (name, version, text, parent, comment, metrics, created_at)
+SELECT :name, COALESCE(MAX(version), 0) + 1, :text, :parent, :comment, :metrics, :at
+FROM prompt_versions WHERE name = :name
+RETURNING version
+"""
+PROMPT_METRICS = "UPDATE prompt_versions SET metrics = :metrics WHERE name = :name AND version = :version"
+PROMPT_LIVE = "SELECT version FROM prompt_log WHERE name = :name ORDER BY n DESC LIMIT 1"
+PROMPT_BEFORE = """
+SELECT version FROM prompt_log WHERE name = :name AND version < :version ORDER BY version DESC LIMIT 1
+"""
+PROMPT_LOG = "INSERT INTO prompt_log (name, version) VALUES (:name, :version)"
+PROMPTS_CHANGED = "SELECT (SELECT MAX(n) FROM prompt_log) AS live, (SELECT MAX(rowid) FROM prompt_versions) AS made"
+ROLLOUT_PROMPT = "SELECT version FROM rollout_prompts WHERE rollout_id = :rollout_id AND name = :name"
+AGENT_HAS_CALLED = "SELECT 1 FROM calls WHERE rollout_id = :rollout_id AND agent IS :agent LIMIT 1"
+ROLLOUT_PROMPT_KEPT = """
+INSERT INTO rollout_prompts (rollout_id, name, version) VALUES (:rollout_id, :name, :version)
+ON CONFLICT (rollout_id, name) DO NOTHING
+"""
+ROLLOUT_PROMPT_PINNED = """
+INSERT INTO rollout_prompts (rollout_id, name, version)
+SELECT rollout_id, :name, :version FROM rollouts WHERE rollout_id = :rollout_id
+ON CONFLICT (rollout_id, name) DO NOTHING
+"""
+# Nothing for a call whose start was refused.
+CALL_PROMPT = """
+INSERT INTO call_prompts (call_id, name, version, place, sent_version, sent)
+VALUES (:call_id, :name, :version, :place, :sent_version, :sent)
+"""
+CALL_PROMPTS_OF = """
+SELECT call_prompts.call_id, call_prompts.name, call_prompts.version, place, sent_version,
+    COALESCE(sent, prompt_versions.text) AS sent
+FROM calls JOIN call_prompts USING (call_id) LEFT JOIN prompt_versions
+    ON prompt_versions.name = call_prompts.name AND prompt_versions.version = sent_version
+WHERE calls.rollout_id = :rollout_id ORDER BY calls.seq, call_prompts.name
+"""
+PROMPT_REWARDS = """
+SELECT version, mode, AVG(reward) AS mean, COUNT(*) AS rollouts
+FROM rollout_prompts JOIN rollouts USING (rollout_id)
+WHERE name = :name AND reward IS NOT NULL AND (NOT :own OR rollouts.key_id IS :key_id) GROUP BY version, mode
+"""
+PROMPT_KEPT = """
+SELECT rollouts.rollout_id, rollouts.task_id, mode, status, reward, created_at
+FROM rollout_prompts JOIN rollouts USING (rollout_id)
+WHERE name = :name AND version = :version AND (NOT :own OR rollouts.key_id IS :key_id)
+ORDER BY rollouts.n DESC LIMIT :limit
+"""
+# Oldest first. Whoever opens rollouts can name a run: only the asker's own count, and those of keys that give evidence.
+PROMPT_RUN = Sql(
+    """
+SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
+    COALESCE(metadata ->> '$.held_out', 0) AS held_out
+FROM rollout_prompts JOIN rollouts USING (rollout_id)
+WHERE name = :name AND (:every OR metadata ->> '$.optimize' = :run) AND metadata ->> '$.optimize' IS NOT NULL
+    AND (rollouts.key_id IS :key_id OR (NOT :own AND evidence = 1)) ORDER BY n
+""",
+    postgres=r"""
+SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
+    COALESCE(metadata::json ->> 'held_out' NOT IN ('false', '0'), FALSE) AS held_out
+FROM rollout_prompts JOIN rollouts USING (rollout_id)
+WHERE name = :name AND CASE WHEN strpos(metadata, '\u') = 0 THEN
+        (:every OR metadata::json ->> 'optimize' = :run) AND metadata::json ->> 'optimize' IS NOT NULL END
+    AND (rollouts.key_id IS :key_id OR (NOT :own AND evidence = 1)) ORDER BY n
+""",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptVersion:
+    """One text of a prompt. `parent`: the version that it was made from. `metrics`: what its maker measured."""
+
+    version: int
+    text: str
+    created_at: float
+    parent: int | None = None
+    comment: str | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A message of an agent, by the agent's name or by its text, and all texts that it may have. `live`: a version."""
+
+    name: str
+    agent: str | None
+    role: Role
+    live: int
+    versions: tuple[PromptVersion, ...]
+
+    def text_of(self, version: int) -> str:
+        """Return the text of a version; NotFound if there is none."""
+        if not 1 <= version <= len(self.versions):
+            raise NotFound(f"prompt {self.name!r} has no version {version}", param="version")
+        return self.versions[version - 1].text
+
+    def version_of(self, text: str) -> int | None:
+        """Return the first version with this text."""
+        return next((one.version for one in self.versions if one.text == text), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """What a call's model was shown in place of the text that the agent `sent`: a prompt's version.
+
+    `place`: the way to that text in the request, by names and positions.
+    """
+
+    call_id: str
+    name: str
+    version: int
+    place: tuple[str | int, ...]
+    sent: str
+
+
+@dataclass(frozen=True, slots=True)
+class TriedOut:
+    """A rollout in which a version was tried by an optimisation. `held_out`: it was no part of the search."""
+
+    rollout_id: str
+    version: int
+    task_id: str
+    mode: str
+    status: str
+    reward: float | None
+    held_out: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A rollout that kept a version."""
+
+    rollout_id: str
+    task_id: str | None
+    mode: str
+    status: str
+    reward: float | None
+    created_at: float
+
+
+class PromptTable:
+    """The tables of prompts. They are small but for what is kept of rollouts and calls."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    async def all(self) -> list[Prompt]:
+        """Return every prompt with its versions, by name."""
+        versions: dict[str, list[PromptVersion]] = {}
+        for row in await self._db.all(PROMPT_VERSIONS):
+            versions.setdefault(row["name"], []).append(_version(row))
+        rows = await self._db.all(PROMPTS_ALL)
+        return [
+            Prompt(row["name"], row["agent"], row["role"], row["live"], tuple(versions[row["name"]])) for row in rows
+        ]
+
+    async def get(self, name: str) -> Prompt:
+        """Return the prompt of this name; NotFound if there is none."""
+        for prompt in await self.all():
+            if prompt.name == name:
+                return prompt
+        raise NotFound(f"no prompt {name!r}", param="name")
+
+    async def stamp(self) -> tuple[int | None, int | None]:
+        """Return a stamp that changes with every new version and promotion."""
+        row = await self._db.quick(PROMPTS_CHANGED)
+        return (None, None) if row is None else (row["live"], row["made"])
+
+    def changes(self) -> Changes:
+        """Return a `Changes` that waits for a new version or promotion."""
+        return self._db.changes("prompts")
+
+    async def add(
+        self,
+        name: str,
+        text: str,
+        *,
+        agent: str | None = None,
+        role: Role | None = None,
+        parent: int | None = None,
+        comment: str | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        promote: bool = False,
+    ) -> int:
+        """Add a version and return its number; that of the version which has this text already, if one has.
+
+        The first version of a new name is live, a further one only if `promote`. Conflict where the prompt is another
+        agent's message: `role` None stands for that of the prompt.
+        """
+        row: dict[str, Any] = {"name": name, "text": text, "parent": parent, "comment": comment, "at": time.time()}
+        row["metrics"] = dumps({**(metrics or {})})
+
+        async def work(db: Transaction) -> int:
+            await db.run(PROMPT_NEW, row | {"agent": agent, "role": role or "system"})
+            (kept,) = await db.all(PROMPT_OF_NAME, row)
+            if role is not None and (kept["agent"], kept["role"]) != (agent, role):
+                raise Conflict(
+                    f"prompt {name!r} is another message: {_described(kept)}; choose another name", param="match"
+                )
+            found = await db.one(PROMPT_VERSION_OF_TEXT, row)
+            if found is None:
+                (found,) = await db.all(PROMPT_VERSION_NEW, row)
+            version = int(found["version"])
+            live = await db.one(PROMPT_LIVE, row)
+            if live is None or (promote and live["version"] != version):
+                await _make_live(db, name, version)
+            return version
+
+        return await self._db.write(work, len(text))
+
+    async def promote(self, name: str, version: int) -> None:
+        """Make a version the live one; NotFound if there is no such version."""
+        (await self.get(name)).text_of(version)
+        await self._db.write(lambda db: _make_live(db, name, version))
+
+    async def rollback(self, name: str) -> int:
+        """Make the newest version live that is older than the live one and was live once. Conflict without one."""
+        live = (await self.get(name)).live
+
+        async def work(db: Transaction) -> int:
+            before = await db.one(PROMPT_BEFORE, {"name": name, "version": live})
+            if before is None:
+                raise Conflict(f"prompt {name!r}: no version older than {live} was ever live")
+            await _make_live(db, name, before["version"])
+            return int(before["version"])
+
+        return await self._db.write(work)
+
+    async def measured(self, name: str, version: int, metrics: Mapping[str, Any]) -> None:
+        """Keep the metrics of a version."""
+        row = {"name": name, "version": version, "metrics": dumps({**metrics})}
+        await self._db.commit([(PROMPT_METRICS, [row])])
+
+    async def pin(self, rollout_ids: Sequence[str], versions: Mapping[str, int]) -> None:
+        """Let rollouts keep these versions, unless they keep others already. Unknown rollouts keep nothing."""
+        rows = [
+            {"rollout_id": rollout_id, "name": name, "version": version}
+            for rollout_id in rollout_ids
+            for name, version in versions.items()
+        ]
+        await self._db.commit([(ROLLOUT_PROMPT_PINNED, rows)])
+
+    async def check(self, versions: Mapping[str, int]) -> None:
+        """Raise NotFound if one of these prompts, or the version of it, is unknown."""
+        for name, version in versions.items():
+            (await self.get(name)).text_of(version)
+
+    async def kept_by(self, rollout_id: str, name: str) -> int | None:
+        """Return the version that a rollout keeps; None before its first."""
+        row = await self._db.quick(ROLLOUT_PROMPT, {"rollout_id": rollout_id, "name": name})
+        return None if row is None else int(row["version"])
+
+    async def has_begun(self, rollout_id: str, agent: str | None) -> bool:
+        """Return whether an agent of a rollout has made a call."""
+        return await self._db.quick(AGENT_HAS_CALLED, {"rollout_id": rollout_id, "agent": agent}) is not None
+
+    async def placed_in(self, rollout_id: str) -> list[Placed]:
+        """Return the prompts that were put into the rollout's calls, in order."""
+        return [
+            Placed(row["call_id"], row["name"], row["version"], tuple(loads(row["place"])), row["sent"])
+            for row in await self._db.all(CALL_PROMPTS_OF, {"rollout_id": rollout_id})
+        ]
+
+    async def rewards(
+        self, name: str, *, own: bool = False, key_id: str | None = None
+    ) -> dict[int, dict[str, dict[str, float]]]:
+        """Return the mean reward of the rollouts that kept each version, and their number: by version and mode.
+
+        `own`: only of those that were opened with the key `key_id`.
+        """
+        found: dict[int, dict[str, dict[str, float]]] = {}
+        for row in await self._db.all(PROMPT_REWARDS, {"name": name, "own": own, "key_id": key_id}):
+            found.setdefault(row["version"], {})[row["mode"]] = {"mean": row["mean"], "rollouts": row["rollouts"]}
+        return found
+
+    async def kept(self, name: str, version: int, limit: int, key_id: str | None) -> list[Kept]:
+        """Return the newest rollouts that kept a version. `key_id`: only those that were opened with this key."""
+        wanted = {"name": name, "version": version, "limit": limit, "own": key_id is not None, "key_id": key_id}
+        return [read(Kept, row) for row in await self._db.all(PROMPT_KEPT, wanted)]
+
+    async def tried_out(
+        self, name: str, run: str | None, *, own: bool = False, key_id: str | None = None
+    ) -> list[TriedOut]:
+        """Return the rollouts that an optimisation, by the name of its run, has opened so far, oldest first.
+
+        Without a run, those of every optimisation. Of what was opened with the key `key_id` and, unless `own`, with one
+        that gives evidence.
+        """
+        selection = {"name": name, "run": run or "", "every": run is None, "own": own, "key_id": key_id}
+        rows = await self._db.all(PROMPT_RUN, selection)
+        return [read(TriedOut, row, held_out=bool(row["held_out"])) for row in rows]
+
+
+async def _make_live(db: Transaction, name: str, version: int) -> None:
+    await db.run(PROMPT_LOG, {"name": name, "version": version})
+
+
+def _version(row: Row) -> PromptVersion:
+    return PromptVersion(
+        row["version"], row["text"], row["created_at"], row["parent"], row["comment"], loads(row["metrics"])
+    )
+
+
+def _described(row: Row) -> str:
+    return f"the {row['role']} message of {'any agent' if row['agent'] is None else repr(row['agent'])}"

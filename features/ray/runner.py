@@ -1,0 +1,59 @@
+"""Runs agent programs as tasks of a Ray cluster, through a child process that Ray's client lives in (driver.py)."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ...commands.run.output import Keeping
+from ...commands.run.served import ServedRunner
+from ...core.config.run import RunConfig
+from ...core.errors import ConfigError
+
+SCHEMES = ("http://", "https://")
+
+
+class RayRunner(ServedRunner):
+    """Starts the command on whichever node of the cluster has room for it."""
+
+    name = "Ray driver"
+
+    def __init__(self, config: RunConfig, command: Sequence[str], say: Callable[[str], None], keeping: Keeping) -> None:
+        # Ray's client ends its process if the cluster goes away, and takes signals for itself.
+        super().__init__([sys.executable, "-m", f"{__package__}.driver"], say, keeping)
+        self._config = config
+        # Not in its arguments: everybody may read those, and runtime_env may hold keys.
+        self.setup = json.dumps({"command": command, **config.ray.model_dump()}).encode() + b"\n"
+        self._machines: set[str] = set()
+
+    def _ready(self, said: Mapping[str, Any]) -> None:
+        self._machines = set(said["machines"])
+
+    def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
+        if self._config.proxy_url is None and len(self._machines) > 1 and _is_here_only(env["LIGHTNING_URL"]):
+            raise ConfigError(
+                f"the Ray cluster has {len(self._machines)} machines, and {env['LIGHTNING_URL']} can be reached on one "
+                "only: give --proxy-url (run.proxy_url), the proxy's address as the other machines reach it"
+            )
+        return {"env": reached_at(self._config.proxy_url, env), "log": str(log)}
+
+
+def reached_at(proxy_url: str | None, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables with another root in the proxy's addresses. None: as they are."""
+    if proxy_url is None:
+        return dict(env)
+    root = proxy_url.rstrip("/")
+    return {name: root + urlsplit(value).path if value.startswith(SCHEMES) else value for name, value in env.items()}
+
+
+def _is_here_only(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,53 @@
+"""The section `trainer.teacher`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, SecretStr, model_validator
+
+from ...core.config.section import NOT_SENDABLE, Positive, Seconds, Section, check_url, is_sendable
+from ...core.config.trainer import TrainerConfig
+
+
+class TeacherConfig(Section):
+    base_url: str | None = None
+    model: str | None = None
+    api_key: SecretStr | None = None
+    weight: Positive = 1.0
+    concurrency: Annotated[int, Field(ge=1)] = 8
+    timeout_s: Seconds = 120.0
+
+    @model_validator(mode="after")
+    def _check_access(self) -> TeacherConfig:
+        if self.base_url is not None:
+            check_url("base_url", self.base_url, is_vllm=True)
+        elif self.model is not None or self.api_key is not None:
+            raise ValueError("a teacher needs a base_url, such as http://127.0.0.1:8200/v1")
+        if self.api_key is not None and not is_sendable(self.api_key):
+            raise ValueError(f"api_key cannot be sent: {NOT_SENDABLE}")
+        return self
+
+    @property
+    def credentials(self) -> dict[str, str]:
+        """Return the header that carries its key; empty without a key."""
+        return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key.get_secret_value()}"}
+
+
+class GuideKeys(TrainerConfig):
+    beside_rewards = ", unless a teacher teaches something beside rewards"
+
+    teacher: TeacherConfig = TeacherConfig()
+
+    @property
+    def has_guide(self) -> bool:
+        return self.teacher.base_url is not None
+
+    @model_validator(mode="after")
+    def _guides_single_tokens(self) -> GuideKeys:
+        if self.has_guide and self.importance_level == "sequence" and self.loss_type != "cispo":
+            raise ValueError(
+                "a teacher speaks of single tokens, but with importance_level sequence "
+                f"loss_type {self.loss_type} pulls all tokens of an answer alike: use token, or loss_type: cispo"
+            )
+        return self

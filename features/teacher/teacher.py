@@ -1,0 +1,123 @@
+"""Asks a teacher about the policy's answers: another model with the same tokens, behind any vLLM.
+
+On-policy distillation: a token that the teacher finds likelier than the policy does gets a positive advantage (MiniLLM,
+arXiv 2306.08543; GKD, arXiv 2306.13649).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import groupby
+
+from transformers import PreTrainedTokenizerBase
+
+from ...core.config.address import shown
+from ...core.errors import ConfigError, UpstreamTimeout, UpstreamUnreachable
+from ...serving.vllm import VllmError, VllmServer
+from ...trainer.rows.rendered import tokens_of
+from ...trainer.types import Batch, Guidance, Sample
+from ...trainer.waiting import GuideError, all_of
+from .config import TeacherConfig
+
+COUNTS = ("calls_taught", "calls_not_plain", "calls_beyond_teacher")
+# Tokenizers that differ do so here: words, numbers, blanks, code, other scripts.
+TEXT = "Hello, world! 1234567 + 89 = 3.14159\n\n\tdef f(x):\n        return x ** 2  # naïve café 東京 Привет 🙂 "
+
+Row = tuple[int, ...]
+
+
+class Teacher:
+    """One model of one vLLM. It scores the tokens of a row and sees nothing else."""
+
+    def __init__(self, config: TeacherConfig, server: VllmServer, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._config = config
+        self._server = server
+        self._tokenizer = tokenizer
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._model: str | None = None  # None until `check` found one that fits
+        self._longest = sys.maxsize
+
+    async def check(self) -> None:
+        """Raise ConfigError if the teacher has other tokens than the policy, GuideError if it gives no answer."""
+        text = TEXT + " ".join(self._tokenizer.all_special_tokens)
+        try:
+            model = self._config.model or await self._server.base_model()
+            served = {one["id"]: one.get("max_model_len") for one in await self._server.models()}
+            theirs = await self._server.tokens(model, text)
+        except (UpstreamUnreachable, UpstreamTimeout, VllmError) as error:
+            raise GuideError(f"trainer.teacher: {error}") from None
+        if theirs != tokens_of(self._tokenizer, text):
+            raise ConfigError(
+                f"trainer.teacher: {model} at {shown(self._server.base_url)} has other tokens than policy.model; a "
+                "teacher needs the policy's own tokenizer, as models of one family have"
+            )
+        # vLLM reports no length of an adapter. It samples a token after each row.
+        longest = served.get(model) or max(filter(None, served.values()), default=None)
+        self._longest = sys.maxsize if longest is None else int(longest) - 1
+        self._model = model
+
+    async def guided(self, batch: Batch) -> Batch:
+        """Return the batch with the teacher's log-probabilities. Raise GuideError if it gives no answer."""
+        started = time.perf_counter()
+        if self._model is None:
+            await self.check()
+        logprobs = await self._scored(
+            self._row(s) for s in batch.samples if any(_is_plain(s, *a) for a in answers_of(s))
+        )
+        counts: Counter[str] = Counter()
+        samples = tuple(self._with(sample, logprobs.get(self._row(sample), []), counts) for sample in batch.samples)
+        metrics = {name: float(counts[name]) for name in COUNTS}
+        metrics["teacher_tokens"] = float(sum(len(row) + 1 for row in logprobs))  # vLLM samples one after each row
+        metrics["guide_s"] = time.perf_counter() - started
+        return replace(batch, samples=samples, metrics={**batch.metrics, **metrics})
+
+    def _row(self, sample: Sample) -> Row:
+        return sample.token_ids[: self._longest]
+
+    async def _scored(self, rows: Iterable[Row]) -> dict[Row, list[float]]:
+        """The log-probabilities of each row's tokens; equal rows are scored once."""
+        distinct = list(dict.fromkeys(rows))
+        return dict(zip(distinct, await all_of(map(self._ask, distinct)), strict=True))
+
+    async def _ask(self, row: Row) -> list[float]:
+        assert self._model is not None
+        async with self._slots:
+            try:
+                return await self._server.scored(self._model, row)
+            except (UpstreamUnreachable, UpstreamTimeout, VllmError) as error:
+                raise GuideError(f"trainer.teacher: {error}") from None
+
+    def _with(self, sample: Sample, logprobs: list[float], counts: Counter[str]) -> Sample:
+        """The sample with the log-probabilities of its plain answers."""
+        values = [math.nan] * len(sample.token_ids)
+        for call_id, start, end in answers_of(sample):
+            if not _is_plain(sample, call_id, start, end):
+                counts["calls_not_plain"] += 1
+            elif start >= self._longest:
+                counts["calls_beyond_teacher"] += 1
+            else:
+                counts["calls_taught"] += 1
+                values[start : min(end, len(logprobs))] = logprobs[start:end]
+        return replace(sample, guidance=Guidance(tuple(values), self._config.weight))
+
+
+def answers_of(sample: Sample) -> Iterator[tuple[str, int, int]]:
+    """Return each answer in a row: its call and [start, end). There is context between any two."""
+    runs, place = [], 0
+    for sampled, tokens in groupby(sample.mask):
+        start, place = place, place + len(list(tokens))
+        if sampled:
+            runs.append((start, place))
+    for call_id, (start, end) in zip(sample.call_ids, runs, strict=True):
+        yield call_id, start, end
+
+
+def _is_plain(sample: Sample, _: str, start: int, end: int) -> bool:
+    """Whether an answer was sampled at temperature 1 and in no other way: vLLM scores a prompt only like that."""
+    return sample.temperatures[start] == 1.0 and not any(s == start for s, _, _ in sample.shaped)

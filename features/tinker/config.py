@@ -1,0 +1,44 @@
+"""Keys of `trainer`: what takes the training steps, and the section `trainer.tinker`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import SecretStr, field_validator
+
+from ...core.config.section import NOT_SENDABLE, Seconds, Section, check_url, is_sendable
+from ...core.config.trainer import TrainerConfig
+
+TinkerLoss = Literal["importance_sampling", "ppo", "cispo"]
+
+
+class TinkerConfig(Section):
+    base_url: str | None = None
+    api_key: SecretStr | None = None
+    base_model: str | None = None
+    loss: Literal["auto"] | TinkerLoss = "auto"
+    reduction: Literal["sum", "mean"] = "sum"
+    timeout_s: Seconds = 900.0
+
+    @field_validator("base_url")
+    @classmethod
+    def _is_url(cls, url: str | None) -> str | None:
+        if url is not None:
+            check_url("base_url", url, is_vllm=False)
+        return url
+
+    @field_validator("api_key")
+    @classmethod
+    def _is_sendable(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not is_sendable(key):
+            raise ValueError(f"it cannot be sent: {NOT_SENDABLE}")
+        return key
+
+
+class BackendKeys(TrainerConfig):
+    backend: Literal["local", "tinker"] = "local"
+    tinker: TinkerConfig = TinkerConfig()
+
+    @property
+    def trains_here(self) -> bool:
+        return self.backend == "local"

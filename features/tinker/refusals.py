@@ -1,0 +1,78 @@
+"""Refuses, before anything is loaded, what a service with the Tinker API cannot do. It names every such setting."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+
+from ...core.config.root import Config
+from ...core.config.trainer import TrainerConfig
+from ...core.errors import ConfigError
+from .config import TinkerLoss
+
+# The service's loss for each of ours that it has a term for. They differ in the weights of tokens, which we send.
+LOSSES: Mapping[str, TinkerLoss] = {"cispo": "cispo", "grpo": "ppo", "dapo": "ppo", "bnpo": "ppo", "dr_grpo": "ppo"}
+
+
+def check_backend(config: Config, method: str = "rl", *, launched: bool = False) -> None:
+    """Raise ConfigError if `trainer.backend` cannot do what is configured. `launched`: one of several processes."""
+    if config.trainer.trains_here:
+        return
+    refused = [*_methods(method, launched), *_losses(config.trainer), *_weights(config), *_memory(config.trainer)]
+    if refused:
+        raise ConfigError(
+            f"trainer.backend: tinker cannot do {'; '.join(refused)}. Take it out, or train with trainer.backend: local"
+        )
+    if importlib.util.find_spec("tinker") is None:
+        raise ConfigError("trainer.backend: tinker needs its client: pip install 'lightning-proxy[tinker]'")
+
+
+def _methods(method: str, launched: bool) -> Iterator[str]:
+    if method != "rl":
+        yield f"--method {method}"
+    if launched:
+        yield "several trainer processes (torchrun, accelerate launch)"
+
+
+def _losses(trainer: TrainerConfig) -> Iterator[str]:
+    if trainer.loss is not None:
+        yield f"trainer.loss {trainer.loss}"
+    if trainer.context_loss is not None:
+        yield f"trainer.context_loss {trainer.context_loss}"
+    if trainer.loss_type not in LOSSES:
+        yield f"trainer.loss_type {trainer.loss_type} (it can do {', '.join(LOSSES)})"
+    if trainer.weighting == "sequence":
+        yield "trainer.weighting sequence"
+    if trainer.importance_level != "token":
+        yield f"trainer.importance_level {trainer.importance_level}"
+    if trainer.kl_coef:
+        yield f"trainer.kl_coef {trainer.kl_coef:g}"
+    if trainer.kl_metric:
+        yield "trainer.kl_metric"
+    if trainer.entropy.counts:
+        yield "trainer.entropy"
+    if trainer.has_guide:
+        yield "trainer.teacher"
+
+
+def _weights(config: Config) -> Iterator[str]:
+    trainer, default = config.trainer, TrainerConfig()
+    if trainer.weights != "lora":
+        yield f"trainer.weights {trainer.weights}"
+    if trainer.lora_alpha != default.lora_alpha:
+        yield f"trainer.lora_alpha {trainer.lora_alpha} (the service has its own)"
+    if trainer.lora_targets != default.lora_targets:
+        yield "trainer.lora_targets (the service trains attention and MLP)"
+    if config.policy.adapters:
+        yield "policy.adapters"
+    if config.policy.publish == "merged":
+        yield "policy.publish merged"
+
+
+def _memory(trainer: TrainerConfig) -> Iterator[str]:
+    if trainer.devices:
+        yield "trainer.devices"
+    if trainer.max_tokens_per_batch is not None:
+        yield "trainer.max_tokens_per_batch"
+    if trainer.gradient_checkpointing != "auto":
+        yield "trainer.gradient_checkpointing"

@@ -1,0 +1,191 @@
+"""Talks to a service with the Tinker API, through its official client: JSON up to 0.24, protobuf from 0.25.
+
+A session has one model. The API numbers a model's requests, so one that its client sends again counts once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ...core.config.address import shown
+from ...core.errors import ConfigError, TrainingUnavailable
+from .adapter_files import files_of_archive
+from .config import TinkerConfig
+from .rows import Datum
+
+log = logging.getLogger(__name__)
+
+CLOSE_S = 10.0
+FAULTS = 3  # so many failures in a row end the training
+LATER = (408, 429)  # statuses that ask for another try
+NO_KEY = "tml-none"  # the client wants a key of this form, also for a server that asks for none
+
+
+class TinkerService:
+    """One model on a service. After an error it has none: `begin` makes it anew from a saved state."""
+
+    def __init__(self, config: TinkerConfig, base_model: str, rank: int, seed: int) -> None:
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs full addresses, with what lets one in
+        os.environ.setdefault("TINKER_TELEMETRY", "0")  # the client reports errors to the service otherwise
+        import tinker
+
+        self._tinker: Any = tinker
+        self._config = config
+        self._base_model, self._rank, self._seed = base_model, rank, seed
+        self._session: Any = None
+        self._model: Any = None
+        self._faults = 0
+
+    @property
+    def where(self) -> str:
+        return shown(self._config.base_url or "the Tinker service")
+
+    @property
+    def has_model(self) -> bool:
+        return self._model is not None
+
+    def begin(self, state: str | None) -> None:
+        """Make the model that a saved state has, with its optimizer, or a new one."""
+        self.forget()
+        with self._calls(f"cannot resume from {state}" if state else f"does not train {self._base_model}"):
+            self._session = self._tinker.ServiceClient(base_url=self._config.base_url, api_key=self._key())
+            if state is None:
+                made = self._session.create_lora_training_client(
+                    self._base_model, rank=self._rank, seed=self._seed, train_unembed=False
+                )
+            else:
+                made = self._session.create_training_client_from_state_with_optimizer(state)
+            self._model = self._result(made) if hasattr(made, "result") else made
+
+    def forget(self) -> None:
+        """Give the model up. The service keeps it, with all that was sent to it and not saved."""
+        session, self._session, self._model = self._session, None, None
+        if hasattr(session, "close"):
+            with suppress(Exception):  # its model is given up, whatever the service answers
+                session.close("interrupted").result(timeout=CLOSE_S)
+
+    def logprobs(self, rows: Sequence[Datum]) -> list[list[float]]:
+        """Return the log-probability of each target."""
+        with self._calls("cannot score rows"):
+            data = [self._datum(row, weights=[1.0] * len(row.tokens)) for row in rows]
+            return self._scores(self._model.forward(data, "cross_entropy"), rows)
+
+    def forward_backward(
+        self, rows: Sequence[Datum], loss: str, config: Mapping[str, float] | None
+    ) -> list[list[float]]:
+        """Add the rows' gradients. Return the log-probability of each target, before the step."""
+        with self._calls(f"cannot take a step with the loss {loss}"):
+            data = [self._datum(row, logprobs=row.logprobs, advantages=row.advantages) for row in rows]
+            return self._scores(self._model.forward_backward(data, loss, config), rows)
+
+    def optim_step(self, **adam: float) -> dict[str, float]:
+        """Apply the gradients, and return the service's metrics."""
+        with self._calls("cannot apply the gradients"):
+            answer = self._result(self._model.optim_step(self._tinker.AdamParams(**adam)))
+            return dict(getattr(answer, "metrics", None) or {})
+
+    def save_state(self, name: str) -> str:
+        """Save weights and optimizer on the service; returns the path."""
+        with self._calls("cannot save its state"):
+            path = str(self._result(self._model.save_state(name)).path)
+        self._faults = 0
+        return path
+
+    def adapter_files(self, name: str) -> dict[str, bytes]:
+        """Save the adapter as files, and return them by name."""
+        with self._calls("does not return the adapter"):
+            if hasattr(self._model, "save_weights_external"):
+                path = self._result(self._model.save_weights_external(name)).path
+                urls = self._result(self._tinker.RestClient(**self._access()).get_external_weights_urls(path)).urls
+                return {name.rsplit("/", 1)[-1]: self._download(url) for name, url in urls.items()}
+            path = self._result(self._model.save_weights_for_sampler(name)).path
+            model, _, checkpoint = path.removeprefix("tinker://").partition("/")
+            found = self._result(self._session.create_rest_client().get_checkpoint_archive_url(model, checkpoint))
+            return files_of_archive(self._download(found.url))
+
+    # The client's own ---------------------------------------------------------------------------------------------
+
+    def _access(self) -> dict[str, str | None]:
+        return {"base_url": self._config.base_url, "api_key": self._key()}
+
+    def _key(self) -> str | None:
+        """The configured key; None: the client finds its own. A server of one's own may ask for none."""
+        if self._config.api_key is not None:
+            return self._config.api_key.get_secret_value()
+        if self._config.base_url is None or os.environ.keys() & {"TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"}:
+            return None
+        return NO_KEY
+
+    def _result(self, future: Any) -> Any:
+        return future.result(timeout=self._config.timeout_s)
+
+    def _datum(self, row: Datum, **inputs: Sequence[float]) -> Any:
+        of = self._tinker.TensorData
+        floats = {name: of(data=list(values), dtype="float32", shape=[len(values)]) for name, values in inputs.items()}
+        targets = of(data=list(row.targets), dtype="int64", shape=[len(row.targets)])
+        tokens = self._tinker.ModelInput.from_ints(list(row.tokens))
+        return self._tinker.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": targets, **floats})
+
+    def _scores(self, future: Any, rows: Sequence[Datum]) -> list[list[float]]:
+        found = [list(output["logprobs"].data) for output in self._result(future).loss_fn_outputs]
+        if [len(values) for values in found] != [len(row.tokens) for row in rows]:
+            raise ValueError("it returned log-probabilities of other lengths than the rows")
+        return found
+
+    def _download(self, url: str) -> bytes:
+        import httpx
+
+        answer = httpx.get(url, timeout=self._config.timeout_s, follow_redirects=True)
+        if answer.is_success:
+            return answer.content
+        # The address lets everybody in who has it, so no message names more than its host.
+        message = f"{answer.url.host} answered {answer.status_code}"
+        raise httpx.HTTPStatusError(message, request=answer.request, response=answer)
+
+    @contextmanager
+    def _calls(self, what: str) -> Iterator[None]:
+        """Turn the client's errors into ConfigError, if only the user can help, or else into TrainingUnavailable.
+
+        After any of them the model's state is unknown, so the model is given up.
+        """
+        try:
+            yield
+        except (ConfigError, TrainingUnavailable):
+            raise
+        except Exception as error:  # the client raises its own errors, and plain ValueError and RuntimeError
+            self.forget()
+            problem = f"{self.where} {what}: {_one_line(error)}"
+            if self._is_users(error):
+                raise ConfigError(f"trainer.tinker: {problem}") from error
+            if not self._is_outage(error):
+                self._faults += 1
+                if self._faults >= FAULTS:
+                    raise ConfigError(f"trainer.tinker: {problem} ({self._faults} times)") from error
+            raise TrainingUnavailable(f"{problem}; the step is taken again from the last saved state") from error
+
+    def _is_users(self, error: Exception) -> bool:
+        """Whether the service refused a setting of the user's."""
+        t = self._tinker
+        refusals = ("AuthenticationError", "PermissionDeniedError", "BillingError", "BadRequestError")
+        known = tuple(getattr(t, name) for name in (*refusals, "UnprocessableEntityError") if hasattr(t, name))
+        if isinstance(error, known) or type(error) is t.TinkerError:
+            return True
+        return isinstance(error, t.RequestFailedError) and str(getattr(error, "category", "")).lower().endswith("user")
+
+    def _is_outage(self, error: Exception) -> bool:
+        """Whether the service is only away."""
+        import httpx
+
+        t = self._tinker
+        if isinstance(error, httpx.HTTPStatusError):
+            return error.response.status_code >= 500 or error.response.status_code in LATER
+        away = (t.APIConnectionError, t.InternalServerError, t.RateLimitError, TimeoutError, httpx.HTTPError)
+        return isinstance(error, away)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join((str(error) or type(error).__name__).split())[:500]

@@ -1,0 +1,46 @@
+"""The sections of fine-tuning: `trainer.sft`, `trainer.dpo` and `trainer.kto`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from ...core.config.section import Number, Positive, Section
+from ...core.config.trainer import TrainerConfig
+
+
+class SftConfig(Section):
+    min_reward: Number | None = None
+    top: Annotated[int, Field(ge=1)] = 4
+    epochs: Annotated[int, Field(ge=1)] = 3
+    learning_rate: Positive = 2e-4
+    batch_tokens: Annotated[int, Field(ge=1)] = 2048
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+
+
+class DpoConfig(Section):
+    margin: Positive = 0.1
+    pairs_per_task: Annotated[int, Field(ge=1)] = 4
+    beta: Positive = 0.1
+    epochs: Annotated[int, Field(ge=1)] = 3
+    learning_rate: Positive = 5e-5
+    batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+
+
+class KtoConfig(Section):
+    threshold: Number = 0.0
+    up_weight: Positive = 1.0
+    down_weight: Positive = 1.0
+    beta: Positive = 0.1
+    epochs: Annotated[int, Field(ge=1)] = 3
+    learning_rate: Positive = 5e-5
+    batch_tokens: Annotated[int, Field(ge=1)] = 1024
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+
+
+class TuneKeys(TrainerConfig):
+    sft: SftConfig = SftConfig()
+    dpo: DpoConfig = DpoConfig()
+    kto: KtoConfig = KtoConfig()

@@ -1,0 +1,172 @@
+"""`train --offline`: trains on recorded rollouts, without vLLM and without a proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...core.config.root import Config
+from ...core.config.server import StoreConfig
+from ...core.errors import ConfigError
+from ...core.groups import Group
+from ...serving.mode import publish_mode
+from ...store.opening import opened
+from ...store.store import Store
+from ...store.training import Step
+from ...trainer.alone import only_trainer
+from ...trainer.loop import TrainingLoop
+from ...trainer.opening import open_engine
+from ...trainer.plugins.hooks import Offline, Run, TrainerCore, TrainerHooks
+from ...trainer.plugins.on_board import open_plugins, plugins_of
+from ...trainer.publish import NoPublisher
+from ...trainer.step.engine import TrainingEngine
+from ...trainer.waiting import JudgeError
+from . import data
+
+log = logging.getLogger(__name__)
+
+NEVER_STALE = 2**31
+EPOCHS_DONE = "epochs_done"  # a metric of an epoch's last step
+
+
+class OfflineRun:
+    """Passes over the data, each in an order of its own that the seed decides.
+
+    The store knows what each step took and which epochs are done, so a killed run resumes exactly where it was.
+    """
+
+    def __init__(self, core: TrainerCore, hooks: TrainerHooks, epochs: int) -> None:
+        config, store, engine = core.config, core.store, core.engine
+        self._config = config.trainer
+        self._store = store
+        self._epochs = epochs
+        self._done = 0  # epochs
+        self._loop = TrainingLoop(
+            config, store, engine, NoPublisher(), self._order, judge=hooks.judge, guide=hooks.guide, sift=hooks.sift
+        )
+
+    async def run(self, stop: asyncio.Event) -> Step | None:
+        """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""
+        await self._loop.resume(stop)
+        steps = await self._store.steps.all()
+        self._done = max((int(s.metrics.get(EPOCHS_DONE, 0)) for s in steps), default=0)
+        await self._offer_more(steps)
+        while not stop.is_set() and self._done < self._epochs and not await self._loop.is_done():
+            try:
+                trained = await self._loop.train_once(fewer=True)
+            except JudgeError as error:
+                await self._loop.pause_after(error)
+                continue
+            if trained:
+                await self._show()
+            elif stop.is_set() or not await self._end_epoch():
+                break
+        return await self._store.steps.last()
+
+    async def _show(self) -> None:
+        last = await self._store.steps.last()
+        assert last is not None
+        left, _ = await self._loop.collector.waiting()
+        m = last.metrics
+        log.info(
+            "epoch %d of %d, step %d: reward %.3f ± %.3f over %d rollouts, loss %.4g, %d tokens, %.1f s; %d left",
+            self._done + 1, self._epochs, last.step, m["reward_mean"], m["reward_std"], m["rollouts"],
+            m.get("loss", float("nan")), m["trained_tokens"], m["step_s"], left,
+        )  # fmt: skip
+
+    async def _end_epoch(self) -> bool:
+        """Note that an epoch is done. False if nothing in it could be learned from. Its last step may be one of SFT."""
+        last = await self._store.steps.last()
+        if last is None or not await self._store.steps.took_any():
+            log.warning("nothing in the data can be learned from: `dropped` says why in each of its rollouts")
+            lone = await self._store.waiting.lone(self._config.failed_reward is not None)
+            if lone is not None and not self._config.takes_lone_rollouts:
+                log.warning("%d rollouts have no task: see trainer.lone_rollouts", lone.completed)
+            return False
+        self._done += 1
+        metrics = last.metrics | {EPOCHS_DONE: self._done}
+        await self._store.steps.end_epoch(last.step, metrics, self._done < self._epochs)
+        log.info("epoch %d of %d is done after step %d", self._done, self._epochs, last.step)
+        return True
+
+    async def _offer_more(self, steps: Sequence[Step]) -> None:
+        """Offer the rollouts again if an earlier run ended with its last epoch and `epochs` is higher now.
+
+        Fine-tuning since then has not begun another epoch.
+        """
+        own = [step for step in steps if EPOCHS_DONE in step.metrics or "method" not in step.metrics]
+        if own and own[-1].metrics.get(EPOCHS_DONE) == self._done < self._epochs:
+            await self._store.steps.end_epoch(own[-1].step, own[-1].metrics, True)
+
+    def _order(self, group: Group) -> bytes:
+        """A sort key that looks random, and is the same in every process."""
+        return hashlib.sha256(f"{self._config.seed} {self._done} {group.task_id} {group.first}".encode()).digest()
+
+
+async def train_offline(config: Config, run: Run, offline: Offline, stop: asyncio.Event) -> None:
+    """Train on recorded data, which is only read, and write the weights as files."""
+    if offline.data is None and config.store.is_postgres:
+        raise ConfigError(
+            "train --offline works on a file: make one with `lightning-proxy store migrate postgresql://… "
+            "sqlite:///copy.db`, and name it with --data copy.db"
+        )
+    directory = (offline.directory or config.policy.directory / "offline").expanduser().absolute()
+    with only_trainer(directory, directory / data.STORE_FILE):
+        store_config = await data.prepare(offline.data or config.store.path, directory)
+        config = offline_config(config, directory, store_config)
+        plugins = plugins_of(config)
+        async with open_engine(config, plugins) as engine:
+            async with opened(store_config) as database:
+                core = TrainerCore(config, Store(database), engine, run)
+                async with open_plugins(plugins, core) as hooks:
+                    if hooks.tune is not None:
+                        last = await hooks.tune(NoPublisher(), stop, hooks.sift)
+                    else:
+                        last = await OfflineRun(core, hooks, offline.epochs).run(stop)
+            if last is not None:
+                if stop.is_set():  # the trainer's own weights may be on their way to the next step
+                    await asyncio.to_thread(engine.load, Path(str(last.checkpoint)))
+                await asyncio.to_thread(save_weights, config, engine, last.step)
+
+
+def offline_config(config: Config, directory: Path, store: StoreConfig) -> Config:
+    """Return the configuration of an offline run in `directory`: rollouts of any age, no wait for siblings."""
+    trainer = config.trainer.model_copy(update={"max_staleness": NEVER_STALE, "group_timeout_s": 0.0})
+    policy = config.policy.model_copy(update={"directory": directory})
+    return config.model_copy(update={"trainer": trainer, "policy": policy, "store": store})
+
+
+def save_weights(config: Config, trainer: TrainingEngine, step: int) -> None:
+    """Write the weights as files, and log where they are and how to serve them."""
+    directory = config.policy.directory
+    if not config.policy.adapters and publish_mode(config) == "merged":
+        trainer.save_weights(directory / "model", merged=True)
+        log.info("the weights of step %d, as a full model: %s", step, directory / "model")
+    if config.trainer.weights == "full":
+        model = shlex.quote(str(directory / "model"))
+        log.info("to serve them: vllm serve %s --served-model-name %s", model, config.policy.alias)
+    else:
+        _save_adapters(config, trainer, step)
+    log.info(
+        "to publish them, verified, and train on with live traffic: "
+        "LIGHTNING_STORE__URL=%s LIGHTNING_POLICY__DIRECTORY=%s %slightning-proxy up --model %s",
+        shlex.quote(config.store.url), shlex.quote(str(directory)),
+        "LIGHTNING_TRAINER__WEIGHTS=full " if config.trainer.weights == "full" else "",
+        shlex.quote(str(config.policy.model)),
+    )  # fmt: skip
+
+
+def _save_adapters(config: Config, trainer: TrainingEngine, step: int) -> None:
+    adapter = config.policy.directory / "adapter"
+    trainer.save_weights(adapter, merged=False)
+    log.info("the weights of step %d, as a LoRA adapter: %s", step, adapter)
+    alias, model = config.policy.alias, shlex.quote(str(config.policy.model))
+    modules = [f"{alias}={adapter}", *(f"{alias}.{own}={adapter / own}" for own in config.policy.adapters)]
+    log.info(
+        "to serve them: vllm serve %s --enable-lora --max-lora-rank %d --max-loras %d --lora-modules %s",
+        model, config.trainer.lora_rank, len(modules), shlex.join(modules),
+    )  # fmt: skip

@@ -1,0 +1,71 @@
+"""Plugs fine-tuning in: `train --method sft`, `dpo` and `kto`, and training without a server (`train --offline`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...core.errors import ConfigError
+from ...store.training import Step
+from ...trainer.plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
+from ...trainer.types import Sift
+
+if TYPE_CHECKING:
+    from ...trainer.publish import NoPublisher
+    from .fit import Recipe
+
+
+class TunePlugin(TrainerPlugin):
+    """Learns from recorded rollouts: the best ones, pairs of siblings, thumbs up and down, or all of them by RL."""
+
+    methods = ("sft", "dpo", "kto")
+
+    def check(self, run: Run) -> None:
+        if run.method in self.methods and run.launched:
+            raise ConfigError(f"--method {run.method} runs in one process: start it without a launcher")
+        if run.offline is None:
+            from .data import check_store
+
+            check_store(self.config)
+
+    async def train(self, run: Run, stop: asyncio.Event) -> bool:
+        if run.offline is None:
+            return False
+        from .offline import train_offline
+
+        await train_offline(self.config, run, run.offline, stop)
+        return True
+
+    @asynccontextmanager
+    async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
+        async def tune(publisher: NoPublisher, stop: asyncio.Event, sift: Sift | None) -> Step | None:
+            from ...trainer.step.trainer import LightningTrainer
+            from .run import TuningRun
+
+            assert isinstance(core.engine, LightningTrainer)
+            run = TuningRun(
+                recipe(core.run.method), core.config, core.store, core.engine, publisher, core.run.show, sift
+            )
+            return await run.run(stop)
+
+        yield TrainerHooks(tune=tune if core.run.method in self.methods else None)
+
+
+def recipe(method: str) -> Recipe[Any]:
+    """Return what a method of fine-tuning does."""
+    if method == "sft":
+        from .sft import SFT
+
+        return SFT
+    if method == "dpo":
+        from .dpo import DPO
+
+        return DPO
+    from .kto import KTO
+
+    return KTO
+
+
+plugin = TunePlugin

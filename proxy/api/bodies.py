@@ -1,0 +1,118 @@
+"""Bodies of the control API, checked at the edge."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import Path, Query
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from ...core.errors import TooLarge
+
+MOST_REWARDS = 10_000  # in one list
+
+ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,200}$"
+Id = Annotated[str, Field(pattern=ID_PATTERN)]
+# In paths and queries they are checked with more to say than 422: their patterns are only for the document.
+PathId = Annotated[str, Path(json_schema_extra={"pattern": ID_PATTERN})]
+Cursor = Annotated[str | None, Query(json_schema_extra={"pattern": "^[0-9]{1,18}$"})]
+Count = Annotated[int, Query(ge=0, lt=2**31)]
+Named = Annotated[str, Query(min_length=1, max_length=200)]
+Finite = Annotated[float, Query(allow_inf_nan=False)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+def _integer(value: Any) -> Any:
+    """Return a number's integer: in JSON, 3.0 is one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+INTEGER = BeforeValidator(_integer)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class RewardBody(Body):
+    """One reward. `final` defaults to true without `call_id`, to false with it."""
+
+    rollout_id: Id
+    reward: Number
+    call_id: Id | None = None
+    name: Annotated[str, Field(min_length=1, max_length=200)] = "reward"
+    source: Annotated[str, Field(max_length=200)] | None = None
+    comment: Annotated[str, Field(max_length=10_000)] | None = None
+    final: Annotated[bool, Field(strict=True)] | None = None
+    retrain: Annotated[bool, Field(strict=True)] = False
+
+
+def _not_too_many(rewards: Any) -> Any:
+    """Refuse a list that is too long before any reward in it is looked at."""
+    if isinstance(rewards, list) and len(rewards) > MOST_REWARDS:
+        raise TooLarge(f"{len(rewards)} rewards in one list; post at most {MOST_REWARDS} at once")
+    return rewards
+
+
+RewardList = Annotated[list[RewardBody], BeforeValidator(_not_too_many)]
+
+
+class RolloutsBody(Body):
+    """Opens `n` sibling rollouts of one task. With `n` 0 it only checks that the model can be had.
+
+    `policy_version` or `model`: what answers the policy's alias in them, if not the live version. Without
+    `may_reward` their keys may only call the model.
+    `sibling_of`: a rollout whose task and group they join, as one that is begun anew joins that of the one it replaces.
+    """
+
+    task_id: Id | None = None
+    mode: Literal["train", "eval"] = "train"
+    metadata: dict[str, Any] = {}
+    n: Annotated[int, Field(strict=True, ge=0, le=1000), INTEGER] = 1
+    may_reward: Annotated[bool, Field(strict=True)] = True
+    sibling_of: Id | None = None
+    policy_version: Annotated[int, Field(strict=True, ge=0, lt=2**31), INTEGER] | None = None
+    model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+
+
+class EndBody(Body):
+    status: Literal["completed", "failed", "discarded"]
+    reason: Annotated[str, Field(max_length=10_000)] | None = None
+
+
+class PromoteBody(Body):
+    version: Annotated[int, Field(strict=True, ge=0, lt=2**31), INTEGER]
+
+
+class _EventBody(Body):
+    agent: Id | None = None
+
+
+class StateBody(_EventBody):
+    """The state that the agent is in when it takes the actions that follow."""
+
+    kind: Literal["state"]
+    value: Any
+    name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+
+
+class ActionBody(_EventBody):
+    """An action that the agent took without a model, and its result."""
+
+    kind: Literal["action"]
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+    arguments: Any = None
+    result: Any = None
+    is_error: Annotated[bool, Field(strict=True)] = False
+
+
+class NoteBody(_EventBody):
+    """Something to keep with the rollout; it is no part of its transitions."""
+
+    kind: Literal["note"]
+    value: Any
+    name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+
+
+EventBody = Annotated[StateBody | ActionBody | NoteBody, Field(discriminator="kind")]
+EventList = Annotated[list[EventBody], Field(max_length=1000)]

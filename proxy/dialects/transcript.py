@@ -1,0 +1,198 @@
+"""Reads the calls of a rollout as chat, whatever their API: the messages that the model was shown, and its answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...core.errors import NotFound
+from ...core.json_text import loads
+from ...core.tools import dicts
+from ...store.requests.full import full_calls
+from .as_chat.messages_history import chat_message, chat_messages
+from .as_chat.messages_tools import chat_tools
+from .as_chat.responses import messages_shown
+from .as_chat.responses_items import messages_of
+from .as_chat.responses_tools import Tools
+from .as_chat.translation import Untranslatable
+from .earlier import Exchange, exchange_of, exchanges_up_to, items_of
+
+Json = dict[str, Any]
+
+_KEPT = ("tool_call_id", "name")
+_OF_TOOL = ("name", "description", "parameters")
+# With these a request refers to what only the provider has.
+_ELSEWHERE = ("conversation", "prompt", "background")
+
+
+class ChatTurn(NamedTuple):
+    """One call as chat: the messages that the model was `shown`, and its `answer` (empty if it did not answer).
+
+    `unreadable`: why it is no chat; then the messages are as the request has them.
+    """
+
+    shown: list[Json]
+    answer: list[Json]
+    tools: list[Json]
+    unreadable: str | None = None
+
+    @property
+    def messages(self) -> list[Json]:
+        return [*self.shown, *self.answer]
+
+
+def read(calls: Sequence[Json]) -> list[ChatTurn]:
+    """Return the calls of one rollout, as the control API has them, as chat."""
+    return [*read_each(calls)]
+
+
+def read_each(calls: Sequence[Json]) -> Iterator[ChatTurn]:
+    """Yield what `read` returns: all turns of a long rollout together take much memory."""
+    calls = full_calls(calls, prompts=False)
+    responses = [call for call in calls if _endpoint(call) == "responses" and isinstance(call["response"], dict)]
+    answered = [call for call in responses if call["status"] == "ok"]
+    exchanges = [exchange_of(call["call_id"], call["request"], call["response"]) for call in answered]
+    reader = _Reader({exchange.response_id: exchange for exchange in exchanges})
+    yield from map(reader.read, calls)
+
+
+class _Reader:
+    def __init__(self, known: Mapping[str, Exchange]) -> None:
+        """`known`: the rollout's exchanges, by response."""
+        self._known = known
+        self._tidied: dict[
+            int, tuple[Json, Json]
+        ] = {}  # of the call before, which mostly goes on: message and tidy one
+        self._texts: list[tuple[str, list[Json]]] = []  # of completions: all text so far, and the messages of it
+
+    def read(self, call: Json) -> ChatTurn:
+        make = {"messages": _messages, "responses": self._responses, "completions": self._completions}
+        request, response = call["request"], call["response"] if isinstance(call["response"], dict) else {}
+        try:
+            turn = make.get(_endpoint(call), _chat)(request, {} if response.get("error") else response)
+            self._tidied = {id(one): self._tidied.get(id(one)) or (one, _tidy(one)) for one in turn.shown}
+            shown = [self._tidied[id(one)][1] for one in turn.shown]
+            return ChatTurn(shown, [*map(_tidy, turn.answer)], [*map(_tidy_tool, turn.tools)])
+        except Untranslatable as untranslatable:
+            reason = untranslatable.reason
+        except NotFound as error:
+            reason = error.message
+        except (LookupError, TypeError, ValueError, AttributeError):
+            reason = "its request or answer is not as its API says"
+        return ChatTurn(_raw(request), _raw_answer(response), [], reason)
+
+    def _responses(self, request: Json, response: Json) -> ChatTurn:
+        given = {name: value for name, value in request.items() if value is not None}
+        if name := next((name for name in _ELSEWHERE if given.get(name)), None):
+            raise Untranslatable(f"`{name}` refers to what only the provider has")
+        earlier = items_of(exchanges_up_to(self._known, given.get("previous_response_id")))
+        if not isinstance(given["input"], str):
+            given["input"] = [*_visible(given["input"])]
+        answer = messages_of(_visible(dicts(response.get("output"))))
+        return ChatTurn(messages_shown(given, [*_visible(earlier)]), answer, Tools(given.get("tools", [])).chat)
+
+    def _completions(self, request: Json, response: Json) -> ChatTurn:
+        """A prompt that extends an earlier prompt and its answer is the next turn of the same conversation."""
+        prompt = _prompt(request["prompt"])
+        begun = [known for known in self._texts if prompt.startswith(known[0])]
+        before, messages = max(begun, key=lambda known: len(known[0]), default=("", []))
+        rest = prompt[len(before) :]
+        shown = [*messages, {"role": "user", "content": rest}] if rest else messages
+        texts = [choice["text"] for choice in dicts(response.get("choices"))[:1]]
+        texts = [text.removeprefix(prompt) if request.get("echo") else text for text in texts]
+        answer = [{"role": "assistant", "content": text} for text in texts]
+        self._texts += [(prompt + text, [*shown, {"role": "assistant", "content": text}]) for text in texts if text]
+        return ChatTurn(shown, answer, [])
+
+
+def _chat(request: Json, response: Json) -> ChatTurn:
+    messages = request["messages"]
+    if any(message.get("function_call") for message in messages):
+        raise Untranslatable("`function_call`, which `tool_calls` replaced")
+    return ChatTurn(messages, [c["message"] for c in dicts(response.get("choices"))[:1]], request.get("tools") or [])
+
+
+def _messages(request: Json, response: Json) -> ChatTurn:
+    shown = chat_messages(request, False)
+    tools = chat_tools({**request, "tool_choice": None}, True).get("tools", [])
+    return ChatTurn(shown, [chat_message(response["content"])] if "content" in response else [], tools)
+
+
+def _prompt(prompt: Any) -> str:
+    texts = [prompt] if isinstance(prompt, str) else prompt
+    if len(texts) != 1 or not isinstance(texts[0], str):
+        raise Untranslatable("a prompt of tokens, or of several texts")
+    return str(texts[0])
+
+
+def _visible(items: Sequence[Json]) -> Iterator[Json]:
+    """The items without the thoughts that a provider keeps to itself."""
+    for item in items:
+        if item.get("type") != "reasoning" or item.get("content") or item.get("summary"):
+            yield item
+
+
+def _endpoint(call: Json) -> str:
+    return str(call.get("endpoint", "chat/completions"))
+
+
+def _tidy(message: Json) -> Json:
+    """A message with the fields that chat templates know: text in one piece, a tool call's arguments as an object."""
+    role = message["role"]
+    content = _content(message.get("content") or message.get("refusal"))
+    tidy: Json = {"role": "system" if role == "developer" else role, "content": content}
+    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
+        tidy["reasoning_content"] = reasoning
+    if calls := message.get("tool_calls"):
+        tidy["tool_calls"] = [_tool_call(call) for call in calls]
+    return tidy | {name: message[name] for name in _KEPT if message.get(name)}
+
+
+def _content(content: Any) -> Any:
+    if not isinstance(content, list):
+        return content or ""
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    only_text = all(part.get("type") in ("text", "refusal") for part in parts)
+    return "\n".join(part.get("text") or part.get("refusal") or "" for part in parts) if only_text else parts
+
+
+def _tool_call(call: Json) -> Json:
+    if "function" not in call:
+        raise Untranslatable(f"a call of a tool of type {call.get('type')}")
+    name, arguments = call["function"]["name"], call["function"].get("arguments")
+    return {"id": call.get("id"), "type": "function", "function": {"name": name, "arguments": _arguments(arguments)}}
+
+
+def _arguments(text: Any) -> Any:
+    """Arguments as an object; as they are if the model wrote no JSON object."""
+    try:
+        found = loads(text or "{}") if isinstance(text, str | None) else text
+    except ValueError:
+        return text
+    return found if isinstance(found, dict) else text
+
+
+def _tidy_tool(tool: Json) -> Json:
+    """A tool with its fields in one order: templates show them as they come."""
+    function = tool.get("function")
+    if not isinstance(function, dict):
+        return tool
+    ordered = [name for name in _OF_TOOL if name in function]
+    return tool | {"function": {name: function[name] for name in dict.fromkeys([*ordered, *function])}}
+
+
+def _raw(request: Json) -> list[Json]:
+    found = request.get("messages", request.get("input", request.get("prompt", [])))
+    first = request.get("system") or request.get("instructions")
+    system = [{"role": "system", "content": first}] if first else []
+    if isinstance(found, list) and all(isinstance(message, dict) for message in found):
+        return [*system, *found]
+    return [*system, {"role": "user", "content": found}]
+
+
+def _raw_answer(response: Json) -> list[Json]:
+    if "content" in response:
+        return [{"role": "assistant", "content": response["content"]}]
+    choices = dicts(response.get("choices"))[:1]
+    messages = [c.get("message", {"role": "assistant", "content": c.get("text")}) for c in choices]
+    return [*dicts(response.get("output")), *dicts(messages)]

@@ -1,0 +1,124 @@
+"""Prometheus metrics of the proxy, over all its workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+from ...core.records import CallEnd, CallStatus, CollapseSign
+from ...core.tokens import NOT_THE_POLICY
+from ...store.training import Collapse
+
+_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+# Where several workers share their counts; prometheus_client looks at it when it is imported.
+SHARED = "PROMETHEUS_MULTIPROC_DIR"
+
+
+class Metrics:
+    """The counts of one app. All workers of a proxy share them; several apps in one process do not."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._shared = Path(shared) if (shared := os.environ.get(SHARED)) else None
+        if self._shared is not None:
+            _forget_dead(self._shared)
+        calls = self.counter("calls", "Recorded calls by how they ended", "status")
+        self._calls = {status: calls.labels(status) for status in get_args(CallStatus)}
+        unrecorded = self.counter("unrecorded_calls", "Calls of which nothing is kept, by how they ended", "status")
+        self._unrecorded = {status: unrecorded.labels(status) for status in get_args(CallStatus)}
+        self._untrainable = self.counter("untrainable_calls", "Answered calls of the policy unfit for training")
+        self.redacted = self.counter("redacted_calls", "Calls that could be trained on but for what was redacted")
+        tokens = self.counter("tokens", "Tokens of recorded calls", "kind")
+        self._prompt_tokens, self._sampled_tokens = tokens.labels("prompt"), tokens.labels("sampled")
+        self._latency = self._histogram("call_seconds", "Calls, to the last byte")
+        self._ttft = self._histogram("first_byte_seconds", "Until the answer's first byte")
+        self._continuity = self.counter("token_continuity", "Policy chats by how their prompt was made", "outcome")
+        self.rewards = self.counter("rewards", "Recorded rewards")
+        deleted = "Rollouts deleted: by request, or for their age or the store's size"
+        self.deleted = self.counter("rollouts_deleted", deleted, "why")
+        # Each worker has a queue of its own. All other gauges are the store's: the newest look is right.
+        self.queue = self.gauge("recorder_queue", "Records that wait for their commit", mode="livesum")
+        self._live_version = self.gauge("policy_version", "The live policy version")
+        deviations = "How clearly the live version's answers were the new weights': standard deviations; 0: not known"
+        self._deviations = self.gauge("policy_verify_deviations", deviations)
+        self._probed_at = self.gauge("policy_probed_seconds", "Unix time when the live version was last probed")
+        self._probe_ok = self.gauge("policy_probe_ok", "0 if the policy's server answers as with other weights")
+        collapsed = "1: publication is stopped, for this sign of collapse"
+        self._collapsed = self.gauge("policy_collapsed", collapsed, "sign")
+        step = "The last training step's numbers, as docs/metrics.md names them; its own: step"
+        self._step = self.gauge("step", step, "metric")
+        self.upstream_up = self.gauge("upstream_up", "Servers that are watched: 1 if up", "upstream", "replica")
+        self.rollouts = self.gauge("rollouts", "Rollouts in the store", "mode", "status")
+        self.waiting = self.gauge("rollouts_waiting", "Complete rollouts that no training step has taken yet")
+        self.per_step = self.gauge("rollouts_per_step", "Rollouts that a training step takes")
+        self.step_began = self.gauge("step_began_seconds", "Unix time when the step under way began; 0: none is")
+        self.store_up = self.gauge("store_up", "1 if the store can be read and written")
+        self.disk_free = self.gauge("disk_free_bytes", "Room on the disk of the store, of the policy", "directory")
+
+    def call_ended(self, end: CallEnd, recorded: bool) -> None:
+        if not recorded:
+            self._unrecorded[end.status].inc()
+            return
+        self._calls[end.status].inc()
+        if end.status == "ok" and end.untrainable_reason not in (None, NOT_THE_POLICY):
+            self._untrainable.inc()
+        self._prompt_tokens.inc(len(end.prompt_token_ids))
+        self._sampled_tokens.inc(sum(len(choice.token_ids) for choice in end.choices))
+        self._latency.observe(end.latency_ms / 1000)
+        if end.ttft_ms is not None:
+            self._ttft.observe(end.ttft_ms / 1000)
+
+    def continued(self, outcome: str) -> None:
+        self._continuity.labels(outcome).inc()
+
+    def step_ended(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Show the metrics that the trainer reported for its last step."""
+        for name, value in {"step": step, **metrics}.items():
+            if isinstance(value, int | float):
+                self._step.labels(name).set(value)
+
+    def seen_served(self, version: int, deviations: float | None, probed_at: float | None, *, ok: bool) -> None:
+        """Show the live version, how clearly and when it was seen to be served, and whether it still is."""
+        self._live_version.set(version)
+        self._deviations.set(deviations or 0.0)
+        self._probed_at.set(probed_at or 0.0)
+        self._probe_ok.set(ok)
+
+    def stopped_for(self, collapse: Collapse | None) -> None:
+        """Show the sign of collapse for which publication is stopped, if any."""
+        for sign in get_args(CollapseSign):
+            self._collapsed.labels(sign).set(collapse is not None and collapse.sign == sign)
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """Return a new counter, which is shown with the others."""
+        return Counter(f"lightning_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str) -> Histogram:
+        return Histogram(f"lightning_{name}", text, buckets=_SECONDS, registry=self._registry)
+
+    def gauge(self, name: str, text: str, *labels: str, mode: str = "livemostrecent") -> Gauge:
+        """Return a new gauge, which is shown with the others."""
+        return Gauge(f"lightning_{name}", text, labels, registry=self._registry, multiprocess_mode=mode)  # type: ignore[arg-type]
+
+    def render(self) -> bytes:
+        """Return the metrics in Prometheus' text format."""
+        if self._shared is None:
+            return generate_latest(self._registry)
+        all_workers = CollectorRegistry()
+        MultiProcessCollector(all_workers, str(self._shared))
+        return generate_latest(all_workers)
+
+
+def _forget_dead(shared: Path) -> None:
+    """Drop the gauges of workers that crashed; their counts stay."""
+    for pid in {int(file.stem.rpartition("_")[2]) for file in shared.glob("gauge_live*_*.db")}:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            continue
+        mark_process_dead(pid, str(shared))

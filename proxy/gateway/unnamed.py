@@ -1,0 +1,249 @@
+"""Finds the rollout of an unnamed request: the one whose conversation it continues.
+
+The index is written in the same commit as the call's own record: it survives a restart, and is shared by
+all workers. Named rollouts cost nothing here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from ...core.http import in_thread_if_large
+from ...core.records import CallEnd, CallStart, ModelCall, RolloutName
+from ...core.values import is_under_way
+from ...store.calls import Giver
+from ...store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
+from ...store.store import Store
+from ..dialects.atoms import Atom, answer_atoms, request_atoms
+from ..dialects.marks import answer_marks, is_unique, request_marks
+from .digests import State, beginnings, digest, identified, last_question, origins, quotations, without_thoughts
+from .group_commit import Statement
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+# How much is looked for in one request: its longest beginnings, then, if none is known, quotations.
+BEGINNINGS, QUOTATIONS = 500, 500
+# How many marks are read, and how many of them, the newest, are looked for before anything else.
+MARKS, NEWEST_MARKS = 100, 4
+_APART = "\0"  # between texts that are searched as one
+
+
+class Conversation:
+    """The atoms of a request, and a state for each beginning of them. `size`: its bytes; a large one wants a thread."""
+
+    def __init__(self, request: Json, size: int = 0) -> None:
+        self.size = size
+        self.atoms = request_atoms(request)
+        self.begun = beginnings(self.atoms)
+
+    @property
+    def last(self) -> State:
+        """Return the state of the entire request."""
+        return self.begun[-1] if self.begun else State()
+
+    def ends(self) -> Iterator[State]:
+        """Yield the states that end in an answer, as far as the request shows, the longest first.
+
+        An answer may have been empty: then two messages of the user follow each other.
+        """
+        for i in range(len(self.atoms) - 1, -1, -1):
+            atom, after = self.atoms[i], self.atoms[i + 1] if i + 1 < len(self.atoms) else None
+            was_left_empty = after is not None and (after.kind, after.who) == ("text", "user") and atom.who != "system"
+            if atom.who == "assistant" or atom.kind == "call" or was_left_empty:
+                yield self.begun[i]
+
+    def extended_by(self, answer: list[Atom], *, is_forced: bool = False) -> Iterator[State]:
+        """Yield the states of the request with an answer added.
+
+        A call that the request forced is a structured answer: it may come back as a text, which is a second state.
+        Another one is the answer without the thoughts that its text begins with, which many clients leave out.
+        """
+        yield self._then(answer)
+        if answer and answer[0].who == "assistant" and (plain := without_thoughts(answer[0].what)) != answer[0].what:
+            yield self._then([*([answer[0]._replace(what=plain)] if plain else []), *answer[1:]])
+        if is_forced and len(answer) == 1 and answer[0].kind == "call":
+            yield self._then([Atom("text", "assistant", answer[0].what)])
+
+    def _then(self, answer: list[Atom]) -> State:
+        begun = len(self.atoms)  # where the answer's text begins: the request may end in a part of it
+        while begun and (self.atoms[begun - 1].kind, self.atoms[begun - 1].who) == ("text", "assistant"):
+            begun -= 1
+        states = beginnings([*self.atoms[begun:], *answer], self.begun[begun - 1] if begun else State())
+        return states[-1] if states else self.last
+
+
+class UnnamedRollouts:
+    """Finds the rollout of a request that does not name one."""
+
+    def __init__(self, store: Store) -> None:
+        self._index = store.conversations
+        self._calls = store.calls
+
+    async def find(
+        self, caller: str, request: Json, conversation: Conversation, name: RolloutName, *, is_retry: bool = False
+    ) -> str | None:
+        """Return the rollout that a request continues, or the one of a client's retry; None if there is none.
+
+        The entry found is used up: the next request like this one continues another rollout. Raises StoreUnavailable.
+        """
+        within = _within(caller, name)
+        if again := await self._tried(_request_digest(within, conversation), conversation, is_retry):
+            return again
+        for previous in (request.get("previous_response_id"), _kept(request)):
+            if not isinstance(previous, str):
+                continue
+            if rollout := await self._index.leads_to(digest(caller, "response", previous)):
+                return rollout
+        marks = [*dict.fromkeys(islice(request_marks(request), MARKS))]
+        return (
+            await self._marked(within, conversation, marks)
+            or await self._extended(within, conversation)
+            or await self._quoted(within, conversation, marks)
+        )
+
+    async def _tried(self, request: bytes, conversation: Conversation, is_retry: bool) -> str | None:
+        """By this very request, sent before: it failed, or the client says that this is a retry."""
+        if is_retry:
+            return await self._index.take(request)
+        return await self._index.take_failed(request) if conversation.atoms else None
+
+    async def _marked(self, within: str, conversation: Conversation, marks: list[str]) -> str | None:
+        """By the newest marks that only one answer has, such as ids of tool calls."""
+        for mark in islice(filter(is_unique, marks), NEWEST_MARKS):
+            if rollout := await self._index.leads_to(identified(within, mark)):
+                for end in islice(conversation.ends(), 1):
+                    await self._index.take_of(digest(within, end.loose), rollout)
+                return rollout
+        return None
+
+    async def _extended(self, within: str, conversation: Conversation) -> str | None:
+        """By the longest beginning that was answered; prefer conversations not extended yet."""
+        for end in islice(conversation.ends(), BEGINNINGS):
+            if rollout := await self._index.rollout_at(digest(within, end.exact), digest(within, end.loose)):
+                return rollout
+        return None
+
+    async def _quoted(self, within: str, conversation: Conversation, marks: list[str]) -> str | None:
+        """By text and marks of one rollout alone that an edited or summarised history still has.
+
+        Answers come first, the oldest before others. Texts of users may quote several rollouts, such as a summary's and
+        the one that it is of: then it is the one with most calls.
+        """
+
+        def quoted(*, by_users: bool) -> list[bytes]:
+            return [*islice(quotations(within, conversation.atoms, by_users=by_users), QUOTATIONS)]
+
+        marked = (identified(within, mark) for mark in marks)
+        said = [*await in_thread_if_large(conversation.size, partial(quoted, by_users=False)), *marked][:QUOTATIONS]
+        for quotation in said:
+            if rollout := await self._index.leads_to(quotation):
+                return rollout
+        found = dict[str, None]()
+        for quotation in (await in_thread_if_large(conversation.size, partial(quoted, by_users=True)))[
+            : QUOTATIONS - len(said)
+        ]:
+            if rollout := await self._index.leads_to(quotation):
+                found[rollout] = None
+        return await self._index.longest([*found])
+
+    async def giver(self, caller: str, rollout: RolloutName, response_id: str) -> Giver | None:
+        """Return the call that gave a response, or None if the response is unknown."""
+        response_digest = digest(caller, "response", response_id)
+        rollout_id = rollout.rollout_id if rollout.named else await self._index.leads_to(response_digest)
+        return None if rollout_id is None else await self._calls.giver(rollout_id, response_id)
+
+    async def call(self, call_id: str) -> ModelCall:
+        """Return a call that `giver` found."""
+        (call,) = await self._calls.some([call_id], {})
+        return call
+
+    async def compacted(self, caller: str, request: Json, name: RolloutName, response: Json) -> None:
+        """Remember that the items which stand for a long conversation lead to the rollout of that conversation."""
+        conversation = await asyncio.to_thread(Conversation, request)
+        if (rollout_id := await self.find(caller, request, conversation, name)) is not None:
+            within, at = _within(caller, name), {"rollout_id": rollout_id, "at": time.time()}
+            digests = {identified(within, mark) for mark in answer_marks(response)}
+            if isinstance(response_id := response.get("id"), str):
+                digests.add(digest(caller, "response", response_id))
+            await self._index.add([at | {"digest": one} for one in digests])
+
+
+def start_statements(caller: str, start: CallStart, conversation: Conversation) -> list[Statement]:
+    """Return statements that store how the request of a call that begins can be found again."""
+    row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": start.started_at}
+    within = _within(caller, start.rollout)
+    return [(CONVERSATION_TIP, row | {"digest": _request_digest(within, conversation), "exact": None})]
+
+
+def end_statements(caller: str, start: CallStart, conversation: Conversation, end: CallEnd) -> list[Statement]:
+    """Return statements that store how requests that continue an answered call find it.
+
+    None for a failed call, but if its response goes on: then the response's id.
+    """
+    if not isinstance(end.response, dict):
+        return []
+    if end.status != "ok":
+        return [*_points(caller, start, end, end.response)] if is_under_way(end.response) else []
+    try:
+        return list(_end_statements(caller, start, conversation, end, end.response))
+    except Exception:  # the call is recorded whatever its answer looks like
+        log.exception("call %s: its conversation is not remembered", end.call_id)
+        return []
+
+
+def _end_statements(
+    caller: str, start: CallStart, conversation: Conversation, end: CallEnd, response: Json
+) -> Iterator[Statement]:
+    at = start.started_at + end.latency_ms / 1000
+    row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": at}
+    within, request_text = _within(caller, start.rollout), _APART.join(atom.what for atom in conversation.atoms)
+    marks = set(answer_marks(response))
+    question, is_forced = last_question(conversation.atoms), _forces_a_call(start.request)
+    for answer in answer_atoms(response):
+        for state in conversation.extended_by(answer, is_forced=is_forced):
+            exact, loose = digest(within, state.exact), digest(within, state.loose)
+            yield CONVERSATION_TIP, row | {"digest": loose, "exact": exact}
+            for point in {exact, loose}:
+                yield CONVERSATION_POINT, row | {"digest": point}
+        for origin in origins(within, request_text, answer, question, marks):
+            yield CONVERSATION_ORIGIN, row | {"digest": origin}
+    yield from _points(caller, start, end, response)
+
+
+def _points(caller: str, start: CallStart, end: CallEnd, response: Json) -> Iterator[Statement]:
+    """By the ids that later requests may name: of the response, and of a conversation that the server keeps."""
+    row = {"rollout_id": start.rollout.rollout_id, "at": start.started_at + end.latency_ms / 1000}
+    for name in (response.get("id"), _kept(response)):
+        if isinstance(name, str):
+            yield CONVERSATION_POINT, row | {"digest": digest(caller, "response", name)}
+
+
+def _forces_a_call(request: Json) -> bool:
+    """Whether the model has to call a function, which is how some clients ask for structured answers."""
+    choice = request.get("tool_choice")
+    return choice in ("required", "any") or (isinstance(choice, dict) and choice.get("type") not in ("auto", "none"))
+
+
+def _within(caller: str, name: RolloutName) -> str:
+    """Whose conversation it is, and of which task and mode: others may have the same messages."""
+    return f"{caller}\n{name.task_id or ''}\n{name.mode}"
+
+
+def _kept(body: Json) -> Any:
+    """The id of a conversation that the server keeps for Responses: of a request or an answer."""
+    conversation = body.get("conversation")
+    return conversation.get("id") if isinstance(conversation, dict) else conversation
+
+
+def _request_digest(within: str, conversation: Conversation) -> bytes:
+    """The digest of a request, ids included: requests of two agents may differ in them alone."""
+    ids = (atom.who for atom in conversation.atoms if atom.kind != "text")
+    return digest(within, "asked", conversation.last.exact, *ids)

@@ -1,0 +1,110 @@
+"""Decides how new weights reach vLLM: once for all processes that work on a store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+from ..core.config.root import Config
+from ..core.errors import ConfigError
+from ..core.records import PublishMode
+from ..store.publishing import Decided, kept_mode
+from ..store.store import Store
+
+log = logging.getLogger(__name__)
+
+DEVICES = Path("/dev")
+
+
+def has_gpu() -> bool:
+    """Return whether there is an NVIDIA GPU that we may use. Device files are looked at, so torch is not needed.
+
+    A container may have any of them: /dev/nvidia3 alone, say.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    if any(re.fullmatch(r"nvidia\d+", file.name) for file in DEVICES.glob("nvidia*")):
+        return True
+    return (DEVICES / "dxg").exists() and shutil.which("nvidia-smi") is not None
+
+
+def publish_mode(config: Config) -> PublishMode:
+    """Return how new weights reach vLLM: as configured; for `auto`, as decided in the store, if it is.
+
+    Else `lora` on a GPU and `merged` on a CPU, where a LoRA adapter makes vLLM ten times slower. If all weights are
+    trained, it is `merged` anywhere; if a service takes the steps, `lora`. ConfigError if it is `merged` where agents
+    have adapters of their own.
+    """
+    if config.policy.publish != "auto":
+        return config.policy.publish
+    if config.trainer.weights == "full":
+        return "merged"
+    if not config.trainer.trains_here:
+        return "lora"
+    mode = kept_mode(config.store) or ("lora" if has_gpu() else "merged")
+    if mode == "merged" and config.policy.adapters:
+        raise ConfigError(
+            "policy.adapters needs policy.publish: lora; without a GPU, policy.publish: auto means merged, and merged "
+            "weights are those of one adapter"
+        )
+    return mode
+
+
+async def decide(config: Config, store: Store, who: str) -> PublishMode:
+    """Keep the mode in which `who` publishes in the store, and return it. Warn if it was another until now.
+
+    ConfigError where a new version is to be tested, and one merged server is all there is.
+    """
+    mode, before = publish_mode(config), await store.publishing.decided()
+    if mode == "merged" and config.merged_obstacle is not None:
+        raise ConfigError(config.merged_obstacle)
+    await store.publishing.decide(mode, who, configured=config.policy.publish != "auto")
+    if before is not None and before.mode != mode:
+        log.warning("%s", otherwise(who, mode, before))
+    return mode
+
+
+def otherwise(who: str, mode: PublishMode, decided: Decided) -> str:
+    """Return a warning that `who` publishes or serves in another mode than the store's."""
+    since = datetime.fromtimestamp(decided.at).strftime("%Y-%m-%d %H:%M")
+    return (
+        f"policy.publish is {mode} for this {who}, and {decided.mode} for the {decided.decided_by} since {since}: give "
+        "proxy, trainer and vLLM one setting and start all of them again; versions published in one way are not "
+        "served in the other"
+    )
+
+
+class ModeInUse:
+    """The mode in which a running proxy serves versions. With `auto` it is that of the live version."""
+
+    def __init__(self, config: Config, store: Store) -> None:
+        self.mode: PublishMode = publish_mode(config)
+        self.problem: str | None = None  # another process publishes otherwise
+        self._is_configured = config.policy.publish != "auto"
+        self._store = store
+
+    @classmethod
+    async def of(cls, config: Config, store: Store) -> ModeInUse:
+        """Return that of a proxy that starts. Where it is `auto` the trainer decides, whatever GPUs are here."""
+        if config.policy.publish != "auto":
+            await decide(config, store, "proxy")
+        return cls(config, store)
+
+    async def look(self) -> PublishMode:
+        """Return the mode as it is now, after a look at what the trainer has decided."""
+        decided = await self._store.publishing.decided()
+        if not self._is_configured:
+            live = (await self._store.versions.live()).publish
+            self.mode = live or (self.mode if decided is None else decided.mode)
+        elif decided is not None:
+            self._tell(None if decided.mode == self.mode else otherwise("proxy", self.mode, decided))
+        return self.mode
+
+    def _tell(self, problem: str | None) -> None:
+        if problem is not None and self.problem is None:
+            log.warning("%s", problem)
+        self.problem = problem

@@ -1,0 +1,149 @@
+"""Closes the operator routes of the vLLM that we start: they need the operator's key.
+
+vLLM imports `OperatorGuard` by its option `--middleware`. A caller of these routes can replace the weights and
+write files, and vLLM asks nobody for a key there: any web page of a browser on this machine could reach them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterable, Iterator
+from hmac import compare_digest, digest
+from pathlib import Path
+from typing import Any
+
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..core.errors import ConfigError, Forbidden, InvalidRequest, LightningError, Unauthorized
+from ..core.http import foreign
+
+KEY_HEADER = "x-lightning-operator-key"
+RELAY_HEADER = "x-lightning-relay-key"
+KEY_FILE_VARIABLE = "LIGHTNING_OPERATOR_KEY_FILE"
+GUARD = f"{__name__}.OperatorGuard"  # as vLLM's option names it
+
+# Endpoints by their path in vLLM's own table of routes: those below /v1 that are the operator's, and those elsewhere
+# that anybody on this machine may read.
+_CLOSED = frozenset({"load_lora_adapter", "unload_lora_adapter"})
+_READABLE = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def key_file(directory: Path) -> Path:
+    """Return the file with the operator's key of the vLLM that serves what is published in `directory`."""
+    return directory / "operator.key"
+
+
+def operator_headers(directory: Path) -> dict[str, str]:
+    """Return the header that opens the operator routes. The key is made at first use, for its owner to read.
+
+    Raises ConfigError if the file can be neither read nor made.
+    """
+    path = key_file(directory)
+    try:
+        if not path.exists():
+            _make_key(path)
+        return {KEY_HEADER: path.read_text().strip()}
+    except OSError as error:
+        raise ConfigError(f"policy.directory: {path} cannot be used: {error.strerror}") from None
+
+
+def relay_headers(directory: Path) -> dict[str, str]:
+    """Return the header by which the proxy vouches for an agent's request; it opens no operator route."""
+    return {RELAY_HEADER: _relay_key(operator_headers(directory)[KEY_HEADER].encode()).decode()}
+
+
+def _relay_key(key: bytes) -> bytes:
+    return digest(key, b"relay", "sha256").hex().encode()
+
+
+def _make_key(path: Path) -> None:
+    """Write the file, then give it its name: another process may be making it now."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
+    with os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(secrets.token_urlsafe(32))
+    try:
+        os.link(new, path)
+    except FileExistsError:
+        pass
+    finally:
+        new.unlink()
+
+
+class OperatorGuard:
+    """ASGI middleware around vLLM. It lets requests with the operator's key pass, whatever they are.
+
+    Other requests may use the agents' routes and read the server's state. They must come from this machine's programs,
+    not from a web page elsewhere, unless the proxy vouches for them. What a request asks for is decided by the
+    endpoints that vLLM's own routes match, however its path is spelt. The key is read from the file that
+    `LIGHTNING_OPERATOR_KEY_FILE` names.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._key = Path(os.environ[KEY_FILE_VARIABLE]).read_text().strip().encode()
+        self._relay_key = _relay_key(self._key)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope) if scope["type"] in ("http", "websocket") else None
+        if refusal is None:
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "forbidden"})
+        else:
+            await _refuse(send, refusal)
+
+    def _refusal(self, scope: Scope) -> LightningError | None:
+        headers = scope["headers"]
+        if _has(headers, KEY_HEADER, self._key):
+            return None
+        if (header := foreign(headers)) is not None and not _has(headers, RELAY_HEADER, self._relay_key):
+            return Forbidden(f"this vLLM answers programs on this machine and its proxy only, not {header}")
+        if _CONTROL.search(scope["path"]):
+            return InvalidRequest("the path has control characters")
+        if not _is_open(scope):
+            return Unauthorized(f"{scope['path']} is for the operator: it needs the header {KEY_HEADER}")
+        return None
+
+
+def _has(headers: Iterable[tuple[bytes, bytes]], wanted: str, key: bytes) -> bool:
+    return any(name == wanted.encode() and compare_digest(value, key) for name, value in headers)
+
+
+def _is_open(scope: Scope) -> bool:
+    """Whether no endpoint that the path reaches, by whatever method, is the operator's alone."""
+    matched = [route for route in _leaves(scope["app"].routes) if route.matches(scope)[0] is not Match.NONE]
+    if not matched:  # vLLM answers 404
+        return str(scope["path"]).startswith("/v1/")
+    return all(_is_allowed(route, scope.get("method", "GET")) for route in matched)
+
+
+def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Any]:
+    """Yield every route; FastAPI keeps those of an included router together from 0.137 on."""
+    for route in routes:
+        contexts = getattr(route, "effective_route_contexts", None)
+        if contexts is None:
+            yield route
+        else:
+            yield from (context.starlette_route or context for context in contexts())
+
+
+def _is_allowed(route: Any, method: str) -> bool:
+    """A route without an endpoint of its own is another app, of which nothing is known."""
+    path = getattr(route, "path", "")
+    if path in _READABLE:
+        return method in ("GET", "HEAD")
+    is_endpoint = getattr(route, "endpoint", None) is not None
+    return is_endpoint and path.startswith("/v1/") and _CLOSED.isdisjoint(path.split("/"))
+
+
+async def _refuse(send: Send, error: LightningError) -> None:
+    body = json.dumps(error.body()).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,322 @@
+"""Puts a policy version behind the alias, and reloads versions that a restarted vLLM has lost."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from time import monotonic
+
+from ..core.config.address import shown
+from ..core.errors import Conflict, LightningError, NotFound, PublishError, UpstreamTimeout, UpstreamUnreachable
+from ..core.records import PolicyVersion, PublishMode
+from ..store.store import Store
+from .vllm import LOADING, VllmError, VllmFault, VllmFleet, VllmServer
+from .weights import LOADED, adapters_of, fault_of, files_of, labels_of, obstacle
+
+log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 30.0  # a server without operator routes
+LEAVE_S = 3.0  # until every proxy has seen that a server has no version's label, and sends it no call
+DRAIN_S = 120.0  # for requests under way; those that take longer are frozen, and finish with the new weights
+DRAIN_POLL_S = 0.2
+
+
+# The servers whose merged weights are of another version than the live one, by URL.
+Placed = Callable[[], Awaitable[Mapping[str, PolicyVersion]]]
+Check = Callable[[VllmServer], Awaitable[None]]
+
+
+class NotServed(LightningError):
+    """vLLM runs, but does not serve the store's live version."""
+
+    status = 503
+
+
+class Superseded(LightningError):
+    """Another version was made live by hand, so the planned successor of the old one is dropped."""
+
+    status = 409
+
+
+class Swap:
+    """Makes versions live. A lock file lets only one process do so at a time: the proxy or the trainer."""
+
+    def __init__(
+        self, store: Store, vllm: VllmFleet, mode: PublishMode, directory: Path, placed: Placed | None = None
+    ) -> None:
+        self.store = store
+        self.placed = placed
+        self.vllm = vllm
+        self.mode = mode
+        self._directory = directory
+        self._refused: dict[str, tuple[VllmError, float]] = {}
+
+    async def activate(
+        self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None, verified: bool = False
+    ) -> None:
+        """Load the version into vLLM and move the alias to it; running requests are not interrupted.
+
+        Superseded, and nothing changed, if `expected` is given and another version is live. `verified`: it was seen
+        to be served.
+        """
+        async with self._locked():
+            await self._live_before(version, expected)
+            if self.mode == "lora":
+                await self.load(version)
+                await self.store.versions.set_live(version.version, step, verified=verified)
+            else:
+                path, label = await self._weights(version), labels_of(version)[0]
+                await self.vllm.replace_weights(
+                    path, label, lambda: self.store.versions.set_live(version.version, step)
+                )
+
+    async def roll(self, version: PolicyVersion, step: int | None, expected: int, check: Check) -> None:
+        """Give the version's merged weights to the servers one after the other, and make it live when half have it.
+
+        A server answers no agent until its weights have passed `check`, which raises PublishError. If they do not pass
+        before the version is live, nobody has seen it. Servers that are away are left out, as everywhere.
+        """
+        async with self._locked():
+            live = await self._live_before(version, expected)
+            path, label = await self._weights(version), labels_of(version)[0]
+            reachable = await self.vllm.reachable()
+            in_line = [(await self._is_in_line(server, live), server) for server in reachable]
+            # Servers that answer nobody come first, so that there is always one that answers.
+            servers = [server for _, server in sorted(in_line, key=lambda pair: pair[0])]
+            half = (len(servers) + 1) // 2
+            await self._give_all(servers[:half], path, label, check, live)
+            await self.store.versions.set_live(version.version, step, verified=True)
+            for server in servers[half:]:
+                try:
+                    await self._give(server, path, label, check)
+                except VllmError as error:  # it is out of line, which the proxy's watch sees and mends
+                    log.warning("%s does not have the live weights yet: %s", shown(server.base_url), error)
+
+    async def _give_all(
+        self, servers: Sequence[VllmServer], path: str, label: str, check: Check, live: PolicyVersion
+    ) -> None:
+        """Give new weights to servers, one after the other; all get the live ones back if one fails the check."""
+        try:
+            given = [await self._give(server, path, label, check) for server in servers]
+        except BaseException:
+            await asyncio.shield(self._give_back(servers, live))
+            raise
+        if not any(given):
+            raise UpstreamUnreachable("no server could be given the new weights: vLLM went away")
+
+    async def _give(self, server: VllmServer, path: str, label: str, check: Check) -> bool:
+        """Give one server new weights while it answers no agent. False if it went away meanwhile."""
+        try:
+            await server.name_weights(LOADING)
+            await asyncio.sleep(LEAVE_S)
+            await _drained(server)
+            await server.load_weights(path)
+            await server.go_on(LOADED + label)
+            try:
+                await check(server)
+            except PublishError:
+                if await server.weight_version() == LOADED + label:
+                    raise
+            if await server.weight_version() != LOADED + label:
+                raise UpstreamUnreachable(f"{shown(server.base_url)} restarted while its weights were verified")
+            await server.name_weights(label)
+        except (UpstreamUnreachable, UpstreamTimeout) as error:
+            log.warning("a server is left out of publishing: %s", error)
+            return False
+        return True
+
+    async def _give_back(self, servers: Sequence[VllmServer], live: PolicyVersion) -> None:
+        """Give servers the live weights again, as far as they have others. The proxy's watch repairs failures."""
+        for server in servers:
+            try:
+                if not await self.has_label(server, live):
+                    await server.load_weights(await self._weights(live))
+                    await server.go_on(labels_of(live)[0])
+            except LightningError as error:
+                log.warning("%s does not have the live weights again yet: %s", shown(server.base_url), error)
+
+    async def promote(self, number: int) -> PolicyVersion:
+        """Make a version live by hand; Conflict if its files are gone or it failed."""
+        version = await self.store.versions.get(number)
+        if number and (version.path is None or version.status in ("failed", "publishing")):
+            why = obstacle(version, self.mode)
+            raise Conflict(f"policy version {number} cannot go live: {why}", param="version")
+        await self.activate(version)
+        return await self.store.versions.live()
+
+    async def rollback(self) -> PolicyVersion:
+        """Make the newest version before the live one live again; Conflict if there is none."""
+        live = await self.store.versions.live()
+        earlier = await self.store.versions.before(live.version)
+        if earlier is None:
+            raise Conflict(f"there is no version before {live.version} to go back to")
+        return await self.promote(earlier.version)
+
+    async def serves(self, version: PolicyVersion) -> bool:
+        """Return whether merged weights in vLLM carry the label of this version."""
+        return await self.vllm.weight_version() in labels_of(version)
+
+    async def has_label(self, server: VllmServer, version: PolicyVersion) -> bool:
+        """Return whether merged weights in one server carry the label of this version, verified or not."""
+        return (await server.weight_version()).removeprefix(LOADED) in labels_of(version)
+
+    async def _is_in_line(self, server: VllmServer, live: PolicyVersion) -> bool:
+        try:
+            return await server.weight_version() in labels_of(live) and not await server.is_paused()
+        except LightningError:
+            return False
+
+    async def wanted(self, server: VllmServer) -> PolicyVersion:
+        """Return the version whose merged weights a server is to have."""
+        placed = (await self.placed()).get(server.base_url) if self.placed is not None else None
+        return await self.store.versions.live() if placed is None else placed
+
+    async def out_of_line(self) -> dict[str, LightningError | None]:
+        """Return, by URL, why a server lacks the merged weights wanted of it. Nothing is repaired. Raise if all do."""
+
+        async def look(server: VllmServer) -> None:
+            version = await self.wanted(server)
+            label = await self._label_or_none(server, version)
+            if label is not None and (label not in labels_of(version) or await server.is_paused()):
+                raise NotServed(f"it does not serve policy version {version.version} yet")
+
+        return await self.vllm.each(look)
+
+    async def load(self, version: PolicyVersion) -> None:
+        """Serve the version's adapters beside the others; the base model has none."""
+        for name, path in adapters_of(version).items():
+            await self.vllm.load_adapter(name, path)
+
+    async def unload(self, version: PolicyVersion) -> None:
+        """Stop serving the version's adapters."""
+        for name in version.served_models:
+            await self.vllm.unload_adapter(name)
+
+    async def restore(self, pinned: set[int]) -> dict[str, LightningError | None]:
+        """Make vLLM serve the live version after its restart, or after a process died in mid-swap.
+
+        With `lora`, the `pinned` versions too. Returns, by URL, why a server does not; raises if none does.
+        """
+        async with self._locked():
+            self._check_mode(await self.store.versions.live())
+            if self.mode == "merged":
+                return await self.vllm.each(self._restore_weights)
+            return await self.vllm.each(lambda server: self._restore_adapters(server, pinned))
+
+    async def _restore_weights(self, server: VllmServer) -> None:
+        version = await self.wanted(server)
+        labels, label = labels_of(version), await self._label_or_none(server, version)
+        if label is None:
+            return
+        if label not in labels:
+            log.warning("vLLM does not serve policy version %d: loading it again", version.version)
+            await server.load_weights(await self._weights(version))
+            await server.go_on(labels[0])
+        elif await server.is_paused():
+            log.warning("vLLM was left paused: resuming it")
+            await server.resume()
+
+    def why_not_published(self) -> str | None:
+        """Return why new weights cannot reach a server, as far as its last check showed."""
+        return next((str(error) for error, _ in self._refused.values()), None)
+
+    async def _label_or_none(self, server: VllmServer, version: PolicyVersion) -> str | None:
+        """The label of a server's weights. None if it has no such route, and none is needed yet."""
+        try:
+            return await self._label(server)
+        except VllmError as error:
+            if not isinstance(error, VllmFault) and await self.store.versions.is_new():
+                return None  # it serves its own weights, which are version 0
+            raise NotServed(
+                f"vLLM does not say whether it serves policy version {version.version} ({error}): `lightning-proxy "
+                "doctor` says what it needs to publish"
+            ) from None
+
+    async def _label(self, server: VllmServer) -> str:
+        """The label of a server's weights. A server that refused is asked again after a while."""
+        refused, until = self._refused.get(server.base_url, (None, 0.0))
+        if refused is not None and monotonic() < until:
+            raise refused
+        try:
+            label = await server.weight_version()
+            self._refused.pop(server.base_url, None)
+            return label
+        except VllmFault:
+            raise
+        except VllmError as error:
+            self._refused[server.base_url] = error, monotonic() + ASK_AGAIN_S
+            raise
+
+    async def _restore_adapters(self, server: VllmServer, pinned: set[int]) -> None:
+        served = await server.adapters()
+        for version in await self.store.versions.to_serve(pinned):
+            if version.publish == self.mode and (fault := fault_of(version, served)) is not None:
+                log.warning("vLLM %s policy version %d: loading it again", fault, version.version)
+                await self._load_again(server, version)
+
+    async def _load_again(self, server: VllmServer, version: PolicyVersion) -> None:
+        try:
+            for name, path in adapters_of(version).items():
+                await server.load_adapter(name, path)
+        except NotFound:
+            if version.status == "live":
+                raise
+            log.warning(
+                "policy version %d has lost its files: its rollouts continue with the live one", version.version
+            )
+            await self.store.versions.forget_files(version.version)
+
+    async def _live_before(self, version: PolicyVersion, expected: int | None) -> PolicyVersion:
+        """The version that is live until `version` is; Superseded if another one was expected."""
+        self._check_mode(version)
+        live = await self.store.versions.live()
+        if expected not in (None, live.version):
+            raise Superseded(f"policy version {live.version} was made live meanwhile")
+        return live
+
+    def _check_mode(self, version: PolicyVersion) -> None:
+        if version.publish not in (None, self.mode):
+            raise NotServed(
+                f"policy version {version.version} was published as {version.publish}, and policy.publish is now "
+                f"{self.mode}: set it back, promote version 0, or start the trainer, which publishes it anew"
+            )
+
+    async def _weights(self, version: PolicyVersion) -> str:
+        """The directory of the version's merged weights; for version 0, of the base model, as vLLM names it."""
+        if version.version:
+            return files_of(version)
+        root = next((model["root"] for model in await self.vllm.models() if model.get("parent") is None), None)
+        if root is None:
+            raise NotFound("vLLM does not say where the base model's files are")
+        return str(root)
+
+    def _locked(self) -> AbstractAsyncContextManager[None]:
+        return swap_lock(self._directory)
+
+
+@asynccontextmanager
+async def swap_lock(directory: Path) -> AsyncIterator[None]:
+    """Hold the lock of `policy.directory`: meanwhile nobody else loads weights, or repairs a server."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "swap.lock").open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(0.05)
+        yield
+
+
+async def _drained(server: VllmServer) -> None:
+    """Wait for the requests that a server has under way, for `DRAIN_S` at most."""
+    begun = monotonic()
+    while left := await server.requests():
+        if monotonic() > begun + DRAIN_S:
+            log.warning("%s has %d requests under way: they finish with the new weights", shown(server.base_url), left)
+            return
+        await asyncio.sleep(DRAIN_POLL_S)

@@ -1,0 +1,390 @@
+"""The calls: the statements that record them, and how their rows are read back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..core.json_text import dumps, loads_or_none
+from ..core.records import CallStatus, Choice, ModelCall, ToolCall
+from .database import Database, Row, Sql, Transaction
+from .requests.delta import pack_ids, unpack_floats, unpack_ids
+from .requests.parents import FullParts, Parent, ShortParts
+from .rewards import Rewards
+from .rollouts import Rollouts
+from .rows import read
+
+# A row is written twice: by CALL_START when the request goes upstream, as `incomplete`, and by CALL_END. SQLite writes
+# all of a changed row anew: a request that is large is in a table of its own. Requests come as the bytes that the agent
+# sent, or what they add to their parent's: so no copy of them waits for its commit.
+
+# Refused (`request` would be NULL) when the parent that it is stored against is gone.
+CALL_START = """
+INSERT INTO calls
+    (call_id, rollout_id, seq, parent_id, agent, endpoint, status, upstream, model, policy_version, request, started_at)
+VALUES (
+    :call_id, :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls WHERE rollout_id = :rollout_id),
+    :parent_id, :agent, :endpoint, 'incomplete', :upstream, :model, :policy_version,
+    CASE WHEN :parent_id IS NULL THEN COALESCE('{"new":' || CAST(:request AS TEXT) || '}', '')
+         WHEN EXISTS (SELECT 1 FROM calls WHERE call_id = :parent_id) THEN COALESCE(CAST(:request AS TEXT), '') END,
+    :at
+)
+"""
+CALL_LARGE_REQUEST = """
+INSERT INTO large_requests (call_id, request) VALUES (
+    :call_id,
+    CASE WHEN :parent_id IS NULL THEN '{"new":' || CAST(:large_request AS TEXT) || '}'
+         ELSE CAST(:large_request AS TEXT) END
+)
+"""
+_ENDED = (
+    "status", "http_status", "ttft_ms", "latency_ms", "finish_reason", "untrainable_reason", "error", "usage",
+    "response", "prompt_shared", "prompt_ids", "token_ids", "logprobs", "more_choices",
+)  # fmt: skip
+CALL_END = f"""
+UPDATE calls SET
+    {", ".join(f"{column} = :{column}" for column in _ENDED)},
+    upstream = COALESCE(:fallback, upstream),
+    model = CASE WHEN :fallback IS NULL THEN model ELSE :model END,
+    policy_version = CASE WHEN :fallback IS NULL THEN policy_version END,
+    policy_version_end = CASE WHEN policy_version IS NULL OR :fallback IS NOT NULL OR NOT :merged THEN NULL
+                              ELSE COALESCE(
+                                  (SELECT version FROM policy_versions
+                                   WHERE version = calls.policy_version AND policy_versions.status = 'candidate'),
+                                  (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1)) END
+WHERE call_id = :call_id
+"""
+ROLLOUT_CALL_ENDED = """
+UPDATE rollouts SET
+    calls = calls + 1, tokens = tokens + :tokens,
+    foreign_calls = foreign_calls
+        + (SELECT CASE WHEN policy_version IS NULL THEN 1 ELSE 0 END FROM calls WHERE call_id = :call_id)
+WHERE rollout_id = :rollout_id AND EXISTS (SELECT 1 FROM calls WHERE call_id = :call_id)
+"""
+# Inserts nothing for a call that is gone: its rollout may have been deleted meanwhile.
+TOOL_CALL = """
+INSERT INTO tool_calls (rollout_id, call_id, position, tool_call_id, name, arguments, place, signs)
+SELECT rollout_id, call_id, :position, :tool_call_id, :name, :arguments, :place, :signs
+FROM calls WHERE call_id = :call_id
+"""
+# What a tool call's `signs` holds, digests of so many bytes each, and how much each tells when it is as in the request
+# that brings a result (proxy/gateway/places.py).
+SIGN, NO_SIGN = 5, bytes(5)
+SIGNS = {"what": 8, "near": 4, "root": 3, "system": 1, "response": 6, "item": 8}
+_POINTS = " + ".join(
+    f"CASE WHEN substr(same.signs, {1 + SIGN * i}, {SIGN}) = :{name} THEN {points} ELSE 0 END"
+    for i, (name, points) in enumerate(SIGNS.items())
+)
+# Of the calls that stand at this place or have this id, the one that most speaks for. Where one stands there with this
+# id, no other is looked at. `least`: points below which it is a call of another conversation. `brought_before`: the
+# result, if it may have been. Of equal conversations the first is answered first, else the newest call. A call that
+# has its result keeps it.
+TOOL_RESULT = f"""
+UPDATE tool_calls SET result = :result, is_error = :is_error
+WHERE result IS NULL AND (call_id, position) = (
+    SELECT call_id, position FROM (
+        SELECT same.call_id, same.position, same.result, same.signs,
+               CASE WHEN same.place = :place THEN calls.seq ELSE -calls.seq END AS turn,
+               CASE WHEN calls.status = 'ok' AND calls.superseded_by IS NULL THEN 1 ELSE 0 END AS is_decision,
+               {_POINTS}
+               + CASE WHEN same.place = :place THEN 6 ELSE 0 END
+               + CASE WHEN same.tool_call_id = :tool_call_id THEN :telling ELSE 0 END
+               + CASE WHEN calls.agent = :agent THEN 1 ELSE 0 END AS points
+        FROM (
+            SELECT call_id, position FROM tool_calls WHERE rollout_id = :rollout_id AND place = :place
+            UNION
+            SELECT call_id, position FROM tool_calls
+            WHERE rollout_id = :rollout_id AND tool_call_id = CASE WHEN NOT EXISTS (
+                SELECT 1 FROM tool_calls
+                WHERE rollout_id = :rollout_id AND place = :place AND tool_call_id = :tool_call_id
+                AND substr(signs, 1, {SIGN}) = :what
+            ) THEN :tool_call_id END
+        ) AS maybe
+        CROSS JOIN tool_calls AS same ON same.call_id = maybe.call_id AND same.position = maybe.position
+        CROSS JOIN calls ON calls.call_id = same.call_id
+    ) AS found WHERE points >= :least OR signs IS NULL
+    ORDER BY points DESC, is_decision DESC,
+             CASE WHEN result = :brought_before THEN 0 WHEN result IS NULL THEN 1 ELSE 2 END, turn, position LIMIT 1
+)
+"""
+CALL_SUPERSEDED = "UPDATE calls SET superseded_by = :call_id WHERE call_id = :earlier"
+CALLS = """
+SELECT calls.*, large_requests.request AS large_request FROM calls LEFT JOIN large_requests USING (call_id)
+WHERE rollout_id = :rollout_id ORDER BY seq
+"""
+# Some calls, and their parents back to those that are known.
+CALLS_WITH_PARENTS = """
+WITH RECURSIVE wanted (call_id, parent_id) AS (
+    SELECT call_id, parent_id FROM calls WHERE call_id IN (SELECT CAST(value AS TEXT) FROM json_each(:call_ids))
+    UNION
+    SELECT calls.call_id, calls.parent_id FROM wanted JOIN calls ON calls.call_id = wanted.parent_id
+    WHERE calls.call_id NOT IN (SELECT CAST(value AS TEXT) FROM json_each(:known))
+)
+SELECT calls.*, (SELECT request FROM large_requests WHERE call_id = calls.call_id) AS large_request
+FROM wanted CROSS JOIN calls ON calls.call_id = wanted.call_id ORDER BY seq
+"""
+# A call, if the one before it began later, or an event before it. Not in a rollout that was trained on: there the
+# numbers of calls are used elsewhere.
+OUT_OF_ORDER = """
+SELECT seq, started_at FROM calls WHERE call_id = :call_id AND (
+    started_at < (SELECT started_at FROM calls AS other
+                  WHERE rollout_id = :rollout_id AND seq < calls.seq ORDER BY seq DESC LIMIT 1)
+    OR EXISTS (SELECT 1 FROM events
+               WHERE rollout_id = :rollout_id AND seq = calls.seq AND created_at > calls.started_at)
+) AND (SELECT step FROM rollouts WHERE rollout_id = :rollout_id) IS NULL
+"""
+PLACE_BY_TIME = """
+SELECT COALESCE(MAX(seq) + 1, 0) AS place FROM calls
+WHERE rollout_id = :rollout_id AND seq < :seq AND started_at <= :at
+"""
+# No two calls have one number, not even for a moment: so numbers below 0 come in between.
+MOVED = (
+    """
+UPDATE calls SET seq = -1 - CASE WHEN call_id = :call_id THEN CAST(:place AS INTEGER) ELSE seq + 1 END
+WHERE rollout_id = :rollout_id AND seq >= :place AND seq <= :seq
+""",
+    "UPDATE calls SET seq = -1 - seq WHERE rollout_id = :rollout_id AND seq < 0",
+    """
+UPDATE events SET seq = seq + 1
+WHERE rollout_id = :rollout_id AND seq <= :seq AND (seq > :place OR (seq = :place AND created_at > :at))
+""",
+)
+CALL_STATUS = """
+SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FROM calls WHERE call_id = :call_id
+"""
+# Of the newest calls of a rollout, those that the policy has answered.
+CALLS_ANSWERED = Sql(
+    """
+SELECT group_concat(call_id, ' ') AS call_ids FROM (
+    SELECT call_id, status, policy_version FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
+) AS recent WHERE status = 'ok' AND policy_version IS NOT NULL
+""",
+    postgres="""
+SELECT string_agg(call_id, ' ') AS call_ids FROM (
+    SELECT call_id, status, policy_version FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
+) AS recent WHERE status = 'ok' AND policy_version IS NOT NULL
+""",
+)
+# Of the newest calls of a rollout, those that a request may repeat: without an answer, or the last one.
+CALLS_TO_REPEAT = """
+SELECT call_id FROM (
+    SELECT call_id, seq, status, superseded_by FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
+) AS recent
+WHERE superseded_by IS NULL
+    AND (status <> 'ok' OR seq = (SELECT MAX(seq) FROM calls WHERE rollout_id = :rollout_id))
+"""
+# The newest by order of insertion: every call would have to keep up an index on the time.
+CALL_NEWEST = "SELECT started_at, latency_ms FROM calls WHERE rowid = (SELECT MAX(rowid) FROM calls)"
+# Likewise; a call of another model is none that anybody wants to train on.
+UNTRAINABLE = """
+SELECT untrainable_reason, COUNT(*) AS n FROM (
+    SELECT untrainable_reason, policy_version FROM calls ORDER BY rowid DESC LIMIT :newest
+) AS recent WHERE untrainable_reason IS NOT NULL AND policy_version IS NOT NULL GROUP BY 1 ORDER BY n DESC, 1
+"""
+_RESPONSES = "SELECT call_id, response, upstream FROM calls WHERE rollout_id = :rollout_id"
+RESPONSES_WITH = Sql(
+    f"{_RESPONSES} AND instr(response, :response_id) > 0",
+    postgres=f"{_RESPONSES} AND strpos(response, :response_id) > 0",
+)
+POLICY_LOG_DURING = """
+SELECT version, at FROM policy_log
+WHERE at >= (SELECT MIN(started_at) FROM calls WHERE rollout_id = :rollout_id) ORDER BY n
+"""
+REPEATED = 64  # calls of a rollout that are looked at for one that a request repeats
+PARENTS = 16  # calls of a rollout that are kept to read later ones
+
+
+class Giver(NamedTuple):
+    """The call that gave a response, which is as far as it is recorded."""
+
+    rollout_id: str
+    call_id: str
+    upstream: str | None
+    response: dict[str, Any]
+
+
+class Calls:
+    """The table of calls, with their tool calls. The recorder writes it, in batches."""
+
+    def __init__(self, database: Database, rollouts: Rollouts, rewards: Rewards) -> None:
+        self._db = database
+        self._rollouts = rollouts
+        self._rewards = rewards
+
+    async def of(self, rollout_id: str, *, short: bool = False) -> list[ModelCall]:
+        """Return the rollout's calls in order, with tool results and rewards; NotFound if there is no such rollout.
+
+        With `short`, a call's request and prompt are what they add to its parent's: all calls together take as much
+        work and memory as the rollout has content.
+        """
+        await self._rollouts.get(rollout_id)
+        params: dict[str, object] = {"rollout_id": rollout_id}
+        tools = "SELECT * FROM tool_calls WHERE rollout_id = :rollout_id ORDER BY call_id, position"
+        calls, made = await self._db.all(CALLS, params), await self._db.all(tools, params)
+        rewards = (await self._rewards.earned(rollout_id)).calls
+        log = await self._db.all(POLICY_LOG_DURING, params)
+        parts = ShortParts() if short else FullParts({})
+        return await asyncio.to_thread(read_calls, calls, made, rewards, log, parts)
+
+    async def some(self, call_ids: Collection[str], known: Mapping[str, Parent]) -> list[ModelCall]:
+        """Return some of a rollout's calls in order, without results of tools and rewards.
+
+        Of the others only those are read that these are stored against, back to the `known` ones.
+        """
+        lists: dict[str, object] = {"call_ids": dumps([*call_ids]), "known": dumps([*known])}
+        rows = await self._db.all(CALLS_WITH_PARENTS, lists)
+        calls = await asyncio.to_thread(read_calls, rows, (), {}, (), FullParts(known))
+        return [call for call in calls if call.call_id in call_ids]
+
+    async def superseded(
+        self, rollout_id: str, request: dict[str, Any], known: Mapping[str, Parent], running: Container[str] = ()
+    ) -> ModelCall | None:
+        """Return the call that this request repeats: the newest one with the same request that did not end well.
+
+        A failed call goes before one that has not ended, which another process may be answering. Otherwise it is the
+        rollout's newest call, if it has the same request: its answer did not reach the client. Never one of `running`,
+        nor one before the newest `REPEATED`. `known`: as in `some`.
+        """
+        rows = await self._db.all(CALLS_TO_REPEAT, {"rollout_id": rollout_id, "newest": REPEATED})
+        calls = await self.some([row["call_id"] for row in rows if row["call_id"] not in running], known)
+        alike = [call for call in calls if call.request == request]
+        failed = [c for c in alike if c.status in ("error", "cancelled")]
+        failed = failed or [c for c in alike if c.status == "incomplete"]
+        return failed[-1] if failed else next((c for c in alike if c.status == "ok"), None)
+
+    async def put_in_order(self, rollout_id: str, call_id: str) -> bool:
+        """Move a call that was reported after later ones to its place by time. Return whether later calls were there.
+
+        A call's parent stays before it (`recorder.py`). A rollout that was trained on is left as it is.
+        """
+        row: dict[str, Any] = {"rollout_id": rollout_id, "call_id": call_id}
+        if await self._db.one(OUT_OF_ORDER, row) is None:
+            return False
+
+        async def work(db: Transaction) -> bool:
+            (call,) = await db.all("SELECT seq, started_at FROM calls WHERE call_id = :call_id", row)
+            row.update(seq=call["seq"], at=call["started_at"])
+            row.update(place=(await db.all(PLACE_BY_TIME, row))[0]["place"])
+            for statement in MOVED:
+                await db.run(statement, row)
+            return bool(row["place"] < row["seq"])
+
+        return await self._db.write(work)
+
+    async def status(self, rollout_id: str, call_id: str) -> CallStatus | None:
+        """Return a call's status, or None if there is no such call. A call of another rollout counts as ok."""
+        row = await self._db.one(CALL_STATUS, {"rollout_id": rollout_id, "call_id": call_id})
+        return None if row is None else row["status"]
+
+    async def is_kept(self, call_id: str) -> bool:
+        """Return whether there is such a call; it may have been deleted."""
+        return await self._db.quick("SELECT 1 FROM calls WHERE call_id = :call_id", {"call_id": call_id}) is not None
+
+    async def answered(self, rollout_id: str, newest: int) -> set[str]:
+        """Return the ids of those of the rollout's `newest` calls that the policy has answered."""
+        row = await self._db.quick(CALLS_ANSWERED, {"rollout_id": rollout_id, "newest": newest})
+        return set() if row is None or row["call_ids"] is None else set(row["call_ids"].split(" "))
+
+    async def giver(self, rollout_id: str, response_id: str) -> Giver | None:
+        """Return the call that gave the answer with this `id`; None if none is recorded."""
+        params: dict[str, object] = {"rollout_id": rollout_id, "response_id": response_id}
+        for row in await self._db.all(RESPONSES_WITH, params):
+            answer = loads_or_none(row["response"])
+            if isinstance(answer, dict) and answer.get("id") == response_id:
+                return Giver(rollout_id, row["call_id"], row["upstream"], answer)
+        return None
+
+    async def untrainable(self, newest: int) -> dict[str, int]:
+        """Count those of the `newest` calls that the policy answered and that cannot be trained on, by reason."""
+        return {row["untrainable_reason"]: row["n"] for row in await self._db.all(UNTRAINABLE, {"newest": newest})}
+
+    async def newest(self) -> float | None:
+        """Return when the newest call ended, or began if it has not ended (Unix time)."""
+        row = await self._db.one(CALL_NEWEST)
+        return None if row is None else float(row["started_at"] + (row["latency_ms"] or 0.0) / 1000)
+
+    async def under_way(self, since: float) -> int:
+        """Count the calls that began after `since` and have not ended."""
+        statement = "SELECT COUNT(*) AS n FROM calls WHERE status = 'incomplete' AND started_at > :since"
+        row = await self._db.one(statement, {"since": since})
+        return 0 if row is None else int(row["n"])
+
+
+def newest_parents(known: Mapping[str, Parent], calls: Sequence[ModelCall]) -> dict[str, Parent]:
+    """Return the parents to read later calls of a rollout against, with these calls added."""
+    more = {call.call_id: _as_parent(call) for call in calls[-PARENTS:]}
+    return dict([*{**known, **more}.items()][-PARENTS:])
+
+
+def _as_parent(call: ModelCall) -> Parent:
+    first = call.choices[0].token_ids if call.choices else ()
+    return Parent(call.request, pack_ids([*call.prompt_token_ids, *first]))
+
+
+def read_calls(
+    calls: Iterable[Row],
+    tool_calls: Iterable[Row],
+    rewards: Mapping[str, float],
+    log: Sequence[Row],
+    parts: ShortParts | FullParts,
+) -> list[ModelCall]:
+    """Read a rollout's calls, in order of `seq`: a parent comes before its children. `log`: of POLICY_LOG_DURING."""
+    tools: dict[str, list[ToolCall]] = {}
+    for row in tool_calls:
+        tools.setdefault(row["call_id"], []).append(_read_tool_call(row))
+    return [_read_call(row, parts.of(row), tools, rewards, log) for row in calls]
+
+
+def _read_call(
+    row: Row, parts: dict[str, Any], tools: dict[str, list[ToolCall]], rewards: Mapping[str, float], log: Sequence[Row]
+) -> ModelCall:
+    reason = _untrainable_reason(row)
+    return read(
+        ModelCall,
+        row,
+        policy_versions=_versions(row, log),
+        response=loads_or_none(row["response"]),
+        choices=_read_choices(row),
+        usage=loads_or_none(row["usage"]),
+        tool_calls=tuple(tools.get(row["call_id"], ())),
+        reward=rewards.get(row["call_id"]),
+        trainable=reason is None,
+        untrainable_reason=reason,
+        **parts,
+    )
+
+
+def _untrainable_reason(row: Row) -> str | None:
+    if row["superseded_by"] is not None:
+        return "the client sent the same request again"
+    if row["untrainable_reason"] is None and row["status"] != "ok":
+        return f"call {row['status']}"
+    reason: str | None = row["untrainable_reason"]
+    return reason
+
+
+def _versions(row: Row, log: Sequence[Row]) -> tuple[int, ...]:
+    """Return the version at the call's start, those that went live meanwhile, and the one at its end."""
+    first, last = row["policy_version"], row["policy_version_end"]
+    if first is None or last is None:
+        return () if first is None else (first,)
+    ended = row["started_at"] + (row["latency_ms"] or 0.0) / 1000
+    between = [entry["version"] for entry in log if row["started_at"] <= entry["at"] <= ended]
+    return tuple(dict.fromkeys([first, *between, last]))
+
+
+def _read_choices(row: Row) -> tuple[Choice, ...]:
+    if row["token_ids"] is None:
+        return ()
+    first = Choice(0, unpack_ids(row["token_ids"]), unpack_floats(row["logprobs"]), row["finish_reason"])
+    more = (
+        Choice(index, tuple(ids), tuple(lps), reason)
+        for index, ids, lps, reason in loads_or_none(row["more_choices"]) or ()
+    )
+    return (first, *more)
+
+
+def _read_tool_call(row: Row) -> ToolCall:
+    is_error = None if row["is_error"] is None else bool(row["is_error"])
+    return ToolCall(row["tool_call_id"], row["name"], row["arguments"], loads_or_none(row["result"]), is_error)

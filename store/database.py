@@ -1,0 +1,216 @@
+"""The interface of a database: statements that run in transactions, which are atomic."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
+from typing import Any, Literal, Protocol, TypeVar
+
+from ..core.config.server import StoreConfig
+from ..core.errors import StoreUnavailable
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Params = Mapping[str, object]
+Runs = Sequence[tuple[str, Sequence[dict[str, Any]]]]
+
+SMALL = 2**14  # bytes; what one write takes where nobody says otherwise
+# Of work in passing: that one transaction may take and write, about, and the pause for everybody else, by that time.
+STEP_S, WRITTEN, PAUSE = 0.01, 2**20, 4
+
+
+# `prompts`: a version or a promotion; `rewards`: a reward, or a rollout that ended; `live`: the live policy version;
+# `calls`: whatever recorders write.
+Topic = Literal["keys", "prompts", "rewards", "live", "steps", "calls"]
+
+REFUSED_S = 5.0  # that a record which could not be written counts
+TELL_S = 60.0
+LOOK_S = 5.0  # from one look to the next without news: who wrote may have ended before it told
+
+
+# Where it is True, no statement of the task takes longer than `store.busy_timeout_s`: somebody waits for its answer.
+HURRIED: ContextVar[bool] = ContextVar("hurried", default=False)
+
+
+class Changes:
+    """Wakes one poller of the store: after a time, or at a change where the server notifies."""
+
+    async def wait(self, seconds: float, longest: float = LOOK_S) -> None:
+        """Return after so many seconds.
+
+        Where a server tells of changes, return once something was written since the last return, but at most once in
+        `seconds`; without news after `longest` s.
+        """
+        await asyncio.sleep(seconds)
+
+
+class Writing:
+    """Tracks whether records can be written, for the readiness route, and logs it at most once a minute."""
+
+    def __init__(self) -> None:
+        self.why: str | None = None  # the newest record could not be written
+        self._at = self._logged_at = -TELL_S
+        self._logged = False
+
+    def failed(self, why: str) -> None:
+        """Note that a record could not be written."""
+        self.why, self._at = why, time.monotonic()
+        if self._at >= self._logged_at + TELL_S:
+            self._logged_at, self._logged = self._at, True
+            log.error("records cannot be written, and requests that need one are refused (503): %s", why)
+
+    def succeeded(self) -> None:
+        """Note that a record was written, or could be."""
+        if self._logged:
+            log.warning("records can be written again")
+        self.why, self._logged = None, False
+
+    def require(self, has_room: bool = True) -> None:
+        """Raise StoreUnavailable if the newest record could not be written, lately or for lack of room."""
+        if self.why is not None and (time.monotonic() < self._at + REFUSED_S or not has_room):
+            raise StoreUnavailable(f"the newest record could not be written: {self.why}")
+        self.succeeded()
+
+
+class ConstraintRefused(Exception):
+    """A constraint of the schema refuses a row. Nothing of its transaction was written."""
+
+
+class Sql(str):
+    """A statement that the two databases need different texts for: itself SQLite's, and `postgres`."""
+
+    postgres: str
+
+    def __new__(cls, sqlite: str, *, postgres: str) -> Sql:
+        statement = super().__new__(cls, sqlite)
+        statement.postgres = postgres
+        return statement
+
+
+class Row(Protocol):
+    """A row that was read. Its columns are found by name or place."""
+
+    def __getitem__(self, column: Any, /) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def keys(self) -> Any: ...
+
+
+class Transaction(Protocol):
+    """Statements of one transaction. Their work awaits nothing else: SQLite does it in a thread without a loop."""
+
+    async def all(self, sql: str, params: Params | None = None) -> Sequence[Row]:
+        """Return all rows of a statement."""
+        ...
+
+    async def one(self, sql: str, params: Params | None = None) -> Row | None:
+        """Return the first row of a statement, or None without one."""
+        ...
+
+    async def run(self, sql: str, params: Params | None = None) -> int:
+        """Run a statement that writes; return how many rows it has written."""
+        ...
+
+    async def many(self, sql: str, rows: Sequence[Params]) -> Sequence[Row]:
+        """Run a statement once for each row of parameters, in one round trip; return all rows that it returned."""
+        ...
+
+
+Work = Callable[[Transaction], Awaitable[T]]
+
+
+class Database(ABC):
+    """An open database. Its statements name their parameters `:name`, and may be given more than they name.
+
+    Raises StoreUnavailable where it cannot be reached, read or written, and Refused where a row is not allowed.
+    `where`: its place, as a person may see it.
+    """
+
+    where: str
+    damage: str | None = None  # what is wrong with its file, as far as was seen
+
+    @abstractmethod
+    async def look_for_damage(self) -> None:
+        """Look through the store once, and note in `damage` and in the log what is wrong."""
+
+    @classmethod
+    @abstractmethod
+    async def open_to_write(cls, config: StoreConfig) -> Database:
+        """Open the store, making its tables as needed. Raise StoreUnavailable when that cannot be done."""
+
+    @classmethod
+    @abstractmethod
+    async def open_as_it_is(cls, config: StoreConfig) -> Database:
+        """Open the store as it is; nothing can be written. Raise StoreUnavailable also without all tables."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the database once running work has ended."""
+
+    @abstractmethod
+    async def commit(self, runs: Runs, size: int = SMALL) -> None:
+        """Run statements, each with many rows of parameters, in one transaction, which writes about `size` bytes."""
+
+    @abstractmethod
+    async def write(self, work: Work[T], size: int = SMALL) -> T:
+        """Do `work` in one transaction, of about `size` bytes: statements that need each other's answers."""
+
+    @abstractmethod
+    async def all(self, sql: str, params: Params | None = None) -> Sequence[Row]:
+        """Return all rows of a query."""
+
+    async def one(self, sql: str, params: Params | None = None) -> Row | None:
+        """Return the first row of a query, or None without one."""
+        rows = await self.all(sql, params)
+        return rows[0] if rows else None
+
+    @abstractmethod
+    async def quick(self, sql: str, params: Params | None = None) -> Row | None:
+        """Return the first row of a query that every call needs; no long query holds it up."""
+
+    @abstractmethod
+    async def require_writable(self) -> None:
+        """Raise StoreUnavailable unless a record could be committed now."""
+
+    @abstractmethod
+    async def checkpoint(self) -> None:
+        """Write all committed data to the database's own file."""
+
+    @abstractmethod
+    async def forget_deleted(self) -> None:
+        """Purge deleted rows from the database's own log."""
+
+    async def tidy(self) -> None:  # noqa: B027
+        """Do the upkeep that the database needs now and then."""
+
+    @abstractmethod
+    def alone(self, work: str) -> AbstractAsyncContextManager[bool]:
+        """Yield whether no other process does this work. If so, none will until the block or this process ends.
+
+        Where that is a lock on a server, and the way to it breaks, the block is cancelled: StoreUnavailable.
+        """
+
+    def changes(self, *topics: Topic) -> Changes:
+        """Return a `Changes` that waits for these topics, whichever process changes them."""
+        return Changes()
+
+
+async def in_passing(database: Database, work: Callable[[Transaction, float], Awaitable[T]]) -> T:
+    """Do `work` in a transaction, until about the time that it is given (of `perf_counter`); then let others write."""
+    began = 0.0
+
+    async def timed(db: Transaction) -> T:
+        nonlocal began
+        began = time.perf_counter()
+        return await work(db, began + STEP_S)
+
+    done = await database.write(timed, WRITTEN)
+    await asyncio.sleep(PAUSE * (time.perf_counter() - began))
+    return done

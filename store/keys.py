@@ -1,0 +1,141 @@
+"""The keys that `lightning-proxy keys` gives out: stored as hashes, with a name and limits."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+from uuid import uuid4
+
+from ..core.config.root import Config
+from ..core.errors import ConfigError, Conflict, NotFound
+from ..core.records import Limits, check_id
+from .database import ConstraintRefused, Database, Row
+from .opening import opened
+from .rows import read
+
+KEY_NEW = """
+INSERT INTO keys
+    (key_id, key_hash, name, role, scope, evaluator, requests_per_minute, tokens_per_minute, concurrent, recording,
+     created_at)
+VALUES (
+    :key_id, :key_hash, :name, :role, :scope, :evaluator, :requests_per_minute, :tokens_per_minute, :concurrent,
+    :recording, :created_at
+)
+"""
+KEY_REVOKE = "UPDATE keys SET revoked_at = :at WHERE name = :name AND revoked_at IS NULL RETURNING *"
+
+Role = Literal["agent", "admin", "rollout"]
+Scope = Literal["all", "own"]
+
+KEY_PREFIX = "lpk-"
+ROLLOUT_KEY_PREFIX = KEY_PREFIX + "rollout-"
+
+
+def new_key(role: Role) -> str:
+    """Make a key of 256 random bits, with a prefix for its kind."""
+    return f"{KEY_PREFIX}{role}-{secrets.token_urlsafe(32)}"
+
+
+def hash_key(key: str) -> str:
+    """Hash a key for the store. One round of SHA-256 is enough: nobody can guess 256 random bits.
+
+    (Passwords need a slow hash because people choose them.)
+    """
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """A stored key. `recording`: whether its calls are recorded.
+
+    `scope`: whether it sees and rewards all rollouts, or only those that were opened with it. `evaluator`: its rewards
+    are evidence where a new version is tested, as an admin key's are.
+    """
+
+    key_id: str
+    key_hash: str
+    name: str
+    role: Role
+    limits: Limits
+    recording: bool
+    created_at: float
+    revoked_at: float | None = None
+    scope: Scope = "all"
+    evaluator: bool = False
+
+    @property
+    def live(self) -> bool:
+        return self.revoked_at is None
+
+
+class Keyring:
+    """The table of keys. It has few rows and is read entirely."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    async def all(self) -> list[StoredKey]:
+        """Return all keys, also revoked ones, oldest first."""
+        return [_read(row) for row in await self._db.all("SELECT * FROM keys ORDER BY created_at, key_id")]
+
+    async def create(
+        self,
+        name: str,
+        role: Role,
+        limits: Limits,
+        *,
+        recording: bool,
+        scope: Scope = "all",
+        evaluator: bool = False,
+    ) -> tuple[str, StoredKey]:
+        """Make a key, which only the caller ever sees; Conflict if a live one has this name."""
+        key = new_key(role)
+        key_id, key_hash = uuid4().hex[:12], hash_key(key)
+        stored = StoredKey(
+            key_id, key_hash, check_id(name, "name"), role, limits, recording, time.time(), None, scope, evaluator
+        )
+        try:
+            await self._db.commit([(KEY_NEW, [_row(stored)])])
+        except ConstraintRefused:
+            raise Conflict(f"there is a key named {name!r}: revoke it first, or choose another name") from None
+        return key, stored
+
+    async def revoke(self, name: str) -> StoredKey:
+        """End a key and the rollout keys that it asked for; NotFound if no live key has this name."""
+        row = {"name": name, "at": time.time()}
+        revoked = await self._db.write(lambda db: db.all(KEY_REVOKE, row))
+        if not revoked:
+            raise NotFound(f"no live key is named {name!r}")
+        return _read(revoked[0])
+
+    async def purge(self) -> int:
+        """Delete the revoked keys and return how many there were."""
+        return await self._db.write(lambda db: db.run("DELETE FROM keys WHERE revoked_at IS NOT NULL"))
+
+
+async def require_keys(config: Config) -> None:
+    """Raise ConfigError if other machines can reach the proxy and there is no key.
+
+    Raises StoreUnavailable if the store cannot be opened: better now than when a server has begun to start.
+    """
+    proxy = config.proxy
+    async with opened(config.store) as database:
+        if proxy.is_loopback or proxy.api_keys:
+            return
+        if not any(key.live for key in await Keyring(database).all()):
+            raise ConfigError(
+                f"proxy.host {proxy.host!r} is reachable from other machines, and there is no key: make one with "
+                "`lightning-proxy keys create NAME`, set proxy.api_keys, or keep proxy.host on 127.0.0.1"
+            )
+
+
+def _row(key: StoredKey) -> dict[str, Any]:
+    return asdict(key) | asdict(key.limits)
+
+
+def _read(row: Row) -> StoredKey:
+    limits = Limits(row["requests_per_minute"], row["tokens_per_minute"], row["concurrent"])
+    return read(StoredKey, row, limits=limits, **{name: bool(row[name]) for name in ("recording", "evaluator")})

@@ -1,0 +1,284 @@
+"""A database of a PostgreSQL server. Several proxies and a trainer may work on it at once, on several machines."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from time import monotonic
+from typing import TypeVar
+
+import asyncpg
+import orjson
+
+from ...core.config.server import StoreConfig
+from ...core.errors import StoreUnavailable
+from ..calls import CALL_END, CALL_START
+from ..database import (
+    HURRIED,
+    SMALL,
+    Changes,
+    Database,
+    Params,
+    Runs,
+    Topic,
+    Transaction,
+    Work,
+    Writing,
+)
+from ..schema import require_all
+from .alone import locked, require_held
+from .errors import AGAIN, AWAY, OutcomeUnknown, is_away, raise_ours
+from .listening import Listener
+from .order import HOLD_ROLLOUTS, in_order, rollouts_to_hold
+from .schema import make_tables, missing_in
+from .transaction import PostgresTransaction
+
+T = TypeVar("T")
+
+CONNECTIONS = 10  # of one process, at most
+READING = 4  # of them, for long queries
+ALONE = 3  # of them, for those that wait for the store's write lock
+COMMAND_S = 120.0  # that work may take which nobody waits for; a server that is gone does not say so
+FROZEN_S = 1.0  # that a statement on a call's way may take once the server did not answer in time, until it does
+BYTES_A_SECOND = 10_000_000  # that a server takes at least
+# A session whose process is gone must not keep its locks for hours. By its own cost of a page, that of a rotating disk,
+# the server would read tables as a whole for a few thousand rows of an index.
+SESSION = {
+    "idle_in_transaction_session_timeout": "30s", "tcp_keepalives_idle": "10", "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3", "jit": "off", "random_page_cost": "1.1",
+}  # fmt: skip
+AGAIN_S = 0.05  # until the next attempt
+
+BEGIN = "BEGIN"
+# Whoever reads before it writes has the store to itself, but for the recorders: they only add, and end what they added.
+BEGIN_ALONE = "BEGIN; SELECT pg_advisory_xact_lock(hashtextextended(current_schema() || ':write', 0))"
+FOLD_COUNTS = """
+WITH changes AS (DELETE FROM rollout_count_changes RETURNING *)
+INSERT INTO rollout_count_changes SELECT mode, status, SUM(rollouts) FROM changes GROUP BY mode, status
+"""
+# Whether what a commit does with a call was done. `pg_xact_status` would not do: after a crash the server gives the
+# number of a lost transaction to another one.
+RECORDED = {
+    CALL_START: "SELECT 1 FROM calls WHERE call_id = :call_id",
+    CALL_END: "SELECT 1 FROM calls WHERE call_id = :call_id AND status = :status AND latency_ms IS :latency_ms",
+}
+
+
+class PostgresDatabase(Database):
+    """A pool of connections. A server that is away for less than `store.busy_timeout_s` is waited for."""
+
+    def __init__(self, config: StoreConfig, pool: asyncpg.Pool) -> None:
+        self.where = config.where
+        self._config = config
+        self._pool = pool
+        self._writes = Writing()
+        self._listener = Listener(config, SESSION)
+        self._under_way: set[asyncio.Task[object]] = set()
+        self._frozen = False  # it did not answer in time, and has not answered since
+        self._reading, self._alone = asyncio.Semaphore(READING), asyncio.Semaphore(ALONE)
+
+    @classmethod
+    async def open_to_write(cls, config: StoreConfig) -> PostgresDatabase:
+        """Connect, making the tables as needed. Raise StoreUnavailable when that cannot be done."""
+        return await cls._open(config, to_write=True)
+
+    @classmethod
+    async def open_as_it_is(cls, config: StoreConfig) -> PostgresDatabase:
+        """Connect to read. Raise StoreUnavailable also where tables are missing."""
+        return await cls._open(config, to_write=False)
+
+    @classmethod
+    async def _open(cls, config: StoreConfig, *, to_write: bool) -> PostgresDatabase:
+        settings = SESSION | {"application_name": "lightning-proxy"}
+        settings["lock_timeout"] = f"{config.busy_timeout_s:g}s"
+        settings |= {} if to_write else {"default_transaction_read_only": "on"}
+        try:
+            pool = await asyncpg.create_pool(
+                config.url, min_size=1, max_size=CONNECTIONS, reset=_keep_as_it_is,
+                timeout=config.busy_timeout_s, command_timeout=COMMAND_S, server_settings=settings,
+            )  # fmt: skip
+        except (OSError, ValueError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+            raise _not_opened(config, error) from error
+        try:
+            async with pool.acquire() as connection:
+                if to_write:
+                    await make_tables(connection, config.where)
+                else:
+                    require_all(config.where, await missing_in(connection, config.where))
+        except BaseException as error:
+            await pool.close()
+            if isinstance(error, OSError | asyncpg.PostgresError | asyncpg.InterfaceError):
+                raise _not_opened(config, error) from error
+            raise
+        return cls(config, pool)
+
+    async def close(self) -> None:
+        while self._under_way:
+            await asyncio.wait(self._under_way)
+        await self._listener.close()
+        await self._pool.close()
+
+    # Writes --------------------------------------------------------------------------------------------------------
+
+    async def commit(self, runs: Runs, size: int = SMALL) -> None:
+        """Commit within `store.busy_timeout_s` plus the time for so many bytes: calls wait for it."""
+
+        async def work(db: Transaction) -> None:
+            if hold := rollouts_to_hold(runs):
+                await db.all(HOLD_ROLLOUTS, {"ids": orjson.dumps(hold).decode()})
+            for statement, rows in runs:
+                await db.many(statement, in_order(statement, rows))
+
+        try:
+            try:
+                await self._to_the_end(work, BEGIN, self._patience(hurried=True) + size / BYTES_A_SECOND)
+            except OutcomeUnknown:
+                if not await self._is_recorded(runs):
+                    raise
+        except StoreUnavailable as error:
+            self._writes.failed(error.message)
+            raise
+        self._writes.succeeded()
+
+    async def _is_recorded(self, runs: Runs) -> bool:
+        """Whether a call of a commit is in the store, and with it all of the commit. Raise StoreUnavailable."""
+        for statement, rows in runs:
+            if (recorded := RECORDED.get(statement)) is not None:
+                return await self.quick(recorded, rows[0]) is not None
+        return False
+
+    async def write(self, work: Work[T], size: int = SMALL) -> T:
+        try:
+            seconds = self._patience(HURRIED.get())
+            async with _one_of(self._alone, seconds):
+                return await self._to_the_end(work, BEGIN_ALONE, seconds + size / BYTES_A_SECOND)
+        except StoreUnavailable as error:
+            self._writes.failed(error.message)
+            raise
+
+    async def require_writable(self) -> None:
+        await self.write(lambda db: db.all("SELECT pg_current_xact_id()::TEXT AS id"))
+        self._writes.require()
+
+    def _patience(self, hurried: bool) -> float:
+        """How many seconds the server has to answer."""
+        if not hurried:
+            return COMMAND_S
+        return min(FROZEN_S, self._config.busy_timeout_s) if self._frozen else self._config.busy_timeout_s
+
+    async def _to_the_end(self, work: Work[T], begin: str, seconds: float) -> T:
+        """Shielded: a transaction that has begun ends, also when its caller is cancelled."""
+        task = asyncio.ensure_future(self._transact(work, begin, seconds))
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return await asyncio.shield(task)
+
+    async def _transact(self, work: Work[T], begin: str, seconds: float) -> T:
+        """Do `work` in one transaction; again while the server is away, or if another one got in its way."""
+        until = monotonic() + min(seconds, self._config.busy_timeout_s)
+        while True:
+            committing = False
+            try:
+                require_held()
+                async with self._connection(seconds) as connection:
+                    await connection.execute(begin)
+                    done = await work(PostgresTransaction(connection))
+                    require_held()
+                    committing = True
+                    await connection.execute("COMMIT")
+                    self._listener.recorded()
+                    return done
+            except Exception as error:
+                again = isinstance(error, AGAIN) or (is_away(error) and not committing)
+                if not again or monotonic() > until:
+                    raise_ours(error, "written", unknown=committing and is_away(error))
+            await asyncio.sleep(AGAIN_S)
+
+    @asynccontextmanager
+    async def _connection(self, seconds: float) -> AsyncIterator[asyncpg.Connection]:
+        """Lend a connection, and end it if the block takes longer; undo what the block has not committed."""
+        async with self._pool.acquire(timeout=min(seconds, self._config.busy_timeout_s)) as connection:
+            try:
+                async with asyncio.timeout(seconds) as limit:
+                    yield connection
+                self._frozen = False
+            except BaseException as error:
+                if limit.expired():
+                    connection.terminate()  # else whoever gives it back waits until the server has cancelled something
+                    self._frozen = True
+                    raise TimeoutError(f"the server does not answer within {seconds:g} s") from error
+                if connection.is_in_transaction() and not connection.is_closed():
+                    try:
+                        await connection.execute("ROLLBACK", timeout=self._config.busy_timeout_s)
+                    except AWAY:
+                        connection.terminate()
+                raise
+
+    # Reads ---------------------------------------------------------------------------------------------------------
+
+    async def all(self, sql: str, params: Params | None = None) -> Sequence[asyncpg.Record]:
+        seconds = self._patience(HURRIED.get())
+        async with _one_of(self._reading, seconds):
+            return await self._fetch(sql, params, seconds)
+
+    async def quick(self, sql: str, params: Params | None = None) -> asyncpg.Record | None:
+        rows = await self._fetch(sql, params, self._patience(hurried=True))
+        return rows[0] if rows else None
+
+    async def _fetch(self, sql: str, params: Params | None, seconds: float) -> Sequence[asyncpg.Record]:
+        until = monotonic() + min(seconds, self._config.busy_timeout_s)
+        while True:
+            try:
+                async with self._connection(seconds) as connection:
+                    return await PostgresTransaction(connection).all(sql, params)
+            except Exception as error:
+                if not is_away(error) or monotonic() > until:
+                    raise_ours(error, "read")
+            await asyncio.sleep(AGAIN_S)
+
+    # The rest ------------------------------------------------------------------------------------------------------
+
+    async def look_for_damage(self) -> None:
+        """Do nothing: the server does it by itself."""
+
+    async def checkpoint(self) -> None:
+        """Do nothing: the server does it by itself."""
+
+    async def forget_deleted(self) -> None:
+        """Do nothing: the server's own log is the server's."""
+
+    async def tidy(self) -> None:
+        await self.quick("SELECT feed_newest()")
+        await self.write(lambda db: db.run(FOLD_COUNTS))
+
+    def alone(self, work: str) -> AbstractAsyncContextManager[bool]:
+        """The lock is that of a connection of its own. When that breaks, the block is cancelled: StoreUnavailable."""
+        return locked(self._config, work, SESSION)
+
+    def changes(self, *topics: Topic) -> Changes:
+        """Its waiters are woken by NOTIFY. While the connection is broken, they poll."""
+        return self._listener.changes(topics)
+
+
+@asynccontextmanager
+async def _one_of(places: asyncio.Semaphore, seconds: float) -> AsyncIterator[None]:
+    """Take a place for the block. Raise StoreUnavailable if none gets free."""
+    try:
+        async with asyncio.timeout(seconds):
+            await places.acquire()
+    except TimeoutError:
+        raise StoreUnavailable(f"the store is busy with longer work: no place within {seconds:g} s") from None
+    try:
+        yield
+    finally:
+        places.release()
+
+
+async def _keep_as_it_is(connection: asyncpg.Connection) -> None:
+    """Reset nothing on a connection that is given back: it has no open transaction and no setting."""
+
+
+def _not_opened(config: StoreConfig, error: BaseException) -> StoreUnavailable:
+    message = str(error).partition("\n")[0] or type(error).__name__
+    return StoreUnavailable(f"store {config.where} cannot be opened: {message}")

@@ -1,0 +1,239 @@
+"""Keeps the store within `store.retention`, in steps so small that no agent notices them.
+
+Rollouts that are over are deleted, oldest first, with all that was recorded of them; policy versions and the steps'
+metrics stay. A rollout with a call under way, or of a step that is being trained or published, is not over. One that
+nobody ends is over after a day without a call. Rollouts that wait for the trainer are deleted like others by age, and
+last by size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from ..core.config.root import Config
+from ..core.config.server import RetentionConfig
+from ..core.errors import LightningError
+from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
+from .database import Database, Row, Sql, Transaction, in_passing
+from .idempotency import IDEMPOTENT_FORGET
+from .waiting import HAS_REWARD, IS_OWN
+
+log = logging.getLogger(__name__)
+
+DAY = 86400.0
+EVERY_S = 60.0
+ABANDONED_S = DAY
+IDEMPOTENCY_S = 7 * DAY
+CONVERSATION_S = 30 * DAY
+CONVERSATIONS = 1_000_000  # rows; an answered call of an unnamed rollout takes about five
+LOOK = 200  # rows in one look
+GIVE_BACK = 256  # pages in one transaction
+SPARE = 0.05  # of the file may stay free: the next records need it
+
+# Nothing happens in a rollout that ended before :before, has no call under way, and does not belong to a step that is
+# being trained or published. One that nobody ended is over when nothing was asked in it since :quiet.
+_IS_OVER = """
+COALESCE(rollouts.ended_at, rollouts.created_at) < :before
+AND (rollouts.status <> 'running' OR rollouts.created_at < :quiet)
+AND (step IS NULL OR step NOT IN (SELECT step FROM steps WHERE status = 'claimed' UNION SELECT MAX(step) FROM steps))
+AND NOT EXISTS (
+    SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.started_at >= :quiet
+    AND (rollouts.status = 'running' OR calls.status = 'incomplete')
+)
+"""
+# `waits`: the trainer may still take it. `:lone`: also without a task (`takes_lone_rollouts`).
+ROLLOUTS_OVER = f"""
+SELECT n, created_at, {_IS_OVER} AS is_over,
+       mode = 'train' AND (task_id IS NOT NULL OR :lone) AND {HAS_REWARD} AND {IS_OWN}
+       AND step IS NULL AND dropped IS NULL AS waits
+FROM rollouts WHERE n > :after ORDER BY n LIMIT :limit
+"""
+ROLLOUT_FORGET = f"DELETE FROM rollouts WHERE n = :n AND {_IS_OVER} RETURNING rollout_id"
+PAGES = Sql(
+    """
+SELECT page_size * page_count AS bytes, page_size * freelist_count AS free
+FROM pragma_page_size, pragma_page_count, pragma_freelist_count
+""",
+    postgres="""
+SELECT COALESCE(SUM(pg_total_relation_size(oid)), 0)::BIGINT AS bytes, 0::BIGINT AS free
+FROM pg_class WHERE relkind = 'r' AND relnamespace = current_schema()::regnamespace
+""",
+)
+STORE_TOTALS = """
+SELECT (SELECT COUNT(*) FROM calls) AS calls, (SELECT COUNT(*) FROM rewards) AS rewards,
+       (SELECT MIN(created_at) FROM rollouts WHERE n = (SELECT MIN(n) FROM rollouts)) AS oldest
+"""
+
+OnDelete = Callable[[str, str], None]  # rollout id, and why: age or size
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Defines which rollouts are over: ended before `before`, or not ended and quiet since `quiet` (Unix times)."""
+
+    before: float
+    quiet: float
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The file's size and its free part, in bytes."""
+
+    bytes: int
+    free: int
+
+    @property
+    def used(self) -> int:
+        return self.bytes - self.free
+
+
+class _Deleted(NamedTuple):
+    """How many rollouts a transaction has deleted and looked at, and whether that is enough."""
+
+    rows: list[Row]
+    looked_at: int
+    enough: bool
+
+
+class Keeper:
+    """Runs beside the proxy. Of several processes on one store, one at a time does the work."""
+
+    def __init__(self, database: Database, config: Config, on_delete: OnDelete) -> None:
+        self._db = database
+        self._retention = config.store.retention
+        trainer = config.trainer
+        self._waiting = {"failed": trainer.failed_reward is not None, "lone": trainer.takes_lone_rollouts}
+        self._on_delete = on_delete
+        self._problem: str | None = None
+
+    async def run(self, every_s: float = EVERY_S) -> None:
+        """Tidy up every minute, until cancelled."""
+        while True:
+            try:
+                async with self._db.alone("keeper") as alone:
+                    if alone:
+                        await self.tidy()
+            except (LightningError, OSError) as error:  # the next round may succeed
+                self._tell(f"the store could not be tidied up: {error}")
+            await asyncio.sleep(every_s)
+
+    async def tidy(self) -> None:
+        """Delete rollouts that `store.retention` no longer allows, and give the space back to the disk."""
+        now = time.time()
+        await self._forget_old(IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
+        await self._forget_conversations(now - CONVERSATION_S)
+        if (days := self._retention.max_age_days) is not None:
+            before = now - days * DAY
+            await self._delete_old(Cut(before, min(before, now - ABANDONED_S)))
+        if (gib := self._retention.max_gib) is not None:
+            await self._delete_until(Cut(now, now - ABANDONED_S), gib * 2**30 * (1 - SPARE))
+        await give_back(self._db, SPARE)
+        await self._db.tidy()
+        self._tell(await over_bound(self._db, self._retention))
+
+    def _tell(self, problem: str | None) -> None:
+        """Log a problem once, not every minute, and when it is over."""
+        if problem is not None and self._problem is None:
+            log.warning("%s", problem)
+        elif problem is None and self._problem is not None:
+            log.warning("the store is within store.retention again")
+        self._problem = problem
+
+    async def _delete_old(self, cut: Cut) -> None:
+        async for numbers in self._over(cut):
+            await self._delete(numbers, cut, "age")
+
+    async def _delete_until(self, cut: Cut, limit: float) -> None:
+        for waiting in (False, True):
+            if (await read_pages(self._db)).used <= limit:
+                return
+            async for numbers in self._over(cut, waiting):
+                if await self._delete(numbers, cut, "size", limit):
+                    return
+
+    async def _over(self, cut: Cut, waiting: bool | None = None) -> AsyncIterator[list[int]]:
+        """The numbers of rollouts that are over, oldest first; with `waiting`, only those that do, or do not, wait."""
+        after, params = 0, {"limit": LOOK, **asdict(cut), **self._waiting}
+        while rows := await self._db.all(ROLLOUTS_OVER, {"after": after, **params}):
+            yield [row["n"] for row in rows if row["is_over"] and waiting in (None, bool(row["waits"]))]
+            after = rows[-1]["n"]
+            if cut.before <= rows[-1]["created_at"] <= time.time():  # not of a clock that was ahead
+                return
+
+    async def _delete(self, numbers: list[int], cut: Cut, reason: str, limit: float = -1.0) -> bool:
+        """Delete rollouts in short transactions; stops, with True, once no more than `limit` bytes are used."""
+        done = _Deleted([], 0, False)
+
+        async def work(db: Transaction, until: float) -> _Deleted:  # of `numbers`; may be done again
+            some = _Deleted([], 0, False)
+            while some.looked_at < len(numbers) and not some.enough and time.perf_counter() < until:
+                gone = await db.all(ROLLOUT_FORGET, {"n": numbers[some.looked_at], **asdict(cut)})
+                enough = limit >= 0 and _read_pages(await db.all(PAGES)).used <= limit
+                some = _Deleted([*some.rows, *gone], some.looked_at + 1, enough)
+            return some
+
+        while numbers and not done.enough:
+            done = await in_passing(self._db, work)
+            numbers = numbers[done.looked_at :]
+            for row in done.rows:
+                self._on_delete(row["rollout_id"], reason)
+        return done.enough
+
+    async def _forget_conversations(self, before: float) -> None:
+        """Delete digests that were not used for long, and of too many, the ones unused the longest."""
+        counts = await self._db.one(CONVERSATION_COUNTS)
+        assert counts is not None
+        for statement, count in ((POINTS_FORGET, counts["points"]), (TIPS_FORGET, counts["tips"])):
+            await self._forget_old(statement, time.time(), count - CONVERSATIONS)
+            await self._forget_old(statement, before)
+
+    async def _forget_old(self, statement: str, before: float, most: float = math.inf) -> None:
+        """Run a DELETE of `LOOK` rows until none is left or `most` rows are deleted."""
+        while most > 0:
+            row = {"before": before, "limit": int(min(LOOK, most))}
+            count = await in_passing(self._db, lambda db, _, row=row: db.run(statement, row))  # type: ignore[misc]
+            most = most - count if count == row["limit"] else 0
+
+
+async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[Pages], None] = lambda _: None) -> None:
+    """Shorten the file, in small steps, until at most the share `spare` of it is free."""
+    pages = await read_pages(database)
+    while pages.free > spare * pages.bytes:
+        await in_passing(database, lambda db, _: db.all(f"PRAGMA incremental_vacuum({GIVE_BACK})"))
+        before, pages = pages, await read_pages(database)
+        on_step(pages)
+        if pages.free >= before.free:
+            return
+
+
+async def over_bound(database: Database, retention: RetentionConfig) -> str | None:
+    """Return a warning if the store is larger than `store.retention.max_gib`. Ended rollouts are deleted."""
+    used = (await read_pages(database)).used / 2**30
+    if retention.max_gib is None or used <= retention.max_gib:
+        return None
+    return (
+        f"the store holds {used:.3g} GiB, more than store.retention.max_gib ({retention.max_gib:g}): "
+        "what is left is in use, by rollouts that run or by the newest training step"
+    )
+
+
+async def read_pages(database: Database) -> Pages:
+    return _read_pages(await database.all(PAGES))
+
+
+async def read_totals(database: Database) -> dict[str, Any]:
+    """Count calls and rewards one by one, and return when the oldest rollout was opened."""
+    row = await database.one(STORE_TOTALS)
+    assert row is not None
+    return dict(row)
+
+
+def _read_pages(rows: Iterable[Row]) -> Pages:
+    (row,) = rows
+    return Pages(row["bytes"], row["free"])

@@ -1,0 +1,376 @@
+"""The rollouts: opened by a request or by their first call, listed, ended, deleted."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.errors import Conflict, NotFound
+from ..core.http import in_thread_if_large
+from ..core.json_text import dumps, loads
+from ..core.records import OPERATOR, Mode, Rollout, RolloutName, RolloutStatus, Sender
+from .conversations import forget_conversations
+from .database import Database, Row, Sql
+from .rows import read
+
+# Whether a key of `own` scope names a rollout that another key has opened, since it was asked whose it is.
+IS_ANOTHERS = """
+rollouts.key_id IS NOT :key_id AND EXISTS (SELECT 1 FROM keys WHERE keys.key_id = :key_id AND scope = 'own')
+"""
+# Runs with the start of every call. The first one opens the rollout; later ones fill in what was not named so far.
+# Refused (`mode` would be NULL) for a key that may not see it.
+ROLLOUT_SEEN = Sql(
+    f"""
+INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, evidence, created_at)
+VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :key_id, :evidence, :at)
+ON CONFLICT (rollout_id) DO UPDATE SET
+    task_id = COALESCE(rollouts.task_id, excluded.task_id),
+    agent = COALESCE(rollouts.agent, excluded.agent),
+    mode = CASE WHEN {IS_ANOTHERS} THEN NULL WHEN excluded.mode = 'eval' THEN 'eval' ELSE rollouts.mode END,
+    policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
+WHERE rollouts.key_id IS NOT excluded.key_id OR rollouts.mode <> excluded.mode
+    OR (rollouts.task_id IS NULL AND excluded.task_id IS NOT NULL)
+    OR (rollouts.agent IS NULL AND excluded.agent IS NOT NULL)
+    OR (rollouts.policy_version IS NULL AND excluded.policy_version IS NOT NULL)
+""",
+    # There a refused row would use up a number, and the newest of so many are counted by their numbers.
+    postgres=f"""
+WITH known AS (
+    UPDATE rollouts SET
+        task_id = COALESCE(task_id, :task_id),
+        agent = COALESCE(agent, :agent),
+        mode = CASE WHEN {IS_ANOTHERS} THEN NULL WHEN :mode = 'eval' THEN 'eval' ELSE mode END,
+        policy_version = COALESCE(policy_version, :pin)
+    WHERE rollout_id = :rollout_id RETURNING 1
+)
+INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, evidence, created_at)
+SELECT :rollout_id, :task_id, :agent, :mode, :pin, :key_id, :evidence, :at WHERE NOT EXISTS (SELECT 1 FROM known)
+ON CONFLICT (rollout_id) DO UPDATE SET
+    task_id = COALESCE(rollouts.task_id, excluded.task_id),
+    agent = COALESCE(rollouts.agent, excluded.agent),
+    mode = CASE WHEN {IS_ANOTHERS} THEN NULL WHEN excluded.mode = 'eval' THEN 'eval' ELSE rollouts.mode END,
+    policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
+""",
+)
+ROLLOUT_OPEN = """
+INSERT INTO rollouts (
+    rollout_id, task_id, mode, policy_version, metadata, key_id, evidence, created_at, opened_with, group_id
+) VALUES (
+    :rollout_id, :task_id, :mode, :policy_version, :metadata, :key_id, :evidence, :at,
+    COALESCE(
+        (SELECT opened_with FROM rollouts WHERE rollout_id = :sibling_of),
+        (SELECT n FROM rollouts WHERE rollout_id = :first)
+    ),
+    (SELECT group_id FROM rollouts WHERE rollout_id = :sibling_of)
+)
+"""
+# The first of those that are opened together had no number when it was written.
+ROLLOUT_FIRST = "UPDATE rollouts SET opened_with = n WHERE rollout_id = :first"
+ROLLOUT_SIZE = 1_000  # bytes, about, of a rollout and its key, the metadata apart
+ROLLOUT_MODEL = "INSERT INTO rollout_models (rollout_id, model) VALUES (:rollout_id, :model)"
+ROLLOUT_KEY = """
+INSERT INTO rollout_keys (key_hash, rollout_id, key_id, may_reward)
+VALUES (:key_hash, :rollout_id, :key_id, :may_reward)
+"""
+ROLLOUT_OF_KEY = """
+SELECT rollout_id, task_id, mode, status <> 'running' AS ended, may_reward, rollout_keys.key_id, evidence
+FROM rollout_keys JOIN rollouts USING (rollout_id) WHERE key_hash = :key_hash
+"""
+ROLLOUT_OF_ANOTHER_KEY = """
+SELECT rollout_id FROM rollouts
+WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND key_id IS NOT :key_id LIMIT 1
+"""
+ROLLOUT = "SELECT * FROM rollouts WHERE rollout_id = :rollout_id"
+ROLLOUTS_PAGE = """
+SELECT rollouts.* FROM rollouts
+WHERE rollouts.n < :cursor {filters}
+ORDER BY rollouts.n DESC LIMIT :limit
+"""
+ROLLOUTS_PAGE_OF_AGENT = """
+SELECT rollouts.* FROM rollout_agents CROSS JOIN rollouts ON rollouts.n = rollout_agents.n
+WHERE rollout_agents.agent = :agent AND rollout_agents.n < :cursor {filters}
+ORDER BY rollout_agents.n DESC LIMIT :limit
+"""
+ROLLOUT_FILTERS = {
+    "status": "AND status = :status",
+    "task_id": "AND task_id = :task_id",
+    "mode": "AND mode = :mode",
+    "key_id": "AND rollouts.key_id = :key_id",
+    "agent": "",  # ROLLOUTS_PAGE_OF_AGENT
+}
+# Newest first of those whose ids begin alike, by the index on ids.
+ROLLOUTS_PAGE_OF_PREFIX = """
+SELECT rollouts.* FROM rollouts INDEXED BY sqlite_autoindex_rollouts_1
+WHERE rollout_id >= :prefix AND rollout_id < :prefix_end AND +rollouts.n < :cursor {filters}
+ORDER BY +rollouts.n DESC LIMIT :limit
+"""
+_LOOKED_AT = "SELECT n, {fits} AS fits FROM ({page}) AS found ORDER BY n DESC"
+ROLLOUTS_OF_NUMBERS = (
+    "SELECT * FROM rollouts WHERE n IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) ORDER BY n DESC"
+)
+_FITS = {
+    "min_reward": "reward >= :min_reward",
+    "max_reward": "reward <= :max_reward",
+    "since": "created_at >= :since",
+    "version": "policy_version = :version",
+    "step": "step = :step",
+    "key": "key_id IN (SELECT key_id FROM keys WHERE name = :key)",
+    "model": "EXISTS (SELECT 1 FROM calls WHERE calls.rollout_id = found.rollout_id AND calls.model = :model)",
+    "text": """EXISTS (
+        SELECT 1 FROM calls WHERE calls.rollout_id = found.rollout_id
+        AND (request LIKE :text ESCAPE '!' OR response LIKE :text ESCAPE '!' OR request LIKE :escaped ESCAPE '!')
+        UNION ALL
+        SELECT 1 FROM calls JOIN large_requests USING (call_id) WHERE calls.rollout_id = found.rollout_id
+        AND (large_requests.request LIKE :text ESCAPE '!' OR large_requests.request LIKE :escaped ESCAPE '!')
+    )""",
+}
+AFTER_ALL_IDS = "\x7f"  # after every character of an id
+ALL = 2**62
+# How many rollouts a search looks at: in one statement, and until it answers with what it has found so far.
+CHUNK, MOST = 5_000, 100_000
+TEXT_CHUNK, MOST_TEXTS = 50, 1_000
+MOST_S = 2.0
+_FAILED_REWARD = "CASE WHEN :status = 'failed' THEN (SELECT failed FROM returns WHERE n = 1) END"
+# The index has rewarded ones that no other model answered.
+ROLLOUTS_OF_VERSION = """
+SELECT * FROM rollouts WHERE policy_version = :version AND reward IS NOT NULL AND foreign_calls = 0 LIMIT :limit
+"""
+ROLLOUT_END = f"""
+UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at, end_counts = :evidence,
+    own_reward = COALESCE(own_reward, {_FAILED_REWARD}), reward = COALESCE(own_reward, {_FAILED_REWARD}, reward)
+WHERE rollout_id = :rollout_id AND status = 'running'
+"""
+ROLLOUT_DELETE = """
+DELETE FROM rollouts WHERE rollout_id = :rollout_id AND status <> 'running'
+   AND NOT EXISTS (SELECT 1 FROM steps WHERE steps.step = rollouts.step AND steps.status = 'claimed')
+"""
+ROLLOUTS_ACTIVE = """
+SELECT COUNT(*) AS rollouts FROM rollouts WHERE status = 'running' AND (created_at > :since OR EXISTS (
+    SELECT 1 FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.started_at > :since
+))
+"""
+ROLLOUT_COUNTS = "SELECT mode, status, rollouts FROM rollout_counts"
+NEWEST_OF_KEY = 20_000  # rollouts of a key that are counted for it
+# `waiting`: rewarded, and taken by no step.
+ROLLOUT_COUNTS_OF_KEY = """
+SELECT mode, status, COUNT(*) AS rollouts, SUM(CASE WHEN mode = 'train' AND status <> 'running' AND step IS NULL
+    AND dropped IS NULL AND rewarded_at IS NOT NULL THEN 1 ELSE 0 END) AS waiting
+FROM (SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT :newest) AS recent
+GROUP BY mode, status
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSearch:
+    """The filters of a search. `since`: Unix time. `text`: anywhere in requests and answers, in any case of ASCII.
+
+    `version`: that it began with. `step`: that took it. `key`: the name of the key that it was opened with. `model`: of
+    one of its calls.
+    """
+
+    min_reward: float | None = None
+    max_reward: float | None = None
+    since: float | None = None
+    text: str | None = None
+    prefix: str | None = None
+    version: int | None = None
+    step: int | None = None
+    key: str | None = None
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutKey:
+    """A key that was made for one rollout, with facts about the rollout.
+
+    `key_id`: the stored key that requested it; `evidence`: it gave evidence then (`Sender`). Without `may_reward` this
+    key may only call the model.
+    """
+
+    rollout_id: str
+    task_id: str | None = None
+    mode: Mode = "train"
+    ended: bool = False
+    may_reward: bool = True
+    key_id: str | None = None
+    evidence: bool = False
+
+
+class Rollouts:
+    """The tables of rollouts, their keys and the models chosen for them."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    async def open(
+        self,
+        names: Sequence[tuple[RolloutName, str]],
+        metadata: dict[str, Any],
+        key_id: str | None = None,
+        *,
+        evidence: bool = True,
+        policy_version: int | None = None,
+        model: str | None = None,
+        may_reward: bool = True,
+        sibling_of: str | None = None,
+    ) -> None:
+        """Open rollouts with this metadata, each with the hash of its own key.
+
+        Those of a task are a group if they are several, or belong to the group of the rollout `sibling_of`. Unless they
+        `may_reward`, these keys may only call the model.
+
+        `key_id`: the stored key that requested them; `evidence`: it gives evidence (`Sender`). `policy_version`,
+        `model`: what answers the alias in them, if not the live version.
+        """
+        same: dict[str, Any] = {"metadata": dumps(metadata), "policy_version": policy_version, "model": model}
+        grouped = len(names) > 1 and sibling_of is None and all(name.task_id is not None for name, _ in names)
+        same |= {"key_id": key_id, "evidence": evidence, "may_reward": may_reward, "sibling_of": sibling_of}
+        same |= {"first": names[0][0].rollout_id if grouped else None, "at": time.time()}
+        opened = [same | {"rollout_id": n.rollout_id, "task_id": n.task_id, "mode": n.mode} for n, _ in names]
+        chosen = [(ROLLOUT_MODEL, opened)] if model is not None else []
+        named = [row | {"key_hash": key_hash} for row, (_, key_hash) in zip(opened, names, strict=True)]
+        first = [(ROLLOUT_FIRST, [same])] if grouped else []
+        size = len(opened) * (len(same["metadata"]) + ROLLOUT_SIZE)
+        await self._db.commit([(ROLLOUT_OPEN, opened), *first, *chosen, (ROLLOUT_KEY, named)], size)
+
+    async def get(self, rollout_id: str) -> Rollout:
+        """Return the rollout with this id; raise NotFound if there is none."""
+        row = await self._db.one(ROLLOUT, {"rollout_id": rollout_id})
+        if row is None:
+            raise NotFound(f"no rollout {rollout_id!r}", param="rollout_id")
+        return read_rollout(row)
+
+    async def rewarded_of(self, version: int, limit: int) -> list[Rollout]:
+        """Return rewarded rollouts that began with a policy version, and that no other model answered."""
+        rows = await self._db.all(ROLLOUTS_OF_VERSION, {"version": version, "limit": limit})
+        return [*map(read_rollout, rows)]
+
+    async def model_of(self, rollout_id: str) -> str | None:
+        """Return the model that answers the alias in this rollout, if it was opened for one."""
+        statement = "SELECT model FROM rollout_models WHERE rollout_id = :rollout_id"
+        row = await self._db.quick(statement, {"rollout_id": rollout_id})
+        return None if row is None else row["model"]
+
+    async def of_key(self, key_hash: str) -> RolloutKey | None:
+        """Return the rollout's key with this hash, as its rollout is now; None if there is none."""
+        row = await self._db.one(ROLLOUT_OF_KEY, {"key_hash": key_hash})
+        if row is None:
+            return None
+        return read(RolloutKey, row, **{name: bool(row[name]) for name in ("ended", "may_reward", "evidence")})
+
+    async def of_another_key(self, rollout_ids: Iterable[str], key_id: str | None) -> str | None:
+        """Return one of these rollouts that was not opened with this key, or None if there is none."""
+        row = await self._db.one(ROLLOUT_OF_ANOTHER_KEY, {"rollout_ids": dumps([*rollout_ids]), "key_id": key_id})
+        return None if row is None else row["rollout_id"]
+
+    async def page(
+        self, filters: dict[str, str], limit: int, cursor: int | None = None
+    ) -> tuple[list[Rollout], int | None]:
+        """Return a page, newest first, and the next page's cursor (None after the last). Filters: ROLLOUT_FILTERS."""
+        page_of = ROLLOUTS_PAGE_OF_AGENT if "agent" in filters else ROLLOUTS_PAGE
+        statement = page_of.format(filters=" ".join(ROLLOUT_FILTERS[name] for name in filters))
+        rows = await self._db.all(statement, {**filters, "cursor": cursor or ALL, "limit": limit + 1})
+        page = rows[:limit]
+        size = sum(len(row["metadata"]) for row in page)
+        return await in_thread_if_large(size, lambda: [*map(read_rollout, page)]), page[-1]["n"] if len(
+            rows
+        ) > limit else None
+
+    async def search(
+        self, filters: dict[str, Any], wanted: RolloutSearch, limit: int, cursor: int | None = None
+    ) -> tuple[list[Rollout], int | None]:
+        """Return matches, newest first, and the next cursor. A page may be short, or empty, and not be the last.
+
+        A search looks at a bounded number of rollouts: no index knows rewards, times and texts.
+        """
+        chunk, most = (TEXT_CHUNK, MOST_TEXTS) if wanted.text is not None else (CHUNK, MOST)
+        statement, values = _search_statement(filters, wanted)
+        numbers: list[int] = []
+        looked, until, position = 0, time.monotonic() + MOST_S, cursor or ALL
+        while True:
+            rows = await self._db.all(statement, {**values, "cursor": position, "limit": chunk})
+            fitting = [row["n"] for row in rows if row["fits"]][: limit - len(numbers)]
+            numbers += fitting
+            looked += len(rows)
+            if len(numbers) == limit and (fitting[-1] != rows[-1]["n"] or len(rows) == chunk):
+                return await self._numbered(numbers), fitting[-1]
+            if len(rows) < chunk:
+                return await self._numbered(numbers), None
+            position = rows[-1]["n"]
+            if looked >= most or time.monotonic() > until:
+                return await self._numbered(numbers), position
+
+    async def _numbered(self, numbers: list[int]) -> list[Rollout]:
+        rows = await self._db.all(ROLLOUTS_OF_NUMBERS, {"numbers": dumps(numbers)})
+        return await in_thread_if_large(sum(len(row["metadata"]) for row in rows), lambda: [*map(read_rollout, rows)])
+
+    async def counts(self) -> dict[tuple[str, str], int]:
+        """Count rollouts by (mode, status)."""
+        return {(r["mode"], r["status"]): r["rollouts"] for r in await self._db.all(ROLLOUT_COUNTS)}
+
+    async def active(self, since: float) -> int:
+        """Count the running rollouts that were opened, or made a call, after `since` (Unix time)."""
+        row = await self._db.one(ROLLOUTS_ACTIVE, {"since": since})
+        return 0 if row is None else int(row["rollouts"])
+
+    async def counts_of_key(self, key_id: str) -> tuple[dict[tuple[str, str], int], int]:
+        """Count the newest rollouts of a key by (mode, status), and those of them that wait for the trainer."""
+        rows = await self._db.all(ROLLOUT_COUNTS_OF_KEY, {"key_id": key_id, "newest": NEWEST_OF_KEY})
+        return {(r["mode"], r["status"]): r["rollouts"] for r in rows}, sum(int(r["waiting"]) for r in rows)
+
+    async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None, by: Sender = OPERATOR) -> Rollout:
+        """End a rollout. Ending it again with the same status changes nothing; with another one it is a Conflict."""
+        row: dict[str, Any] = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time()}
+        row["evidence"] = by.evidence
+        await self._db.commit([(ROLLOUT_END, [row])])
+        rollout = await self.get(rollout_id)
+        if rollout.status != status:
+            raise Conflict(f"rollout {rollout_id!r} has already ended as {rollout.status}", param="status")
+        return rollout
+
+    async def delete(self, rollout_id: str) -> None:
+        """Delete a rollout and all that was recorded of it; Conflict while it runs or is trained on.
+
+        Its pages are overwritten and the log is cut off. SQLite may leave remains at the unused end of other pages.
+        """
+        rollout = await self.get(rollout_id)
+        if rollout.status == "running":
+            raise Conflict(f"rollout {rollout_id!r} is running: end it first", param="status")
+        await self._db.write(lambda db: db.run(ROLLOUT_DELETE, {"rollout_id": rollout_id}))
+        with suppress(NotFound):
+            await self.get(rollout_id)
+            raise Conflict(f"rollout {rollout_id!r} is being trained on: try again after the step", param="status")
+        await forget_conversations(self._db, rollout_id)
+        await self._db.forget_deleted()
+
+
+def read_rollout(row: Row) -> Rollout:
+    return read(Rollout, row, metadata=loads(row["metadata"]))
+
+
+def _search_statement(filters: dict[str, Any], wanted: RolloutSearch) -> tuple[str, dict[str, Any]]:
+    page, values = ROLLOUTS_PAGE, dict(filters)
+    if wanted.prefix is not None:
+        page = ROLLOUTS_PAGE_OF_PREFIX
+        values |= {"prefix": wanted.prefix, "prefix_end": wanted.prefix + AFTER_ALL_IDS}
+    elif "agent" in filters:
+        page = ROLLOUTS_PAGE_OF_AGENT
+    given = {name: value for name in _FITS if (value := getattr(wanted, name)) is not None}
+    if wanted.text is not None:
+        given["text"] = _pattern(dumps(wanted.text))
+        # A first request is kept in the agent's own writing; None compares with nothing, at once.
+        given["escaped"] = None if wanted.text.isascii() else _pattern(json.dumps(wanted.text))
+    own = " ".join(ROLLOUT_FILTERS[name] for name in filters)
+    if wanted.prefix is not None and "agent" in filters:
+        own += " AND EXISTS (SELECT 1 FROM rollout_agents AS a WHERE a.agent = :agent AND a.n = rollouts.n)"
+    fits = " AND ".join(text for name, text in _FITS.items() if name in given) or "TRUE"
+    return _LOOKED_AT.format(fits=fits, page=page.format(filters=own)), values | given
+
+
+def _pattern(string: str) -> str:
+    """A pattern for LIKE: the content of this JSON string, anywhere."""
+    return f"%{string[1:-1].replace('!', '!!').replace('%', '!%').replace('_', '!_')}%"

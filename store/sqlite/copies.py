@@ -1,0 +1,136 @@
+"""Copies a store's file, and reads a store without writing."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from contextlib import closing, suppress
+from pathlib import Path
+from urllib.parse import quote
+
+from ...core.errors import LightningError
+from ..schema import require_all
+from .schema import missing_in
+
+FILES = ("", "-wal", "-shm")  # what SQLite adds to a store's name
+
+
+def make_private(path: Path) -> None:
+    """Make an empty file that only its owner may read, if missing. SQLite gives its side files the same rights."""
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+
+
+def is_sqlite(path: Path) -> bool:
+    """Return whether the file is an SQLite database."""
+    with path.open("rb") as file:
+        return file.read(16) == b"SQLite format 3\0"
+
+
+def copy_store(source: Path, target: Path) -> None:
+    """Copy a store as of one moment. A store in use by nobody is not opened, so SQLite leaves no files beside it."""
+    try:
+        with closing(only_read(source)) as connection:
+            missing_in(connection, str(source))  # or it is no store of this schema
+            make_private(target)
+            connection.execute("VACUUM INTO ?", (str(target),))
+    except sqlite3.Error as error:
+        raise LightningError(f"the store {source} cannot be copied to {target}: {error}") from None
+
+
+def back_up(store: Path, target: Path) -> None:
+    """Copy a store that may be in use to a new file. Raises LightningError, and leaves no half copy."""
+    if target.exists():
+        raise LightningError(f"{target} is there already: name a new file")
+    if not target.absolute().parent.is_dir():
+        raise LightningError(f"there is no directory {target.absolute().parent}")
+    part = target.with_name(f".{target.name}.part")
+    remove_store(part)
+    try:
+        copy_store(store, part)
+        rename_store(part, target)
+    finally:
+        remove_store(part)
+
+
+def restore(backup: Path, store: Path) -> None:
+    """Make a store from a backup. Raise LightningError if a store exists or the backup has another schema."""
+    if any(store.with_name(store.name + suffix).exists() for suffix in FILES):
+        raise LightningError(
+            f"there is a store at {store}: move it away first, with the files beside it, or set store.url"
+        )
+    if not backup.is_file() or not is_sqlite(backup):
+        raise LightningError(f"{backup} is no backup of a store")
+    store.parent.mkdir(parents=True, exist_ok=True)
+    back_up(backup, store)
+
+
+def rename_store(part: Path, target: Path) -> None:
+    """Give a finished store its final name, once all its data is on disk in one file."""
+    with closing(sqlite3.connect(part)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with part.open("rb") as file:
+        os.fsync(file.fileno())
+    remove_store(target)
+    part.replace(target)
+    remove_store(part)
+
+
+def remove_store(path: Path) -> None:
+    """Remove the file and SQLite's files beside it."""
+    for suffix in FILES:
+        path.with_name(path.name + suffix).unlink(missing_ok=True)
+
+
+def newest_end(store: Path) -> float:
+    """Return the Unix time at which the newest rollout ended, or 0 if none has. Raises sqlite3.Error."""
+    with closing(only_read(store)) as connection:
+        return float(connection.execute("SELECT COALESCE(MAX(ended_at), 0) FROM rollouts").fetchone()[0])
+
+
+def ended_after(store: Path, at: float) -> int:
+    """Return how many rollouts ended after this time. Raises sqlite3.Error."""
+    with closing(only_read(store)) as connection:
+        return int(connection.execute("SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", {"at": at}).fetchone()[0])
+
+
+def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:
+    """Open a store to read it as it is, for any thread. Nothing is written. Raise sqlite3.Error or OtherSchema."""
+    connection = only_read(store, wait_s)
+    try:
+        require_all(str(store), missing_in(connection, str(store)))
+    except BaseException:
+        connection.close()
+        raise
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+def is_in_use(store: Path) -> bool:
+    """Return whether a process has the store open, or was killed while it had."""
+    return any(store.with_name(store.name + suffix).exists() for suffix in FILES[1:])
+
+
+class IdleFile:
+    """A store's file that nobody used when it was first seen. It is read as one that does not change."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._was = self._now()
+
+    def is_written(self) -> bool:
+        """Return whether anything was written to the file, or to SQLite's log beside it."""
+        return self._now() != self._was
+
+    def _now(self) -> tuple[int, ...]:
+        log = self.path.with_name(f"{self.path.name}-wal")
+        with suppress(OSError):  # removed
+            file = self.path.stat()
+            return file.st_ino, file.st_size, file.st_mtime_ns, log.stat().st_size if log.exists() else 0
+        return ()
+
+
+def only_read(store: Path, wait_s: float = 5.0) -> sqlite3.Connection:
+    """Open the file so that SQLite writes nothing, not even a log beside it."""
+    mode = "mode=ro" if is_in_use(store) else "immutable=1"
+    return sqlite3.connect(f"file:{quote(str(store))}?{mode}", wait_s, check_same_thread=False, uri=True)

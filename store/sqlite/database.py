@@ -1,0 +1,387 @@
+"""One SQLite file: opened, read, and written in transactions that are wholly there or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, closing, suppress
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, NoReturn, TypeVar
+
+import aiosqlite
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
+
+from ...core.config.server import StoreConfig
+from ...core.errors import StoreUnavailable
+from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Work, Writing
+from .copies import connect_to_read, make_private, only_read
+from .locks import keeping
+from .place import Place
+from .schema import make_tables, missing_in
+from .transaction import SqliteTransaction, finish
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Job = Callable[[sqlite3.Connection], T]
+
+CHECKPOINT_EVERY = 200  # commits
+LARGE = 2**18  # bytes, from which on a commit is done in the writer's thread
+LONG_LOG = 2**26  # bytes of write-ahead log, from which on everybody waits for a moment so that it begins anew
+# Of the file, its disk or another process; the second: the file is damaged. Others are of what was to be written.
+FAULTS = (sqlite3.OperationalError, sqlite3.DatabaseError)
+ROOM = 2**20  # bytes that a disk has to have for more records
+CHECKPOINT_S = 0.05  # that a checkpoint waits for others
+
+
+class SqliteDatabase(Database):
+    """One connection that writes and one that reads, each in aiosqlite's thread; readers never wait for the writer.
+
+    What every call needs is done in the event loop's thread instead (`commit`, `quick`): that takes less time than
+    the way to another thread. It never waits there: a commit that is large or synced, or that finds the store locked,
+    goes to the writer's thread, and `quick` has a connection of its own, which no long query holds up.
+    """
+
+    def __init__(self, path: Path, config: StoreConfig, connections: Sequence[sqlite3.Connection]) -> None:
+        self.path, self.where = path, str(path)
+        self._place = Place(path)
+        self._config = config
+        self._writer, reader, self._quick = connections
+        self._writing, self._reading = _threaded(self._writer), _threaded(reader)
+        self._in_thread = 0  # jobs of the writer's thread that have not ended: the writer is theirs
+        self._writes = Writing()
+        self._commits = self._written = 0  # since the last checkpoint; bytes, about
+        self._checkpoint: asyncio.Task[None] | None = None  # that a commit began
+        self._checkpointing = asyncio.Lock()  # SQLite turns a second one away without waiting
+
+    @classmethod
+    async def open_to_write(cls, config: StoreConfig) -> SqliteDatabase:
+        """Open the file, making its tables as needed. Raise StoreUnavailable when that cannot be done."""
+        path = config.path.expanduser().absolute()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # A proxy has worked on it, whose lock is still beside it.
+            emptied = Path(f"{path}-keeper").exists() and path.exists() and path.stat().st_size == 0
+            connections = await asyncio.to_thread(_connect_all, path, config)
+        except (OSError, sqlite3.Error) as error:
+            raise _not_opened(path, error) from error
+        database = cls(path, config, connections)
+        if emptied:
+            database._damaged("it had 0 bytes when it was opened, so all that was recorded before is gone")
+        return await database._started()
+
+    @classmethod
+    async def open_as_it_is(cls, config: StoreConfig) -> SqliteDatabase:
+        """Open the file as it is; nothing can be written. Raise StoreUnavailable also without all tables."""
+        path = config.path.expanduser().absolute()
+        try:
+            connections = await asyncio.to_thread(
+                lambda: [connect_to_read(path, config.busy_timeout_s) for _ in range(3)]
+            )
+        except (OSError, sqlite3.Error) as error:
+            raise _not_opened(path, error) from error
+        return await cls(path, config, connections)._started()
+
+    async def _started(self) -> SqliteDatabase:
+        await self._writing
+        await self._reading
+        return self
+
+    async def close(self) -> None:
+        """Close the file once running work has ended."""
+        if self._checkpoint is not None:
+            await asyncio.wait([self._checkpoint])
+        await asyncio.shield(asyncio.gather(self._writing.close(), self._reading.close()))
+        self._quick.close()
+
+    # Writes --------------------------------------------------------------------------------------------------------
+
+    async def commit(self, runs: Runs, size: int = SMALL) -> None:
+        """Run statements, each with many rows of parameters, in one transaction, which writes about `size` bytes.
+
+        Raises StoreUnavailable when SQLite cannot write: locked for `store.busy_timeout_s`, disk full, damaged, …; also
+        when the store's file was removed or replaced.
+        """
+
+        def work(connection: sqlite3.Connection) -> None:
+            for statement, rows in runs:
+                connection.executemany(statement, rows)
+
+        at_once = size <= LARGE and self._config.synchronous != "full" and not self._in_thread
+        try:
+            if not at_once or not _try_at_once(self._writer, work):
+                await self._in_writers_thread(self._wait_and_do, work)
+        except sqlite3.DatabaseError as error:
+            self._failed(error)
+        self._require_place()
+        self._writes.succeeded()
+        self._committed(size)
+
+    async def write(self, work: Work[T], size: int = SMALL) -> T:
+        """Do `work` in one transaction, in the writer's thread; errors and `size` as those of `commit`."""
+        try:
+            done = await self._in_writers_thread(self._wait_and_do, lambda db: finish(work(SqliteTransaction(db))))
+        except sqlite3.DatabaseError as error:
+            self._failed(error)
+        self._require_place()
+        self._committed(size)
+        return done
+
+    def _require_place(self) -> None:
+        try:
+            self._place.require()
+        except StoreUnavailable as error:
+            self._writes.failed(error.message)
+            raise
+
+    def _failed(self, error: sqlite3.DatabaseError, what: str = "written") -> NoReturn:
+        if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+            self._damaged(str(error))
+        if type(error) in FAULTS and what == "written":
+            self._writes.failed(str(error))
+        _raise_ours(error, what)
+
+    def _damaged(self, how: str) -> None:
+        if self.damage is None:
+            self.damage = f"damaged: {how}; make it anew from a backup (`store restore`)"
+            log.error("the store %s is %s", self.path, self.damage, extra={"once": True})
+
+    async def look_for_damage(self) -> None:
+        def check() -> str:
+            with closing(only_read(self.path)) as connection:
+                return str(connection.execute("PRAGMA quick_check(1)").fetchone()[0])
+
+        try:
+            found = await asyncio.to_thread(check)
+        except sqlite3.OperationalError:  # busy; it says nothing of the file
+            return
+        except sqlite3.DatabaseError as error:
+            found = str(error)
+        if found != "ok":
+            self._damaged(" ".join(found.split()))
+
+    async def require_writable(self) -> None:
+        """Raise StoreUnavailable unless a record could be committed now to the file at the store's path."""
+        self._require_place()
+        try:
+            await self._in_writers_thread(self._wait_and_do, _write_the_same)
+        except sqlite3.DatabaseError as error:
+            self._failed(error)
+        # That is a page, which may fit where a record does not.
+        self._writes.require(self._writes.why is None or await asyncio.to_thread(has_room, self.path.parent))
+
+    async def _in_writers_thread(self, job: Callable[..., T], *args: Any) -> T:
+        """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
+        # aiosqlite's own methods run one statement each, between which the event loop would hold the file's lock.
+        done = asyncio.ensure_future(self._writing._execute(job, *args))
+        self._in_thread += 1
+        done.add_done_callback(self._job_ended)
+        return await asyncio.shield(done)
+
+    def _job_ended(self, _: object) -> None:
+        self._in_thread -= 1
+
+    def _wait_and_do(self, work: Job[T]) -> T:
+        """Do `work` in one transaction, and wait where another process is writing."""
+        _set_timeout(self._writer, self._config.busy_timeout_s)
+        try:
+            return _in_transaction(self._writer, work)
+        finally:
+            _set_timeout(self._writer, 0)
+
+    # Checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _committed(self, size: int) -> None:
+        self._commits, self._written = self._commits + 1, self._written + size
+        due = self._commits >= CHECKPOINT_EVERY or self._written >= LONG_LOG // 4
+        if due and (self._checkpoint is None or self._checkpoint.done()):
+            self._commits = self._written = 0
+            self._checkpoint = asyncio.create_task(self.checkpoint())
+
+    async def checkpoint(self) -> None:
+        """Move committed pages into the file, which gets shorter only then."""
+        async with self._checkpointing:
+            await asyncio.to_thread(_checkpoint, self.path, self._config)
+
+    async def forget_deleted(self) -> None:
+        """Cut off the write-ahead log: it holds deleted rows until they are written over.
+
+        While another process reads, or is in the middle of a write, it stays as it is.
+        """
+        await self.checkpoint()  # what takes long, while others write
+        async with self._checkpointing:
+            await self._in_writers_thread(_empty_log, self._writer)
+
+    # Reads ---------------------------------------------------------------------------------------------------------
+
+    async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
+        """Return all rows of a query. Raise StoreUnavailable if SQLite cannot read."""
+        try:
+            return list(await self._reading.execute_fetchall(sql, params or {}))
+        except sqlite3.DatabaseError as error:
+            self._failed(error, "read")
+
+    async def quick(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
+        """Return the first row of a query, which runs at once in the event loop's thread."""
+        try:
+            row: sqlite3.Row | None = self._quick.execute(sql, params or {}).fetchone()
+        except sqlite3.DatabaseError as error:
+            self._failed(error, "read")
+        return row
+
+    @asynccontextmanager
+    async def alone(self, work: str) -> AsyncIterator[bool]:
+        with keeping(self.path, work) as alone:
+            yield alone
+
+
+def _not_opened(path: Path, error: Exception) -> StoreUnavailable:
+    return StoreUnavailable(f"store {path} cannot be opened: {error}")
+
+
+def _threaded(connection: sqlite3.Connection) -> aiosqlite.Connection:
+    """Return aiosqlite's connection by this one. It holds up no process that ends without closing it."""
+    threaded = aiosqlite.Connection(lambda: connection, iter_chunk_size=64)
+    threaded._thread.daemon = True
+    return threaded
+
+
+def has_room(directory: Path) -> bool:
+    """Return whether the disk of a directory has room for some records."""
+    try:
+        with TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, ROOM)
+    except OSError:
+        return False
+    return True
+
+
+def _write_the_same(connection: sqlite3.Connection) -> None:
+    """Write a page that changes nothing."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    connection.execute(f"PRAGMA user_version = {version}")
+
+
+def _connect_all(path: Path, config: StoreConfig) -> list[sqlite3.Connection]:
+    """The writer, the reader and the quick reader. The first of them makes the tables."""
+    connections: list[sqlite3.Connection] = []
+    try:
+        connections.append(_connect(path, config))
+        make_tables(connections[0], str(path))
+        connections += [_connect(path, config), _connect(path, config)]
+        _set_timeout(connections[0], 0)  # in the event loop's thread nobody waits
+        _set_timeout(connections[2], 0)
+    except BaseException:
+        for connection in connections:
+            connection.close()
+        raise
+    return connections
+
+
+def _connect(path: Path, config: StoreConfig, mode: str = "rwc") -> sqlite3.Connection:
+    """Open the file in one of SQLite's modes; by default it is created if it is not there."""
+    if mode == "rwc":
+        make_private(path)
+    address, wait = f"{path.as_uri()}?mode={mode}", config.busy_timeout_s
+    connection = sqlite3.connect(address, wait, isolation_level=None, check_same_thread=False, uri=True)
+    connection.row_factory = sqlite3.Row
+    try:
+        # SQLite does not wait for another process that is just making the same new file a WAL one.
+        for attempt in Retrying(
+            stop=stop_after_delay(config.busy_timeout_s),
+            wait=wait_random(0.01, 0.05),
+            retry=retry_if_exception(_is_locked),
+            reraise=True,
+        ):
+            with attempt:
+                missing_in(connection, str(path))  # before anything is written to what is not ours
+                _set_up(connection, config)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _set_up(connection: sqlite3.Connection, config: StoreConfig) -> None:
+    if connection.execute("PRAGMA page_count").fetchone()[0] == 0:  # a new file; of any other, this would be a write
+        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    for pragma in (
+        "journal_mode = WAL",
+        f"journal_size_limit = {LONG_LOG}",
+        "wal_autocheckpoint = 0",
+        f"synchronous = {config.synchronous.upper()}",
+        "foreign_keys = ON",
+        "secure_delete = ON",  # what is deleted is overwritten; with many builds of SQLite it is so anyway
+        "temp_store = MEMORY",
+        "mmap_size = 268435456",
+    ):
+        connection.execute(f"PRAGMA {pragma}")
+
+
+def _set_timeout(connection: sqlite3.Connection, seconds: float) -> None:
+    connection.execute(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
+
+
+def _try_at_once(connection: sqlite3.Connection, work: Job[None]) -> bool:
+    """Whether it was done at once; False if another process is writing."""
+    try:
+        _in_transaction(connection, work)
+    except sqlite3.OperationalError as error:
+        if _is_locked(error):
+            return False
+        raise
+    return True
+
+
+def _in_transaction(connection: sqlite3.Connection, work: Job[T]) -> T:
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        done = work(connection)
+        connection.execute("COMMIT")
+    except BaseException:
+        connection.rollback()
+        raise
+    return done
+
+
+def _is_locked(error: BaseException) -> bool:
+    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF in (
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+    )
+
+
+def _checkpoint(path: Path, config: StoreConfig) -> None:
+    """Move committed pages from the write-ahead log into the file, as far as nobody has to wait for it.
+
+    By a connection of its own, so that the writer continues. While there are new records all the time, a long log never
+    begins anew by itself; nobody waits long for that here. Its file stays as long as `journal_size_limit` says: cutting
+    it off, to let it grow again, cost a tenth of a large call.
+    """
+    with suppress(sqlite3.DatabaseError), closing(_connect(path, config, "rw")) as connection:
+        _set_timeout(connection, CHECKPOINT_S)
+        _, pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        (page_size,) = connection.execute("PRAGMA page_size").fetchone()
+        if pages * page_size > LONG_LOG:
+            connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+
+
+def _empty_log(connection: sqlite3.Connection) -> None:
+    _set_timeout(connection, CHECKPOINT_S)
+    with suppress(sqlite3.DatabaseError):
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    _set_timeout(connection, 0)
+
+
+def _raise_ours(error: sqlite3.DatabaseError, what: str) -> NoReturn:
+    """StoreUnavailable if the file, its disk or another process is to blame; Refused for a row that is not allowed."""
+    if isinstance(error, sqlite3.IntegrityError):
+        raise ConstraintRefused(str(error)) from error
+    if type(error) not in FAULTS:
+        raise error
+    nothing = "; nothing was recorded, try again" if what == "written" else ""
+    raise StoreUnavailable(f"the store cannot be {what}: {error}{nothing}") from error

@@ -1,0 +1,338 @@
+"""The training steps: the rollouts that each step took, and its result.
+
+Commit points: `claim` (a step owns its rollouts), `trained` (they are never offered again).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from ..core.http import in_thread_if_large
+from ..core.json_text import dumps, loads_rounded
+from ..core.records import CollapseSign, PolicyVersion, Rollout
+from .database import Database, Row, Sql, Transaction
+from .rollouts import ALL, read_rollout
+from .rows import read
+from .versions import PolicyVersions
+
+STEP_NEW = """
+INSERT INTO steps (step, status, base, created_at)
+SELECT COALESCE(MAX(step), 0) + 1, 'claimed', :base, :at FROM steps
+RETURNING step
+"""
+CLAIM = "UPDATE rollouts SET step = :step WHERE rollout_id = :rollout_id AND step IS NULL"
+DROP = "UPDATE rollouts SET dropped = :reason, dropped_by = :step WHERE rollout_id = :rollout_id"
+CREDIT_FORGET = """
+DELETE FROM call_credit WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id AND step = :step)
+"""
+CREDIT = """
+INSERT INTO call_credit (n, seq, step, "return", advantage, "row", placed)
+SELECT n, :seq, :step, :returned, :advantage, :row, :placed
+FROM rollouts WHERE rollout_id = :rollout_id AND step = :step
+"""
+GROUP_JOIN = """
+UPDATE rollouts SET group_id = (SELECT n FROM rollouts WHERE rollout_id = :first)
+WHERE rollout_id = :rollout_id AND group_id IS NULL
+"""
+STEP_TRAINED = """
+UPDATE steps SET status = 'trained', checkpoint = :checkpoint, metrics = :metrics, finished_at = :at WHERE step = :step
+"""
+STEP_METRICS = "UPDATE steps SET metrics = :metrics WHERE step = :step"
+STEP_RELEASE = (
+    "DELETE FROM call_credit WHERE n IN (SELECT n FROM rollouts WHERE step = :step)",
+    """
+    UPDATE rollouts SET group_id = NULL
+    WHERE group_id IN (SELECT n FROM rollouts WHERE step = :step OR dropped_by = :step)
+    """,
+    "UPDATE rollouts SET step = NULL WHERE step = :step",
+    "UPDATE rollouts SET dropped = NULL, dropped_by = NULL WHERE dropped_by = :step",
+    "DELETE FROM steps WHERE step = :step",
+)
+# SQLite takes the rewards by task out in half the time of Python, and meanwhile others get their turns.
+STEPS_NEWEST = Sql(
+    """
+SELECT step, status, base, version, checkpoint, created_at, finished_at,
+       CASE WHEN :brief THEN json_remove(metrics, '$.reward_by_task') ELSE metrics END AS metrics
+FROM steps WHERE status = 'trained' AND step < :before ORDER BY step DESC LIMIT :limit
+""",
+    postgres="""
+SELECT step, status, base, version, checkpoint, created_at, finished_at, CASE WHEN :brief THEN
+    (SELECT json_object_agg(key, value) FROM json_each(metrics::json) WHERE key <> 'reward_by_task')::TEXT
+    ELSE metrics END AS metrics
+FROM steps WHERE status = 'trained' AND step < :before ORDER BY step DESC LIMIT :limit
+""",
+)
+STEP_OF_VERSION = """
+SELECT steps.* FROM policy_versions JOIN steps ON steps.step = policy_versions.step
+WHERE policy_versions.version = :version
+"""
+# PostgreSQL has no character for the escape \\u0000, and takes no value out of an object that has one.
+STEPS_FIRST = Sql(
+    """
+SELECT * FROM steps WHERE status = 'trained'
+    AND json_extract(metrics, '$.method') IS NULL AND NOT json_extract(metrics, '$.skipped')
+ORDER BY step LIMIT :limit
+""",
+    postgres=r"""
+SELECT * FROM steps WHERE status = 'trained' AND CASE WHEN strpos(metrics, '\u') = 0
+    THEN metrics::json ->> 'method' IS NULL AND metrics::json ->> 'skipped' IN ('false', '0') END
+ORDER BY step LIMIT :limit
+""",
+)
+STEP_UNDER_WAY = "SELECT created_at FROM steps WHERE status = 'claimed' ORDER BY step LIMIT 1"
+# Not the newest, nor those of versions that have files.
+OLD_CHECKPOINTS = """
+SELECT step, checkpoint FROM steps
+WHERE checkpoint IS NOT NULL AND status = 'trained'
+  AND step < (SELECT step FROM steps WHERE checkpoint IS NOT NULL AND status = 'trained'
+              ORDER BY step DESC LIMIT 1 OFFSET :newer)
+  AND NOT EXISTS (SELECT 1 FROM policy_versions WHERE policy_versions.version = steps.version AND path IS NOT NULL)
+ORDER BY step
+"""
+TRAINED_DATA = """
+SELECT COUNT(*) AS rollouts, COUNT(DISTINCT task_id) AS tasks, MIN(created_at) AS first, MAX(created_at) AS last
+FROM rollouts WHERE step IN (SELECT CAST(value AS BIGINT) FROM json_each(:steps))
+"""
+# For a copy of a store: the training on the original does not count, and nobody asks its reward function.
+FORGET_TRAINING = (
+    "DELETE FROM reward_function",
+    "DELETE FROM awaiting_rewards",
+    "UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL, group_id = NULL "
+    "WHERE step IS NOT NULL OR dropped IS NOT NULL OR group_id IS NOT NULL",
+    "DELETE FROM call_credit",
+    "DELETE FROM steps",
+    "UPDATE policy_versions SET step = NULL, path = NULL, status = 'ready' WHERE version > 0",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step. `base`: the policy version it started from; `version`: the one it was published as."""
+
+    step: int
+    status: str
+    base: int
+    version: int | None
+    checkpoint: str | None
+    created_at: float
+    finished_at: float | None
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedData:
+    """The rollouts that steps took: of so many tasks, opened from `first` to `last` (Unix time)."""
+
+    rollouts: int
+    tasks: int
+    first: float | None
+    last: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class CallCredit:
+    """How a step trains a call. `returned`: its return.
+
+    `row`: the index of its rollout's training row, None if it is in none; `placed` says why (trainer/rows/samples.py).
+    """
+
+    rollout_id: str
+    seq: int
+    returned: float
+    advantage: float
+    row: int | None
+    placed: str
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedGroup:
+    """Siblings of a task that are compared with each other; some may still be running."""
+
+    task_id: str
+    rollout_ids: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Collapse:
+    """The reason why publishing stopped at `at` (Unix time). It resumes when somebody makes a version live.
+
+    `sign`, `what`: the sign that was seen, by name and in words. `live_at`: when the version went live that was live at
+    the time. `go_back_to`: the newest servable version from before, or else the oldest since. The last step's metrics
+    keep it as `collapse`.
+    """
+
+    sign: CollapseSign
+    what: str
+    at: float
+    live_at: float | None
+    go_back_to: int
+
+    @classmethod
+    def of(cls, last: Step | None, live: PolicyVersion) -> Collapse | None:
+        """Return the collapse of the last step; None if there is none, or a version was made live by hand since."""
+        stored = last.metrics.get("collapse") if last else None
+        return cls(**stored) if stored and stored["live_at"] == live.live_at else None
+
+    @property
+    def story(self) -> str:
+        """Return for people which sign was seen, its present effect, and the action to take."""
+        return (
+            f"{self.what}. Agents are served as before; nothing is trained or published until a version is made live "
+            f"by hand: `lightning-proxy policy promote {self.go_back_to}` goes back"
+        )
+
+
+class TrainingSteps:
+    """The table of training steps."""
+
+    def __init__(self, database: Database, versions: PolicyVersions) -> None:
+        self._db = database
+        self._versions = versions
+
+    async def claim(
+        self,
+        rollout_ids: Sequence[str],
+        base: int,
+        dropped: Mapping[str, Sequence[str]] = MappingProxyType({}),
+        groups: Sequence[ComparedGroup] = (),
+        credit: Sequence[CallCredit] = (),
+    ) -> int:
+        """Give rollouts to a new step and return its number. `dropped`, `groups` as in `drop`; undone with the step.
+
+        `credit`, of the rollouts' calls, takes the place of the credit that an earlier step had written.
+        """
+
+        async def work(db: Transaction) -> int:
+            (inserted,) = await db.all(STEP_NEW, {"base": base, "at": time.time()})
+            step = int(inserted["step"])
+            claimed = [{"step": step, "rollout_id": r} for r in rollout_ids]
+            await db.many(CLAIM, claimed)
+            await db.many(CREDIT_FORGET, claimed)
+            await db.many(CREDIT, [asdict(call) | {"step": step} for call in credit])
+            await db.many(DROP, _drops(dropped, step))
+            await _join(db, groups)
+            return step
+
+        return await self._db.write(work)
+
+    async def drop(self, dropped: Mapping[str, Sequence[str]], groups: Sequence[ComparedGroup] = ()) -> None:
+        """Never offer these rollouts again. `dropped`: ids by reason; `groups`: those that were compared."""
+
+        async def work(db: Transaction) -> None:
+            await db.many(DROP, _drops(dropped, None))
+            await _join(db, groups)
+
+        await self._db.write(work)
+
+    async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
+        """Commit a step whose checkpoint is complete: its rollouts are never offered again."""
+        row = {"step": step, "checkpoint": checkpoint, "metrics": dumps(metrics), "at": time.time()}
+        await self._db.commit([(STEP_TRAINED, [row])])
+
+    async def release_unfinished(self) -> list[int]:
+        """Undo the steps that a killed trainer left unfinished, and return their numbers."""
+
+        async def work(db: Transaction) -> list[int]:
+            steps = [dict(row) for row in await db.all("SELECT step FROM steps WHERE status = 'claimed'")]
+            for statement in STEP_RELEASE:
+                await db.many(statement, steps)
+            return [int(row["step"]) for row in steps]
+
+        return await self._db.write(work)
+
+    async def end_epoch(self, step: int, metrics: dict[str, Any], offer: bool) -> None:
+        """Write an epoch's last metrics and, if `offer`, offer all trained rollouts again: both or neither."""
+
+        async def work(db: Transaction) -> None:
+            await db.run(STEP_METRICS, {"step": step, "metrics": dumps(metrics)})
+            if offer:
+                await db.run("UPDATE rollouts SET step = NULL, group_id = NULL WHERE step IS NOT NULL")
+
+        await self._db.write(work)
+
+    async def forget_all(self) -> None:
+        """Forget all training: nothing was trained on or published, and the base model is live."""
+        await self._db.commit([(statement, [{}]) for statement in FORGET_TRAINING])
+        await self._versions.set_live(0)
+
+    async def rollouts_of(self, step: int) -> list[Rollout]:
+        """Return the rollouts that a step took."""
+        statement = "SELECT * FROM rollouts WHERE step = :step ORDER BY task_id, n"
+        return [read_rollout(row) for row in await self._db.all(statement, {"step": step})]
+
+    async def data_of(self, steps: Sequence[int]) -> TrainedData:
+        """Return the rollouts that steps took, as far as they are still in the store."""
+        row = await self._db.one(TRAINED_DATA, {"steps": dumps([*steps])})
+        assert row is not None  # it counts
+        return read(TrainedData, row)
+
+    async def took_any(self) -> bool:
+        """Return whether any rollout is taken; none is after `end_epoch` has offered all again."""
+        return await self._db.one("SELECT 1 FROM rollouts WHERE step IS NOT NULL LIMIT 1") is not None
+
+    async def last(self) -> Step | None:
+        """Return the newest finished step."""
+        return next(iter(await self.newest(1)), None)
+
+    async def under_way_since(self) -> float | None:
+        """Return when the step under way began (Unix time); None if none is."""
+        row = await self._db.one(STEP_UNDER_WAY)
+        return None if row is None else row["created_at"]
+
+    async def newest(self, limit: int, before: int | None = None, *, brief: bool = False) -> list[Step]:
+        """Return the last finished steps, newest first; with `before`, of those before that step.
+
+        With `brief`, their metrics are without `reward_by_task`, which is most of them.
+        """
+        params = {"limit": limit, "before": ALL if before is None else before, "brief": brief}
+        rows = await self._db.all(STEPS_NEWEST, params)
+        return await in_thread_if_large(sum(len(row["metrics"]) for row in rows), lambda: [*map(_read_step, rows)])
+
+    async def first(self, limit: int) -> list[Step]:
+        """Return the first RL steps that changed the policy, oldest first."""
+        return [_read_step(row) for row in await self._db.all(STEPS_FIRST, {"limit": limit})]
+
+    async def all(self) -> list[Step]:
+        """Return all finished steps, oldest first."""
+        rows = await self._db.all("SELECT * FROM steps WHERE status = 'trained' ORDER BY step")
+        return [_read_step(row) for row in rows]
+
+    async def of_version(self, version: int) -> Step | None:
+        """Return the step that a policy version was published from; None for the base model."""
+        row = await self._db.one(STEP_OF_VERSION, {"version": version})
+        return None if row is None else _read_step(row)
+
+    async def collapse(self) -> Collapse | None:
+        """Return why publication is stopped, or None if it is not."""
+        return Collapse.of(await self.last(), await self._versions.live())
+
+    async def update_metrics(self, step: int, metrics: dict[str, Any]) -> None:
+        """Replace the metrics of a step."""
+        await self._db.commit([(STEP_METRICS, [{"step": step, "metrics": dumps(metrics)}])])
+
+    async def old_checkpoints(self, keep: int) -> list[tuple[int, str]]:
+        """Return steps and checkpoints that are not among the newest `keep`, and of no version that has files."""
+        rows = await self._db.all(OLD_CHECKPOINTS, {"newer": keep - 1})
+        return [(row["step"], row["checkpoint"]) for row in rows]
+
+    async def forget_checkpoint(self, step: int) -> None:
+        """Note that a step's checkpoint is gone."""
+        await self._db.commit([("UPDATE steps SET checkpoint = NULL WHERE step = :step", [{"step": step}])])
+
+
+def _drops(dropped: Mapping[str, Sequence[str]], step: int | None) -> list[dict[str, Any]]:
+    return [{"rollout_id": r, "reason": reason, "step": step} for reason, ids in dropped.items() for r in ids]
+
+
+async def _join(db: Transaction, groups: Sequence[ComparedGroup]) -> None:
+    for group in groups:
+        first = group.rollout_ids[0]
+        await db.many(GROUP_JOIN, [{"first": first, "rollout_id": rollout_id} for rollout_id in group.rollout_ids])
+
+
+def _read_step(row: Row) -> Step:
+    return read(Step, row, metrics=loads_rounded(row["metrics"]))

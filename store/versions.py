@@ -1,0 +1,196 @@
+"""The policy versions, and the log of the times at which each became live."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..core.errors import NotFound
+from ..core.http import in_thread_if_large
+from ..core.json_text import dumps, loads, loads_rounded
+from ..core.records import PolicyVersion, PublishMode, VersionStatus
+from .database import Database, Row, Transaction
+from .rows import read
+
+VERSION_LIVE_NOW = """
+SELECT policy_versions.* FROM policy_versions
+WHERE version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1)
+"""
+VERSION_NEW = """
+INSERT INTO policy_versions (version, status, publish, step, created_at, metrics)
+SELECT MAX(version) + 1, 'publishing', :publish, :step, :at, :metrics FROM policy_versions
+RETURNING version
+"""
+VERSION_OF_OTHERS = """
+INSERT INTO policy_versions (version, status, created_at) VALUES (:version, 'ready', :at) ON CONFLICT DO NOTHING
+"""
+VERSION_SAVED = """
+UPDATE policy_versions SET path = :path, served_model = :served_model, adapters = :adapters WHERE version = :version
+"""
+VERSION_VERIFIED = "UPDATE policy_versions SET verified = 1 WHERE version = :version"
+VERSION_LIVE = "UPDATE policy_versions SET status = 'live', live_at = :at WHERE version = :version"
+VERSION_RETIRE = "UPDATE policy_versions SET status = 'ready' WHERE status = 'live' AND version <> :version"
+VERSION_FAILED = "UPDATE policy_versions SET status = 'failed', error = :error WHERE version = :version"
+STEP_UNPUBLISHED = """
+UPDATE steps SET version = NULL
+WHERE step = (SELECT step FROM policy_versions WHERE version = :version) AND version = :version
+"""
+VERSION_FORGET = "DELETE FROM policy_versions WHERE version = :version AND status = 'publishing'"
+# Whoever makes a version live decides about the one that is tested, and about the one that waits.
+VERSION_UNTESTED = "UPDATE policy_versions SET status = 'ready' WHERE status IN ('candidate', 'waiting')"
+POLICY_LOG = "INSERT INTO policy_log (version, at) VALUES (:version, :at)"
+# Adapters of agents are served under the version's own name with a point and theirs: `names` are its beginnings.
+VERSION_NAMED = """
+SELECT version, served_model, adapters FROM policy_versions
+WHERE served_model IN (SELECT CAST(value AS TEXT) FROM json_each(:names)) ORDER BY version
+"""
+VERSIONS_WITH_FILES = "SELECT * FROM policy_versions WHERE path IS NOT NULL ORDER BY version"
+VERSIONS_OF_STATUS = "SELECT * FROM policy_versions WHERE status = :status ORDER BY version"
+VERSIONS_TO_SERVE = """
+SELECT * FROM policy_versions WHERE path IS NOT NULL
+    AND (status = 'live' OR status = 'candidate' OR version IN (SELECT CAST(value AS BIGINT) FROM json_each(:pinned)))
+"""
+# Of merged weights that another version took the place of. A live one may still be verified.
+VERSIONS_NEVER_VERIFIED = """
+SELECT version FROM policy_versions
+WHERE status = 'failed' OR (status = 'ready' AND publish = 'merged' AND verified = 0)
+"""
+VERSION_BEFORE = """
+SELECT * FROM policy_versions WHERE version = (
+    SELECT MAX(version) FROM policy_versions
+    WHERE version < :version AND status = 'ready' AND live_at IS NOT NULL AND (path IS NOT NULL OR version = 0)
+)
+"""
+VERSION_EVER_PUBLISHED = "SELECT 1 FROM policy_versions WHERE publish IS NOT NULL LIMIT 1"
+PINNED_VERSIONS = """
+SELECT DISTINCT policy_version FROM rollouts
+WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
+"""
+
+
+class PolicyVersions:
+    """The table of policy versions. `set_live` is the commit that moves the alias."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+        self._live: tuple[int, PolicyVersion] | None = None  # since which row of the log; the version
+
+    async def live(self) -> PolicyVersion:
+        """Return the version that the alias stands for."""
+        row = await self._db.one(VERSION_LIVE_NOW)
+        assert row is not None  # the schema inserts version 0
+        return read_version(row)
+
+    async def live_now(self) -> PolicyVersion:
+        """Return the live version, for routing. Fields that change while it is live may be out of date."""
+        since = await self._db.quick("SELECT MAX(n) AS n FROM policy_log")
+        assert since is not None
+        if self._live is None or self._live[0] != since["n"]:
+            row = await self._db.quick(VERSION_LIVE_NOW)
+            assert row is not None
+            self._live = (since["n"], read_version(row))
+        return self._live[1]
+
+    async def all(self) -> list[PolicyVersion]:
+        """Return every version, by number."""
+        rows = await self._db.all("SELECT * FROM policy_versions ORDER BY version")
+        return await in_thread_if_large(sum(len(row["metrics"]) for row in rows), lambda: [*map(read_version, rows)])
+
+    async def is_new(self) -> bool:
+        """Return whether nothing was ever published from this store."""
+        return await self._db.one(VERSION_EVER_PUBLISHED) is None
+
+    async def get(self, version: int) -> PolicyVersion:
+        """Return the version of this number; NotFound if there is none."""
+        row = await self._db.one("SELECT * FROM policy_versions WHERE version = :version", {"version": version})
+        if row is None:
+            raise NotFound(f"no policy version {version}", param="version")
+        return read_version(row)
+
+    async def named(self, model: str) -> int | None:
+        """Return the version that vLLM serves under this name, itself or an adapter of it; None if there is none."""
+        names = [model, *(model[: point.start()] for point in re.finditer(r"\.", model))]
+        rows = await self._db.all(VERSION_NAMED, {"names": dumps(names)})
+        found = (r["version"] for r in rows if model in (r["served_model"], *loads(r["adapters"]).values()))
+        return next(found, None)
+
+    async def with_files(self) -> list[PolicyVersion]:
+        """Return the versions whose files are there, by number."""
+        return [read_version(row) for row in await self._db.all(VERSIONS_WITH_FILES)]
+
+    async def of_status(self, status: VersionStatus) -> list[PolicyVersion]:
+        """Return the versions of a status, by number."""
+        return [read_version(row) for row in await self._db.all(VERSIONS_OF_STATUS, {"status": status})]
+
+    async def never_verified(self) -> frozenset[int]:
+        """Return the versions that were not seen to be served, and are not live."""
+        return frozenset(int(row["version"]) for row in await self._db.all(VERSIONS_NEVER_VERIFIED))
+
+    async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
+        """Return those of the live version, the candidate and the `pinned` ones whose files are there, by number."""
+        rows = await self._db.all(VERSIONS_TO_SERVE, {"pinned": dumps([*pinned])})
+        return sorted(map(read_version, rows), key=lambda version: version.version)
+
+    async def before(self, version: int) -> PolicyVersion | None:
+        """Return the newest version before this one that was live and can be again; None if there is none."""
+        row = await self._db.one(VERSION_BEFORE, {"version": version})
+        return None if row is None else read_version(row)
+
+    async def new(self, publish: PublishMode, step: int, metrics: dict[str, Any]) -> int:
+        """Reserve the next version number, in the state `publishing`."""
+        row = {"publish": publish, "step": step, "at": time.time(), "metrics": dumps(metrics)}
+        (made,) = await self._db.write(lambda db: db.all(VERSION_NEW, row))
+        return int(made["version"])
+
+    async def reserve(self, versions: Iterable[int]) -> None:
+        """Reserve the numbers of versions that imported rollouts were sampled by; their files are not here."""
+        await self._db.commit([(VERSION_OF_OTHERS, [{"version": v, "at": time.time()} for v in versions])])
+
+    async def saved(
+        self, version: int, path: str, served_model: str | None, adapters: Mapping[str, str] | None = None
+    ) -> None:
+        """Note that the version's files are complete, and the names that it and its further adapters are served as."""
+        row = {"version": version, "path": path, "served_model": served_model, "adapters": dumps(adapters or {})}
+        await self._db.commit([(VERSION_SAVED, [row])])
+
+    async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
+        """Make the version live: the alias stands for it from now on. No other is tested, or waits for it."""
+        row: dict[str, Any] = {"version": version, "at": time.time(), "step": step}
+        statements = [VERSION_UNTESTED, POLICY_LOG, VERSION_LIVE, VERSION_RETIRE]
+        statements += [VERSION_VERIFIED] if verified else []
+        statements += ["UPDATE steps SET version = :version WHERE step = :step"] if step is not None else []
+
+        async def alone(db: Transaction) -> None:  # or two at once could both be left live
+            for statement in statements:
+                await db.many(statement, [row])
+
+        await self._db.write(alone)
+
+    async def verified(self, version: int) -> None:
+        """Note that vLLM was seen to serve these weights."""
+        await self._db.commit([(VERSION_VERIFIED, [{"version": version}])])
+
+    async def failed(self, version: int, error: str) -> None:
+        """Note why the version did not go live; it never will."""
+        row = {"version": version, "error": error}
+        await self._db.commit([(VERSION_FAILED, [row]), (STEP_UNPUBLISHED, [row])])
+
+    async def forget_unfinished(self, version: int) -> None:
+        """Delete a version whose publishing was broken off."""
+        await self._db.commit([(VERSION_FORGET, [{"version": version}])])
+
+    async def forget_files(self, version: int) -> None:
+        """Note that the version's files are gone: it cannot be promoted any more."""
+        statement = "UPDATE policy_versions SET path = NULL WHERE version = :version"
+        await self._db.commit([(statement, [{"version": version}])])
+
+    async def pinned(self, since: float) -> set[int]:
+        """Return the versions that running rollouts, opened after `since` (Unix time), began with."""
+        return {int(r["policy_version"]) for r in await self._db.all(PINNED_VERSIONS, {"since": since})}
+
+
+def read_version(row: Row) -> PolicyVersion:
+    adapters, metrics = loads(row["adapters"]), loads_rounded(row["metrics"])
+    return read(PolicyVersion, row, verified=bool(row["verified"]), adapters=adapters, metrics=metrics)

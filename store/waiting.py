@@ -1,0 +1,311 @@
+"""Finds rollouts that wait for training: rewarded, taken by no step, in groups of siblings (`groups.py`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..core.groups import NO_END, Group, Grouping, Member, Pool, formed
+from ..core.http import in_thread_if_large
+from ..core.json_text import dumps
+from ..core.records import Rollout
+from .database import Database, Row
+from .reports.feed import Feed
+from .rollouts import read_rollout
+from .trust import HAS_REWARD_THAT_COUNTS, Trust
+
+# Whether an ended rollout has a reward. `:failed`: failed ones count for something (`trainer.failed_rollouts`).
+HAS_REWARD = "CASE status WHEN 'completed' THEN rewarded_at IS NOT NULL WHEN 'failed' THEN :failed ELSE FALSE END"
+# At least one call was answered by the policy. Others count nowhere, and are dropped when a step takes their task.
+IS_OWN = "(foreign_calls = 0 OR foreign_calls < calls)"
+# The reward function, if there is one, was asked (`endings`). The index that is looked at holds `n`, too.
+IS_SCORED = "rollouts.n NOT IN (SELECT n FROM awaiting_rewards)"
+# The rollout's key, if that sees only its own rollouts or is gone: it could not be told whose these are.
+OWNER = "CASE WHEN keys.scope = 'all' THEN NULL ELSE rollouts.key_id END"
+_KEYS = "LEFT JOIN keys ON keys.key_id = rollouts.key_id"
+_UNTAKEN = "mode = 'train' AND step IS NULL AND dropped IS NULL"
+_ENDED = f"{_UNTAKEN} AND status <> 'running'"
+# Opened one by one, and not compared so far.
+_ONE_BY_ONE = "group_id IS NULL AND opened_with IS NULL"
+_REWARDED = "(rewarded_at IS NOT NULL OR status <> 'completed')"
+_SINCE = "CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END"
+_MEMBER = f"""
+rollouts.n, task_id, {OWNER} AS owner, opened_with, group_id, status, rollouts.created_at AS opened_at,
+       {IS_OWN} AS own, {IS_SCORED} AS scored, rewarded_at IS NOT NULL AS rewarded, {_SINCE} AS since
+"""
+# All of them: at a trainer's start, and when it has missed what changed.
+MEMBERS_ENDED = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_claimable {_KEYS}
+WHERE {_ENDED} AND task_id IS NOT NULL AND ({_REWARDED} OR opened_with IS NOT NULL OR NOT {IS_SCORED})
+"""
+MEMBERS_RUNNING = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_running_of_task {_KEYS}
+WHERE {_UNTAKEN} AND status = 'running' AND task_id IS NOT NULL AND group_id IS NULL
+"""
+# Those of some pools.
+MEMBERS_OPENED_TOGETHER = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_opened_together {_KEYS}
+WHERE opened_with IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND {_UNTAKEN} AND group_id IS NULL
+"""
+MEMBERS_COMPARED_BEFORE = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_by_group {_KEYS}
+WHERE group_id IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND {_ENDED} AND {_REWARDED}
+"""
+MEMBERS_ONE_BY_ONE = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_live {_KEYS}
+WHERE task_id = :task_id AND {_ENDED} AND {_ONE_BY_ONE} AND {_REWARDED} AND {IS_OWN} AND {OWNER} IS :owner
+ORDER BY rollouts.n LIMIT :limit
+"""
+MEMBERS_ONE_BY_ONE_RUNNING = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_running_of_task {_KEYS}
+WHERE task_id = :task_id AND status = 'running' AND rollouts.created_at >= :since AND rollouts.n <= :last
+  AND {_UNTAKEN} AND {_ONE_BY_ONE} AND {OWNER} IS :owner
+ORDER BY rollouts.n LIMIT :limit
+"""
+MEMBERS_ONE_BY_ONE_UNSCORED = f"""SELECT {_MEMBER}
+FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n {_KEYS}
+WHERE task_id = :task_id AND rollouts.n <= :last AND {_ENDED} AND {_ONE_BY_ONE} AND {OWNER} IS :owner
+"""
+POOLS_OF = f"""
+SELECT task_id, {OWNER} AS owner, opened_with, group_id FROM rollouts {_KEYS}
+WHERE rollouts.n IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND task_id IS NOT NULL
+"""
+CHANGED = "SELECT ref FROM feed WHERE n > :cursor AND n <= :newest AND kind = 'group'"
+# The rollouts of a group. `counted`: it ended, with its reward if it was completed.
+_COUNTED = f"rollouts.*, status <> 'running' AND {IS_SCORED} AND {_REWARDED} AS counted FROM rollouts INDEXED BY"
+_OF_GROUP = f"""
+{_UNTAKEN} AND (status <> 'running' OR rollouts.n IN (SELECT CAST(value AS BIGINT) FROM json_each(:awaited)))
+ORDER BY rollouts.n
+"""
+OPENED_TOGETHER = f"""SELECT {_COUNTED} rollouts_opened_together {_KEYS}
+WHERE opened_with = :opened_with AND group_id IS NULL AND {OWNER} IS :owner AND {_OF_GROUP}
+"""
+OPENED_IN_ORDER = f"""SELECT {_COUNTED} rollouts_by_task {_KEYS}
+WHERE task_id = :task_id AND rollouts.n > :after AND rollouts.n <= :last AND {_ONE_BY_ONE} AND {OWNER} IS :owner
+  AND {_OF_GROUP}
+"""
+COMPARED_AGAIN = f"""SELECT {_COUNTED} rollouts_by_group {_KEYS}
+WHERE group_id = :group_id AND {OWNER} IS :owner AND {_OF_GROUP}
+"""
+# Those that a step took or dropped.
+COMPARED_BEFORE = f"""
+SELECT rollouts.* FROM rollouts {_KEYS}
+WHERE group_id = :group_id AND status <> 'running' AND (step IS NOT NULL OR dropped IS NOT NULL) AND {OWNER} IS :owner
+ORDER BY rollouts.n
+"""
+WAITING_COUNT = f"""
+SELECT COUNT(*) AS rollouts FROM rollouts INDEXED BY rollouts_claimable
+WHERE {_ENDED} AND task_id IS NOT NULL AND {HAS_REWARD} AND {IS_OWN} AND {IS_SCORED}
+"""
+# Rollouts without a task have no siblings.
+_LONE = f"""
+FROM rollouts INDEXED BY rollouts_lone
+WHERE task_id IS NULL AND {_ENDED} AND (rewarded_at IS NOT NULL OR status = 'failed')
+  AND {HAS_REWARD} AND {IS_OWN} AND {IS_SCORED}
+"""
+CLAIMABLE_LONE = f"""
+SELECT COUNT(*) AS completed, MIN(since) AS oldest FROM (SELECT {_SINCE} AS since {_LONE} LIMIT :limit) AS recent
+"""
+LONE = f"SELECT * {_LONE} ORDER BY ended_at LIMIT :limit"
+OWNERS = f"""
+SELECT rollout_id, {OWNER} AS owner FROM rollouts {_KEYS}
+WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids))
+"""
+EARLIER = f"""
+SELECT rollouts.* FROM rollouts {_KEYS}
+WHERE rollouts.n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+  AND mode = 'train' AND {HAS_REWARD} AND {IS_OWN} AND {OWNER} IS :owner
+ORDER BY rollouts.n DESC LIMIT :limit
+"""
+# With `mode =` SQLite would go through the rollouts of all tasks that have this mode and status.
+EARLIER_OF_TASK = f"""
+SELECT rollouts.* FROM rollouts {_KEYS}
+WHERE task_id = :task_id AND rollouts.n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+  AND mode <> 'eval' AND {HAS_REWARD} AND {IS_OWN} AND {OWNER} IS :owner
+ORDER BY rollouts.n DESC LIMIT :limit
+"""
+EQUAL_REWARDS = "all rewards of the group are equal"
+# Since the newest rollout of the last step, or, where that is deleted, since the step began.
+UNLEARNED = f"""
+SELECT COUNT(*) AS rollouts, AVG(reward) AS reward FROM (
+    SELECT reward FROM rollouts
+    WHERE n > COALESCE(
+            (SELECT MAX(n) FROM rollouts WHERE step = (SELECT MAX(step) FROM steps)),
+            (
+                SELECT n FROM rollouts
+                WHERE created_at <= (SELECT created_at FROM steps ORDER BY step DESC LIMIT 1) ORDER BY n DESC LIMIT 1
+            ),
+            0
+        )
+      AND mode <> 'eval' AND dropped = :reason AND {HAS_REWARD_THAT_COUNTS}
+    ORDER BY n DESC LIMIT :enough
+) AS recent
+"""
+# All about which the reward function has spoken; a name is null where nothing was posted.
+NAMES_OF_REWARDS = f"""
+SELECT DISTINCT rollouts.rollout_id, name
+FROM rollouts LEFT JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
+WHERE rollouts.rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND {IS_SCORED}
+"""
+LOOK = 1_000  # rollouts in one look
+ROW_SIZE = 400  # bytes, about, of what is read of one
+BATCHES = 3  # batches in a row that taught nothing, until somebody is told
+
+
+@dataclass(frozen=True, slots=True)
+class NothingLearned:
+    """Nothing was learned from the newest `rollouts`, whose mean reward is `reward`."""
+
+    rollouts: int
+    reward: float | None
+
+    @property
+    def story(self) -> str:
+        """Return for people what was seen and what to try."""
+        mean = "" if self.reward is None else f" (mean reward {self.reward:.3g})"
+        return (
+            f"nothing was learned from the newest {self.rollouts} rollouts{mean}: in each group all rewards are equal. "
+            "If the tasks are solved, give harder ones. Otherwise go back to an earlier version "
+            "(`lightning-proxy policy promote N`) and train with a lower trainer.learning_rate or trainer.entropy, "
+            "or let rewards tell more answers apart (docs/training.md)"
+        )
+
+
+class Waiting:
+    """Reads rollouts that wait for training; `store.steps` takes them."""
+
+    def __init__(self, database: Database, trust: Trust) -> None:
+        self._db = database
+        self._trust = trust
+        self._feed = Feed(database)
+
+    async def groups(self, failed: bool = False, grouping: Grouping | None = None) -> list[Group]:
+        """Return the groups with at least one rollout to train on, the longest waiting first.
+
+        Without a `grouping`, those of a task that were opened one by one are one group.
+        """
+        found = await self.formed(grouping or Grouping(failed=failed))
+        return sorted((group for groups in found.values() for group in groups), key=lambda group: group.oldest)
+
+    async def formed(self, grouping: Grouping, numbers: Sequence[int] | None = None) -> dict[Pool, list[Group]]:
+        """Return the groups of all pools, or of the pools of some rollouts (by `n`); empty where there is none."""
+        if numbers is None:
+            rows = [*await self._db.all(MEMBERS_ENDED), *await self._db.all(MEMBERS_RUNNING)]
+            return await in_thread_if_large(ROW_SIZE * len(rows), lambda: formed(map(_member, rows), grouping))
+        pools: dict[Pool, list[Group]] = {}
+        for first in range(0, len(numbers), LOOK):
+            for row in await self._db.all(POOLS_OF, {"numbers": dumps(numbers[first : first + LOOK])}):
+                one_by_one = Pool(row["task_id"], row["owner"])
+                opened = row["opened_with"]
+                pools[one_by_one if opened is None else one_by_one._replace(opened_with=opened)] = []
+                if row["group_id"] is not None:
+                    pools[one_by_one._replace(group_id=row["group_id"])] = []
+        rows = await self._together(pools)
+        for pool in pools:
+            if pool.opened_with is None and pool.group_id is None:
+                rows += await self._one_by_one(pool, grouping)
+        return pools | await in_thread_if_large(ROW_SIZE * len(rows), lambda: formed(map(_member, rows), grouping))
+
+    async def _together(self, pools: Iterable[Pool]) -> list[Row]:
+        """The members of groups that were opened together, or compared before."""
+        opened = [pool.opened_with for pool in pools if pool.opened_with is not None]
+        late = [pool.group_id for pool in pools if pool.group_id is not None]
+        kinds = ((MEMBERS_OPENED_TOGETHER, opened), (MEMBERS_COMPARED_BEFORE, late))
+        parts = [(sql, of[i : i + LOOK]) for sql, of in kinds for i in range(0, len(of), LOOK)]
+        return [row for sql, part in parts for row in await self._db.all(sql, {"numbers": dumps(part)})]
+
+    async def _one_by_one(self, pool: Pool, grouping: Grouping) -> list[Row]:
+        """The first members of a pool of rollouts that were opened one by one: enough for some groups."""
+        limit = max(LOOK, 4 * grouping.size)
+        of: dict[str, object] = {"task_id": pool.task_id, "owner": pool.owner, "limit": limit}
+        ended = await self._db.all(MEMBERS_ONE_BY_ONE, of)
+        if not ended:
+            return []
+        of["last"] = ended[-1]["n"] if len(ended) == limit else NO_END
+        of["since"] = ended[0]["opened_at"] - min(grouping.timeout_s, NO_END)
+        running = await self._db.all(MEMBERS_ONE_BY_ONE_RUNNING, of)
+        seen = running[-1]["n"] if len(running) == limit else NO_END  # beyond it others may be running
+        unscored = await self._db.all(MEMBERS_ONE_BY_ONE_UNSCORED, of)
+        return [row for row in (*ended, *running, *unscored) if row["n"] <= seen]
+
+    async def changed(self, cursor: int | None) -> tuple[int, list[int] | None]:
+        """Return a cursor, and the rollouts (by `n`) whose groups may have changed after the last; None: all."""
+        newest = await self._feed.newest()
+        if cursor is None or not await self._feed.knows(cursor):
+            return newest, None
+        if newest == cursor:
+            return cursor, []
+        rows = await self._db.all(CHANGED, {"cursor": cursor, "newest": newest})
+        return newest, sorted({int(row["ref"]) for row in rows})
+
+    async def of_group(self, group: Group) -> list[Rollout]:
+        """Return the siblings of a group that have ended, in the order in which they were opened."""
+        return (await self.siblings(group))[0]
+
+    async def siblings(self, group: Group) -> tuple[list[Rollout], list[str]]:
+        """Return the siblings of a group that have ended, and the ids of those that it waits for; oldest first."""
+        pool = group.pool
+        assert pool is not None
+        one_by_one = OPENED_IN_ORDER if pool.opened_with is None else OPENED_TOGETHER
+        values = pool._asdict() | {"after": group.after, "last": group.last, "awaited": dumps([*group.awaited])}
+        rows = await self._db.all(one_by_one if pool.group_id is None else COMPARED_AGAIN, values)
+        ended = [read_rollout(row) for row in rows if row["counted"]]
+        return ended, [row["rollout_id"] for row in rows if not row["counted"]]
+
+    async def compared_before(self, group: Group) -> list[Rollout]:
+        """Return the rollouts of a group that steps took or dropped before, in the order in which they were opened."""
+        values = {"group_id": group.group_id, "owner": group.owner}
+        return [read_rollout(row) for row in await self._db.all(COMPARED_BEFORE, values)]
+
+    async def lone(self, failed: bool = False, limit: int = NO_END) -> Group | None:
+        """Return rewarded rollouts without a task as a group, if there are any; at most so many are counted."""
+        row = await self._db.one(CLAIMABLE_LONE, {"failed": failed, "limit": limit})
+        assert row is not None  # it counts
+        return Group(None, row["completed"], row["completed"], row["oldest"]) if row["completed"] else None
+
+    async def lone_rollouts(self, limit: int, failed: bool = False) -> list[Rollout]:
+        """Return rewarded rollouts without a task, in the order in which they ended."""
+        return [read_rollout(r) for r in await self._db.all(LONE, {"limit": limit, "failed": failed})]
+
+    async def count(self, *, lone: bool, failed: bool = False) -> int:
+        """Count the rewarded rollouts that no step has taken; those without a task only if `lone`."""
+        row = await self._db.one(WAITING_COUNT, {"failed": failed})
+        assert row is not None  # it counts
+        of_nothing = await self.lone(failed) if lone else None
+        return int(row["rollouts"]) + (0 if of_nothing is None else of_nothing.completed)
+
+    async def owners(self, rollout_ids: Iterable[str]) -> dict[str, str | None]:
+        """Return the owners of rollouts: the key that sees only its own; None for all others, which share groups."""
+        rows = await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})
+        return {row["rollout_id"]: row["owner"] for row in rows}
+
+    async def unrewarded(self, rollouts: Iterable[Rollout]) -> tuple[int, dict[str, int]]:
+        """Count the completed ones that have no reward that counts, and by name the rewards that were posted for them.
+
+        Those that were dropped, or that a reward function is to be asked about, are none of them.
+        """
+        missing = [r.rollout_id for r in rollouts if r.status == "completed" and r.reward is None and not r.dropped]
+        rows = await self._db.all(NAMES_OF_REWARDS, {"rollout_ids": dumps(missing)})
+        names = Counter(row["name"] for row in rows if row["name"] is not None)
+        return len({row["rollout_id"] for row in rows}), dict(names.most_common())
+
+    async def standstill(self, batch: int) -> NothingLearned | None:
+        """Return the rollouts dropped in a row for equal rewards, once they make BATCHES batches; else None.
+
+        Only those count whose rewards act on everybody.
+
+        `batch`: the rollouts of a training step.
+        """
+        params = {"reason": EQUAL_REWARDS, "enough": BATCHES * batch} | await self._trust.params()
+        row = await self._db.one(UNLEARNED, params)
+        assert row is not None  # it counts
+        return NothingLearned(row["rollouts"], row["reward"]) if row["rollouts"] >= BATCHES * batch else None
+
+    async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:
+        """Return rewarded rollouts that were opened before this one, newest first: of one task, or (None) of all.
+
+        Rollouts of keys that see only their own are compared among themselves.
+        """
+        statement = EARLIER if task_id is None else EARLIER_OF_TASK
+        owner = (await self.owners([rollout_id])).get(rollout_id)
+        params = {"rollout_id": rollout_id, "limit": limit, "failed": failed, "owner": owner, "task_id": task_id}
+        return [read_rollout(r) for r in await self._db.all(statement, params)]
+
+
+def _member(row: Row) -> Member:
+    return Member(*row)

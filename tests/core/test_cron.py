@@ -1,0 +1,65 @@
+"""Times of day where clocks change: each counts once, and the next one is never in the past."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from lightning_proxy.core.config.cron import last_time, next_time
+
+BERLIN = ZoneInfo("Europe/Berlin")
+
+
+@pytest.fixture(autouse=True)
+def in_berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def at(text: str, fold: int = 0) -> float:
+    return datetime.fromisoformat(text).replace(tzinfo=BERLIN, fold=fold).timestamp()
+
+
+SAT, SUN, MON = "2026-10-24", "2026-10-25", "2026-10-26"  # at 03:00 on Sunday it is 02:00 again
+
+
+@pytest.mark.parametrize(
+    ("text", "now", "last", "following"),
+    [
+        ("02:30", at(f"{SUN} 02:29"), at(f"{SAT} 02:30"), at(f"{SUN} 02:30")),
+        ("02:30", at(f"{SUN} 02:30"), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 02:59"), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 02:10", 1), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 02:30", 1), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 02:45", 1), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:30", at(f"{SUN} 03:00"), at(f"{SUN} 02:30"), at(f"{MON} 02:30")),
+        ("02:00", at(f"{SUN} 02:00", 1), at(f"{SUN} 02:00"), at(f"{MON} 02:00")),
+        ("03:00", at(f"{SUN} 02:59", 1), at(f"{SAT} 03:00"), at(f"{SUN} 03:00")),
+        ("0 * * * *", at(f"{SUN} 02:30"), at(f"{SUN} 02:00"), at(f"{SUN} 02:00", 1)),
+        ("0 * * * *", at(f"{SUN} 02:30", 1), at(f"{SUN} 02:00", 1), at(f"{SUN} 03:00")),
+        ("*/20 * * * *", at(f"{SUN} 02:50"), at(f"{SUN} 02:40"), at(f"{SUN} 02:00", 1)),
+        ("02:30", at("2026-03-29 01:59"), at("2026-03-28 02:30"), at("2026-03-29 03:00")),  # 02:00 is 03:00
+        ("02:30", at("2026-03-29 03:10"), at("2026-03-29 03:00"), at("2026-03-30 02:30")),
+        ("02:30", at("2026-11-20 02:30") + 0.5, at("2026-11-20 02:30"), at("2026-11-21 02:30")),
+    ],
+)
+def test_a_time_of_day_counts_once_where_clocks_change(text: str, now: float, last: float, following: float) -> None:
+    assert (last_time([text], now), next_time([text], now)) == (last, following)
+
+
+@pytest.mark.parametrize("text", ["02:30", "0 2,3 * * *", "*/7 * * * *", "30 2 25 10 *"])
+def test_times_never_run_backwards_and_agree_with_each_other(text: str) -> None:
+    begin, before = at(f"{SUN} 00:00"), 0.0
+    for minute in range(0, 6 * 60, 3):
+        now = begin + 60.0 * minute
+        last, following = last_time([text], now), next_time([text], now)
+        assert last is not None and before <= last <= now < following
+        assert last_time([text], following) == following
+        before = last

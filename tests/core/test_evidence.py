@@ -1,0 +1,266 @@
+"""How often the evidence is wrong and how soon it is right, by simulation with fixed seeds, and numbers by hand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from lightning_proxy.core.evidence import SHARES, Evidence, compare_signs, difference, interval, sign_difference
+
+MARGIN, LEVEL = 0.1, 0.05
+COMPARISONS, LOOKS = 300, 2000
+
+Floats = NDArray[np.float64]
+Pairs = Callable[[np.random.Generator, int, float], Floats]
+
+
+def solved(chance: float) -> Pairs:
+    """Pairs of single rollouts that are solved or not."""
+
+    def draw(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
+        return (rng.random(pairs) < chance - drop) * 1.0 - (rng.random(pairs) < chance)
+
+    return draw
+
+
+def skewed(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
+    """Rewards that are mostly near 0, seldom high."""
+    return np.clip(rng.beta(0.3, 2.7, pairs) - rng.beta(0.3, 2.7, pairs) - drop, -1, 1)
+
+
+def lopsided(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
+    """Nearly always a little better, seldom much worse: 0 on average."""
+    return np.where(rng.random(pairs) < 0.05, -0.855, 0.045) - drop
+
+
+def lucky(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
+    """Nearly always a little worse, seldom much better: 0 on average."""
+    return -lopsided(rng, pairs, 0.0) - drop
+
+
+def groups(rng: np.random.Generator, pairs: int, drop: float) -> Floats:
+    """Four siblings a side, of tasks that the candidate is much better or much worse at."""
+    return of_siblings(rng, pairs, drop).mean(axis=1)
+
+
+def of_siblings(rng: np.random.Generator, tasks: int, drop: float) -> Floats:
+    """The difference of each sibling to one of the other side: (tasks, 4). On average over tasks it is -`drop`."""
+    live, better = rng.uniform(0.45, 0.55, (tasks, 1)), rng.choice((-0.35, 0.35), (tasks, 1))
+    return (rng.random((tasks, 4)) < live + better - drop) * 1.0 - (rng.random((tasks, 4)) < live)
+
+
+SHAPES: dict[str, Pairs] = {
+    "half are solved": solved(0.5),
+    "a fifth is solved": solved(0.2),
+    "a twentieth is solved": solved(0.05),
+    "skewed rewards": skewed,
+    "often a little better, seldom much worse": lopsided,
+    "often a little worse, seldom much better": lucky,
+    "siblings of tasks": groups,
+}
+
+
+def looked_at(pairs: Pairs, drop: float = 0.0, comparisons: int = COMPARISONS, looks: int = LOOKS) -> list[Evidence]:
+    """The evidence of many comparisons, each looked at after every pair."""
+    rng, found = np.random.default_rng(1), []
+    for _ in range(comparisons):
+        evidence = Evidence(MARGIN, LEVEL)
+        evidence.extend(pairs(rng, looks, drop))
+        found.append(evidence)
+    return found
+
+
+def share(times: list[int | None]) -> float:
+    return sum(time is not None for time in times) / len(times)
+
+
+@pytest.mark.parametrize("pairs", SHAPES.values(), ids=SHAPES)
+def test_an_equal_candidate_is_called_worse_in_at_most_a_twentieth_of_comparisons(pairs: Pairs) -> None:
+    assert share([evidence.worse_at for evidence in looked_at(pairs)]) <= LEVEL
+
+
+@pytest.mark.parametrize("pairs", [solved(0.5), solved(0.2), skewed, lopsided, lucky, groups])
+def test_a_drop_of_the_margin_is_called_safe_in_at_most_a_twentieth_of_comparisons(pairs: Pairs) -> None:
+    assert share([evidence.safe_at for evidence in looked_at(pairs, MARGIN)]) <= LEVEL
+
+
+def test_a_z_test_that_is_looked_at_again_and_again_alarms_far_more_often() -> None:
+    rng, alarms, pairs = np.random.default_rng(1), 0, np.arange(1, LOOKS + 1)
+    for _ in range(COMPARISONS):
+        differences = solved(0.5)(rng, LOOKS, 0.0)
+        means = np.cumsum(differences) / pairs
+        spreads = np.sqrt(np.cumsum(differences**2) / pairs - means**2)
+        alarms += bool(np.any((means < -1.645 * spreads / np.sqrt(pairs))[30:]))
+    assert alarms / COMPARISONS > 0.2
+
+
+def test_siblings_of_one_task_that_count_singly_alarm_far_more_often() -> None:
+    singly = looked_at(lambda rng, pairs, drop: of_siblings(rng, pairs // 4, drop).ravel())
+    assert share([evidence.worse_at for evidence in singly]) > 2 * LEVEL
+
+
+def test_pairs_that_count_as_they_end_hide_a_candidate_that_is_slow_to_fail() -> None:
+    """Of 64 pairs at a time, in waves; a failure of the candidate's ends after all others of its wave and the next."""
+    rng, safe = np.random.default_rng(1), {"ended": 0, "began": 0}
+    for _ in range(60):
+        live, candidate = rng.random(640) < 0.5, rng.random(640) < 0.4
+        differences, waves = candidate * 1.0 - live, np.arange(640) // 64
+        as_they_ended = np.argsort(waves + np.where(candidate, 0, 2), kind="stable")
+        for order, pairs in (("ended", differences[as_they_ended]), ("began", differences)):
+            evidence = Evidence(MARGIN, LEVEL)
+            evidence.extend(pairs)
+            safe[order] += evidence.verdict == "safe"
+    assert safe["ended"] > 50 and safe["began"] <= 3
+
+
+def test_drops_and_equal_candidates_are_found_in_a_few_hundred_pairs() -> None:
+    large, small = (looked_at(solved(0.5), drop, 100) for drop in (0.2, 0.1))
+    equal, better = (looked_at(solved(0.5), drop, 100) for drop in (0.0, -0.1))
+    assert {evidence.verdict for evidence in large} == {"worse"}
+    assert 60 < median(evidence.worse_at or LOOKS for evidence in large) < 100
+    assert 250 < median(evidence.worse_at or LOOKS for evidence in small) < 425
+    assert 250 < median(evidence.safe_at or LOOKS for evidence in equal) < 425
+    assert 60 < median(evidence.safe_at or LOOKS for evidence in better) < 100
+
+
+def test_any_of_three_equal_metrics_is_called_worse_in_at_most_a_twentieth_of_comparisons() -> None:
+    rng, alarms = np.random.default_rng(1), 0
+    for _ in range(COMPARISONS):
+        for pairs in (solved(0.5), solved(0.2), skewed):
+            evidence = Evidence(MARGIN, LEVEL, metrics=3)
+            evidence.extend(pairs(rng, 700, 0.0))
+            if evidence.verdict == "worse":
+                alarms += 1
+                break
+    assert alarms / COMPARISONS <= LEVEL
+
+
+def test_the_e_values_are_the_mean_wealth_of_the_bettors() -> None:
+    evidence = Evidence(margin=0.2, level=LEVEL)
+    evidence.extend([-0.5, 0.25])
+    assert evidence.e_drop == pytest.approx(np.mean((1 + 0.5 * SHARES) * (1 - 0.25 * SHARES)))
+    bets = SHARES / (1 - 0.2)
+    assert evidence.e_safe == pytest.approx(np.mean((1 + bets * (-0.5 + 0.2)) * (1 + bets * (0.25 + 0.2))))
+    assert (evidence.pairs, evidence.mean, evidence.verdict) == (2, -0.125, "undecided")
+
+
+def test_pairs_give_the_same_evidence_one_by_one_and_all_at_once() -> None:
+    differences = solved(0.5)(np.random.default_rng(2), 600, 0.1).tolist()
+    singly, at_once = Evidence(MARGIN, LEVEL), Evidence(MARGIN, LEVEL)
+    for value in differences:
+        singly.add(value)
+    at_once.extend(differences[:7])
+    at_once.extend([])
+    at_once.extend(differences[7:])
+    assert singly.worse_at == at_once.worse_at is not None
+    assert (singly.pairs, singly.mean, singly.verdict) == (at_once.pairs, at_once.mean, at_once.verdict)
+    assert (singly.e_drop, singly.e_safe) == pytest.approx((at_once.e_drop, at_once.e_safe))
+
+
+def test_before_the_first_pair_nothing_is_known() -> None:
+    evidence = Evidence(MARGIN, LEVEL)
+    assert (evidence.pairs, evidence.mean, evidence.e_drop, evidence.e_safe) == (0, None, 1.0, 1.0)
+    assert (evidence.verdict, interval([])) == ("undecided", None)
+
+
+def test_the_verdict_that_was_reached_first_stays() -> None:
+    evidence = Evidence(MARGIN, LEVEL)
+    evidence.extend([-1.0] * 20)
+    first = evidence.worse_at
+    evidence.extend([1.0] * 200)
+    assert (evidence.verdict, evidence.worse_at) == ("worse", first)
+    assert evidence.safe_at is not None and evidence.e_drop < 1 / LEVEL < evidence.e_safe
+
+
+def test_a_drop_below_the_margin_is_called_what_is_shown_first_and_worse_if_both_are() -> None:
+    for value, verdict in ((-0.02, "safe"), (-0.08, "worse")):
+        evidence = Evidence(MARGIN, LEVEL)
+        evidence.extend([value] * 400)
+        assert evidence.worse_at is not None and evidence.safe_at is not None
+        assert evidence.verdict == verdict
+    both = Evidence(MARGIN, level=0.99)
+    both.add(-0.05)
+    assert (both.worse_at, both.safe_at, both.verdict) == (1, 1, "worse")
+
+
+def test_of_several_metrics_one_needs_more_to_be_worse_and_as_much_to_be_safe() -> None:
+    alone, shared = Evidence(MARGIN, LEVEL), Evidence(MARGIN, LEVEL, metrics=3)
+    for evidence in (alone, shared):
+        evidence.extend([-1.0] * 8)
+    assert 1 / LEVEL <= alone.e_drop == shared.e_drop < 3 / LEVEL
+    assert (alone.verdict, shared.verdict) == ("worse", "undecided")
+    alone, shared = Evidence(MARGIN, LEVEL), Evidence(MARGIN, LEVEL, metrics=3)
+    for evidence in (alone, shared):
+        evidence.extend([0.5] * 100)
+    assert alone.safe_at == shared.safe_at is not None
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.0, 1.0])
+def test_a_hundred_thousand_pairs_overflow_nothing(value: float) -> None:
+    evidence = Evidence(MARGIN, LEVEL)
+    evidence.extend([value] * 100_000)
+    assert math.isfinite(evidence.e_drop) and math.isfinite(evidence.e_safe)
+    assert evidence.verdict == ("worse" if value < 0 else "safe")
+
+
+@pytest.mark.parametrize("value", [1.5, -1.01, math.nan, math.inf])
+def test_a_difference_outside_its_range_is_refused_with_all_that_came_with_it(value: float) -> None:
+    evidence = Evidence(MARGIN, LEVEL)
+    with pytest.raises(ValueError, match="not between -1 and 1"):
+        evidence.extend([0.5, value])
+    assert (evidence.pairs, evidence.e_drop) == (0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("margin", "level", "metrics"), [(0.0, 0.05, 1), (1.0, 0.05, 1), (0.1, 0.0, 1), (0.1, 0.05, 0)]
+)
+def test_margins_and_levels_that_mean_nothing_are_refused(margin: float, level: float, metrics: int) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Evidence(margin, level, metrics)
+
+
+def test_siblings_are_one_difference_of_two_means_by_the_range() -> None:
+    assert difference([1.0, 0.0, 1.0, 1.0], [0.0, 1.0], 0.0, 1.0) == 0.25
+    assert difference([5.0], [-5.0], -10.0, 10.0) == 0.5
+    assert difference([7.0, -3.0], [0.0], 0.0, 1.0) == 0.5  # as 1 and 0
+    assert difference([0.1] * 3, [0.1] * 7, 0.0, 0.1) == pytest.approx(0.0)
+    assert difference([1.5e308, -1.5e308], [-1.5e308], -1.5e308, 1.5e308) == 0.5
+    for candidate, live, high in (([], [1.0], 1.0), ([1.0], [], 1.0), ([1.0], [1.0], 0.0)):
+        with pytest.raises(ValueError, match="values to compare"):
+            difference(candidate, live, 0.0, high)
+
+
+def test_values_without_bounds_are_compared_by_their_order() -> None:
+    assert [compare_signs(*pair) for pair in ((2.0, 1.0), (1.0, 1.0), (1.0, math.inf))] == [1, 0, -1]
+    assert sign_difference([3.0, 900.0], [1.0, 3.0, 5.0]) == (1 + 0 - 1 + 3) / 6
+    with pytest.raises(ValueError, match="1 and 0 values"):
+        sign_difference([1.0], [])
+
+
+def test_the_interval_excludes_what_the_verdict_does() -> None:
+    for drop, metrics in ((0.1, 1), (0.1, 3), (0.0, 1)):
+        evidence, seen = Evidence(MARGIN, LEVEL, metrics), solved(0.5)(np.random.default_rng(3), LOOKS, drop)
+        evidence.extend(seen)
+        at = evidence.safe_at if drop == 0 else evidence.worse_at
+        assert at is not None
+        before, then = (interval(seen[:pairs], LEVEL, metrics) for pairs in (at - 1, at))
+        assert before is not None and then is not None
+        if drop:
+            assert before.high >= 0 > then.high
+        else:
+            assert before.low <= -MARGIN < then.low
+
+
+def test_the_interval_holds_the_true_difference_and_gets_narrow() -> None:
+    rng, missed = np.random.default_rng(4), 0
+    for _ in range(100):
+        seen = lopsided(rng, 500, 0.02)
+        found = [interval(seen[:pairs]) for pairs in (1, 20, 100, 500)]
+        missed += not all(each is not None and each.low <= -0.02 <= each.high for each in found)
+        assert found[-1] is not None and found[-1].high - found[-1].low < 0.2
+    assert missed <= 10

@@ -1,0 +1,109 @@
+"""JSON text comes back as it was: numbers of any size and length, lone surrogates, deep nesting."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from decimal import Decimal
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_proxy.core.json_text import (
+    Number,
+    dumps,
+    dumps_readable,
+    encode,
+    encode_as_vllm,
+    encode_in_turns,
+    loads,
+    loads_in_turns,
+)
+from lightning_proxy.store.requests.delta import grow_request, shrink_request
+from support.fuzzing import examples
+
+NUMBERS = [
+    "0", "-0.0", "1", "1.0", "1e5", "-1.5E+3", "18446744073709551615", "18446744073709551616", "-9223372036854775809",
+    "123456789012345678901234567890", "0.1234567890123456789", "3.14159265358979323846264338327950288",
+    "-123456789.12345678901234567890",
+    "9007199254740993.0", "1e400", "-1E400", "1e-400", "5e-324",
+    "1.7976931348623159e308",
+    "123456789012345678901234567890.5e-10", "9" * 5000, "0." + "1" * 5000, "1e999999999999999999999999",
+    "0e99999999999999999",
+]  # fmt: skip
+
+
+def exactly(text: str | bytes) -> Any:
+    """The value with every number as it is written."""
+    return json.loads(text, parse_int=lambda digits: ("whole", Decimal(digits)), parse_float=_decimal)
+
+
+def _decimal(digits: str) -> Any:
+    try:
+        return "fraction", Decimal(digits)
+    except ArithmeticError:
+        return "fraction", digits
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda text: text[:30])
+@pytest.mark.parametrize(
+    "around", ["%s", "[%s]", '{"a": %s}', '{"a":[1,%s,2.5],"logprob":-0.12345678901234566}', '{"\\ud800":%s}']
+)
+def test_a_number_is_written_as_it_was_read(number: str, around: str) -> None:
+    text = around % number
+    for value in (loads(text), loads(text.encode()), loads_in_turns(text)):
+        assert exactly(dumps(value)) == exactly(text)
+        assert exactly(encode_as_vllm(value)) == exactly(text)
+        if isinstance(value, dict):
+            assert exactly(encode_in_turns(value)) == exactly(text)
+
+
+JSON_NUMBERS = st.from_regex(r"\A-?(0|[1-9][0-9]{0,30})(\.[0-9]{1,30})?([eE][+-]?[0-9]{1,3})?\Z")
+
+
+@examples(500)
+@given(st.lists(JSON_NUMBERS, min_size=1, max_size=5), st.lists(st.floats(-30, 0), max_size=3))
+def test_numbers_beside_logprobs_are_written_as_they_were_read(numbers: list[str], logprobs: list[float]) -> None:
+    tokens = ",".join(f'{{"logprob":{logprob!r}}}' for logprob in logprobs)
+    text = f'{{"id":"3e-123","numbers":[{",".join(numbers)}],"content":[{tokens}]}}'
+    assert exactly(dumps(loads(text))) == exactly(text)
+
+
+def test_what_a_float_holds_is_a_float() -> None:
+    assert {type(value) for value in loads("[1.5, 0.1, 1e5, -0.0, 0.12345678901234566, 1e-300]")} == {float}
+    assert {type(value) for value in loads("[1, 18446744073709551616]")} == {int}
+    assert {type(value) for value in loads("[1e400, 0.1234567890123456789]")} == {Number}
+    assert {type(loads(" " * shift + "9.973508576640863")) for shift in range(4)} == {Number}
+
+
+def test_a_long_number_is_a_float_for_all_who_calculate() -> None:
+    number = loads("0.1234567890123456789")
+    assert number == 0.1234567890123456789
+    assert [copy.deepcopy(number).text, pickle.loads(pickle.dumps(number)).text] == ["0.1234567890123456789"] * 2
+
+
+def test_log_probabilities_of_vllm_are_read_at_orjsons_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_proxy.core.json_text.loads_in_turns", None)
+    text = orjson.dumps({"content": [{"token": "a", "logprob": -0.12345678901234567, "bytes": [97]}] * 9})
+    assert loads(text) == orjson.loads(text)
+    loads(b'{"choices":[{"logprobs":{"token_logprobs":[-0.12345678901234567]}}]}')
+
+
+def test_requests_that_differ_in_the_last_digit_are_not_the_same() -> None:
+    first, second = loads('{"x":0.12345678901234567890,"y":1e400}'), loads('{"x":0.12345678901234567891,"y":1e401}')
+    stored = loads(dumps(shrink_request(second, first)))
+    assert dumps(grow_request(stored, first)) == '{"x":0.12345678901234567891,"y":1e401}'
+
+
+def test_what_is_nested_too_deeply_for_orjson_is_written() -> None:
+    text = "[" * 400 + "1" + "]" * 400
+    assert encode(loads(text)) == text.encode()
+
+
+def test_text_for_people_has_blanks_between_its_parts() -> None:
+    value = loads('{"a":[1,{"b":1e400}],"é":"\\u0000","c":{},"d":[],"e":null}')
+    assert dumps_readable(value) == '{"a": [1, {"b": 1e400}], "é": "\\u0000", "c": {}, "d": [], "e": null}'

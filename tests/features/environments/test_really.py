@@ -1,0 +1,160 @@
+"""The real packages, installed as a user does it, against a real proxy and a played vLLM."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import runpy
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from lightning_proxy.core.tokens import ONLY_RECORDED
+from support.command_line import lightning
+from tests.conftest import System
+
+TASKSET = Path(__file__).parents[3] / "examples" / "taskset"
+# Votes for, kills, protects and looks at somebody of those whom the game names.
+VOTES = r"""
+import random, re
+
+def play(seen, player, rng):
+    asked = [line for line in seen.splitlines() if "Valid" in line or "choose one player" in line]
+    options = re.findall(r"\[(\d+)\]", asked[-1]) if asked else []
+    return f"[{rng.choice(options)}]" if options else "I am a villager."
+"""
+Running = Callable[..., AbstractAsyncContextManager[System]]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Installs a kind into an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def install(kind: str, *more: str) -> None:
+        done = lightning("environments", kind, "--install", *more)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith(f"installing into .venv-environments/{kind}, with their dependencies: ")
+
+    return install
+
+
+async def test_questions_of_reasoning_gym(running: Running, tmp_path: Path, installed: Callable[..., None]) -> None:
+    installed("reasoning_gym")
+    assert len(lightning("environments", "reasoning_gym").stdout.splitlines()) == 106
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        numbers = body["messages"][-1]["content"].partition(": ")[2].partition(".")[0]
+        return {"role": "assistant", "content": f"<answer>{gcd(*map(int, numbers.split(', ')))}</answer>"}
+
+    async with running(tmp_path) as system:
+        system.vllm.answer = answer
+        options = ("--environment", "reasoning_gym:gcd", "--environment-args", '{"tasks": 4, "max_value": 20}')
+        code, out, err = await system.lightning("eval", *options, "--json")
+    assert (code, code or json.loads(out)["rows"][0]["mean_reward"]) == (0, 1.0), err
+
+
+async def test_a_game_of_textarena(running: Running, tmp_path: Path, installed: Callable[..., None]) -> None:
+    """Who takes the first free cell loses or wins, and never makes an invalid move."""
+    installed("textarena")
+    assert len(lightning("environments", "textarena").stdout.splitlines()) == 712
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        free = body["messages"][-1]["content"].rpartition("Available Moves: ")[2]
+        return {"role": "assistant", "content": free.split(", ")[0].strip("' \n")}
+
+    async with running(tmp_path) as system:
+        system.vllm.answer = answer
+        options = ("--environment", "textarena:TicTacToe-v0", "--environment-args", '{"tasks": 4}')
+        code, out, err = await system.lightning("eval", *options, "--json")
+        assert code == 0, err
+        assert -1 < json.loads(out)["rows"][0]["mean_reward"] < 1
+        _, page = await system.call("GET", "/rollouts")
+        for listed in page["data"]:
+            _, rollout = await system.call("GET", f"/rollouts/{listed['rollout_id']}")
+            rewards = {one["name"]: one["reward"] for one in rollout["rewards"]}
+            assert (rewards["invalid_move"], rewards["turn_count"] >= 3) == (0.0, True)
+            assert sum(reward for name, reward in rewards.items() if name[:-1] in ("player-", "opponent-")) == 0
+        (tmp_path / "votes.py").write_text(VOTES)
+        votes = runpy.run_path(str(tmp_path / "votes.py"))["play"]
+        system.vllm.answer = lambda body: {
+            "role": "assistant",
+            "content": votes(body["messages"][-1]["content"], 0, random.Random(0)),
+        }
+        given = json.dumps({"tasks": 6, "opponent": "votes.py:play"})
+        options = ("--environment", "textarena:SecretMafia-v0", "--environment-args", given)
+        code, out, err = await system.lightning("eval", *options, "--json")
+        assert code == 0, err
+        (row,) = json.loads(out)["rows"]
+        assert (row["failed"], row["without_reward"]) == (0, 0)
+        assert {name for name in row["by_name"] if name.startswith("player-")} == {f"player-{n}" for n in range(6)}
+    done = lightning("run", "--environment", "textarena:Hangman-v0")
+    assert "this game wants NLTK's words, and nothing is fetched here; do it by `" in done.stderr
+
+
+async def test_a_taskset_of_verifiers_with_tools(
+    running: Running, tmp_path: Path, installed: Callable[..., None]
+) -> None:
+    shutil.copytree(TASKSET, tmp_path / "taskset")
+    installed("verifiers", "--with", str(tmp_path / "taskset"))
+    listed = lightning("environments", "verifiers").stdout
+    assert " ".join(listed.splitlines()[-1].split()) == "word-problems Word problems with a calculator"
+
+    def answer(body: dict[str, Any]) -> dict[str, Any]:
+        first, last = body["messages"][0]["content"], body["messages"][-1]
+        if "###DONE###" in first:  # the played user
+            (question,) = re.findall(r".+ has .+\?|.+ buys .+\?", first)
+            return {"role": "assistant", "content": "###DONE###" if last["content"].isdigit() else question}
+        if last["role"] == "tool":
+            return {"role": "assistant", "content": last["content"]}
+        given = json.dumps({"expression": expression(last["content"])})
+        call = {"id": "c1", "type": "function", "function": {"name": "calculator", "arguments": given}}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+    async def streamed(request: web.Request) -> web.Response:
+        message = answer(await request.json())
+        calls = [{"index": 0, **call} for call in message.get("tool_calls", [])]
+        delta = message | ({"tool_calls": calls} if calls else {})
+        ends = [(delta, None), ({}, "tool_calls" if calls else "stop")]
+        chunk = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "base"}
+        chunks = [{**chunk, "choices": [{"index": 0, "delta": d, "finish_reason": end}]} for d, end in ends]
+        lines = [*map(json.dumps, chunks), "[DONE]"]
+        text = "".join(f"data: {line}\n\n" for line in lines)
+        return web.Response(text=text, content_type="text/event-stream")
+
+    async with running(tmp_path) as system:
+        system.vllm.odd = streamed
+        options = ("--environment", "verifiers:word-problems", "--environment-args", '{"tasks": 2}')
+        code, out, err = await system.lightning("run", *options, "--mode", "eval", "--json")
+        assert (code, code or json.loads(out)["mean_reward"]) == (0, 1.0), err
+        _, page = await system.call("GET", "/rollouts")
+        _, rollout = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
+        code, _, err = await system.lightning(
+            "run", *options[:3], '{"tasks": 1, "env": {"id": "user-sim"}}', "--mode", "eval"
+        )
+        assert code == 0, err
+        _, page = await system.call("GET", "/rollouts")
+        _, played = await system.call("GET", f"/rollouts/{page['data'][0]['rollout_id']}")
+    assert [call["agent"] for call in rollout["calls"]] == ["agent", "agent"]
+    rewards = {one["name"]: one["reward"] for one in rollout["rewards"]}
+    assert rewards == {"agent.turns": 2.0, "agent.right": 1.0, "reward": 1.0}
+    assert {(call["agent"], call["untrainable_reason"] == ONLY_RECORDED) for call in played["calls"]} == {
+        ("assistant", False),
+        ("user", True),
+    }
+    assert played["reward"] == 1.0
+
+
+def expression(problem: str) -> str:
+    x, y, z = re.findall(r"\d+", problem)
+    if "gives" in problem:
+        return f"{x} + {y} - {z}"
+    return f"{x} * {y} + {z}" if "boxes" in problem else f"{x} + {y} * {z}"

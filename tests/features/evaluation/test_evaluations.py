@@ -1,0 +1,192 @@
+"""Which version is the best, by which one number, and what a promotion of `best` makes live."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.records import Reward, RolloutName
+from lightning_proxy.features.evaluation.evaluations import Evaluations, HeldOut
+from lightning_proxy.features.promotion.promotions import Promotions
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
+from support.stores import store_url
+
+NUMBERS = count()
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+@pytest.fixture
+async def store(tmp_path: Path) -> AsyncIterator[Store]:
+    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
+        yield Store(database)
+
+
+async def published(store: Store, count: int) -> None:
+    for step in range(1, count + 1):
+        version = await store.versions.new("lora", step, {})
+        await store.versions.saved(version, f"/v{version}", f"policy-v{version}")
+        await store.versions.set_live(version)
+
+
+async def evaluated(store: Store, version: int, reward: float) -> None:
+    evaluations = Evaluations(store)
+    await evaluations.begin(version, version)
+    found = HeldOut(version, version, 0.0, reward=reward, low=reward - 0.1, high=reward + 0.1, tasks=1, rollouts=4)
+    await evaluations.ended(found, {"t": reward})
+
+
+async def rewarded(store: Store, version: int, *rewards: float, mode: Any = "train", n: int = 4) -> None:
+    """`n` rollouts of each of some tasks, with the rewards of the tasks."""
+    for task, reward in enumerate(rewards):
+        names = [RolloutName(f"{mode}-{next(NUMBERS)}", f"t{task}", mode=mode) for _ in range(n)]
+        await store.rollouts.open([(name, f"hash of {name.rollout_id}") for name in names], {}, policy_version=version)
+        await store.rewards.post([Reward(name.rollout_id, reward) for name in names])
+
+
+async def best_of(store: Store) -> tuple[int, str] | None:
+    best = await Evaluations(store).best()
+    return None if best is None else (best.version, best.judged)
+
+
+async def test_the_best_by_rewards_is_the_newest_that_is_not_clearly_worse(store: Store) -> None:
+    await published(store, 7)
+    assert await best_of(store) is None
+    for version in range(1, 7):
+        await rewarded(store, version, *(version / 10 + task / 20 for task in range(4)))
+    assert await best_of(store) == (6, "reward")
+    await rewarded(store, 7, 0.9, n=2)
+    assert await best_of(store) == (6, "reward"), "too few rollouts to tell"
+    await rewarded(store, 7, *[0.0] * 8)
+    assert await best_of(store) == (6, "reward"), "it collapsed"
+    await store.versions.failed(6, "it does not verify")
+    assert await best_of(store) == (5, "reward")
+
+
+async def test_a_version_that_no_agent_got_for_certain_is_not_the_best(store: Store) -> None:
+    await published(store, 1)
+    for step in (2, 3):
+        version = await store.versions.new("merged", step, {})
+        await store.versions.saved(version, f"/v{version}", None)
+    for version in range(4):
+        await rewarded(store, version, *[version / 10] * 3)
+    await Promotions(store.database).wait(2, 2)  # a gate has not let it through
+    assert await best_of(store) == (1, "reward")
+    await store.versions.set_live(3)
+    assert await best_of(store) == (3, "reward")
+    await store.versions.set_live(1)  # by hand, before its weights were seen to be served
+    assert await best_of(store) == (1, "reward")
+
+
+async def test_held_out_rewards_count_first_whoever_made_them(store: Store) -> None:
+    evaluations = Evaluations(store)
+    await published(store, 5)
+    for version in range(6):
+        await rewarded(store, version, *[version / 5] * 4)
+    await evaluated(store, 1, 0.4)
+    await evaluated(store, 3, 0.3)
+    best = await evaluations.best()
+    assert best is not None and (best.version, best.judged) == (1, "evaluation")
+    assert best.story == "version 1: held-out reward 0.400 (0.300 to 0.500)"
+    assert await evaluations.first() == (1, {"t": 0.4})
+    await rewarded(store, 2, 0.4, 0.6, mode="eval")  # as `lightning-proxy eval` records them
+    assert await best_of(store) == (2, "evaluation")
+    name = RolloutName("begun", "t0", mode="eval")
+    await store.rollouts.open([(name, "hash")], {}, policy_version=2)
+    assert (await best_of(store), await evaluations.under_way()) == ((1, "evaluation"), {2}), "it is evaluated again"
+    await store.rollouts.end("begun", "failed", None)
+    best = await evaluations.best()
+    assert best is not None and (best.version, best.reward) == (2, (4 * 0.4 / 5 + 0.6) / 2), "a failed program earns 0"
+    await store.versions.forget_files(2)
+    assert await best_of(store) == (1, "evaluation")
+
+
+async def test_a_version_has_one_reward_wherever_it_is_shown(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        for _ in range(2):
+            await store.versions.verified(await system.earlier_version(store, tmp_path))
+        for version, rewards in ((0, (0.1, 0.3)), (1, (0.2, 0.5)), (2, (0.4, 0.9))):
+            await rewarded(store, version, *rewards)
+            await rewarded(store, version, rewards[0] / 2, n=4 + version, mode="eval")
+        names = [RolloutName(f"more-{i}", "t1") for i in range(8)]  # one task has thrice as many rollouts
+        await store.rollouts.open([(name, f"hash of {name.rollout_id}") for name in names], {}, policy_version=2)
+        await store.rewards.post([Reward(name.rollout_id, 0.9) for name in names])
+        _, versions = await system.call("GET", "/policy/versions")
+        (first, last) = (versions["data"][n]["rewards"]["train"]["mean"] for n in (1, 2))
+        assert (first, last) == (pytest.approx(0.35), pytest.approx(0.65))
+        _, found = await system.call("GET", "/policy/compare?a=1&b=2&mode=train")
+        assert (found["mean_a"], found["mean_b"]) == (first, last)
+        _, out, _ = await system.lightning("policy", "list")
+        told = [line.split() for line in out.splitlines()]
+        assert [line[-6:-4] for line in told if line[:1] in (["1"], ["2"])] == [["0.350", "0.100"], ["0.650", "0.200"]]
+        _, policy = await system.call("GET", "/policy")
+        assert (policy["best"]["version"], policy["best"]["reward"]) == (2, pytest.approx(0.2))
+        assert [one["best"] for one in versions["data"]] == [False, False, True]
+        assert versions["data"][2]["rewards"]["eval"] == {"mean": pytest.approx(0.2), "rollouts": 6}
+        _, out, _ = await system.lightning("status")
+        assert "version 2: held-out reward 0.200" in out
+
+
+async def test_an_own_keys_rewards_make_no_version_the_best(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, publish="lora") as system, system.store() as store:
+        for _ in range(2):
+            await store.versions.verified(await system.earlier_version(store, tmp_path))
+        await rewarded(store, 1, *[0.8] * 4)
+        own, plain = await system.key("own", scope="own"), await system.key("plain")
+
+        async def given(key: dict[str, str], mode: str, rewards: list[float], version: int = 2) -> list[str]:
+            body = {"task_id": "t", "n": len(rewards), "mode": mode, "policy_version": version}
+            status, opened = await system.call("POST", "/rollouts", body, **key)
+            assert status == 200, opened
+            ids = [one["rollout_id"] for one in opened]
+            bodies = [{"rollout_id": one, "reward": value} for one, value in zip(ids, rewards, strict=True)]
+            assert (await system.call("POST", "/reward", bodies, **key))[0] == 200
+            return ids
+
+        async def shown(**key: str) -> tuple[Any, Any]:
+            best = (await system.call("GET", "/policy", **plain))[1]["best"]
+            _, versions = await system.call("GET", "/policy/versions", **(key or plain))
+            return best and best["version"], versions["data"][2]["rewards"]
+
+        await given(own, "train", [9.0] * 10)
+        await given(own, "eval", [9.0] * 10)
+        assert (await system.call("POST", "/rollouts", {"mode": "eval", "policy_version": 1}, **own))[0] == 200
+        assert await shown() == (1, {})
+        assert (await shown(**own))[1]["train"] == {"mean": 9.0, "rollouts": 10}
+        await given(plain, "train", [0.9] * 10)
+        assert await shown() == (2, {"train": {"mean": pytest.approx(0.9), "rollouts": 10}})
+        judge = await system.key("judge", evaluator=True)
+        ids = await given(judge, "train", [0.1] * 10)
+        again = [{"rollout_id": one, "reward": 5.0} for one in ids]
+        assert (await system.call("POST", "/reward", again, **plain))[0] == 200
+        assert await shown() == (1, {"train": {"mean": pytest.approx(0.1), "rollouts": 10}})
+
+
+async def test_the_best_version_is_named_and_promoted(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, system.store() as store:
+        code, _, err = await system.lightning("policy", "promote", "best")
+        assert (code, err.count("\n")) == (1, 1) and "none that can be served has a reward" in err
+        for _ in range(3):
+            await store.versions.verified(await system.earlier_version(store, tmp_path))
+        await evaluated(store, 2, 0.71)
+        await Evaluations(store).begin(3, 3)
+        _, policy = await system.call("GET", "/policy")
+        assert (policy["best"]["version"], policy["evaluation"]["version"]) == (2, 3)
+        _, out, _ = await system.lightning("policy", "list")
+        told = {line.split()[0]: line for line in out.splitlines() if line}
+        assert "held out" in told["version"] and "0.710" in told["2"] and "begun" in told["3"], out
+        assert "the best is version 2: held-out reward 0.710 (0.610 to 0.810)" in out
+        _, out, _ = await system.lightning("policy", "list", "--json")
+        assert [v["best"] for v in json.loads(out)["data"]] == [False, False, True, False]
+        _, out, _ = await system.lightning("status")
+        assert "version 2: held-out reward 0.710" in out and "version 3 is under way" in out
+        assert await system.lightning("policy", "promote", "best") == (0, "policy version 2 is live\n", "")
+        code, _, err = await system.lightning("policy", "promote", "worst")
+        assert (code, err.count("\n")) == (2, 1)

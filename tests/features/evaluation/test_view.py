@@ -1,0 +1,59 @@
+"""The page's view of evaluations in a real browser: each version's result, the best one, the curve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from playwright.async_api import expect
+
+from lightning_proxy.features.evaluation.evaluations import Evaluations, HeldOut
+from support.browser import browsing, needs_browser
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+HOSTILE = "<img src=x onerror=window.hurt=1>"
+RESULTS = [(0.30, None), (0.42, 0.12), (0.58, 0.28)]
+
+
+async def evaluated(system: Any, directory: Path) -> None:
+    """The base model and two versions with results, and one whose evaluation failed."""
+    async with system.store() as store:
+        evaluations = Evaluations(store)
+        for step in (1, 2, 3):
+            version = await store.versions.new("merged", step, {})
+            (directory / f"v{version}").mkdir(exist_ok=True)
+            await store.versions.saved(version, str(directory / f"v{version}"), "base")
+            await store.versions.set_live(version, step, verified=True)
+        for version, (reward, above) in enumerate(RESULTS):
+            found = HeldOut(version, version, 0.0, None, None, reward, reward - 0.06, reward + 0.06)
+            if above is not None:
+                found = HeldOut(
+                    version, version, 0.0, None, None, reward, reward - 0.06, reward + 0.06, above, above - 0.05,
+                    above + 0.05, 40, 80, 2,
+                )  # fmt: skip
+            await evaluations.begin(version, version)
+            await evaluations.ended(found, {})
+        await evaluations.begin(3, 3)
+        await evaluations.failed(3, HOSTILE)
+
+
+@needs_browser
+async def test_each_version_is_seen_with_its_interval_and_the_best_is_named(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, browsing(f"{system.url}/#/evaluations") as (page, wrong):
+        await expect(page.locator(".empty")).to_contain_text(
+            "lightning-proxy eval are in its report; those of trainer.eval"
+        )
+        await evaluated(system, tmp_path)
+        await page.reload()
+        row = page.get_by_role("row", name="version 2 best")
+        for shown in ("0.58", "0.52 to 0.64", "+0.28 +0.23 to +0.33", "40", "2 of 80"):
+            await expect(row).to_contain_text(shown)
+        await expect(page.get_by_role("row", name="version 3")).to_contain_text(HOSTILE)
+        await expect(page.locator(".stat", has_text="best version")).to_contain_text("by held-out tasks")
+        await expect(page.get_by_label("Held-out reward by version, 3 versions. Last: reward 0.58.")).to_be_visible()
+        await row.get_by_role("link", name="version 2").click()
+        await expect(page).to_have_url(f"{system.url}/#/rollouts?mode=eval&version=2")
+        assert await page.locator("main img").count() == 0 and await page.evaluate("window.hurt") is None
+        assert (wrong.seen, wrong.refused) == ([], [])

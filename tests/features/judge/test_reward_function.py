@@ -1,0 +1,330 @@
+"""A user's function gives every completed rollout its reward: real processes, a real proxy, a real store."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import yaml
+
+from lightning_proxy.core.records import Event, Reward
+from lightning_proxy.features.judge.table import Spoken
+from lightning_proxy.store.events import Events
+from lightning_proxy.trainer.collect.collector import Collector
+from support.command_line import lightning
+from support.paths import ROOT
+from support.sections import TrainerConfig
+from support.served import Client, proxy_in_front
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+Logged = pytest.LogCaptureFixture
+
+
+def written(directory: Path, body: str, name: str = "reward") -> str:
+    """A file with a function of this body; returns it as `rewards.function` names it."""
+    file = directory / "scoring.py"
+    lines = "\n".join(f"    {line}" for line in body.splitlines())
+    file.write_text(f"import os\nimport time\n\n\ndef {name}(rollout):\n{lines}\n")
+    return f"{file}:{name}"
+
+
+async def until(found: Callable[[], Awaitable[Any]]) -> Any:
+    for _ in range(300):
+        if value := await found():
+            return value
+        await asyncio.sleep(0.05)
+    pytest.fail("it did not come")
+
+
+async def completed(system: Any, rollout_id: str, **headers: str) -> None:
+    """A rollout with one call, ended without a reward."""
+    assert (await system.chat(rollout_id, **headers))[0] == 200
+    assert (await system.call("POST", f"/rollouts/{rollout_id}/end", {"status": "completed"}))[0] == 200
+
+
+async def scored(system: Any, rollout_id: str) -> list[dict[str, Any]]:
+    """The rollout's rewards, once the function was asked."""
+    async with system.store() as store:
+
+        async def asked() -> bool:
+            return not await store.endings.await_still([rollout_id])
+
+        await until(asked)
+    rewards: list[dict[str, Any]] = (await system.call("GET", f"/rollouts/{rollout_id}"))[1]["rewards"]
+    return rewards
+
+
+async def test_a_completed_rollout_gets_what_the_function_returns(running: Running, tmp_path: Path) -> None:
+    body = "return len(rollout['calls']) + len(rollout['calls'][0]['response']['choices'][0]['message']['content'])"
+    function = written(tmp_path, body)
+    async with running(tmp_path, rewards={"function": function}) as system:
+        system.vllm.answer = lambda _: {"role": "assistant", "content": "four"}
+        await completed(system, "r")
+        (reward,) = await scored(system, "r")
+        assert (reward["name"], reward["reward"], reward["call_id"]) == ("reward", 5.0, None)
+        assert re.fullmatch("function:reward@[0-9a-f]{12}", reward["source"])
+        assert (await system.call("GET", "/rollouts/r"))[1]["reward"] == 5.0
+
+
+async def test_a_reader_sees_the_reward_of_a_rollout_that_awaits_none(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The function's answer comes between two reads of one `GET /rollouts/{id}`."""
+    reads = Events.of
+
+    async def of(events: Events, rollout_id: str) -> list[Event]:
+        async with system.store() as store:
+            await Spoken(store.database, ["reward"]).record("reward", {rollout_id: [Reward(rollout_id, 0.5)]})
+        return await reads(events, rollout_id)
+
+    async def asked() -> bool:
+        return (tmp_path / "asked").exists()
+
+    function = written(tmp_path, f"open({str(tmp_path / 'asked')!r}, 'w').close()\ntime.sleep(60)")
+    async with running(tmp_path, rewards={"function": function}) as system:
+        await completed(system, "r")
+        await until(asked)
+        with monkeypatch.context() as patched:
+            patched.setattr(Events, "of", of)
+            during = (await system.call("GET", "/rollouts/r"))[1]
+        after = (await system.call("GET", "/rollouts/r"))[1]
+    assert [(seen["awaits_reward"], len(seen["rewards"])) for seen in (during, after)] == [(True, 0), (False, 1)]
+
+
+async def test_a_dict_is_rewards_of_several_names_and_none_is_no_reward(running: Running, tmp_path: Path) -> None:
+    body = "return {'reward': True, 'short': 0.5} if rollout['rollout_id'] == 'r' else None"
+    async with running(tmp_path, rewards={"function": written(tmp_path, body)}) as system:
+        await completed(system, "r")
+        await completed(system, "s")
+        assert {(r["name"], r["reward"]) for r in await scored(system, "r")} == {("reward", 1.0), ("short", 0.5)}
+        assert await scored(system, "s") == []
+
+
+@pytest.mark.parametrize("value", ["True", "numpy.bool_(True)", "numpy.float32(1)", "numpy.array(1) == 1"])
+async def test_true_counts_as_one_whichever_library_says_it(running: Running, tmp_path: Path, value: str) -> None:
+    body = f"import numpy\nreturn {value}"
+    async with running(tmp_path, rewards={"function": written(tmp_path, body)}) as system:
+        await completed(system, "r")
+        assert [r["reward"] for r in await scored(system, "r")] == [1.0]
+
+
+async def test_a_function_may_be_asynchronous(running: Running, tmp_path: Path) -> None:
+    file = tmp_path / "scoring.py"
+    file.write_text("import asyncio\n\nasync def reward(rollout):\n    await asyncio.sleep(0)\n    return 0.25\n")
+    async with running(tmp_path, rewards={"function": f"{file}:reward"}) as system:
+        await completed(system, "r")
+        assert [r["reward"] for r in await scored(system, "r")] == [0.25]
+
+
+async def test_failed_and_discarded_rollouts_are_not_asked_about(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, rewards={"function": written(tmp_path, "return 1.0")}) as system:
+        for status in ("failed", "discarded"):
+            await system.chat(status)
+            assert (await system.call("POST", f"/rollouts/{status}/end", {"status": status}))[0] == 200
+        await completed(system, "r")
+        assert len(await scored(system, "r")) == 1
+        assert await scored(system, "failed") == await scored(system, "discarded") == []
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return 1 / 0", "ZeroDivisionError: division by zero (scoring.py:6)"),
+        ("raise SystemExit(3)", "SystemExit: 3 (scoring.py:6)"),
+        ("os._exit(7)", "its process ended (exit code 7)"),
+        ("time.sleep(60)", "no answer within 0.5 s"),
+        ("return 'much'", "'much' is no reward: a finite number, a dict of numbers or None is needed"),
+        ("return float('nan')", "nan is no reward"),
+        ("return {1: 0.5}", "1 is no name of a reward"),
+        ("return {'style': 1.0, 'reward': -1e300}", "reward: -1e+300 is outside of rewards.range, -10000 to 10000"),
+    ],
+)
+async def test_a_fault_of_the_function_is_a_line_in_the_log_and_no_reward(
+    running: Running, tmp_path: Path, caplog: Logged, body: str, said: str
+) -> None:
+    body = f"if rollout['rollout_id'] == 'good':\n    return 1.0\n{body}"
+    said = said.replace(":6)", ":8)")
+    async with running(tmp_path, rewards={"function": written(tmp_path, body), "timeout_s": 0.5}) as system:
+        await completed(system, "bad")
+        assert await scored(system, "bad") == []
+        await completed(system, "good")
+        assert [r["reward"] for r in await scored(system, "good")] == [1.0]
+    (line,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING and "rewards." in r.getMessage()]
+    assert line.startswith("rewards.function: no reward for rollout bad: ") and said in line and "\n" not in line
+
+
+@pytest.mark.parametrize("how", ["late", "proxy ends"])
+async def test_what_the_function_starts_ends_with_it_and_sees_none_of_our_keys(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Also in a session of its own, whose parent has ended."""
+    monkeypatch.setenv("LIGHTNING_PROXY__ADMIN_KEYS", "[SECRET-SECRET-SECRET]")
+    pid, waits = tmp_path / "pid", "time.sleep(60)\n" if how == "late" else ""
+    body = f"os.system('setsid sleep 1000 >/dev/null 2>&1 & echo $! > {pid}')\n{waits}"
+    body += "return float('SECRET' in str(os.environ))"
+    async with running(tmp_path, rewards={"function": written(tmp_path, body), "timeout_s": 3}) as system:
+        await completed(system, "r")
+        assert [r["reward"] for r in await scored(system, "r")] == ([] if how == "late" else [0.0])
+        if how == "late":
+            await until(gone(pid))
+    await until(gone(pid))
+
+
+def gone(pid: Path) -> Callable[[], Awaitable[bool]]:
+    async def is_gone() -> bool:
+        status = Path("/proc", pid.read_text().strip(), "status")
+        return not status.exists() or "\nState:\tZ" in status.read_text()
+
+    return is_gone
+
+
+async def test_what_the_function_prints_is_not_taken_for_its_answer(running: Running, tmp_path: Path) -> None:
+    function = written(tmp_path, "print('{\"values\": {}}', flush=True)\nreturn 1.0")
+    async with running(tmp_path, rewards={"function": function}) as system:
+        await completed(system, "r")
+        assert [r["reward"] for r in await scored(system, "r")] == [1.0]
+
+
+async def test_a_changed_file_is_another_version_and_a_broken_one_is_waited_for(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Logged
+) -> None:
+    monkeypatch.setattr("lightning_proxy.features.judge.scoring.RETRY_S", 0.05)
+    async with running(tmp_path, rewards={"function": written(tmp_path, "return 1.0")}) as system:
+        await completed(system, "r1")
+        (first,) = await scored(system, "r1")
+        written(tmp_path, "return (")
+        await completed(system, "r2")
+
+        async def told() -> bool:
+            return "SyntaxError" in caplog.text
+
+        await until(told)
+        written(tmp_path, "return 2.25")
+        (second,) = await scored(system, "r2")
+    assert (first["reward"], second["reward"]) == (1.0, 2.25)
+    assert first["source"] != second["source"]
+    assert caplog.text.count("rollouts wait for it") == 1
+
+
+async def test_a_name_that_does_not_count_in_training_is_told_of_once(
+    running: Running, tmp_path: Path, caplog: Logged
+) -> None:
+    async with running(tmp_path, rewards={"function": written(tmp_path, "return 1.0", name="exact")}) as system:
+        for name in ("r1", "r2"):
+            await completed(system, name)
+            assert [r["name"] for r in await scored(system, name)] == ["exact"]
+    assert caplog.text.count("exact does not count in training, only reward does") == 1
+
+
+async def test_no_step_takes_a_rollout_before_its_function_was_asked(running: Running, tmp_path: Path) -> None:
+    """Thumbs have rewarded them, and two of a group are there: all that is missing is the function's answer."""
+    gate = tmp_path / "gate"
+    body = (
+        f"while not os.path.exists({str(gate)!r}):\n    time.sleep(0.01)\nreturn float(rollout['rollout_id'] == 'r1')"
+    )
+    async with running(tmp_path, rewards={"function": written(tmp_path, body)}) as system, system.store() as store:
+        for name in ("r0", "r1"):
+            await system.chat(name, X_Task_Id="t")
+            assert (await system.call("POST", "/reward", {"rollout_id": name, "reward": 0.5}))[0] == 200
+        collector = Collector(TrainerConfig(group_size=2, tasks_per_step=1), store)
+        assert await collector.next_batch(0, fewer=True) is None
+        assert await store.waiting.count(lone=True) == 0
+        gate.touch()
+        await scored(system, "r0")
+        await scored(system, "r1")
+        batch = await collector.next_batch(0, fewer=True)
+    assert batch is not None and sorted(batch.rollout_ids) == ["r0", "r1"]
+    assert {s.rollout_id: s.advantages[-1] > 0 for s in batch.samples} == {"r0": False, "r1": True}
+
+
+async def test_rollouts_without_any_other_reward_are_trained_on(running: Running, tmp_path: Path) -> None:
+    function = written(tmp_path, "return float(rollout['rollout_id'][1:])")
+    async with running(tmp_path, rewards={"function": function}) as system, system.store() as store:
+        for i in range(2):
+            await completed(system, f"r{i}", X_Task_Id="t")
+        for i in range(2):
+            await scored(system, f"r{i}")
+        batch = await Collector(TrainerConfig(group_size=2, tasks_per_step=1), store).next_batch(0)
+    assert batch is not None and sorted(batch.rollout_ids) == ["r0", "r1"]
+
+
+async def test_without_the_function_nothing_waits_for_it_any_more(running: Running, tmp_path: Path) -> None:
+    function = written(tmp_path, "time.sleep(60)")
+    async with running(tmp_path, rewards={"function": function}) as system, system.store() as store:
+        await completed(system, "r")
+        assert await store.endings.await_still(["r", "s"]) == {"r"}
+    async with running(tmp_path) as system, system.store() as store:
+        assert not await store.endings.await_still(["r"])
+        await completed(system, "s")
+        assert not await store.endings.await_still(["s"])
+
+
+async def test_a_killed_proxy_forgets_no_rollout_and_gives_none_two_rewards(tmp_path: Path) -> None:
+    async with proxy_in_front(tmp_path) as proxy:
+        settings = yaml.safe_load(proxy.config.read_text())
+        settings["rewards"] = {"function": written(tmp_path, "time.sleep(0.02)\nreturn 1.0", name="scored")}
+        settings["proxy"]["workers"] = 2
+        proxy.config.write_text(yaml.safe_dump(settings))
+        await proxy.start()
+        async with aiohttp.ClientSession() as session:
+            client = Client(proxy, "c")
+            await asyncio.gather(*(client.turn(session, f"r{i}", stream=False) for i in range(60)))
+        assert proxy.process is not None
+        os.kill(proxy.process.pid, signal.SIGKILL)
+        await proxy.process.wait()
+        await proxy.start()
+
+        async def all_scored() -> bool:
+            return proxy.rows("SELECT COUNT(*) FROM awaiting_rewards") == [(0,)]
+
+        await until(all_scored)
+        counts = proxy.rows("SELECT COUNT(*) FROM rewards WHERE name = 'scored' GROUP BY rollout_id")
+        assert counts == [(1,)] * 60
+        await proxy.end(signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("nowhere.py:reward", "nowhere.py: No such file or directory"),
+        ("scoring.py:rewrad", "LookupError: there is no function rewrad in it"),
+        ("broken.py:reward", "ModuleNotFoundError: No module named 'no_such_module' (broken.py:1)"),
+        ("scoring.py", "a file and a function in it are needed, as in scoring.py:reward, got 'scoring.py'"),
+        ("scoring:reward", "a file and a function in it are needed, as in scoring.py:reward, got 'scoring:reward'"),
+    ],
+)
+def test_a_function_that_is_not_there_is_a_clear_error_at_the_start(tmp_path: Path, function: str, said: str) -> None:
+    written(tmp_path, "return 1.0")
+    (tmp_path / "broken.py").write_text("import no_such_module\n")
+    config = tmp_path / "config.yaml"
+    named = function if function == "scoring:reward" else f"{tmp_path}/{function}"
+    settings = {"store": {"url": f"sqlite:///{tmp_path}/store.db"}, "rewards": {"function": named}}
+    config.write_text(yaml.safe_dump(settings))
+    done = lightning("--config", config, "serve")
+    assert done.returncode == 2
+    assert "rewards.function: " in done.stderr and said.replace("'scoring.py'", repr(named)) in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+async def test_the_example_of_the_documents_works(running: Running, tmp_path: Path) -> None:
+    """The file of docs/rewards.md, as it stands there."""
+    document = (ROOT / "docs" / "rewards.md").read_text()
+    (example,) = re.findall(r"```python\n(# scoring\.py\n.*?)```", document, re.DOTALL)
+    (tmp_path / "scoring.py").write_text(example)
+    (tmp_path / "tasks.jsonl").write_text('{"task_id": "add-5-2", "answer": "7"}\n')
+    async with running(tmp_path, rewards={"function": f"{tmp_path}/scoring.py:reward"}) as system:
+        for name, text, worth in (("r1", " 7", [1.0]), ("r2", "It is 7, of course", [0.1]), ("r3", "8", [0.0])):
+            system.vllm.answer = lambda _, text=text: {"role": "assistant", "content": text}
+            await completed(system, name, X_Task_Id="add-5-2")
+            assert [r["reward"] for r in await scored(system, name)] == worth
+        await completed(system, "of-no-task")
+        assert await scored(system, "of-no-task") == []

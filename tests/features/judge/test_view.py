@@ -1,0 +1,77 @@
+"""`GET /rewarders` and the page's view of it: weights, agreement with people, the budget, and what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from playwright.async_api import expect
+
+from lightning_proxy.features.judge.beside import source
+from lightning_proxy.features.judge.config import RewarderKeys
+from lightning_proxy.features.judge.table import SPENT_MORE, Checked, keep_check
+from support.browser import browsing, needs_browser
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+HOSTILE = "<img src=x onerror=window.hurt=1>"
+AWAY = {"api_base": "http://127.0.0.1:9/v1"}
+SETTINGS: dict[str, Any] = {
+    "rewards": {
+        "use": [
+            {"kind": "rank", "model": f"hosted_vllm/{HOSTILE}", "name": HOSTILE, **AWAY},
+            {"kind": "next_message"},
+        ],
+        "budget": {"tokens": 1000},
+    },
+    "trainer": {"reward_weights": {HOSTILE: 1.0, "next_message": 0.5, "human": 0.0}},
+}
+
+
+async def judged(system: Any) -> None:
+    """One rewarder that agrees with people and has spent its budget; a rollout that waits for it, and has a label."""
+    keys = RewarderKeys.of(system.config.rewards)
+    async with system.store() as store:
+        by = await source(system.config, *keys.rewarders[0])
+        await keep_check(store.database, Checked(by, 1_700_000_000.0, 24, 0.81, 0.66, 0.93))
+        spent = {"rewarder": HOSTILE, "tokens": 1000, "usd": 0.0}
+        await store.database.commit([(SPENT_MORE, [spent])])
+    await system.chat("r1", X_Task_Id="t1")
+    label = {"rollout_id": "r1", "reward": 1.0, "name": "human", "source": "anna", "final": True}
+    assert (await system.call("POST", "/reward", label))[0] == 200
+
+
+async def test_the_route_says_what_judges_and_whether_people_agree(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, **SETTINGS) as system:
+        await judged(system)
+        status, found = await system.call("GET", "/rewarders")
+    rank, next_message = found["data"]
+    assert status == 200 and found["weights"][HOSTILE] == 1.0
+    assert found["labels"] == {"rollouts": 1, "people": 1}
+    assert found["budget"] == {"tokens": 1000, "usd": None, "spent_tokens": 1000, "spent_usd": 0.0}
+    assert (rank["called"], rank["waiting"], rank["tokens"], rank["warning"]) == ("rank", 1, 1000, None)
+    assert rank["check"] == {"at": 1_700_000_000.0, "labels": 24, "alike": 0.81, "low": 0.66, "high": 0.93}
+    assert next_message["check"] is None and "nobody checked it" in next_message["warning"]
+
+
+@needs_browser
+async def test_rewarders_are_seen_with_weight_agreement_budget_and_queue(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path, **SETTINGS) as system:
+        await judged(system)
+        async with browsing(f"{system.url}/#/rewarders") as (page, wrong):
+            row = page.get_by_role("row", name=HOSTILE)
+            for shown in (f"hosted_vllm/{HOSTILE}", "0.81 0.66 to 0.93, 24 labels"):
+                await expect(row).to_contain_text(shown)
+            await expect(page.locator(".stat.warn")).to_contain_text("of a budget of 1,000")
+            await expect(page.locator(".warned")).to_contain_text("next_message trains, and nobody checked it")
+            await expect(page.get_by_role("row", name="next_message")).to_contain_text("not checked")
+            await page.get_by_role("link", name="Rate rollouts").click()
+            await expect(page.locator(".empty")).to_contain_text("Say who you are")
+            async with system.store() as store:
+                spent = {"rewarder": "next_message", "tokens": 9, "usd": 0.00065}
+                await store.database.commit([(SPENT_MORE, [spent])])
+            await page.goto(f"{system.url}/#/costs")
+            await expect(page.get_by_text("$0 for calls, $0.00065 + ? for rewarders so far")).to_be_visible()
+            assert await page.locator("main img").count() == 0 and await page.evaluate("window.hurt") is None
+        assert (wrong.seen, wrong.refused) == ([], [])

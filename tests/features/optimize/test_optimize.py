@@ -1,0 +1,216 @@
+"""`lightning-proxy optimize`: a search by a scripted reflecting model, on a task where the prompt decides.
+
+The agent asks for words. The played model repeats its system prompt. So a prompt earns what words it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from lightning_proxy.features.optimize.apo import between
+from lightning_proxy.features.optimize.lessons import feedback, inputs, outputs
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+WORDS = "amber birch cedar delta ember frost grove hazel".split()  # noqa: SIM905
+AGENT = """
+import json, os, time, urllib.request
+word = json.loads(os.environ["LIGHTNING_TASK"])["word"]
+def post(url, body):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    return json.load(urllib.request.urlopen(request))
+messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Say " + word}]
+answer = post(os.environ["OPENAI_BASE_URL"] + "/chat/completions", {"model": "policy", "messages": messages})
+said = answer["choices"][0]["message"]["content"]
+time.sleep(float(os.environ.get("PAUSE", "0")))
+reward = {"rollout_id": os.environ["LIGHTNING_ROLLOUT_ID"], "reward": float(word in said), "source": "env"}
+post(os.environ["LIGHTNING_URL"] + "/reward", reward | {"comment": None if word in said else "missing: " + word})
+"""
+
+
+class Reflecting:
+    """A provider whose model adds the words that the feedback names to the prompt that it is shown."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.url = ""
+        self.fails = False
+
+    async def answer(self, request: web.Request) -> web.Response:
+        if self.fails:
+            return web.json_response({"error": {"message": "no such key"}}, status=401)
+        text = (await request.json())["messages"][0]["content"]
+        self.asked.append(text)
+        missing = " ".join(dict.fromkeys(re.findall(r"missing: (\w+)", text)))
+        if "<critique>" in text:
+            prompt = text.split("<prompt>\n")[1].split("\n</prompt>")[0]
+            said = f"Here it is:\n<prompt>\n{prompt} {missing}\n</prompt>"
+        elif "<prompt>" in text:
+            said = f"It lacks words. missing: {missing.replace(' ', ' missing: ')}"
+        else:  # gepa's own question quotes the prompt and asks for it in a fence
+            said = f"```\n{text.split('```')[1].strip()} {missing}\n```"
+        message = {"role": "assistant", "content": said}
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        body = {"id": "x", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice], "usage": usage}
+        return web.json_response(body)
+
+
+@asynccontextmanager
+async def reflecting() -> AsyncIterator[Reflecting]:
+    model, app = Reflecting(), web.Application()
+    app.router.add_post("/v1/chat/completions", model.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    model.url = f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    try:
+        yield model
+    finally:
+        await runner.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "the reflecting model's")
+
+
+async def prepare(system: Any, tmp_path: Path, model: Reflecting, method: str, budget: int) -> list[str]:
+    """The arguments of a search."""
+    system.vllm.answer = lambda body: {"role": "assistant", "content": body["messages"][0]["content"]}
+    (tmp_path / "agent.py").write_text(AGENT)
+    lines = [{"word": word, "n": n} for n in range(3) for word in WORDS]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prompt = {"name": "writer", "text": "Be brief.", "match": {"role": "system"}}
+    assert (await system.call("POST", "/prompts", prompt))[0] == 200
+    options = {"--method": method, "--prompt": "writer", "--tasks": tmp_path / "tasks.jsonl", "--reflect": "openai/m"}
+    options |= {"--reflect-url": model.url, "--budget": budget, "--validation": 6, "--rounds": 2, "--branch": 2}
+    options |= {"--beam": 2, "--concurrency": 4}
+    return ["optimize", *(str(part) for pair in options.items() for part in pair)]
+
+
+@pytest.mark.parametrize("method", [pytest.param("apo", marks=pytest.mark.long), "gepa"])
+async def test_a_better_prompt_is_found(running: Running, tmp_path: Path, method: str) -> None:
+    agent = [sys.executable, str(tmp_path / "agent.py")]
+    async with running(tmp_path, prices={"openai/m": [1, 2]}) as system, reflecting() as model:
+        arguments = await prepare(system, tmp_path, model, method, 60)
+        done = await system.lightning(*arguments, "--json", "--", *agent)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert found["mean_before"] == found["before"] == 0 and found["mean_after"] > 0.3
+        assert found["held_out"]["difference"] == found["after"] > 0
+        spent = {name: found[f"reflect_{name}"] for name in ("tokens", "usd")}
+        assert spent == {"tokens": 2 * len(model.asked), "usd": pytest.approx(len(model.asked) * 3e-6)}
+        assert 0 < found["rollouts"] <= 60 and found["version"] > 1
+        _, prompt = await system.call("GET", "/prompts/writer")
+        best = prompt["versions"][found["version"] - 1]
+        assert best["metrics"]["held_out"] == found["after"] and best["parent" if method == "apo" else "comment"]
+        assert prompt["live_version"] == 1
+        _, tried = await system.call("GET", f"/prompts/writer/rollouts?run={found['run']}")
+        assert sum(not one["held_out"] for one in tried["data"]) == found["rollouts"]
+        assert {one["mode"] for one in tried["data"]} == {"eval"}
+
+        asked = len(model.asked)
+        again = json.loads((await system.lightning(*arguments, "--json", "--", *agent)).stdout)
+        assert again == found and len(model.asked) == asked  # all is known: nothing runs twice
+        assert len((await system.call("GET", f"/prompts/writer/rollouts?run={found['run']}"))[1]["data"]) == len(
+            tried["data"]
+        )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["apo", "gepa"])
+async def test_a_search_that_was_killed_goes_on(
+    running: Running, tmp_path: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = [sys.executable, str(tmp_path / "agent.py")]
+    async with running(tmp_path) as system, reflecting() as model:
+        arguments = await prepare(system, tmp_path, model, method, 40)
+        await system.lightning("status")  # writes the configuration
+        command = [sys.executable, "-m", "lightning_proxy", "--config", str(tmp_path / "system.yaml"), *arguments]
+        monkeypatch.setenv("PAUSE", "0.1")
+        killed = await asyncio.create_subprocess_exec(*command, "--", *agent)
+        while len(model.asked) < 3:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)
+        killed.send_signal(signal.SIGKILL)
+        await killed.wait()
+        monkeypatch.setenv("PAUSE", "0")
+        done = await system.lightning(*arguments, "--json", "--", *agent)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert re.search(rf"run {found['run']} resumes: \d+ of 40 rollouts are done", done.stderr)
+        _, tried = await system.call("GET", f"/prompts/writer/rollouts?run={found['run']}")
+        kept = [(one["version"], one["task_id"]) for one in tried["data"] if one["status"] != "discarded"]
+        assert max(Counter(kept).values()) == 1  # no finished score was asked for again
+        assert found["rollouts"] <= 40 and found["mean_after"] > found["mean_before"] == 0
+        assert max(Counter(model.asked).values()) <= 2  # what was under way at the kill, at most
+
+
+@pytest.mark.parametrize("method", ["apo", pytest.param("gepa", marks=pytest.mark.long)])
+async def test_a_reflecting_model_that_does_not_answer_ends_the_search(
+    running: Running, tmp_path: Path, method: str
+) -> None:
+    async with running(tmp_path) as system, reflecting() as model:
+        arguments = await prepare(system, tmp_path, model, method, 40)
+        model.fails = True
+        done = await system.lightning(*arguments, "--json", "--", sys.executable, str(tmp_path / "agent.py"))
+        assert done.returncode == 1 and "openai/m does not answer" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+async def test_what_is_wrong_is_said_before_anything_runs(running: Running, tmp_path: Path) -> None:
+    async with running(tmp_path) as system, reflecting() as model:
+        arguments = await prepare(system, tmp_path, model, "apo", 40)
+        missing = await system.lightning(*(one.replace("writer", "nobody") for one in arguments), "--", "true")
+        assert missing.returncode == 1 and "no prompt 'nobody'" in missing.stderr
+        small = tmp_path / "small.jsonl"
+        small.write_text('{"word": "a"}\n')
+        few = await system.lightning(*arguments, "--tasks", small, "--", "true")
+        assert few.returncode == 2 and "too few tasks" in few.stderr
+        none = await system.lightning(*arguments, "--budget", "2", "--", "true")
+        assert none.returncode == 2 and "less than one look at the validation tasks" in none.stderr
+
+
+def test_a_lesson_says_what_was_asked_done_and_wrong() -> None:
+    tool = {"id": "1", "name": "search", "arguments": '{"q": 1}', "result": "no such column", "is_error": True}
+    asked = {"role": "assistant", "content": None, "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "search", "arguments": '{"q": 1}'}}
+    ]}  # fmt: skip
+    messages = [
+        {"role": "system", "content": "p"},
+        {"role": "user", "content": [{"type": "text", "text": "how many?"}]},
+    ]
+    call = {"call_id": "c1", "endpoint": "chat/completions", "status": "ok", "error": None, "tool_calls": [tool]}
+    call |= {"request": {"messages": messages}, "response": {"choices": [{"message": asked}]}}
+    older = {"comment": "very good", "source": None, "name": "reward", "call_id": None}
+    reward = {"comment": "wrong column", "source": "judge", "name": "reward", "call_id": None}
+    rollout = {"calls": [call], "reward": 0.0, "rewards": [older, reward], "status": "failed", "reason": "exit code 1"}
+    assert inputs(rollout) == "how many?"
+    assert outputs(rollout) == 'calls search({"q": 1})'
+    assert feedback(rollout).splitlines() == [
+        "reward: 0.0", "judge says: wrong column", "the tool search failed: no such column",
+        "the agent failed: exit code 1",
+    ]  # fmt: skip
+    silent = {**reward, "comment": None}
+    assert "says" not in feedback(rollout | {"rewards": [older, reward, silent]})  # a correction without words
+    assert (inputs({"calls": []}), outputs({"calls": []})) == ("(no call was made)",) * 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"), [("x <prompt>\nnew\n</prompt> y", "new"), ("new", None), ("<prompt></prompt>", None)]
+)
+def test_the_editors_prompt_stands_between_tags(answer: str, text: str | None) -> None:
+    assert between(answer) == text

@@ -1,0 +1,245 @@
+"""OTLP out: what a collector receives of recorded calls, and that nobody waits for one."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import json
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from traffic.server import serving
+
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.errors import ConfigError
+from lightning_proxy.core.records import CallEnd, CallStart, RolloutName
+from lightning_proxy.features.otel.genai_write import attributes_of
+from lightning_proxy.features.otel.otlp import Span, read_spans
+from lightning_proxy.proxy.app import create_app
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+class Collector:
+    """Keeps the spans that it is sent. `hangs`: takes them in and never answers."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self.headers: list[dict[str, str]] = []
+        self.hangs = False
+
+    async def traces(self, request: web.Request) -> web.Response:
+        self.headers.append(dict(request.headers))
+        if self.hangs:
+            await asyncio.sleep(600)
+        self.spans += read_spans(await request.read(), "protobuf")[0]
+        return web.Response(body=b"", content_type="application/x-protobuf")
+
+
+async def chat(system: Any, text: str = "hi", **headers: str) -> dict[str, str]:
+    """The answer's headers, and its status."""
+    body = {"model": "policy", "temperature": 0.7, "messages": [{"role": "user", "content": text}]}
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    async with system.session.post(f"{system.url}/v1/chat/completions", json=body, headers=names) as answer:
+        await answer.read()
+        return dict(answer.headers) | {"status": str(answer.status)}
+
+
+def collecting(collector: Collector) -> web.Application:
+    app = web.Application()
+    app.router.add_post("/v1/traces", collector.traces)
+    return app
+
+
+async def test_a_recorded_call_is_a_span_below_the_agents_own(running: Running, tmp_path: Path) -> None:
+    collector, trace, parent = Collector(), "ab" * 16, "cd" * 8
+    async with serving(collecting(collector)) as at:
+        telemetry = {"otlp_endpoint": at, "otlp_headers": {"X-Team": "agents"}}
+        async with running(tmp_path, telemetry=telemetry) as system:
+            got = await chat(
+                system, X_Rollout_Id="r1", X_Task_Id="t", X_Agent_Name="a", traceparent=f"00-{trace}-{parent}-01"
+            )
+            await chat(system, X_Recording="off")
+            system.vllm.fails = 500
+            await chat(system, X_Rollout_Id="r2")
+        ok, failed = collector.spans
+    assert (ok.name, ok.trace_id, ok.error) == ("chat policy", trace, None)
+    expected = {
+        "service.name": "lightning-proxy",
+        "gen_ai.operation.name": "chat",
+        "gen_ai.request.model": "policy",
+        "gen_ai.request.temperature": 0.7,
+        "gen_ai.response.model": "base",
+        "gen_ai.response.id": "x1",
+        "gen_ai.response.finish_reasons": ["stop"],
+        "gen_ai.usage.input_tokens": 3,
+        "gen_ai.usage.output_tokens": 2,
+        "gen_ai.agent.name": "a",
+        "lightning.rollout_id": "r1",
+        "lightning.task_id": "t",
+        "lightning.call_id": got["x-call-id"],
+        "lightning.policy_version": 0,
+        "lightning.trainable": True,
+    }
+    assert {name: ok.attributes.get(name) for name in expected} == expected
+    assert not [name for name in ok.attributes if "messages" in name]
+    assert ok.ended_at > ok.started_at
+    assert (failed.attributes["error.type"], failed.error) == ("500", "the upstream answered 500")
+    assert {headers["x-team"] for headers in collector.headers} == {"agents"}
+
+
+async def test_what_was_said_goes_out_only_when_asked_for_and_redacted(running: Running, tmp_path: Path) -> None:
+    collector = Collector()
+    recording = {"redact": {"patterns": [r"\d{6}"]}}
+    async with (
+        serving(collecting(collector)) as at,
+        running(tmp_path, telemetry={"otlp_endpoint": at, "content": True}, recording=recording) as system,
+    ):
+        await chat(system, "my pin is 123456")
+    (span,) = collector.spans
+    asked = json.loads(span.attributes["gen_ai.input.messages"])
+    answered = json.loads(span.attributes["gen_ai.output.messages"])
+    assert asked == [{"role": "user", "parts": [{"type": "text", "content": "my pin is [redacted]"}]}]
+    assert answered[0]["parts"][0]["content"].startswith("by base")
+    assert answered[0]["finish_reason"] == "stop"
+
+
+CHAT = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "What is in Paris?"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "c", "function": {"name": "look", "arguments": '{"at": "Paris"}'}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "a tower"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {}}}],
+    "stop": "END",
+    "stream": True,
+}
+MESSAGES = {
+    "system": "Be brief.",
+    "messages": [
+        {"role": "user", "content": "What is in Paris?"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "look", "input": {"at": "Paris"}}]},
+    ],
+    "tools": [{"name": "look", "description": "Looks.", "input_schema": {}}],
+    "stop_sequences": ["END"],
+    "stream": True,
+}
+RESPONSES = {
+    "instructions": "Be brief.",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "What is in Paris?"}]},
+        {"type": "function_call", "call_id": "c", "name": "look", "arguments": '{"at": "Paris"}'},
+    ],
+    "tools": [{"type": "function", "name": "look", "description": "Looks.", "parameters": {}}, {"type": "web_search"}],
+}
+CHAT_CALL = {"id": "d", "function": {"name": "look", "arguments": "no json"}}
+ANSWERS: dict[str, Any] = {
+    "chat/completions": {
+        "choices": [
+            {"message": {"reasoning_content": "hm", "tool_calls": [CHAT_CALL]}, "finish_reason": "tool_calls"},
+        ],
+    },
+    "messages": {
+        "content": [
+            {"type": "thinking", "thinking": "hm", "signature": "s"},
+            {"type": "tool_use", "id": "d", "name": "look", "input": "no json"},
+        ],
+        "stop_reason": "tool_use",
+    },
+    "responses": {
+        "status": "incomplete",
+        "output": [
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+            {"type": "function_call", "call_id": "d", "name": "look", "arguments": "no json"},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "asked"), [("chat/completions", CHAT), ("messages", MESSAGES), ("responses", RESPONSES)]
+)
+def test_what_was_said_is_told_as_the_conventions_want_it(endpoint: str, asked: dict[str, Any]) -> None:
+    start = CallStart("c", RolloutName("r"), endpoint, "m", 0, asked, 1.0)
+    end = CallEnd("c", "r", "ok", ANSWERS[endpoint], 200, ttft_ms=250.0)
+    found = attributes_of(start, end, content=True)
+    told = {name: json.loads(value) for name, value in found.items() if isinstance(value, str) and value[:1] == "["}
+    call = {"type": "tool_call", "id": "c", "name": "look", "arguments": {"at": "Paris"}}
+    assert {"role": "assistant", "parts": [call]} in told["gen_ai.input.messages"]
+    look = {"type": "function", "name": "look", "description": "Looks.", "parameters": {}}
+    assert told["gen_ai.tool.definitions"][0] == look
+    if endpoint == "chat/completions":  # there they are a part of the conversation
+        assert "gen_ai.system_instructions" not in told
+        assert told["gen_ai.input.messages"][0]["role"] == "system"
+    else:
+        assert told["gen_ai.system_instructions"] == [{"type": "text", "content": "Be brief."}]
+        assert told["gen_ai.input.messages"][0]["role"] == "user"
+    (answer,) = told["gen_ai.output.messages"]
+    assert answer["parts"] == [{"type": "reasoning", "content": "hm"}, call | {"id": "d", "arguments": "no json"}]
+    assert answer["finish_reason"] == ("length" if endpoint == "responses" else "tool_call")
+    streamed = (True, ["END"], 0.25) if asked.get("stream") else (None, None, None)
+    names = ("request.stream", "request.stop_sequences", "response.time_to_first_chunk")
+    assert tuple(found.get(f"gen_ai.{name}") for name in names) == streamed
+    assert "gen_ai.tool.definitions" not in attributes_of(start, end, content=False)
+
+
+@pytest.mark.parametrize("how", ["refuses", "hangs"])
+async def test_a_collector_that_is_away_costs_no_call(running: Running, tmp_path: Path, how: str) -> None:
+    collector = Collector()
+    collector.hangs = True
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        async with serving(collecting(collector)) as there:
+            at = there if how == "hangs" else f"http://127.0.0.1:{taken.getsockname()[1]}"
+            async with running(tmp_path, telemetry={"otlp_endpoint": at, "timeout_s": 600}) as system:
+                answers = [await chat(system) for _ in range(20)]
+    assert {answer["status"] for answer in answers} == {"200"}
+    for thread in threading.enumerate():
+        if thread.name.startswith("Otel"):
+            await asyncio.to_thread(thread.join, 10)
+            assert not thread.is_alive(), "it still tries"
+
+
+async def test_its_own_spans_sent_back_to_it_are_no_further_calls(running: Running, tmp_path: Path) -> None:
+    collector = Collector()
+    async with serving(collecting(collector)) as at, running(tmp_path, telemetry={"otlp_endpoint": at}) as system:
+        await chat(system, X_Rollout_Id="r1")
+        while not collector.spans:
+            await asyncio.sleep(0.05)
+        (span,) = collector.spans
+        told = [{"key": k, "value": {"stringValue": v}} for k, v in span.attributes.items() if isinstance(v, str)]
+        one = {"traceId": span.trace_id, "spanId": span.span_id, "attributes": told}
+        one |= {"startTimeUnixNano": "1", "endTimeUnixNano": "2"}
+        body = {"resourceSpans": [{"scopeSpans": [{"spans": [one]}]}]}
+        assert await system.call("POST", "/otlp/v1/traces", body) == (200, {})
+        _, rollout = await system.call("GET", "/rollouts/r1")
+        assert len(rollout["calls"]) == 1
+
+
+def test_without_the_sdk_the_configuration_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("opentelemetry"):
+            raise ImportError(name, name=name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    config = Config.model_validate({"telemetry": {"otlp_endpoint": "http://127.0.0.1:4318"}})
+    with pytest.raises(ConfigError, match=r"pip install 'lightning-proxy\[otel\]'"):
+        create_app(config)
+
+
+def test_an_endpoint_that_is_no_url_is_refused() -> None:
+    with pytest.raises(ValueError, match="an http"):
+        Config.model_validate({"telemetry": {"otlp_endpoint": "localhost:4318"}})

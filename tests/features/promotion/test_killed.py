@@ -1,0 +1,78 @@
+"""A proxy that is killed between evidence and decision decides when it is started again, by the same numbers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.records import Reward, RolloutName
+from lightning_proxy.features.promotion.promotions import Promotions
+from lightning_proxy.features.promotion.sides import choose
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
+from support.calls import ANSWERED
+from support.paths import ROOT
+from support.served import CHECKOUT, proxy_in_front
+
+pytestmark = [pytest.mark.long, pytest.mark.sqlite]
+
+DIES = (sys.executable, ROOT / "tests" / "support" / "killed_gate.py")
+
+
+async def fill(url: str, worse: bool) -> None:
+    """A test whose rewards are enough for a decision."""
+    async with opened(StoreConfig(url=url)) as database:
+        store = Store(database)
+        version = await store.versions.new("lora", 1, {})
+        await store.versions.saved(version, "/nowhere", f"policy-v{version}")
+        await Promotions(store.database).wait(version, 1)
+        await Promotions(store.database).begin(version, 0)
+        trial = await Promotions(store.database).now()
+        assert trial is not None
+        for n in range(40):
+            task = f"t{n // 2}"
+            sides = partial(choose, trial.promotion, group_size=2, share=0.5)
+            side = await Promotions(store.database).assign(trial.promotion, RolloutName(f"r{n}", task), 1000, sides)
+            await database.commit([(ANSWERED, [{"rollout_id": f"r{n}", "version": side}])])
+            await store.rewards.post([Reward(f"r{n}", float((side == version) != worse))], None, b"")
+
+
+@pytest.mark.parametrize("moment", ["before", "inside"])
+@pytest.mark.parametrize("worse", [True, False])
+async def test_a_decision_survives_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, worse: bool
+) -> None:
+    monkeypatch.setenv("KILL_AT", moment)
+    async with proxy_in_front(tmp_path, DIES) as proxy:
+        proxy.set("policy", promotion="gated")
+        proxy.set("trainer", group_size=2)
+        await fill(f"sqlite:///{proxy.store}", worse)
+        start = asyncio.create_task(proxy.start())
+        async with asyncio.timeout(60):
+            while proxy.process is None:
+                await asyncio.sleep(0.05)
+            assert await proxy.process.wait() == -signal.SIGKILL
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        assert proxy.rows("SELECT status, decided_at FROM promotions") == [("testing", None)]
+        assert proxy.rows("SELECT status FROM policy_versions ORDER BY version") == [("live",), ("candidate",)]
+        proxy.program = CHECKOUT
+        await proxy.start()
+        decided: list[Any] = []
+        async with asyncio.timeout(60):
+            while not decided:
+                await asyncio.sleep(0.1)
+                decided = proxy.rows("SELECT status, evidence FROM promotions WHERE status <> 'testing'")
+        status, evidence = decided[0]
+        assert status == ("rejected" if worse else "promoted")
+        assert json.loads(evidence)["metrics"]["reward"]["pairs"] == 20
+        live = proxy.rows("SELECT version FROM policy_log ORDER BY n DESC LIMIT 1")
+        assert live == [(0 if worse else 1,)]

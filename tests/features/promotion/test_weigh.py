@@ -1,0 +1,179 @@
+"""Rollouts become pairs, pairs evidence, and evidence a decision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from lightning_proxy.core.records import Reward
+from lightning_proxy.features.promotion.config import GateConfig
+from lightning_proxy.features.promotion.metrics import metrics
+from lightning_proxy.features.promotion.sides import choose
+from lightning_proxy.features.promotion.tests import Observed, Promotion
+from lightning_proxy.features.promotion.weigh import GateRules, Weighed, weigh
+
+TEST = Promotion(1, version=2, against=1, status="testing", began_at=0.0)
+NOW = 1_000.0
+
+
+def rules(margins: dict[str, float] | None = None, size: int = 4, **changed: Any) -> GateRules:
+    found = metrics(GateConfig(metrics=margins or {"reward": 0.1}), {"reward": 1.0})
+    told = {"level": 0.05, "max_rollouts": 1000, "reward_timeout_s": 100.0, "group_timeout_s": 50.0, **changed}
+    return GateRules(metrics=found, group_size=size, **told)
+
+
+def seen(task: str | None, place: int, reward: float | None, size: int = 4, **changed: Any) -> Observed:
+    """A rollout that ended at 20 with this reward."""
+    version = choose(TEST, task, place, size, 0.5).version
+    rewards = () if reward is None else (Reward(f"{task}-{place}", reward, created_at=21.0),)
+    told: dict[str, Any] = {
+        "status": "completed", "created_at": 10.0, "ended_at": 20.0, "foreign_calls": 0, "calls": 1, "tokens": 10,
+        "mixed": 0, "truncated": 0.0, "latency_ms": 5.0, "tool_errors": None, "rewards": rewards, **changed,
+    }  # fmt: skip
+    return Observed(f"{task}-{place}", task, place, version, **told)
+
+
+def groups(count: int, candidate: float, live: float, size: int = 4, **changed: Any) -> list[Observed]:
+    """Whole groups in which each version has one reward. `changed`: of the candidate's."""
+    found = []
+    for task in (f"t{i}" for i in range(count)):
+        for place in range(size):
+            is_candidate = choose(TEST, task, place, size, 0.5).version == 2
+            found.append(
+                seen(task, place, candidate if is_candidate else live, size, **(changed if is_candidate else {}))
+            )
+    return found
+
+
+def reward(weighed: Weighed) -> dict[str, Any]:
+    found: dict[str, Any] = weighed.evidence["metrics"]["reward"]
+    return found
+
+
+def test_a_group_is_one_pair_whatever_its_siblings_are() -> None:
+    weighed = weigh(TEST, groups(7, 0.6, 0.5), rules(), NOW)
+    assert (weighed.outcome, reward(weighed)["pairs"], weighed.evidence["groups"]) == (None, 7, 7)
+    assert reward(weighed)["difference"] == pytest.approx(0.1)
+    assert (reward(weighed)["candidate"], reward(weighed)["live"]) == (pytest.approx(0.6), pytest.approx(0.5))
+
+
+def test_a_candidate_that_is_no_worse_goes_live() -> None:
+    weighed = weigh(TEST, groups(120, 0.5, 0.5), rules(), NOW)
+    assert weighed.outcome == "promoted"
+    assert "a drop of 0.1 is excluded" in weighed.reason
+
+
+def test_a_candidate_that_is_worse_is_taken_back() -> None:
+    weighed = weigh(TEST, groups(40, 0.2, 0.6), rules(), NOW)
+    assert weighed.outcome == "rejected"
+    assert weighed.reason.startswith("reward is worse: -0.400 on average of 40 pairs")
+
+
+@pytest.mark.parametrize(("candidate", "outcome"), [(0.5, "promoted"), (0.46, "promoted"), (0.44, "rejected")])
+def test_what_is_undecided_after_the_last_rollout_goes_live_within_half_a_margin(
+    candidate: float, outcome: str
+) -> None:
+    few = groups(5, candidate, 0.5)
+    assert weigh(TEST, few, rules(max_rollouts=21), NOW).outcome is None
+    weighed = weigh(TEST, few, rules(max_rollouts=20), NOW)
+    assert weighed.outcome == outcome
+    assert weighed.reason.startswith("undecided at max_rollouts, ")
+    assert weighed.reason.endswith(f" reward: {candidate - 0.5:+.3f} on average of 5 pairs")
+    still_running = [*few[:-1], seen("t4", 3, None, status="running", ended_at=None, created_at=20.0)]
+    assert weigh(TEST, still_running, rules(max_rollouts=20), 30.0).outcome is None
+
+
+def test_a_metric_that_no_rollout_has_a_value_of_lets_nothing_go_live() -> None:
+    weighed = weigh(TEST, groups(5, 1.0, 0.5), rules({"reward": 0.1, "style": 0.1}, max_rollouts=20), NOW)
+    assert (weighed.outcome, weighed.reason) == (
+        "rejected", "undecided at max_rollouts: style: no task had rollouts of both versions with a value of it"
+    )  # fmt: skip
+
+
+def test_groups_count_in_the_order_in_which_they_began() -> None:
+    late = groups(3, 0.5, 0.5)
+    late[4] = seen("t1", 0, None)  # waits for its reward; the group after it has all of its own
+    assert weigh(TEST, late, rules(), 30.0).evidence["groups"] == 1
+    assert weigh(TEST, late, rules(), 120.0).evidence["groups"] == 3
+
+
+def test_a_failed_rollout_has_the_lowest_reward() -> None:
+    crashes = groups(40, 1.0, 0.5, status="failed")
+    weighed = weigh(TEST, crashes, rules(), NOW)
+    assert (weighed.outcome, reward(weighed)["candidate"]) == ("rejected", 0.0)
+    assert weighed.evidence["candidate"]["failed"] == 80
+
+
+def test_rollouts_without_a_reward_hold_nothing_up_for_longer_than_the_timeout() -> None:
+    late = [*groups(3, 0.5, 0.5)[:-1], seen("t2", 3, None)]
+    assert weigh(TEST, late, rules(), 30.0).evidence["groups"] == 2
+    weighed = weigh(TEST, late, rules(), 20.0 + 100.0)
+    assert (weighed.evidence["groups"], reward(weighed)["pairs"]) == (3, 3)
+    assert weighed.evidence["candidate"]["unrewarded"] + weighed.evidence["live"]["unrewarded"] == 1
+    never_ends = [*groups(3, 0.5, 0.5)[:-1], seen("t2", 3, None, status="running", ended_at=None)]
+    assert weigh(TEST, never_ends, rules(), 109.0).evidence["groups"] == 2
+    assert weigh(TEST, never_ends, rules(), 110.0).evidence["groups"] == 3
+
+
+def test_a_group_waits_for_its_siblings_for_as_long_as_the_trainer_does() -> None:
+    short = groups(3, 0.5, 0.5)[:-1]
+    assert weigh(TEST, short, rules(), 59.0).evidence["groups"] == 2
+    assert weigh(TEST, short, rules(), 60.0).evidence["groups"] == 3
+
+
+def test_a_sibling_that_comes_when_its_group_has_counted_changes_nothing() -> None:
+    short = groups(3, 0.5, 0.5)[:-1]
+    before = weigh(TEST, short, rules(), NOW)
+    late = seen("t2", 3, None, status="running", created_at=70.0, ended_at=None)
+    assert reward(weigh(TEST, [*short, late], rules(), NOW)) == reward(before)
+
+
+def test_rollouts_without_a_task_are_compared_in_pairs() -> None:
+    lone = [seen(None, place, 1.0 if choose(TEST, None, place, 4, 0.5).version == 2 else 0.5) for place in range(9)]
+    weighed = weigh(TEST, lone, rules(), 30.0)
+    assert (reward(weighed)["pairs"], reward(weighed)["difference"]) == (4, pytest.approx(0.5))
+
+
+@pytest.mark.parametrize("why", [{"foreign_calls": 1}, {"mixed": 1}, {"shown": 0}, {"status": "discarded"}])
+def test_what_another_model_answered_or_somebody_discarded_counts_for_neither(why: dict[str, Any]) -> None:
+    weighed = weigh(TEST, groups(10, 0.0, 1.0, **why), rules(), NOW)
+    assert (reward(weighed)["pairs"], reward(weighed)["candidate"], reward(weighed)["live"]) == (0, None, 1.0)
+
+
+def test_rewards_beyond_the_range_count_as_its_ends_and_are_counted() -> None:
+    weighed = weigh(TEST, groups(3, 5.0, 0.5), rules(), NOW)
+    assert (reward(weighed)["difference"], reward(weighed)["clipped"]) == (pytest.approx(0.5), 6)
+
+
+def test_the_newest_reward_of_each_name_counts_times_its_weight() -> None:
+    posted = (Reward("r", 0.0, created_at=21.0), Reward("r", 1.0, created_at=22.0), Reward("r", 1.0, name="style"))
+    one = [seen("t", place, None, 2, rewards=posted if place else (Reward("r", 0.0),)) for place in range(2)]
+    (metric,) = metrics(GateConfig(reward_range=(0.0, 2.0)), {"reward": 1.0, "style": 0.5})
+    told = GateRules([metric], 0.05, 1000, 100.0, 2, 50.0)
+    assert abs(reward(weigh(TEST, one, told, NOW))["difference"]) == pytest.approx(0.75)
+
+
+GAMED: Sequence[tuple[str, dict[str, Any]]] = (
+    ("answer_tokens", {"tokens": 90}),
+    ("latency", {"latency_ms": 50.0}),
+    ("truncated", {"truncated": 1.0}),
+    ("tool_errors", {"tool_errors": 0.9}),
+)
+
+
+@pytest.mark.parametrize(("name", "changed"), GAMED)
+def test_a_policy_that_games_its_reward_is_stopped_by_another_metric(name: str, changed: dict[str, Any]) -> None:
+    better = groups(150, 0.9, 0.5, **changed)
+    assert weigh(TEST, better, rules(), NOW).outcome == "promoted"
+    weighed = weigh(TEST, better, rules({"reward": 0.1, name: 0.1}), NOW)
+    assert weighed.outcome == "rejected"
+    assert weighed.reason.startswith(f"{name} is worse")
+    assert weighed.evidence["metrics"]["reward"]["verdict"] == "safe"
+
+
+def test_a_policy_that_ends_rollouts_without_a_reward_is_stopped_where_that_is_a_metric() -> None:
+    silent = groups(60, 0.9, 0.5, rewards=())
+    weighed = weigh(TEST, silent, rules({"reward": 0.1, "unrewarded": 0.1}), NOW)
+    assert (weighed.outcome, weighed.reason.split(":")[0]) == ("rejected", "unrewarded is worse")

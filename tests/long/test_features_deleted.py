@@ -1,0 +1,91 @@
+"""Each feature can be deleted: its folder, its line, its tests. What is left imports, is tidy, helps, and learns."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.features import FEATURES
+from support.paths import ROOT, TOPS
+
+LEFT = """
+import importlib, pathlib, lightning_proxy as root
+place = pathlib.Path({place!r})
+assert pathlib.Path(root.__file__).parent == place, root.__file__
+for top in {tops!r}:
+    for path in sorted((place / top).rglob("*.py")):
+        module = ".".join(("lightning_proxy", *path.relative_to(place).with_suffix("").parts)).removesuffix(".__init__")
+        if not module.endswith("ray.driver"):
+            importlib.import_module(module)
+"""
+# A key of each feature that has some. A feature that was taken out leaves none behind.
+KEYS = {
+    "otel": "telemetry", "promotion": "policy.gate", "judge": "trainer.judge", "teacher": "trainer.teacher",
+    "algorithms": "trainer.mask", "evaluation": "trainer.eval", "contexts": "trainer.rejected", "tune": "trainer.sft",
+    "tinker": "trainer.tinker",
+}  # fmt: skip
+UNKNOWN = """
+from lightning_proxy.core.config.file import load_config
+from lightning_proxy.core.errors import ConfigError
+for key in {keys!r}:
+    try:
+        load_config(overrides={{key: {{}}}})
+    except ConfigError as error:
+        assert f"command line: {{key}}: unknown key" in str(error), error
+    else:
+        raise AssertionError(key)
+"""
+LEARNS = "tests/contract/test_training.py::test_a_step_publishes_a_verified_version_that_answers_the_next_call"
+REALLY = "tests/contract/test_loop.py"
+
+
+class Copy:
+    """A copy of the tree without some features."""
+
+    def __init__(self, directory: Path, features: list[str]) -> None:
+        self.directory, self.tree = directory, directory / "lightning_proxy"
+        self.tree.mkdir()
+        names = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+        for name in names:
+            if (ROOT / name).is_file():
+                (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, self.tree / name)
+        listed = self.tree / "features" / "__init__.py"
+        for feature in features:
+            for folder in ("features", "tests/features"):
+                shutil.rmtree(self.tree / folder / feature, ignore_errors=True)
+            listed.write_text(re.sub(rf'^    "{feature}",\n', "", listed.read_text(), flags=re.MULTILINE))
+
+    def run(self, *arguments: str) -> str:
+        """Run Python on the copy; return what it prints."""
+        command = [sys.executable, *arguments]
+        environment = {"PYTHONPATH": str(self.directory), "PATH": "/usr/bin:/bin", "HOME": str(self.directory)}
+        done = subprocess.run(
+            command, cwd=self.tree, env=environment, check=False, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("features", [*([name] for name in FEATURES), [*FEATURES]], ids=[*FEATURES, "all"])
+def test_features_can_be_deleted(tmp_path: Path, features: list[str]) -> None:
+    copy = Copy(tmp_path, features)
+    copy.run("-W", "ignore", "-c", LEFT.format(place=str(copy.tree), tops=TOPS))
+    copy.run("-c", UNKNOWN.format(keys=[KEYS[name] for name in features if name in KEYS]))
+    copy.run("-m", "ruff", "check", "-q", ".")
+    assert "train" in copy.run("-m", "lightning_proxy.cli", "--help")
+    assert "2 passed" in copy.run("-m", "pytest", "-q", "-p", "no:cacheprovider", LEARNS)
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(1800)
+def test_all_features_can_be_deleted_and_an_agent_gets_better(tmp_path: Path) -> None:
+    copy = Copy(tmp_path, [*FEATURES])
+    copy.run("-W", "ignore", "-c", LEFT.format(place=str(copy.tree), tops=TOPS))
+    assert "passed" in copy.run("-m", "pytest", "-q", "-p", "no:cacheprovider", REALLY)

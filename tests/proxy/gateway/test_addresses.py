@@ -1,0 +1,103 @@
+"""A key in an upstream's address: it is sent, and shown nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from lightning_proxy.commands.doctor.doctor import check_server
+from lightning_proxy.core.config.address import secrets_in, shown, without_secrets
+from lightning_proxy.core.config.section import check_url
+from lightning_proxy.core.config.upstreams import UpstreamConfig
+
+KEY = "k3y-in-the-address-5f0d9a"
+PASSWORD = "pa55word-in-the-address"
+CALL = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+# What servers answer, and the status that the agent gets.
+ANSWERS = [
+    (b"HTTP/1.1 nonsense\r\n\r\n", 502),
+    (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nContent-Length: 9\r\n\r\n{}", 502),
+    (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 502),
+    (b"", 502),
+    (b"HTTP/1.1 307 Moved\r\nLocation: /other?key=%s\r\nContent-Length: 0\r\n\r\n" % KEY.encode(), 307),
+    (b"HTTP/1.1 404 Not Found\r\nContent-Length: 61\r\n\r\nno route ?key=%s" % KEY.encode().ljust(47), 404),
+]
+
+
+@pytest.mark.parametrize("n", range(len(ANSWERS)))
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_key_in_an_address_is_in_no_answer_record_or_log(
+    running: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, n: int, stream: bool
+) -> None:
+    raw, wanted = ANSWERS[n]
+    asked = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(raw)
+        writer.close()
+
+    caplog.set_level(logging.DEBUG, "lightning_proxy")
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        url = f"http://user:{PASSWORD}@127.0.0.1:{port}/v1?api-version=2024-02-01&key={KEY}"
+        other = UpstreamConfig(name="other", kind="openai", base_url=url, models=["m"])
+        async with running(tmp_path, others=[other]) as system:
+            body = json.dumps(CALL | {"stream": stream}).encode()
+            send = system.session.post(f"{system.url}/rollouts/r/v1/chat/completions", data=body, allow_redirects=False)
+            async with send as got:
+                text = str(got.headers) + await got.text()
+                assert got.status == wanted, text
+            async with system.session.get(f"{system.url}/rollouts/r") as record:
+                text += await record.text()
+            text += json.dumps(await system.call("GET", "/readyz"))
+            check = await check_server(system.config, system.session, other, other.urls[0])
+    assert f"key={KEY}".encode() in asked[0] and b"Basic " in asked[0], "it is sent"
+    store = b"".join(file.read_bytes() for file in tmp_path.glob("store.db*"))
+    for secret in (KEY, PASSWORD):
+        assert secret not in text + caplog.text + str(check) and secret.encode() not in store
+
+
+async def test_a_model_server_of_the_policy_shows_no_password(running: Any, tmp_path: Path) -> None:
+    from lightning_proxy.core.errors import LightningError
+    from lightning_proxy.serving.vllm import VllmServer, operator_session
+
+    async def nothing(_: web.Request) -> web.Response:
+        return web.json_response({"data": []})
+
+    async with operator_session() as session:
+        server = VllmServer(session, f"http://user:{PASSWORD}@127.0.0.1:9/v1", {})
+        with pytest.raises(LightningError, match="vLLM at http://127.0.0.1:9 is not reachable") as refused:
+            await server.models()
+    assert PASSWORD not in str(refused.value)
+
+
+def test_addresses_are_shown_without_what_is_secret() -> None:
+    for url, seen in (
+        ("http://u:p@host:1/v1?key=x#y", "http://host:1/v1"),
+        ("https://host/v1", "https://host/v1"),
+        ("host/v1?key=x", "host/v1"),
+        ("postgresql://u:p@h/db", "postgresql://h/db"),
+        ("http://u:p@[::1]:80?x=@/", "http://[::1]:80"),
+        ("https://u:p@h/v1?key=x&to=https://other/", "https://h/v1"),
+        ("http://u:p/w@h/v1", "http://…"),
+        ("http://u:p?w@h/v1", "http://…"),
+        ("//u:p@h/v1", "//h/v1"),
+    ):
+        assert shown(url) == seen
+    said = "400, message='bad', url='http://u:p@h/v1?key=x' and URL(\"https://t@h?k\")"
+    assert without_secrets("http://u:p@h:80: refused") == "http://h:80: refused"
+    with pytest.raises(ValueError, match="must be an http") as refused:
+        check_url("base_url", f"http://u:{PASSWORD}/x@h/v1", is_vllm=False)
+    assert PASSWORD not in str(refused.value)
+    assert without_secrets(said) == "400, message='bad', url='http://h/v1' and URL(\"https://h\")"
+    assert {*secrets_in("https://us%20er:pw@h/v1?key=a%2Fb&v=1&x-token=c&code=d&pwd=e&encode=f")} == {
+        "us%20er", "us er", "pw", "a/b", "a%2Fb", "c", "d", "e",
+    }  # fmt: skip
+    assert [*secrets_in("http://[h")] == []

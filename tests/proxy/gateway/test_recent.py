@@ -1,0 +1,79 @@
+"""What the memory for recent calls counts is what they take, and no more than its bound is kept."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+import pytest
+
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, RolloutName
+from lightning_proxy.proxy.gateway.recent import RecentCalls
+from lightning_proxy.proxy.gateway.recorder import _prepared
+
+EACH, BOUND = 4, 4_000_000
+Json = dict[str, Any]
+
+
+def user(content: Any) -> Json:
+    return {"role": "user", "content": content}
+
+
+def tiny() -> Iterator[tuple[str, Json]]:
+    for i in range(4000):
+        yield f"r{i}", {"messages": [user(f"hello {i}")]}
+
+
+def parts() -> Iterator[tuple[str, Json]]:
+    for i in range(30):
+        yield f"r{i}", {"messages": [user([{"type": "text", "text": f"{n}"} for n in range(3000)])]}
+
+
+def chains_with_tools() -> Iterator[tuple[str, Json]]:
+    """Their tools are the same at every turn."""
+    properties = {f"argument {n}": {"type": "string", "description": "a text"} for n in range(200)}
+    for i in range(60):
+        messages = [user(f"question {i}")]
+        for turn in range(8):
+            yield f"r{i}", {"tools": [{"function": {"name": "f", "parameters": properties}}], "messages": [*messages]}
+            call = {"id": f"call_{i}_{turn}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": f"{turn} " * 100})
+
+
+def edited() -> Iterator[tuple[str, Json]]:
+    """A conversation whose third message differs at each call."""
+    for i in range(400):
+        yield f"r{i // 20}", {"messages": [user("a" * 999), user("b" * 999), user(f"edit {i}"), user("c" * 999)]}
+
+
+def lists_and_names() -> Iterator[tuple[str, Json]]:
+    for i in range(30):
+        yield f"r{i}", {"messages": [], "x": [[]] * 5000, "metadata": {f"{i} {n}": n for n in range(5000)}}
+
+
+def tokens() -> Iterator[tuple[str, Json]]:
+    for i in range(30):
+        yield f"r{i}", {"prompt": [*range(1000, 20_000)]}
+
+
+@pytest.mark.parametrize("calls", [tiny, parts, chains_with_tools, edited, lists_and_names, tokens])
+def test_what_is_kept_is_what_is_counted(calls: Any) -> None:
+    recent = RecentCalls(BOUND, EACH)
+    tracemalloc.start()
+    for n, (rollout_id, body) in enumerate(calls()):
+        text = orjson.dumps(body)
+        start = CallStart(f"c{n}", RolloutName(rollout_id), "chat/completions", "m", 0, orjson.loads(text), 1.0)
+        recent.add(rollout_id, _prepared(start, recent.of(rollout_id)).call)
+        recent.ended(CallEnd(f"c{n}", rollout_id, "ok", {}, 200, (1, 2, 3), (Choice(0, ()),)))
+    del text, body, start
+    there, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert BOUND / 2 < recent._kept <= BOUND or calls is edited
+    assert there < 1.2 * recent._kept + 100_000
+    assert there > 0.4 * recent._kept
+    for i in range(4000):
+        recent.forget(f"r{i}")
+    assert recent._kept == 0

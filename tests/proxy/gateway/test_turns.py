@@ -1,0 +1,190 @@
+"""The exact prompt of a next turn, for every way in which an answer may have been sampled as tokens."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_proxy.core.records import Choice
+from lightning_proxy.proxy.gateway.turns import (
+    AsText,
+    TokenTurn,
+    closing,
+    earlier_turn,
+    exact_prompt,
+    turns,
+    undrifted_prompt,
+)
+
+Json = dict[str, Any]
+Render = Callable[[Sequence[Json], bool], str]
+
+START, END = "\x01", "\x02"  # special tokens: they are never part of another one
+MERGES = {"ab": 1000, "bc": 1001, "abc": 1002, ".\n": 1003, "\n\n": 1004, "a.": 1005}
+TEXT_OF = {number: text for text, number in MERGES.items()}
+TEXTS = st.text("abc. \n", min_size=1, max_size=8)
+
+
+def chatml(messages: Sequence[Json], ask: bool) -> str:
+    told = "".join(f"{START}{m['role']}\n{m['content']}{END}\n" for m in messages)
+    return told + f"{START}assistant\n" * ask
+
+
+def late_end(messages: Sequence[Json], ask: bool) -> str:
+    """Ends a turn only where another one follows, as some templates do."""
+    return END.join(f"{START}{m['role']}\n{m['content']}" for m in messages) + f"{END}{START}assistant\n" * ask
+
+
+def plain(messages: Sequence[Json], ask: bool) -> str:
+    """No special tokens: what follows an answer may become one token with its end."""
+    return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: " * ask
+
+
+def tokenize(text: str) -> list[int]:
+    """The longest token first: the one way in which a tokenizer cuts a text up."""
+    ids = []
+    while text:
+        size = next(n for n in (3, 2, 1) if n == 1 or text[:n] in MERGES)
+        ids.append(MERGES.get(text[:size], ord(text[0])))
+        text = text[size:]
+    return ids
+
+
+def decode(ids: Sequence[int]) -> str:
+    return "".join(TEXT_OF.get(token, chr(token % 0x110000)) for token in ids)
+
+
+def sampled(text: str, cuts: Sequence[bool]) -> list[int]:
+    """Another way to cut the text up, which a model may sample as well."""
+    ids: list[int] = []
+    while text:
+        options = [n for n in (1, 2, 3) if n == 1 or text[:n] in MERGES]
+        size = options[-1] if cuts[len(ids) % len(cuts)] else options[0]
+        ids.append(MERGES.get(text[:size], ord(text[0])))
+        text = text[size:]
+    return ids
+
+
+def next_prompt(render: Render, turn: TokenTurn, messages: Sequence[Json]) -> list[int]:
+    end = closing(*(tokenize(render([user("0"), assistant(text)], False)) for text in ("0", "1")))
+    history, whole = tokenize(render(messages[: len(turn.messages) + 1], False)), tokenize(render(messages, True))
+    found = exact_prompt(turn, history, whole, end)
+    assert undrifted_prompt(turn, whole, end) in (None, found)
+    return found
+
+
+def user(text: str) -> Json:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> Json:
+    return {"role": "assistant", "content": text, **more}
+
+
+def turn_of(
+    messages: list[Any], answer: Json, prompt: Sequence[int], ids: Sequence[int], why: str = "stop", rendered: Any = ()
+) -> TokenTurn:
+    return TokenTurn(messages, {}, answer, array("i", [*prompt, *ids]), len(ids), why, array("i", rendered or prompt))
+
+
+@given(st.data(), st.lists(st.tuples(TEXTS, TEXTS), min_size=2, max_size=4), st.sampled_from([chatml, late_end]))
+def test_a_conversation_stays_one_row_whatever_was_sampled(data: Any, said: list[tuple[str, str]], render: Any) -> None:
+    messages: list[Json] = []
+    row: list[int] = []
+    turn: TokenTurn | None = None
+    for asked, answered in said:
+        messages = [*messages, user(asked)]
+        prompt = tokenize(render(messages, True)) if turn is None else next_prompt(render, turn, messages)
+        assert prompt[: len(row)] == row
+        assert decode(prompt) == render(messages, True)  # every end of turn is there, and there once
+        ids = sampled(answered, data.draw(st.lists(st.booleans(), min_size=1, max_size=8)))
+        why = data.draw(st.sampled_from(["stop", "length"]))
+        row = [*prompt, *ids, *[ord(END)] * (why == "stop")]
+        turn = turn_of(messages, assistant(answered), prompt, row[len(prompt) :], why, tokenize(render(messages, True)))
+        messages = [*messages, assistant(answered)]
+
+
+@given(TEXTS, TEXTS)
+def test_a_template_without_special_tokens_gives_the_right_text_or_none(answer: str, more: str) -> None:
+    asked = [user("a")]
+    prompt = tokenize(plain(asked, True))
+    turn = turn_of(asked, assistant(answer), prompt, tokenize(answer), "length")
+    messages = [*asked, assistant(answer), user(more)]
+    try:
+        found = next_prompt(plain, turn, messages)
+    except AsText as reason:
+        assert reason.outcome == "template"
+    else:
+        assert found[: len(turn.ids)] == turn.ids.tolist()
+        assert decode(found) == plain(messages, True)
+
+
+@pytest.mark.parametrize("why", ["stop", "length"])
+def test_an_answer_that_comes_back_as_it_was_sampled_tells_where_the_new_part_begins(why: str) -> None:
+    asked, answer = [user("a")], assistant("abc")
+    whole = chatml([*asked, answer, user("c")], True)
+    ids = tokenize("abc" + END * (why == "stop"))
+    turn = turn_of(asked, answer, [7], ids, why, tokenize(chatml(asked, True)))
+    found = undrifted_prompt(turn, tokenize(whole), tokenize(f"{END}\n"))
+    assert found is not None
+    assert found[: 1 + len(ids)] == [7, *ids]
+    assert chatml(asked, True) + decode(found[1:]) == whole
+    drifted = turn_of(asked, answer, [7], sampled("abc", [False]), why, tokenize(chatml(asked, True)))
+    assert undrifted_prompt(drifted, tokenize(whole), tokenize(f"{END}\n")) is None
+
+
+def test_what_was_cut_off_by_a_stop_string_stays_in_the_row() -> None:
+    asked = [user("a")]
+    turn = turn_of(asked, assistant("b"), tokenize(chatml(asked, True)), tokenize("bc"))
+    found = next_prompt(chatml, turn, [*asked, assistant("b"), user("c")])
+    assert decode(found) == chatml([*asked, assistant("bc"), user("c")], True)
+
+
+def test_an_answer_that_was_cut_short_may_end_like_a_turn() -> None:
+    def marked(messages: Sequence[Json], ask: bool) -> str:
+        return "".join(f"{m['role']}: {m['content']};" for m in messages) + "assistant: " * ask
+
+    asked, answer = [user("a")], assistant("b;")
+    turn = turn_of(asked, answer, tokenize(marked(asked, True)), tokenize("b;"), "length")
+    assert decode(next_prompt(marked, turn, [*asked, answer, user("c")])) == marked([*asked, answer, user("c")], True)
+
+
+def test_a_template_that_rewrites_earlier_turns_is_no_base() -> None:
+    def counts(messages: Sequence[Json], ask: bool) -> str:
+        return f"{len(messages)}" + chatml(messages, ask)
+
+    asked = [user("a")]
+    turn = turn_of(asked, assistant("b"), tokenize(counts(asked, True)), tokenize("b"))
+    with pytest.raises(AsText, match="template"):
+        next_prompt(counts, turn, [*asked, assistant("b"), user("c")])
+
+
+TOLD: list[Any] = [{"role": "system", "content": "s"}, user("hi")]
+
+
+def test_the_longest_turn_counts_and_of_equal_ones_the_newest() -> None:
+    first, again = (turn_of(TOLD, assistant("ok"), [1], [token]) for token in (2, 3))
+    longer = replace(first, messages=[*TOLD, assistant("ok"), user("more")])
+    messages = [*longer.messages, assistant("ok"), user("and more")]
+    assert earlier_turn([longer, first, again], {"messages": messages, "temperature": 0.5}) is longer
+    assert earlier_turn([first, again], {"messages": messages[:4]}) is again
+    with pytest.raises(AsText, match="first"):
+        earlier_turn([], {"messages": messages})
+
+
+def test_each_answer_of_a_call_is_a_turn_of_its_own() -> None:
+    choices = (Choice(0, (5, 6), finish_reason="stop"), Choice(1, (7,), finish_reason="length"), Choice(2))
+    answers = [{"index": i, "message": assistant(str(i))} for i in range(3)]
+    found = [*turns({"messages": TOLD, "tools": [1]}, {"choices": answers}, [1, 2], choices)]
+    assert [(t.ids.tolist(), t.sampled, t.finish_reason) for t in found] == [
+        ([1, 2, 5, 6], 2, "stop"),
+        ([1, 2, 7], 1, "length"),
+    ]
+    assert [*turns({"messages": TOLD}, {"choices": answers}, [], choices)] == []
+    assert [*turns({"messages": TOLD}, "no answer", [1], choices)] == []

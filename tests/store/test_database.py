@@ -1,0 +1,213 @@
+"""The store's file: whose it is, that one writer is enough, and that no lock stalls the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.errors import StoreUnavailable
+from lightning_proxy.core.records import RolloutName
+from lightning_proxy.store import database as databases
+from lightning_proxy.store.database import ConstraintRefused, Transaction
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.sqlite import database as files
+from lightning_proxy.store.sqlite.copies import copy_store
+from lightning_proxy.store.sqlite.database import SqliteDatabase
+from lightning_proxy.store.store import Store
+
+AT = "UPDATE policy_log SET at = :at"
+
+
+def config_of(directory: Path, **more: float | str) -> StoreConfig:
+    return StoreConfig.model_validate({"url": f"sqlite:///{directory}/store.db", **more})
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[SqliteDatabase]:
+    database = await SqliteDatabase.open_to_write(config_of(tmp_path))
+    yield database
+    await database.close()
+
+
+def test_a_process_that_did_not_close_its_store_ends(tmp_path: Path) -> None:
+    script = f"""
+import asyncio
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.store.opening import open_database
+
+async def main():
+    database = await open_database(StoreConfig(url="sqlite:///{tmp_path}/store.db"))
+    await database.all("SELECT 1")
+    raise SystemExit(3)
+
+asyncio.run(main())
+"""
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=60).returncode == 3
+
+
+async def test_a_store_of_this_release_is_opened_again(tmp_path: Path) -> None:
+    for at in (1.0, 2.0):
+        async with opened(config_of(tmp_path)) as database:
+            rows = await database.all("SELECT at FROM policy_log")
+            assert [row["at"] for row in rows] == [0.0 if at == 1.0 else 1.0]
+            await database.commit([(AT, [{"at": at}])])
+
+
+@pytest.mark.parametrize(("synchronous", "level"), [("normal", 1), ("full", 2)])
+async def test_a_commit_is_synced_as_the_configuration_says(tmp_path: Path, synchronous: str, level: int) -> None:
+    async def read(db: Transaction) -> int:
+        (row,) = await db.all("PRAGMA synchronous")
+        return int(row["synchronous"])
+
+    async with opened(config_of(tmp_path, synchronous=synchronous)) as database:
+        assert await database.write(read) == level
+
+
+async def test_what_is_written_at_once_and_in_the_thread_is_written_in_turn(
+    database: SqliteDatabase,
+) -> None:
+    async def append(db: Transaction) -> int:
+        await db.run("INSERT INTO policy_log (version, at) VALUES (0, 1)")
+        time.sleep(0.002)  # others come meanwhile
+        (row,) = await db.all("SELECT COUNT(*) AS n FROM policy_log WHERE at = 1")
+        return int(row["n"])
+
+    one = ("INSERT INTO policy_log (version, at) VALUES (0, :at)", [{"at": 2}])
+    done = await asyncio.gather(*(database.write(append) if i % 2 else database.commit([one]) for i in range(40)))
+    assert [count for count in done if count is not None] == list(range(1, 21))
+    assert (await database.all("SELECT COUNT(*) AS n FROM policy_log WHERE at = 2"))[0]["n"] == 20
+
+
+async def test_a_write_whose_caller_is_gone_ends_before_the_next_one(database: SqliteDatabase) -> None:
+    async def slow(db: Transaction) -> None:
+        await db.run(AT, {"at": 1})
+        time.sleep(0.1)
+
+    leaving = asyncio.create_task(database.write(slow))
+    await asyncio.sleep(0.02)
+    leaving.cancel()
+    await database.commit([(AT, [{"at": 2}])])
+    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [2.0]
+
+
+async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done(database: SqliteDatabase) -> None:
+    async def fails(db: Transaction) -> None:
+        await db.run(AT, {"at": 1})
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        await database.write(fails)
+    with pytest.raises(ConstraintRefused):
+        await database.commit([(AT, [{"at": 1}]), (AT, [{"at": None}])])
+    await database.commit([("INSERT INTO policy_log (version, at) VALUES (0, 3)", [{}])])
+    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0, 3.0]
+
+
+async def test_a_store_that_another_process_has_locked_does_not_stall_the_event_loop(tmp_path: Path) -> None:
+    async with opened(config_of(tmp_path, busy_timeout_s=0.5)) as database:
+        with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            writing = asyncio.create_task(database.commit([(AT, [{"at": 1}])]))
+            rounds = 0
+            while not writing.done():
+                await asyncio.sleep(0.005)
+                assert await database.quick("SELECT at FROM policy_log") is not None
+                assert len(await database.all("SELECT at FROM policy_log")) == 1
+                rounds += 1
+            with pytest.raises(StoreUnavailable, match="cannot be written: database is locked; nothing was recorded"):
+                await writing
+            assert rounds > 1
+        await database.commit([(AT, [{"at": 2}])])
+
+
+async def test_a_row_is_read_at_once_while_a_long_query_runs(database: SqliteDatabase) -> None:
+    counting = (
+        "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 2000000) SELECT MAX(i) AS i FROM n"
+    )
+    long = asyncio.create_task(database.all(counting))
+    await asyncio.sleep(0.01)
+    assert await database.quick("SELECT at FROM policy_log") is not None
+    assert not long.done()
+    assert [row["i"] for row in await long] == [2000000]
+
+
+async def test_the_log_does_not_grow_for_ever(database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_proxy.store.sqlite.database.CHECKPOINT_EVERY", 5)
+    for i in range(1000):
+        await database.commit([(AT, [{"at": i}])])
+        await asyncio.sleep(0.002)
+    assert Path(f"{database.path}-wal").stat().st_size < 1000 * 4096
+
+
+async def test_the_log_is_cut_off_also_where_a_checkpoint_is_under_way(
+    database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = Path(f"{database.path}-wal")
+    answer = {"key": "k", "answer": "secret" * 100_000}
+    insert = "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key || :n, 'h', :answer, 0)"
+    for n in range(30):
+        await database.commit([(insert, [answer | {"n": n}])])
+    monkeypatch.setattr("lightning_proxy.store.sqlite.database.CHECKPOINT_EVERY", 1)
+    await database.commit([(AT, [{"at": 1.0}])])
+    await asyncio.sleep(0.002)
+    assert log.stat().st_size > 10_000_000
+    await database.forget_deleted()
+    assert log.stat().st_size == 0
+
+
+async def test_only_its_owner_reads_a_new_store(tmp_path: Path) -> None:
+    path = tmp_path / "s.db"
+    async with opened(StoreConfig(url=f"sqlite:///{path}")) as database:
+        await Store(database).rollouts.open([(RolloutName("r"), "hash")], {}, None)
+        assert {file.name: file.stat().st_mode & 0o077 for file in tmp_path.iterdir()} == {
+            "s.db": 0, "s.db-wal": 0, "s.db-shm": 0
+        }  # fmt: skip
+    copy_store(path, tmp_path / "copy.db")
+    assert (tmp_path / "copy.db").stat().st_mode & 0o777 == 0o600
+
+
+async def test_a_transaction_that_waits_for_something_else_is_undone(database: SqliteDatabase) -> None:
+    async def waits(db: Transaction) -> None:
+        await db.run(AT, {"at": 1})
+        await asyncio.sleep(0)
+
+    with pytest.raises(RuntimeError, match="awaited something else"):
+        await database.write(waits)
+    assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0]
+
+
+async def test_a_full_disk_is_one_line_and_is_not_ready_until_there_is_room(
+    database: SqliteDatabase, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    large = "INSERT INTO large_requests (call_id, request) SELECT call_id, :text FROM calls"
+    await database.commit([(AT, [{"at": 1.0}])])
+    database._writer.execute("PRAGMA foreign_keys = OFF")
+    row = "INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, started_at, request) VALUES "
+    await database.commit([(f"{row} ('c', 'r', 0, 'x', 'ok', 1, '')", [{}])])
+    database._writer.execute("PRAGMA max_page_count = 1")  # as small as it is: no page more
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable, match="disk is full"):
+            await database.commit([(large, [{"text": "x" * 100_000}])])
+    with pytest.raises(StoreUnavailable, match="the newest record could not be written: .* is full"):
+        await database.require_writable()
+    assert [record.message for record in caplog.records] == [
+        "records cannot be written, and requests that need one are refused (503): database or disk is full"
+    ]
+    monkeypatch.setattr(databases, "REFUSED_S", 0.0)
+    monkeypatch.setattr(files, "ROOM", 2**62)  # as if the disk had less
+    with pytest.raises(StoreUnavailable, match="could not be written"):
+        await database.require_writable()
+    monkeypatch.setattr(files, "ROOM", 1)
+    await database.require_writable()
+    assert caplog.records[-1].message == "records can be written again", "a probe sees it, where no call comes"
+    database._writer.execute("PRAGMA max_page_count = 1000000")
+    await database.commit([(large, [{"text": "x" * 100_000}])])

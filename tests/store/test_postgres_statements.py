@@ -1,0 +1,75 @@
+"""The statements of the store as PostgreSQL takes them, and its schema beside SQLite's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.store.database import Database, Sql
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT, RolloutSearch
+from lightning_proxy.store.rollouts import _search_statement as search_statement
+from support.postgres import Server, postgres_server
+from support.statements import statements
+
+asyncpg = pytest.importorskip("asyncpg", reason="asyncpg is not installed (the extra `postgres`)")
+from lightning_proxy.store.postgres.database import FOLD_COUNTS, RECORDED  # noqa: E402
+from lightning_proxy.store.postgres.order import HOLD_ROLLOUTS  # noqa: E402
+from lightning_proxy.store.postgres.translate import translated  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with postgres_server() as server:
+        yield server
+
+
+@pytest.fixture
+async def database(server: Server) -> AsyncIterator[Database]:
+    async with opened(StoreConfig(url=server.new_database())) as database:
+        yield database
+
+
+@pytest.mark.parametrize(
+    ("sql", "text", "names"),
+    [
+        ("SELECT :b, :a, :b", "SELECT $1, $2, $1", ("b", "a")),
+        ("SELECT ':a', \":b\", x::json", "SELECT ':a', \":b\", x::json", ()),
+        ("SELECT 'it''s :a', :a", "SELECT 'it''s :a', $1", ("a",)),
+        ("WHERE a IS :a AND b IS NOT :b AND c IS NOT NULL",
+         "WHERE a IS NOT DISTINCT FROM $1 AND b IS DISTINCT FROM $2 AND c IS NOT NULL", ("a", "b")),
+        ("a CROSS JOIN b ON b.n = a.n", "a JOIN b ON b.n = a.n", ()),
+        ("FROM rollouts INDEXED BY x_1\nWHERE TRUE", "FROM rollouts\nWHERE TRUE", ()),
+        ("n IN (SELECT CAST(value AS BIGINT) FROM json_each(:a))",
+         "n = ANY(ARRAY(SELECT json_array_elements_text($1::json)::BIGINT))", ("a",)),
+        ("id NOT IN (SELECT CAST(value AS TEXT) FROM json_each(:a))",
+         "id NOT IN (SELECT json_array_elements_text($1::json)::TEXT)", ("a",)),
+        (Sql("SELECT json(:a)", postgres="SELECT :a::json"), "SELECT $1::json", ("a",)),
+    ],
+)  # fmt: skip
+def test_parameters_get_numbers_and_few_words_change(sql: str, text: str, names: tuple[str, ...]) -> None:
+    assert translated(sql) == (text, names)
+
+
+async def test_every_statement_of_the_store_is_one_for_postgresql(server: Server, database: Database) -> None:
+    pages = {f"page by {name}": ROLLOUTS_PAGE.format(filters=ROLLOUT_FILTERS[name]) for name in ROLLOUT_FILTERS}
+    pages["page by agent"] = ROLLOUTS_PAGE_OF_AGENT.format(filters="")
+    wanted = RolloutSearch(min_reward=0.0, max_reward=1.0, since=0.0, text="ä", prefix="r")
+    pages["search"] = search_statement({"agent": "a", "status": "ok", "task_id": "t"}, wanted)[0]
+    pages["search by text"] = search_statement({}, RolloutSearch(text="x"))[0]
+    wrong = {}
+    connection = await asyncpg.connect(database._config.url)  # type: ignore[attr-defined]
+    own = {"HOLD_ROLLOUTS": HOLD_ROLLOUTS, "FOLD_COUNTS": FOLD_COUNTS} | {sql: sql for sql in RECORDED.values()}
+    for name, sql in {**dict(statements()), **pages, **own}.items():
+        if "sqlite_master" in sql:
+            continue
+        statement = translated(sql)
+        try:
+            prepared = await connection.prepare(statement.text)
+            assert len(prepared.get_parameters()) == len(statement.names)
+        except asyncpg.PostgresError as error:
+            wrong[name] = f"{error}: {statement.text}"
+    await connection.close()
+    assert wrong == {}

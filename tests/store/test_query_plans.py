@@ -1,0 +1,177 @@
+"""Statements that run for every call, page or step must not become slower with the store: they use its indexes."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import AsyncIterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy import store
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.store import waiting
+from lightning_proxy.store.calls import TOOL_RESULT
+from lightning_proxy.store.conversations import CONVERSATION_TAKE
+from lightning_proxy.store.database import Database
+from lightning_proxy.store.opening import open_database
+from lightning_proxy.store.rollouts import (
+    ROLLOUT_FILTERS,
+    ROLLOUTS_PAGE,
+    ROLLOUTS_PAGE_OF_PREFIX,
+)
+from lightning_proxy.store.versions import PINNED_VERSIONS
+from support.paths import TOPS
+from support.statements import pages, statements
+
+
+@cache
+def known() -> dict[str, str]:
+    return pages() | dict(statements())
+
+
+# Grow with steps, versions and keys, not with calls; or are no tables.
+SMALL = {"keys", "policy_log", "rollout_counts", "schema_numbers", "sqlite_master", "CONSTANT", "recent"} | {
+    "json_each",
+    "wanted",  # a list that a statement is given
+}
+SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "prompt_log", "promotions"}
+SMALL |= {"maybe", "evaluations", "rewarder_spent"}
+# Indexes of the few rows that are under way or still have their files.
+FEW = {"steps_claimed", "steps_with_checkpoints", "policy_versions_with_files", "policy_versions_published"}
+# Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index
+# holds, or over the newest calls or rollouts alone.
+# Likewise when training without a server starts, for the list of all versions, or until the first few steps are found.
+WHOLE = {
+    "SELECT * FROM steps WHERE status = 'trained' ORDER BY step", "SELECT * FROM policy_versions ORDER BY version",
+    "PARENTS", "STEPS_FIRST",
+    "UNTRAINABLE", "RECENT_CALLS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "LABELS",
+    "PAGES", "MEMBERS_ENDED", "MEMBERS_RUNNING", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
+    "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", "tasks by nothing", "UNLEARNED",
+}  # fmt: skip
+# Sort what belongs to a few steps, one test, rollout or tool-call id, a page of tasks, the newest calls or rollouts, or
+# a key's newest rollouts.
+SORTS = {
+    "REWARDS_BY_TASK_OF_KEY", "FAILED_HELD_OUT", "COUNTING_IN_PART", "UNDER_WAY", "ROLLOUT_COUNTS_OF_KEY",
+    "COUNTED", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE",
+    "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "COMPARED_WITH",
+    "LABELS", "PROMPT_BEFORE", "PROMPT_KEPT", "PROMPT_REWARDS", "PROMPT_RUN", "PROMOTION_OBSERVED", "PROMOTION_REWARDS",
+    "STALE_REWARDS", "CONVERSATION_TAKE_EXACT", "CONVERSATION_TAKE_OF",
+    "CONVERSATION_TAKE_FAILED", "VERSION_NAMED", "TASK_ROLLOUTS", "CALLS_WITH_PARENTS", "NAMES_OF_REWARDS",
+}  # fmt: skip
+SORTED = (
+    "SELECT * FROM rollouts WHERE step =",
+    "SELECT * FROM tool_calls WHERE",
+    "SELECT * FROM rewards WHERE",
+    "SELECT * FROM events WHERE rollout_id",
+    "tasks by",
+)
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    opened = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    yield opened
+    await opened.close()
+
+
+async def plan(database: Database, statement: str) -> list[str]:
+    parameters = dict.fromkeys(sql_parameters(statement))
+    return [row["detail"] for row in await database.all(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+
+
+def sql_parameters(statement: str) -> set[str]:
+    return {word.split(":")[1].rstrip(",);\n") for word in statement.split() if ":" in word}
+
+
+async def test_no_table_is_read_from_end_to_end(database: Database) -> None:
+    assert await plan(database, known()["page by nothing"]) == ["SEARCH rollouts USING INTEGER PRIMARY KEY (rowid<?)"]
+    for name, statement in known().items():
+        steps = await plan(database, statement)
+        may_scan = name in WHOLE or name.startswith("FORGET_TRAINING")
+        may_sort = name in SORTS or name.startswith(SORTED)
+        for step in steps:
+            is_small = step.startswith("SCAN") and (step.split()[1] in {*SMALL, "line"} or step.split()[-1] in FEW)
+            assert not step.startswith("SCAN") or is_small or may_scan, (name, steps)
+            assert "TEMP B-TREE" not in step or may_sort or steps[0].startswith("SCAN"), (name, steps)
+
+
+async def test_claims_look_at_nothing_but_what_can_be_claimed(database: Database) -> None:
+    assert "USING COVERING INDEX rollouts_claimable" in (await plan(database, waiting.WAITING_COUNT))[0]
+    for name, index in (
+        ("MEMBERS_ONE_BY_ONE", "rollouts_live (task_id=?)"),
+        ("MEMBERS_ONE_BY_ONE_RUNNING", "rollouts_running_of_task (task_id=? AND n<?)"),
+        ("MEMBERS_OPENED_TOGETHER", "rollouts_opened_together (opened_with=?)"),
+        ("MEMBERS_COMPARED_BEFORE", "rollouts_by_group (group_id=?)"),
+        ("CHANGED", "PRIMARY KEY (rowid>? AND rowid<?)"),
+    ):
+        steps = await plan(database, getattr(waiting, name))
+        assert index in steps[0], steps
+    assert "INDEX rollouts_lone " in (await plan(database, waiting.CLAIMABLE_LONE))[1]
+
+
+async def test_rewards_by_version_are_read_off_an_index_alone(database: Database) -> None:
+    assert "USING COVERING INDEX rollouts_by_version" in (await plan(database, known()["REWARDS_BY_TASK"]))[0]
+
+
+async def test_versions_of_running_rollouts_are_read_off_an_index(database: Database) -> None:
+    assert "USING COVERING INDEX rollouts_running" in (await plan(database, PINNED_VERSIONS))[0]
+
+
+async def test_a_tip_is_taken_from_those_of_its_digest(database: Database) -> None:
+    steps = await plan(database, CONVERSATION_TAKE)
+    assert not [step for step in steps if step.startswith("SCAN") and step != "SCAN recent"], steps
+
+
+async def test_the_call_of_a_result_is_found_by_its_place_or_its_id(database: Database) -> None:
+    found = [step.split("(", 1)[1] for step in await plan(database, TOOL_RESULT) if " tool_calls_by" in step]
+    assert set(found) == {"rollout_id=? AND place=?)", "rollout_id=? AND tool_call_id=?)"}
+
+
+@pytest.mark.parametrize(("filters", "index"), [("mode", "rollouts_by_mode"), ("mode status", "rollouts_by_mode_and")])
+async def test_a_rare_mode_is_found_without_looking_at_the_others(database: Database, filters: str, index: str) -> None:
+    page = ROLLOUTS_PAGE.format(filters=" ".join(ROLLOUT_FILTERS[name] for name in filters.split()))
+    assert f"USING INDEX {index}" in (await plan(database, page))[0]
+
+
+@pytest.mark.parametrize(
+    ("statement", "index"),
+    [
+        ("LONE", "rollouts_lone"),
+        ("EARLIER_OF_TASK", "rollouts_by_task"),
+    ],
+)
+async def test_what_waits_or_came_before_is_read_off_its_index(database: Database, statement: str, index: str) -> None:
+    assert f"INDEX {index} " in (await plan(database, getattr(waiting, statement)))[0]
+
+
+async def test_a_page_of_tasks_reads_the_rollouts_of_these_tasks_alone(database: Database) -> None:
+    assert "INDEX rollouts_by_task (task_id=? AND n>?)" in (await plan(database, known()["TASK_ROLLOUTS"]))[0]
+
+
+async def test_some_calls_are_read_without_the_others_of_their_rollout(database: Database) -> None:
+    steps = await plan(database, known()["CALLS_WITH_PARENTS"])
+    assert {step.split("(")[1] for step in steps if step.startswith("SEARCH calls")} == {"call_id=?)"}
+
+
+async def test_a_standstill_is_read_off_the_rollouts_that_were_dropped(database: Database) -> None:
+    assert "INDEX rollouts_dropped (dropped=? AND n>?)" in "".join(await plan(database, waiting.UNLEARNED))
+
+
+async def test_a_beginning_of_an_id_is_read_off_the_index_of_ids(database: Database) -> None:
+    steps = await plan(database, ROLLOUTS_PAGE_OF_PREFIX.format(filters=""))
+    assert "rowid" not in steps[0] and "(rollout_id>? AND rollout_id<?)" in steps[0]
+
+
+def test_no_statement_stands_outside_of_the_store_and_the_side_rooms() -> None:
+    root = Path(store.__path__[0]).parent
+    allowed = [root / "commands/moving", root / "store", root / "features"]
+    sources = [file for top in TOPS for file in (root / top).rglob("*.py")]
+    for file in (file for file in sources if not any(file.is_relative_to(room) for room in allowed)):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert not re.match(
+                    r"\s*(SELECT .* FROM|INSERT INTO|UPDATE \w+ SET|DELETE FROM|PRAGMA) ", node.value
+                ), file

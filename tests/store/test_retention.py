@@ -1,0 +1,279 @@
+"""The store within its limits: what is deleted, what never is, and the space that is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_proxy.commands.store import shorten
+from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.server import RetentionConfig, StoreConfig
+from lightning_proxy.core.records import CallEnd, CallStart, Reward, RolloutName
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store.database import Database
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.retention import (
+    DAY,
+    ROLLOUT_FORGET,
+    ROLLOUTS_OVER,
+    Keeper,
+    over_bound,
+    read_pages,
+)
+from lightning_proxy.store.sqlite.locks import keeping
+from lightning_proxy.store.store import Store
+from support.sections import TrainerConfig
+from support.stores import do_again, store_url
+
+NOW = time.time()
+
+
+class Recorded:
+    """A store with rollouts whose times are what a test wants them to be."""
+
+    def __init__(self, database: Database, recorder: Recorder) -> None:
+        self.database, self.recorder = database, recorder
+        self.store = Store(database)
+        self.deleted: list[tuple[str, str]] = []
+        self.trainer = TrainerConfig()
+
+    async def rollout(
+        self, name: str, *, ended: float | None, asked: float | None = None, answered: bool = True, size: int = 10,
+        reward: float | None = None, task: str | None = "t",
+    ) -> None:  # fmt: skip
+        """`ended` and `asked` in days ago; `size` in bytes."""
+        asked = asked if asked is not None else ended or 0.0
+        start = NOW - asked * DAY
+        request = {"messages": [{"role": "user", "content": name * (size // len(name))}]}
+        call = CallStart(f"{name}-0", RolloutName(name, task), "chat/completions", "m", 0, request, start)
+        await self.recorder.start(call)
+        if answered:
+            await self.recorder.end(CallEnd(f"{name}-0", name, "ok", {"id": "x"}, 200))
+        if ended is not None and reward is None:
+            await self.store.rollouts.end(name, "failed", None)
+        elif ended is not None:
+            await self.store.rewards.post([Reward(name, reward or 0.0, final=True)], None, b"")
+        at = None if ended is None else NOW - ended * DAY
+        row = {"id": name, "ended": at, "asked": start}
+        statement = "UPDATE rollouts SET ended_at = :ended, created_at = :asked WHERE rollout_id = :id"
+        await self.database.commit([(statement, [row])])
+
+    async def tidy(self, **retention: float) -> set[str]:
+        """What is left."""
+        store = StoreConfig(retention=RetentionConfig(**retention))
+        config = Config(store=store, trainer=self.trainer)
+        await Keeper(self.database, config, lambda *what: self.deleted.append(what)).tidy()
+        return {rollout.rollout_id for rollout in (await self.store.rollouts.page({}, 1000))[0]}
+
+
+@pytest.fixture
+async def recorded(tmp_path: Path) -> AsyncIterator[Recorded]:
+    config = StoreConfig(url=store_url(tmp_path))
+    async with opened(config) as database, Recorder(Store(database), merged=False) as recorder:
+        yield Recorded(database, recorder)
+
+
+async def rows(database: Database, table: str) -> int:
+    (row,) = await database.all(f"SELECT COUNT(*) AS n FROM {table}")
+    return int(row["n"])
+
+
+async def test_old_rollouts_go_with_all_that_was_recorded_of_them(recorded: Recorded) -> None:
+    await recorded.rollout("old", ended=8, reward=1.0)
+    await recorded.rollout("new", ended=6, reward=1.0)
+    assert await recorded.tidy(max_age_days=7) == {"new"}
+    assert recorded.deleted == [("old", "age")]
+    assert [await rows(recorded.database, table) for table in ("calls", "rewards")] == [1, 1]
+    assert await recorded.store.rollouts.counts() == {("train", "running"): 0, ("train", "completed"): 1}
+
+
+async def test_none_is_forgotten_when_a_transaction_is_done_again(recorded: Recorded) -> None:
+    for i in range(3):
+        await recorded.rollout(f"old{i}", ended=8)
+    do_again(recorded.database)
+    assert await recorded.tidy(max_age_days=7) == set()
+    assert sorted(recorded.deleted) == [(f"old{i}", "age") for i in range(3)]
+
+
+async def test_without_limits_nothing_is_deleted(recorded: Recorded) -> None:
+    await recorded.rollout("old", ended=1000)
+    assert await recorded.tidy() == {"old"}
+
+
+async def test_what_runs_is_kept_and_what_nobody_ends_goes_when_it_was_quiet_for_long(recorded: Recorded) -> None:
+    await recorded.rollout("under way", ended=8, asked=0.5, answered=False)
+    await recorded.rollout("quiet", ended=None, asked=9)
+    await recorded.rollout("talking", ended=None, asked=9)
+    call = CallStart("t-1", RolloutName("talking"), "chat/completions", "m", 0, {"messages": []}, NOW)
+    await recorded.recorder.start(call)
+    assert await recorded.tidy(max_age_days=7) == {"under way", "talking"}
+
+
+@pytest.mark.sqlite
+async def test_a_clock_that_was_wrong_for_a_while_does_not_end_the_retention(
+    recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.store.retention.LOOK", 1)
+    await recorded.rollout("tomorrow", ended=-1, size=200_000)
+    for i in range(4):
+        await recorded.rollout(f"old{i}", ended=9 - i, size=200_000)
+    await recorded.rollout("new", ended=0.1)
+    left = await recorded.tidy(max_gib=800_000 / 2**30)
+    assert "old0" not in left and {"tomorrow", "new"} <= left
+    assert await recorded.tidy(max_age_days=3) == {"tomorrow", "new"}
+
+
+async def test_a_step_that_is_being_trained_or_published_keeps_its_rollouts(recorded: Recorded) -> None:
+    for name in ("first", "second", "third"):
+        await recorded.rollout(name, ended=8, reward=1.0)
+    await recorded.store.steps.trained(await recorded.store.steps.claim(["first"], 0), None, {"reward_mean": 1.0})
+    await recorded.store.steps.claim(["second"], 0)
+    await recorded.store.steps.trained(await recorded.store.steps.claim(["third"], 0), None, {})
+    assert await recorded.tidy(max_age_days=7) == {"second", "third"}
+    assert [step.metrics for step in await recorded.store.steps.all()] == [{"reward_mean": 1.0}, {}]
+
+
+@pytest.mark.sqlite
+async def test_by_size_the_oldest_go_and_those_that_wait_for_the_trainer_last(recorded: Recorded) -> None:
+    empty, size = (await read_pages(recorded.database)).bytes, 2**18
+    for i in range(4):
+        await recorded.rollout(f"waits-{i}", ended=0.1, size=size, reward=1.0)
+        await recorded.rollout(f"ended-{i}", ended=0.1, size=size)
+    assert await recorded.tidy(max_gib=(empty + 5.5 * size) / 2**30) == {"ended-3", *(f"waits-{i}" for i in range(4))}
+    assert await recorded.tidy(max_gib=(empty + 2.5 * size) / 2**30) == {f"waits-{i}" for i in (2, 3)}
+    assert {why for _, why in recorded.deleted} == {"size"}
+    assert (await read_pages(recorded.database)).bytes < empty + 2.5 * size
+
+
+@pytest.mark.parametrize(("failed", "waits"), [("drop", False), ("zero", True), (-1.0, True)])
+@pytest.mark.sqlite
+async def test_failed_rollouts_that_count_wait_for_the_trainer_too(
+    recorded: Recorded, failed: Any, waits: bool
+) -> None:
+    recorded.trainer = TrainerConfig(failed_rollouts=failed)
+    await recorded.rollout("failed", ended=0.1, size=2**19)
+    await recorded.rollout("trained", ended=0.1, size=2**19, reward=1.0)
+    for rollouts in (["trained"], []):  # those of the last step stay
+        await recorded.store.steps.trained(await recorded.store.steps.claim(rollouts, 0), None, {})
+    assert await recorded.tidy(max_gib=1 / 1024) == {"failed" if waits else "trained"}
+
+
+@pytest.mark.parametrize(("lone", "waits"), [("drop", False), ("running", True)])
+@pytest.mark.sqlite
+async def test_rollouts_without_a_task_wait_where_they_are_trained_on(
+    recorded: Recorded, lone: Any, waits: bool
+) -> None:
+    recorded.trainer = TrainerConfig(lone_rollouts=lone)
+    await recorded.rollout("lone", ended=0.1, size=2**19, reward=1.0, task=None)
+    await recorded.rollout("failed", ended=0.1, size=2**19)
+    assert await recorded.tidy(max_gib=1 / 1024) == {"lone" if waits else "failed"}
+
+
+@pytest.mark.sqlite
+async def test_a_bound_that_cannot_be_kept_is_told_of_once_until_it_is_kept_again(
+    recorded: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    await recorded.rollout("runs", ended=None, size=2**21)
+    store = StoreConfig(retention=RetentionConfig(max_gib=1 / 1024))
+    keeper = Keeper(recorded.database, Config(store=store), lambda *_: None)
+    for _ in range(3):
+        await keeper.tidy()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "more than store.retention.max_gib (0.000976562)" in said and "rollouts that run" in said
+    assert await over_bound(recorded.database, store.retention) == said
+    await recorded.store.rollouts.end("runs", "failed", None)
+    for _ in range(2):
+        await keeper.tidy()
+    assert await over_bound(recorded.database, store.retention) is None
+    assert [record.getMessage() for record in caplog.records] == [said, "the store is within store.retention again"]
+
+
+@pytest.mark.sqlite
+async def test_a_freed_file_shrinks_on_disk_while_it_is_written(recorded: Recorded) -> None:
+    for i in range(20):
+        await recorded.rollout(f"r{i}", ended=8, size=2**18)
+
+    async def work() -> None:
+        for i in range(20):
+            await recorded.rollout(f"new{i}", ended=0)
+
+    (left, _) = await asyncio.gather(recorded.tidy(max_age_days=7), work())
+    assert not left & {f"r{i}" for i in range(20)}
+    await recorded.database.close()
+    assert Path(recorded.database.where).stat().st_size < 2**20
+
+
+async def test_answers_to_repeated_posts_are_forgotten_after_a_week(recorded: Recorded) -> None:
+    await recorded.rollout("r", ended=None)
+    await recorded.store.rewards.post([Reward("r", 1.0)], "old", b"a")
+    await recorded.database.commit([("UPDATE idempotency SET created_at = created_at - 8 * 86400", [{}])])
+    await recorded.store.rewards.post([Reward("r", 1.0)], "new", b"a")
+    await recorded.tidy()
+    assert [row["key"] for row in await recorded.database.all("SELECT key FROM idempotency")] == ["new"]
+
+
+async def test_one_process_at_a_time_keeps_a_store(tmp_path: Path) -> None:
+    with keeping(tmp_path / "store.db") as first, keeping(tmp_path / "store.db") as second:
+        assert (first, second) == (True, False)
+    with keeping(tmp_path / "store.db") as third:
+        assert third
+
+
+@pytest.mark.sqlite
+async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: Recorded, tmp_path: Path) -> None:
+    for i in range(20):
+        await recorded.rollout(f"r{i}", ended=0, size=2**18)
+    for i in range(20):
+        await recorded.store.rollouts.delete(f"r{i}")
+    with keeping(Path(recorded.database.where)):  # as the proxy does
+        before, after = await shorten(StoreConfig(url=store_url(tmp_path)))
+    assert before.bytes > 5 * 2**20
+    assert (after.bytes < 2**20, after.free) == (True, 0)
+    await recorded.rollout("afterwards", ended=None)
+
+
+@pytest.mark.sqlite
+async def test_a_log_that_a_reader_made_long_is_written_anew_once_it_is_gone(
+    recorded: Recorded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.store.sqlite.database.LONG_LOG", 2**20)
+    log = tmp_path / "store.db-wal"
+    with contextlib.closing(sqlite3.connect(Path(recorded.database.where), isolation_level=None)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT COUNT(*) FROM rollouts").fetchall()
+        for i in range(20):
+            await recorded.rollout(f"r{i}", ended=None, size=2**17)
+        await recorded.database.checkpoint()
+        assert (long := log.stat().st_size) > 2**20
+    await recorded.database.checkpoint()
+    for i in range(5):
+        await recorded.rollout(f"later{i}", ended=None, size=2**17)
+    assert log.stat().st_size == long
+
+
+@pytest.mark.sqlite
+async def test_looking_for_what_is_over_uses_indexes(recorded: Recorded) -> None:
+    for statement in (ROLLOUTS_OVER, ROLLOUT_FORGET):
+        params: dict[str, Any] = dict.fromkeys(("after", "limit", "before", "quiet", "n", "failed", "lone"))
+        steps = [row["detail"] for row in await recorded.database.all(f"EXPLAIN QUERY PLAN {statement}", params)]
+        assert not [step for step in steps if step.startswith("SCAN") and "steps_claimed" not in step], steps
+
+
+async def test_of_too_many_conversations_those_that_were_quiet_the_longest_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_proxy.store.retention.CONVERSATIONS", 3)
+    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
+        insert = "INSERT INTO conversation_points (digest, rollout_id, at) VALUES (:digest, :rollout_id, :at)"
+        rows = [{"digest": bytes([i]) * 32, "rollout_id": f"r{i}", "at": NOW - 1000 + i} for i in range(5)]
+        await database.commit([(insert, rows)])
+        await Keeper(database, Config(), lambda *_: None).tidy()
+        left = await database.all("SELECT rollout_id FROM conversation_points ORDER BY at")
+    assert [row["rollout_id"] for row in left] == ["r2", "r3", "r4"]

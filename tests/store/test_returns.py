@@ -1,0 +1,106 @@
+"""The return that the store keeps of a rollout is that of the pure function, whatever was posted, in whatever order."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from lightning_proxy.core.config.server import StoreConfig
+from lightning_proxy.core.records import CallEnd, CallStart, Reward, RolloutName
+from lightning_proxy.core.returns import Rules, earned
+from lightning_proxy.proxy.gateway.recorder import Recorder
+from lightning_proxy.store.database import Database
+from lightning_proxy.store.opening import open_database
+from lightning_proxy.store.store import Store
+from support.stores import do_again, store_url
+
+NAMES = ("reward", "style", "nothing", "other")
+RULES = [
+    Rules({"reward": 1.0}),
+    Rules({"reward": 0.3, "style": -1.7, "nothing": 0.0}, failed=0.0),
+    Rules({"style": 1e12, "reward": 1e-9}, failed=-1.0),
+    Rules({"other": 0.1}),
+]
+VALUES = (0.1, 0.2, 0.3, -0.1, 1.0, 0.0, 1e-12, -9999.9, 1e300, 5e-324)
+
+
+@pytest.fixture
+async def database(tmp_path: Path) -> AsyncIterator[Database]:
+    opened = await open_database(StoreConfig(url=store_url(tmp_path)))
+    do_again(opened)
+    yield opened
+    await opened.close()
+
+
+async def record(store: Store, rollouts: Sequence[str], calls: int) -> None:
+    async with Recorder(store, merged=False) as recorder:
+        for rollout in rollouts:
+            for seq in range(calls):
+                call_id = f"{rollout}-{seq}"
+                await recorder.start(CallStart(call_id, RolloutName(rollout), "chat/completions", "p", 0, {}, 1.0))
+                await recorder.end(CallEnd(call_id, rollout, "ok", {}, 200))
+
+
+async def agrees(store: Store, rollouts: Sequence[str]) -> None:
+    rules = await store.returns.rules()
+    for name in rollouts:
+        kept, posted = await store.rollouts.get(name), await store.rewards.of(name)
+        found = earned(posted, rules, kept.status)
+        assert (kept.reward, kept.own_reward) == (found.returned, found.own), name
+        assert {c.call_id: c.reward for c in await store.calls.of(name) if c.reward is not None} == found.calls
+        counted = [r.created_at for r in posted if r.name in rules.weights]
+        row = await store.database.one("SELECT rewarded_at FROM rollouts WHERE rollout_id = :r", {"r": name})
+        assert row is not None and row["rewarded_at"] == min(counted, default=None)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_it_is_the_pure_functions_after_any_history(database: Database, seed: int) -> None:
+    store, chance, rollouts = Store(database), random.Random(seed), [f"r{i}" for i in range(5)]
+    await record(store, rollouts, 3)
+    await store.returns.use(RULES[seed])
+    for _ in range(40):
+        match chance.random():
+            case x if x < 0.05:
+                await store.returns.adopt(chance.choice(RULES))  # what was posted before is stale now
+            case x if x < 0.1:
+                name = chance.choice(rollouts)
+                if (await store.rollouts.get(name)).status == "running":
+                    await store.rollouts.end(name, chance.choice(["failed", "completed"]), None)  # type: ignore[arg-type]
+            case _:
+                some = [chance.choice(rollouts) for _ in range(chance.randint(1, 12))]
+                await store.rewards.post([
+                    Reward(name, chance.choice(VALUES), chance.choice([None, *(f"{name}-{i}" for i in range(3))]),
+                           chance.choice(NAMES), final=False)
+                    for name in some
+                ])  # fmt: skip
+        if chance.random() < 0.2:
+            await store.returns.settle()
+            await agrees(store, rollouts)
+    await store.returns.settle()
+    await agrees(store, rollouts)
+
+
+async def test_a_reward_costs_the_same_after_many_and_what_is_stale_is_counted_in_small_steps(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, rollouts = Store(database), [f"r{i:03}" for i in range(120)]
+    await record(store, rollouts, 1)
+    await store.rewards.post([Reward(name, 0.5, f"{name}-0", final=False) for name in rollouts])
+    await store.rewards.post([Reward(name, 2.0, name="style", final=False) for name in rollouts])
+    before = database.write
+    writes = 0
+
+    async def counted(*args: object, **options: object) -> object:
+        nonlocal writes
+        writes += 1
+        return await before(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(database, "write", counted)
+    await store.returns.use(Rules({"reward": 1.0}))
+    assert writes == 0  # nothing changed
+    await store.returns.use(Rules({"style": 1.0}))
+    assert writes == 1 + 3
+    assert {(await store.rollouts.get(name)).reward for name in rollouts} == {2.0}

@@ -1,1 +1,0 @@
-"""Evaluates new versions on held-out tasks beside training, and keeps the best version."""

@@ -1,1 +1,0 @@
-"""Publishes new weights as candidates, which go live once they are shown to be no worse."""

@@ -1,0 +1,84 @@
+"""Runs the trainer: its core loop, or what a side room puts in its place."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import ClientSession
+
+from ..core.config.root import Config
+from ..core.errors import ConfigError
+from ..serving.mode import decide
+from ..serving.swap import Swap
+from ..serving.vllm import VllmFleet, operator_session
+from ..store.opening import opened
+from ..store.store import Store
+from .alone import only_trainer, require_free, while_alone
+from .collect.sampled import AsChat
+from .loop import TrainingLoop
+from .opening import engine_of, open_engine
+from .plugins.hooks import Run, TrainerCore, TrainerHooks
+from .plugins.on_board import open_plugins, plugins_of
+from .publish import Publisher
+from .step.trainer import LightningTrainer
+from .waiting import all_of
+
+
+async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_chat: AsChat | None = None) -> None:
+    """Train until `stop` is set: on the configured store and its vLLM, unless the run is a feature's.
+
+    `as_chat` translates recorded requests of other APIs, which vLLM is asked about as chat requests.
+    """
+    run, plugins = run or Run(), plugins_of(config)
+    for plugin in plugins:
+        if await plugin.train(run, stop):
+            return
+    if config.policy_upstream is None:
+        raise ConfigError("upstreams: the trainer needs one of kind vllm")
+    with only_trainer(config.policy.directory, None if config.store.is_postgres else config.store.path):
+        async with opened(config.store) as database:
+            if config.store.is_postgres:
+                await require_free(config, database)
+            async with open_engine(config, plugins) as engine, operator_session() as session:
+
+                async def work() -> None:
+                    store = Store(database)
+                    swap = await swap_of(config, store, session)
+                    core = TrainerCore(config, store, engine, run, swap)
+                    async with open_plugins(plugins, core) as hooks:
+                        await _train(core, swap, hooks, stop, as_chat)
+
+                await (while_alone(config, database, stop, work) if config.store.is_postgres else work())
+
+
+async def swap_of(config: Config, store: Store, session: ClientSession) -> Swap:
+    """Return what loads weights into the policy's vLLM."""
+    mode = await decide(config, store, "trainer")
+    return Swap(store, VllmFleet.of(config, session), mode, config.policy.directory)
+
+
+async def _train(
+    core: TrainerCore, swap: Swap, hooks: TrainerHooks, stop: asyncio.Event, as_chat: AsChat | None
+) -> None:
+    config, store, engine = core.config, core.store, core.engine
+    publisher = hooks.publisher or Publisher(config.policy, store, swap, engine)
+    publisher.beside = hooks.beside or publisher.beside
+    if hooks.tune is not None:
+        await hooks.tune(publisher, stop, hooks.sift)
+        return
+    loop = TrainingLoop(
+        config, store, engine, publisher, None, core.run.show, hooks.judge, hooks.guide, hooks.sift, as_chat
+    )
+
+    async def steps() -> None:
+        await loop.run(stop, once=core.run.once)
+        await publisher.beside.finish(stop)
+
+    await all_of([steps(), publisher.beside.run()])
+
+
+def follow(config: Config) -> None:
+    """Repeat the work of the leading process until it ends. All other processes of a launcher run this."""
+    engine = engine_of(config, plugins_of(config))
+    assert isinstance(engine, LightningTrainer)
+    engine.processes.follow(engine)
