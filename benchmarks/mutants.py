@@ -48,7 +48,7 @@ PLACES = [
     Place("samples", "trainer/rows/samples.py", of_contract("reports", "training")),
     Place("loss", "trainer/step/losses.py", (REFERENCE,)),
     Place("publish", "trainer/publish.py", of_contract("training", "resume")),
-    Place("key masks", "proxy/access/sight.py", of_contract("tenants", "rollouts", "feed")),
+    Place("key masks", "proxy/access/sight.py", of_contract("tenants")),
 ]
 
 FLIPPED: dict[type[ast.AST], type[ast.AST]] = {
