@@ -17,7 +17,7 @@ from typing import Any
 
 from ..core.config.root import Config
 from ..core.errors import LightningError
-from ..proxy.dialects.as_chat.translators import as_chat
+from ..proxy.dialects.as_chat.dialect import as_chat
 from ..serving.base_model import check_base_model
 from ..serving.mode import has_gpu
 from ..trainer.plan.settle import settle

@@ -9,11 +9,9 @@ from ...core.errors import NotFound
 from ...core.json_text import loads
 from ...core.tools import dicts
 from ...store.requests.full import full_calls
-from .as_chat.messages_history import chat_message, chat_messages
-from .as_chat.messages_tools import chat_tools
+from .as_chat.messages import chat_message, chat_messages, chat_tools
 from .as_chat.responses import messages_shown
-from .as_chat.responses_items import messages_of
-from .as_chat.responses_tools import Tools
+from .as_chat.responses_items import Tools, messages_of
 from .as_chat.translation import Untranslatable
 from .earlier import Exchange, exchange_of, exchanges_up_to, items_of
 

@@ -24,7 +24,7 @@ from ...store.calls import newest_parents
 from ...store.requests.delta import common_prefix
 from ...store.requests.parents import Parent
 from ...store.store import Store
-from ..dialects.as_chat.translators import CHAT_ENDPOINT, chat_answer
+from ..dialects.as_chat.dialect import CHAT_ENDPOINT, chat_answer
 from ..dialects.earlier import LATELY, Exchange, by_response
 from .attempts import Upstreams
 from .renderer import Renderer

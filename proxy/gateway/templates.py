@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.errors import LightningError
 from ...core.json_text import encode, loads
-from ..dialects.as_chat.template import PROBES, Template, learn
+from ..dialects.as_chat.translation import PROBES, Template, learn
 from .attempts import Upstreams
 from .upstream import Request, Route
 

@@ -12,10 +12,8 @@ from ...core.errors import InvalidRequest, NotFound
 from ...core.http import in_thread_if_large
 from ...core.records import CallEnd, CallStart, ModelCall
 from ...store.store import Store
-from ..dialects.as_chat.dialect import ThroughChat
-from ..dialects.as_chat.template import TemplateUnknown
-from ..dialects.as_chat.translation import Translation, Untranslatable
-from ..dialects.as_chat.translators import TRANSLATORS, chat_request
+from ..dialects.as_chat.dialect import TRANSLATORS, ThroughChat, chat_request
+from ..dialects.as_chat.translation import TemplateUnknown, Translation, Untranslatable
 from ..dialects.dialects import Dialect
 from ..dialects.earlier import Earlier, Exchange, exchanges_up_to, items_of
 from .attempts import Upstreams

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from contract.real import System
-from lightning_proxy.proxy.dialects.as_chat.template import Template
+from lightning_proxy.proxy.dialects.as_chat.translation import Template
 from support.messages_twice import native, prompts, template_of, through_chat
 from support.responses_twice import post
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
-from lightning_proxy.proxy.dialects.as_chat.template import Template
-from lightning_proxy.proxy.dialects.as_chat.translation import Untranslatable
+from lightning_proxy.proxy.dialects.as_chat.translation import Template, Untranslatable
 from support.messages_twice import native, prompts, template_of, through_chat
 from support.own_vllm import own_vllm
 

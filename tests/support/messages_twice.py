@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
-from lightning_proxy.proxy.dialects.as_chat.template import PROBES, Template, learn
+from lightning_proxy.proxy.dialects.as_chat.translation import PROBES, Template, learn
 from lightning_proxy.proxy.dialects.inject import Injection, inject
 from lightning_proxy.proxy.dialects.messages import MessagesApi
 from support.responses_twice import events, post

@@ -220,7 +220,7 @@ async def _put_back(
 
 async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Sequence[Task], tell: Tell) -> str:
     """Start the second system, and take the steps. Return the name that the trained weights are served under."""
-    from ....proxy.dialects.as_chat.translators import as_chat
+    from ....proxy.dialects.as_chat.dialect import as_chat
     from ....trainer.loop import TrainingLoop
     from ....trainer.opening import open_engine
     from ....trainer.plugins.on_board import plugins_of

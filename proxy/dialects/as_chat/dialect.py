@@ -1,22 +1,39 @@
-"""Lets a request of another API go through the chat route: chat's to the upstream, its own API's to the agent."""
+"""Lets a request of another API go through the chat route: chat's to the upstream, its own API's to the agent.
+
+Translations get the tool calls of a chat stream as OpenAI sends them, however the server sends them: one call after the
+other, counted from 0, with id, type and name in its first piece alone, and arguments as text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
+from uuid import uuid4
 
 from ....core.errors import LightningError, UpstreamUnreachable
 from ....core.json_text import encode
 from ....core.tokens import Tokens
+from ....core.tools import call_arguments
 from ..chat import ChatApi, ChatStream
 from ..inject import Injection
-from .regular_calls import RegularCalls, regular_answer
-from .translation import StreamTranslation, Translation
+from ..tool_pieces import ToolCallPieces, ToolCalls
+from .messages import MessagesTranslator
+from .responses import ResponsesTranslator
+from .translation import StreamTranslation, Template, Translation, Translator, Untranslatable
 
 Json = dict[str, Any]
 
 PATH = "/v1/chat/completions"
 CHAT = ChatApi("chat")
+
+CHAT_ENDPOINT = "chat/completions"
+# By the name of their endpoint in a record: what makes a translator for a server with this template.
+TRANSLATORS: Mapping[str, Callable[[Template], Translator]] = MappingProxyType(
+    {"messages": MessagesTranslator, "responses": lambda template: ResponsesTranslator()}
+)
+# An unknown one would make requests untranslatable, and what decides how an answer is sampled is the same with any.
+_ANY_TEMPLATE = Template(merges_system=False, disabled_effort="none", ignores_no_tools=True)
 
 
 class OwnStream(Protocol):
@@ -132,3 +149,98 @@ class ThroughChatStream:
 
 def _unreadable(error: Exception) -> UpstreamUnreachable:
     return UpstreamUnreachable(f"the upstream's answer is no chat completion: {error!r}"[:1000])
+
+
+class RegularCalls:
+    """The calls of the first choice. A call waits until the one before it is complete, or the answer has ended."""
+
+    def __init__(self) -> None:
+        self._calls = ToolCalls()
+        self._place = 0  # of the call that is being sent
+        self._sent: list[int] = []  # by call: how many characters of its arguments were sent
+
+    def chunk(self, event: Json) -> Json:
+        """Return a chunk with regular tool calls in the place of its own; other chunks as they are."""
+        choices = event.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        if not isinstance(choice, dict):
+            return event
+        delta = choice.get("delta")
+        delta = delta if isinstance(delta, dict) else {}
+        ends = bool(choice.get("finish_reason"))
+        if not delta.get("tool_calls") and not (ends and self._calls.opened):
+            return event
+        self._calls.feed(delta.get("tool_calls") or [])
+        pieces = self.rest() if ends else self._pieces(to_the_end=False)
+        delta = {name: value for name, value in delta.items() if name != "tool_calls"}
+        regular = choice | {"delta": delta | ({"tool_calls": pieces} if pieces else {})}
+        return event | {"choices": [regular, *event["choices"][1:]]}
+
+    def rest(self) -> list[Json]:
+        """Return the pieces that were not sent yet."""
+        return self._pieces(to_the_end=True)
+
+    def _pieces(self, *, to_the_end: bool) -> list[Json]:
+        found: list[Json] = []
+        calls = self._calls.named()
+        while self._place < len(calls):
+            call = calls[self._place]
+            if not to_the_end and not (call.name and (call.id or call.text)):
+                break
+            waits = call.may_change and self._place + 1 == len(calls) and not to_the_end
+            text = "" if waits else call.text
+            if self._place == len(self._sent):
+                self._sent.append(0)
+                found.append(_first(self._place, call, text))
+            elif len(text) > self._sent[self._place]:
+                more = text[self._sent[self._place] :]
+                found.append({"index": self._place, "function": {"arguments": more}})
+            self._sent[self._place] = max(self._sent[self._place], len(text))
+            if self._place + 1 == len(calls) or not (to_the_end or call.is_complete):
+                break
+            self._place += 1
+        return found
+
+
+def _first(index: int, call: ToolCallPieces, text: str) -> Json:
+    """The first piece of a call. One without an id gets one, as vLLM writes them."""
+    call_id = call.id or f"chatcmpl-tool-{uuid4().hex}"
+    return {"index": index, "id": call_id, "type": "function", "function": {"name": call.name, "arguments": text}}
+
+
+def regular_answer(chat: Json) -> Json:
+    """Return a non-streamed chat answer in which the arguments of tool calls are text."""
+    choice, *others = chat["choices"]
+    calls = choice["message"].get("tool_calls")
+    if not calls or all(isinstance(call["function"]["arguments"], str) for call in calls):
+        return chat
+    message = choice["message"] | {"tool_calls": [_with_text(call) for call in calls]}
+    return chat | {"choices": [choice | {"message": message}, *others]}
+
+
+def _with_text(call: Json) -> Json:
+    return call | {"function": call["function"] | {"arguments": call_arguments(call["function"])}}
+
+
+def chat_request(endpoint: str, request: Json, template: Template, earlier: Sequence[Json] = ()) -> Json | None:
+    """Return a recorded request as the chat request that it was sent as; None if there is none."""
+    if endpoint == CHAT_ENDPOINT:
+        return request
+    make = TRANSLATORS.get(endpoint)
+    try:
+        return None if make is None else make(template).request(request, earlier).chat
+    except (Untranslatable, LookupError, TypeError, ValueError, AttributeError):
+        return None
+
+
+def as_chat(endpoint: str, request: Json) -> Json | None:
+    """Return a recorded request as some server's chat request, whatever its template; None if there is none."""
+    return chat_request(endpoint, request, _ANY_TEMPLATE)
+
+
+def chat_answer(endpoint: str, response: Any) -> Any:
+    """Return a recorded answer as the chat answer that a later request has in its history."""
+    make = TRANSLATORS.get(endpoint)
+    if make is None or not isinstance(response, dict):
+        return response
+    return {"choices": [{"index": 0, "message": make(Template()).history_message(response)}]}

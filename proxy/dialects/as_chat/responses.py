@@ -7,10 +7,8 @@ from typing import Any
 
 from ....core.tools import dicts
 from ....core.values import as_read
-from .responses_answer import LOGPROBS, ResponsesReply
-from .responses_items import messages_of
-from .responses_stream import ResponsesStreamTranslation
-from .responses_tools import Tools
+from .responses_answer import LOGPROBS, ResponsesReply, ResponsesStreamTranslation
+from .responses_items import Tools, messages_of
 from .translation import StreamTranslation, Untranslatable
 
 Json = dict[str, Any]

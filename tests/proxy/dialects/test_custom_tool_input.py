@@ -10,9 +10,8 @@ from typing import Any
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_proxy.proxy.dialects.as_chat.responses_answer import ResponsesReply
-from lightning_proxy.proxy.dialects.as_chat.responses_open_items import OpenCall
-from lightning_proxy.proxy.dialects.as_chat.responses_tools import Tools
+from lightning_proxy.proxy.dialects.as_chat.responses_answer import OpenCall, ResponsesReply
+from lightning_proxy.proxy.dialects.as_chat.responses_items import Tools
 from support.fuzzing import examples
 
 BEGUN = re.compile(r'\s*\{\s*"input"\s*:\s*("(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\["\\/bfnrt])*)', re.DOTALL)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
-from lightning_proxy.proxy.dialects.as_chat.template import PROBES, Template, TemplateUnknown, learn
-from lightning_proxy.proxy.dialects.as_chat.translation import Untranslatable
+from lightning_proxy.proxy.dialects.as_chat.translation import PROBES, Template, TemplateUnknown, Untranslatable, learn
 from support.messages_twice import assembled
 
 Json = dict[str, Any]

@@ -9,7 +9,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from lightning_proxy.core.config.upstreams import UpstreamConfig
-from lightning_proxy.proxy.dialects.as_chat.template import PROBES, Template
+from lightning_proxy.proxy.dialects.as_chat.translation import PROBES, Template
 from lightning_proxy.proxy.gateway.attempts import Upstreams
 from lightning_proxy.proxy.gateway.templates import Templates
 from lightning_proxy.proxy.gateway.upstream import Request, Route
