@@ -160,8 +160,7 @@ def train(
     """Run the trainer alone."""
     from .commands.train import train as run
     from .core.errors import ConfigError
-    from .trainer.plugins.hooks import Offline
-    from .trainer.plugins.on_board import methods
+    from .trainer.plugins import Offline, methods
 
     if method not in methods():
         raise ConfigError(f"--method is {', '.join(methods())}; got {method!r}")

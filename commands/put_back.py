@@ -15,7 +15,7 @@ from ..serving.swap import Swap
 from ..serving.vllm import VllmFleet, VllmServer, operator_session
 from ..store.opening import opened
 from ..store.store import Store
-from ..trainer.alone import only_trainer, require_free
+from ..trainer.lock import only_trainer, require_free
 
 FRESH = "default"  # vLLM's label of the weights that it was started with
 

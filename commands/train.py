@@ -21,8 +21,7 @@ from ..proxy.dialects.as_chat.dialect import as_chat
 from ..serving.base_model import check_base_model
 from ..serving.mode import has_gpu
 from ..trainer.plan.settle import settle
-from ..trainer.plugins.hooks import Offline, Run
-from ..trainer.plugins.on_board import check
+from ..trainer.plugins import Offline, Run, check
 from .put_back import put_back_left
 from .vllm import require_model, visible_gpus
 

@@ -1,8 +1,10 @@
-"""Runs the trainer: its core loop, or what a side room puts in its place."""
+"""Runs the trainer: its core loop, or what a feature puts in its place."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from aiohttp import ClientSession
 
@@ -13,13 +15,14 @@ from ..serving.swap import Swap
 from ..serving.vllm import VllmFleet, operator_session
 from ..store.opening import opened
 from ..store.store import Store
-from .alone import only_trainer, require_free, while_alone
 from .collect.sampled import AsChat
+from .functions import check_functions
+from .lock import only_trainer, require_free, while_alone
 from .loop import TrainingLoop
-from .opening import engine_of, open_engine
-from .plugins.hooks import Run, TrainerCore, TrainerHooks
-from .plugins.on_board import open_plugins, plugins_of
+from .plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin, open_plugins, plugins_of
 from .publish import Publisher
+from .step.engine import TrainingEngine
+from .step.own_loss import check_gradients
 from .step.trainer import LightningTrainer
 from .waiting import all_of
 
@@ -82,3 +85,24 @@ def follow(config: Config) -> None:
     engine = engine_of(config, plugins_of(config))
     assert isinstance(engine, LightningTrainer)
     engine.processes.follow(engine)
+
+
+@asynccontextmanager
+async def open_engine(config: Config, plugins: Sequence[TrainerPlugin]) -> AsyncIterator[TrainingEngine]:
+    """Make the engine, and end it."""
+    check_functions(config.trainer)
+    check_gradients(config.trainer)
+    engine = await asyncio.to_thread(engine_of, config, plugins)
+    try:
+        yield engine
+        engine.end()
+    finally:
+        engine.close()
+
+
+def engine_of(config: Config, plugins: Sequence[TrainerPlugin]) -> TrainingEngine:
+    """Return a feature's engine; without one, a trainer in this process alone."""
+    for plugin in plugins:
+        if (engine := plugin.engine()) is not None:
+            return engine
+    return LightningTrainer(config.trainer, config.policy)

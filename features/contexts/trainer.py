@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
-from ...trainer.plugins.hooks import TrainerCore, TrainerHooks, TrainerPlugin
+from ...trainer.plugins import TrainerCore, TrainerHooks, TrainerPlugin
 from .config import ContextKeys
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...trainer.plugins.hooks import TrainerPlugin
+from ...trainer.plugins import TrainerPlugin
 
 if TYPE_CHECKING:
     from ...trainer.step.engine import TrainingEngine

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ...core.bootstrap import bootstrap_mean
 from ...core.errors import StoreUnavailable
 from ...core.records import PolicyVersion
-from ...trainer.plugins.hooks import TrainerCore
+from ...trainer.plugins import TrainerCore
 from ...trainer.waiting import Stopped, pause
 from .best import BestVersion
 from .child import EvalProcess, NotEvaluated

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from ...core.config.run import require_program
 from ...core.errors import ConfigError
-from ...trainer.plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
+from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
 from .best import BestVersion
 from .config import EvalKeys
 

@@ -22,9 +22,8 @@ from ...core.config.root import Config
 from ...core.config.section import Section
 from ...core.config.wrong import ENV_PREFIX, lines
 from ...core.errors import ConfigError, LightningError
-from ...trainer.hooks import check_hooks, own_functions
-from ...trainer.plugins.hooks import Run
-from ...trainer.plugins.on_board import check
+from ...trainer.functions import check_functions, own_functions
+from ...trainer.plugins import Run, check
 
 Json = dict[str, Any]
 # Each lesson has its own.
@@ -136,7 +135,7 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
             raise ConfigError(f"{own}: each run has its own")
         require_model(config)
         check(config, Run())
-        check_hooks(config.trainer)
+        check_functions(config.trainer)
         if not {"trainer.loss", "trainer.context_loss"}.isdisjoint(dict(own_functions(config.trainer))):
             from ...trainer.step.own_loss import check_gradients  # imports torch
 

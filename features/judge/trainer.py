@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ...core.providers import require_litellm
-from ...trainer.plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
+from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
 from .config import JudgeKeys
 
 log = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ...trainer.plugins.hooks import TrainerCore, TrainerHooks, TrainerPlugin
+from ...trainer.plugins import TrainerCore, TrainerHooks, TrainerPlugin
 from .config import GateKeys
 from .promotions import NOT_GATED, Promotions
 from .splitting import candidates_server

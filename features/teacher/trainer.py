@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ...serving.vllm import VllmServer, operator_session
-from ...trainer.plugins.hooks import TrainerCore, TrainerHooks, TrainerPlugin
+from ...trainer.plugins import TrainerCore, TrainerHooks, TrainerPlugin
 from ...trainer.waiting import GuideError
 from .config import GuideKeys
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...trainer.plugins.hooks import Run, TrainerPlugin
+from ...trainer.plugins import Run, TrainerPlugin
 from .refusals import check_backend
 
 if TYPE_CHECKING:

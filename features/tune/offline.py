@@ -17,13 +17,12 @@ from ...serving.mode import publish_mode
 from ...store.opening import opened
 from ...store.store import Store
 from ...store.training import Step
-from ...trainer.alone import only_trainer
+from ...trainer.lock import only_trainer
 from ...trainer.loop import TrainingLoop
-from ...trainer.opening import open_engine
-from ...trainer.plugins.hooks import Offline, Run, TrainerCore, TrainerHooks
-from ...trainer.plugins.on_board import open_plugins, plugins_of
+from ...trainer.plugins import Offline, Run, TrainerCore, TrainerHooks, open_plugins, plugins_of
 from ...trainer.publish import NoPublisher
 from ...trainer.step.engine import TrainingEngine
+from ...trainer.train import open_engine
 from ...trainer.waiting import JudgeError
 from . import data
 

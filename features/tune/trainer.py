@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.errors import ConfigError
 from ...store.training import Step
-from ...trainer.plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
+from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
 from ...trainer.types import Sift
 
 if TYPE_CHECKING:

@@ -111,7 +111,7 @@ async def test_code_that_the_policy_runs_cannot_use_its_rollouts_key_for_more(tm
 
 async def test_two_trainers_on_one_store_are_one_too_many(tmp_path: Path) -> None:
     from lightning_proxy.core.errors import ConfigError
-    from lightning_proxy.trainer.alone import only_trainer
+    from lightning_proxy.trainer.lock import only_trainer
 
     one, two = (only_trainer(tmp_path / name, tmp_path / "store.db") for name in ("one", "two"))
     with one, pytest.raises(ConfigError, match="another trainer works on"), two:

@@ -27,9 +27,9 @@ from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.loop import TrainingLoop
-from lightning_proxy.trainer.opening import engine_of
-from lightning_proxy.trainer.plugins.on_board import plugins_of
+from lightning_proxy.trainer.plugins import plugins_of
 from lightning_proxy.trainer.publish import Publisher
+from lightning_proxy.trainer.train import engine_of
 from lightning_proxy.trainer.verify import SURE
 from support.sections import PolicyConfig, TrainerConfig
 from support.small_model import VOCABULARY

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_proxy.trainer.plugins.hooks import Run
+from lightning_proxy.trainer.plugins import Run
 from lightning_proxy.trainer.train import train
 from support.training import bench
 

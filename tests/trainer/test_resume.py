@@ -16,7 +16,7 @@ from lightning_proxy.core.errors import (
     ConfigError,
     StoreUnavailable,
 )
-from lightning_proxy.trainer.alone import only_trainer
+from lightning_proxy.trainer.lock import only_trainer
 from lightning_proxy.trainer.types import Batch
 from support.training import (
     bench,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, pvariance, stdev
 from types import MappingProxyType
 
-from ..hooks import load
+from ..functions import load
 
 STD_EPSILON = 1e-4
 

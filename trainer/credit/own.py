@@ -8,7 +8,7 @@ from numbers import Real
 
 from ...core.config.trainer import TrainerConfig
 from ...core.errors import ConfigError
-from ..hooks import faults, load
+from ..functions import faults, load
 from ..types import Sibling
 
 SETTING = "trainer.credit"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core.config.trainer import TrainerConfig
 from ...core.errors import ConfigError
-from ..hooks import faults, load, own_functions
+from ..functions import faults, load, own_functions
 from ..types import Sample
 
 SETTING = "trainer.loss"

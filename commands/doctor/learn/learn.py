@@ -24,7 +24,7 @@ from ....serving.swap import Swap, swap_lock
 from ....serving.vllm import VllmFleet, operator_session
 from ....store.opening import opened
 from ....store.store import Store
-from ....trainer.plugins.hooks import Run
+from ....trainer.plugins import Run
 from ...api_client import ApiClient, ApiError
 from ...formats import print_json
 from ...put_back import FRESH, LearnJournal, alone, forget, journal_path, put_back, put_back_if_left
@@ -222,10 +222,9 @@ async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Seq
     """Start the second system, and take the steps. Return the name that the trained weights are served under."""
     from ....proxy.dialects.as_chat.dialect import as_chat
     from ....trainer.loop import TrainingLoop
-    from ....trainer.opening import open_engine
-    from ....trainer.plugins.on_board import plugins_of
+    from ....trainer.plugins import plugins_of
     from ....trainer.publish import Publisher
-    from ....trainer.train import swap_of
+    from ....trainer.train import open_engine, swap_of
     from .steps import LearnSteps
 
     second = setup.config

@@ -17,7 +17,7 @@ from lightning_proxy.commands.doctor.doctor import run_checks
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import Reward, RolloutName
 from lightning_proxy.store.opening import opened
-from lightning_proxy.trainer.alone import only_trainer
+from lightning_proxy.trainer.lock import only_trainer
 from support.command_line import lightning
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

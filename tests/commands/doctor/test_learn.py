@@ -28,7 +28,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import RolloutName
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
-from lightning_proxy.trainer.alone import only_trainer
+from lightning_proxy.trainer.lock import only_trainer
 from support.chatting import ChattingServer, chatting
 from support.model_sizes import SIZES
 from support.small_model import save_small_model

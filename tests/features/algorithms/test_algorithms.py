@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from lightning_proxy.features.algorithms.config import AlgorithmKeys
-from lightning_proxy.trainer.hooks import load
+from lightning_proxy.trainer.functions import load
 from support.paths import ROOT
 from support.sections import TrainerConfig
 

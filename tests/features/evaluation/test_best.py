@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.core.records import Reward, RolloutName
-from lightning_proxy.trainer.plugins.hooks import Run
+from lightning_proxy.trainer.plugins import Run
 from lightning_proxy.trainer.train import train
 from support.training import bench
 

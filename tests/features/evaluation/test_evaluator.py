@@ -20,8 +20,7 @@ from lightning_proxy.features.evaluation import evaluator
 from lightning_proxy.features.evaluation.evaluations import Evaluations
 from lightning_proxy.features.evaluation.evaluator import Evaluator, latest_s
 from lightning_proxy.store.store import Store
-from lightning_proxy.trainer.plugins.hooks import Run, TrainerCore
-from lightning_proxy.trainer.plugins.on_board import check
+from lightning_proxy.trainer.plugins import Run, TrainerCore, check
 from lightning_proxy.trainer.waiting import Stopped, all_of
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

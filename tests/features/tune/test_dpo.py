@@ -30,7 +30,7 @@ from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.serving.vllm import VllmServer
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
-from lightning_proxy.trainer.plugins.hooks import Offline, Run
+from lightning_proxy.trainer.plugins import Offline, Run
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
 from support.rewarded import Traffic, traffic

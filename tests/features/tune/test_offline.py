@@ -38,9 +38,8 @@ from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.store.training import TrainingSteps
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.plugins.hooks import Offline
-from lightning_proxy.trainer.plugins.hooks import Run as Asked
-from lightning_proxy.trainer.plugins.on_board import check
+from lightning_proxy.trainer.plugins import Offline, check
+from lightning_proxy.trainer.plugins import Run as Asked
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from support.paths import TESTS
 from support.sections import TrainerConfig

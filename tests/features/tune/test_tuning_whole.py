@@ -18,7 +18,7 @@ from lightning_proxy.features.tune.offline import train_offline
 from lightning_proxy.features.tune.run import TuningRun
 from lightning_proxy.features.tune.sft import SFT
 from lightning_proxy.trainer.loop import TrainingLoop
-from lightning_proxy.trainer.plugins.hooks import Offline, Run
+from lightning_proxy.trainer.plugins import Offline, Run
 from support.training import bench
 
 RUNS: dict[str, Any] = {

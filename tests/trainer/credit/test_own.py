@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.core.records import ModelCall, ToolCall
-from lightning_proxy.trainer.hooks import check_hooks
+from lightning_proxy.trainer.functions import check_functions
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.credit import group_advantages, group_returns
 from support.paths import EXAMPLES
@@ -42,11 +42,11 @@ WON = 0.5 / math.sqrt(0.5)  # the sample's standard deviation of 1 and 0 is √0
 
 def test_the_example_gives_credit_to_one_call() -> None:
     own = config(f"{EXAMPLES}/hooks/credit.py:first_tool_call")
-    check_hooks(own)
+    check_functions(own)
     assert group_advantages(GROUP, own) == [[0.0, WON, 0.0], [0.0, -WON]]
     assert group_returns(GROUP, own) == [[1.0] * 3, [0.0] * 2]
     by_agent = config({"*": f"{EXAMPLES}/hooks/credit.py:first_tool_call", "planner": "uniform"})
-    check_hooks(by_agent)
+    check_functions(by_agent)
     assert group_advantages(GROUP, by_agent) == [[0.0, WON, 0.0], [0.0, -WON]]
 
 
@@ -81,13 +81,13 @@ def test_a_file_may_have_dataclasses(tmp_path: Path) -> None:
 def test_what_cannot_be_loaded_is_said_before_anything_is_trained(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     with pytest.raises(ConfigError, match="^trainer.credit: there is no file "):
-        check_hooks(config(f"{file}:f"))
+        check_functions(config(f"{file}:f"))
     file.write_text("import nothing_like_it\n")
     with pytest.raises(ConfigError, match=r"ModuleNotFoundError: .*nothing_like_it.* \(line 1\)$"):
-        check_hooks(config(f"{file}:f"))
+        check_functions(config(f"{file}:f"))
     other = tmp_path / "other.py"
     other.write_text("f = 3\n")
     with pytest.raises(ConfigError, match="^trainer.credit: .*other.py has no function f$"):
-        check_hooks(config(f"{other}:f"))
+        check_functions(config(f"{other}:f"))
     with pytest.raises(ValidationError, match="got .unifrom."):
         config("unifrom")

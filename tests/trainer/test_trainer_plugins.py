@@ -12,8 +12,7 @@ import pytest
 
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.trainer.plugins.hooks import Run, TrainerCore, TrainerHooks, TrainerPlugin
-from lightning_proxy.trainer.plugins.on_board import check, open_plugins
+from lightning_proxy.trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin, check, open_plugins
 
 
 class _Judging(TrainerPlugin):
@@ -41,8 +40,8 @@ async def test_the_hooks_of_all_rooms_come_together_and_are_closed_at_the_end() 
     assert judging.closed
 
 
-async def test_two_rooms_with_the_same_hook_are_refused() -> None:
-    with pytest.raises(ConfigError, match="2 side rooms of the trainer have the hook judge, which only one may have"):
+async def test_two_features_with_the_same_hook_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2 features have the trainer's hook judge, which only one may have"):
         async with open_plugins([_Judging(Config()), _Judging(Config())], core()):
             pass
 
@@ -57,8 +56,7 @@ def test_torch_is_not_loaded_to_know_the_methods() -> None:
     """It reads the environment once, which `train` prepares after it has checked the configuration."""
     code = (
         "import sys; from lightning_proxy.core.config.root import Config\n"
-        "from lightning_proxy.trainer.plugins.on_board import check, methods\n"
-        "from lightning_proxy.trainer.plugins.hooks import Run\n"
+        "from lightning_proxy.trainer.plugins import Run, check, methods\n"
         "check(Config(), Run('sft')); print(*methods(), 'torch' in sys.modules)"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

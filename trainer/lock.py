@@ -1,4 +1,4 @@
-"""Makes sure that one trainer alone works on a store and a directory of policies."""
+"""Locks the store and the directory of policies: only one trainer may work on them."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.store.opening import opened
-from lightning_proxy.trainer import alone
+from lightning_proxy.trainer import lock
 from lightning_proxy.trainer.waiting import in_thread
 from support.postgres import END_LOCKS, Server, postgres_server
 
@@ -38,12 +38,12 @@ async def test_a_trainer_that_loses_its_lock_waits_while_another_has_it(
         finally:
             running -= 1
 
-    monkeypatch.setattr(alone, "pause", lambda stop: again.acquire())
+    monkeypatch.setattr(lock, "pause", lambda stop: again.acquire())
     async with opened(config.store) as one, opened(config.store) as two:
-        training = asyncio.create_task(alone.while_alone(config, one, asyncio.Event(), work))
+        training = asyncio.create_task(lock.while_alone(config, one, asyncio.Event(), work))
         await begun.wait()
         with pytest.raises(ConfigError, match="another trainer works on"):
-            await alone.while_alone(config, two, asyncio.Event(), work)
+            await lock.while_alone(config, two, asyncio.Event(), work)
         begun.clear()
         await two.all(END_LOCKS)
         while running:

@@ -1,4 +1,4 @@
-"""Loads the functions that `trainer.credit`, `baseline` and `loss` name: those of `algorithms/`, and users' own.
+"""Loads the functions that `trainer.credit`, `baseline` and `loss` name: of `features/algorithms/`, and users' own.
 
 The function runs in the trainer's process. A fault in it is one line that names the setting and the file's line.
 """
@@ -58,7 +58,7 @@ def own_functions(config: TrainerConfig) -> Iterator[tuple[str, str]]:
             yield f"trainer.{setting}", name
 
 
-def check_hooks(config: TrainerConfig) -> None:
+def check_functions(config: TrainerConfig) -> None:
     """Raise ConfigError if a function of the user's own cannot be had, before a model is loaded."""
     for setting, name in own_functions(config):
         load(setting, name)

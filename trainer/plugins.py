@@ -1,0 +1,140 @@
+"""What a feature adds to the trainer: methods, an engine, and hooks that are named after what happens.
+
+This module and the features' `trainer` modules are read before torch may be loaded, so they import it in functions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ..core.config.root import Config
+from ..core.errors import ConfigError
+from ..core.on_board import modules
+from ..serving.swap import Swap
+from ..store.store import Store
+from ..store.training import Step
+from .types import BesideSteps, Guide, Show, Sift, show_nothing
+
+if TYPE_CHECKING:
+    from .collect.siblings import AskJudge
+    from .publish import NoPublisher, Publisher
+    from .step.engine import TrainingEngine
+
+# Does all training of a run in place of the loop, and publishes it; returns the last step.
+Tune = Callable[["NoPublisher", asyncio.Event, Sift | None], Awaitable[Step | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Offline:
+    """The `data` to train on (None: the configured store), its `directory` (None: beside the policy's), its epochs."""
+
+    data: Path | None = None
+    directory: Path | None = None
+    epochs: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a user asks the trainer for. `once`: train on what is ready, and end. `launched`: with other processes.
+
+    `file`: the one that the configuration was read from, for programs of ours that are started with it.
+    """
+
+    method: str = "rl"
+    once: bool = False
+    offline: Offline | None = None
+    launched: bool = False
+    show: Show = show_nothing
+    file: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCore:
+    """What a feature gets when the trainer opens. Without a `swap` no weights are published."""
+
+    config: Config
+    store: Store
+    engine: TrainingEngine
+    run: Run
+    swap: Swap | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerHooks:
+    """What a feature does in the trainer. Each hook is at most one feature's.
+
+    `judge` scores the calls of a rollout before its group is compared. `guide` says more of a step's tokens than their
+    rewards do. `publisher` decides whether and how new weights go live. `tune` is a method of fine-tuning.
+    `sift` leaves calls of a rollout out, or pushes them down. `beside` works beside the steps, and keeps versions.
+    """
+
+    judge: AskJudge | None = None
+    guide: Guide | None = None
+    publisher: Publisher | None = None
+    tune: Tune | None = None
+    beside: BesideSteps | None = None
+    sift: Sift | None = None
+
+
+class TrainerPlugin:
+    """What a feature adds to the trainer. `methods` are the values of `--method` that it has the hook `tune` for."""
+
+    methods: ClassVar[Sequence[str]] = ()
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def check(self, run: Run) -> None:
+        """Raise ConfigError if this run cannot be done. Nothing is loaded yet."""
+
+    def engine(self) -> TrainingEngine | None:
+        """Return what takes the steps in place of a trainer in this process alone; None for any other feature."""
+
+    async def train(self, run: Run, stop: asyncio.Event) -> bool:
+        """Do a run that is not on the configured store and vLLM. Return False if it is another feature's, or none's."""
+        return False
+
+    @asynccontextmanager
+    async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
+        """Yield the hooks. What it opened closes at the block's end, after the last step."""
+        yield TrainerHooks()
+
+
+def methods() -> list[str]:
+    """Return what `train --method` may be."""
+    return ["rl", *(method for kind in _kinds() for method in kind.methods)]
+
+
+def plugins_of(config: Config) -> list[TrainerPlugin]:
+    """Return the plugins of the features."""
+    return [kind(config) for kind in _kinds()]
+
+
+def check(config: Config, run: Run) -> None:
+    """Raise ConfigError if a feature cannot do what the run asks for."""
+    for plugin in plugins_of(config):
+        plugin.check(run)
+
+
+@asynccontextmanager
+async def open_plugins(plugins: Sequence[TrainerPlugin], core: TrainerCore) -> AsyncIterator[TrainerHooks]:
+    """Open plugins in their order, and close them in reverse. Raise ConfigError if two have the same hook."""
+    async with AsyncExitStack() as stack:
+        hooks = [await stack.enter_async_context(plugin.opened(core)) for plugin in plugins]
+        yield TrainerHooks(**{hook.name: _only(hooks, hook.name) for hook in fields(TrainerHooks)})
+
+
+def _kinds() -> list[type[TrainerPlugin]]:
+    return [module.plugin for module in modules("trainer")]
+
+
+def _only(hooks: Sequence[TrainerHooks], name: str) -> Any:
+    found = [hook for one in hooks if (hook := getattr(one, name)) is not None]
+    if len(found) > 1:
+        raise ConfigError(f"{len(found)} features have the trainer's hook {name}, which only one may have")
+    return found[0] if found else None
