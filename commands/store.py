@@ -98,7 +98,7 @@ def migrate_store(
     the end, or not at all.
     """
     from .formats import count
-    from .moving.command import moved
+    from .migrate.migrate import moved
     from .signals import run_until_signal
 
     rows = run_until_signal(moved(source, target))

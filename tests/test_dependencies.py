@@ -31,7 +31,7 @@ EXTRAS = {
     "commands/doctor/learn": {"train"},
     "features/experiment": {"demo"},
     "commands/export": {"parquet", "train"},
-    "commands/moving": {"postgres"},
+    "commands/migrate": {"postgres"},
     "features/optimize": {"optimize", "providers"},
     "commands/run/tasks.py": {"parquet"},
     "features/ray": {"ray"},

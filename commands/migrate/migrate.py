@@ -2,33 +2,68 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import sqlite3
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, closing
 from importlib.util import find_spec
-from itertools import count
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+import typer
+from pydantic import ValidationError
 
 from ...core.config.server import StoreConfig
 from ...core.errors import ConfigError, LightningError, StoreUnavailable
 from ...store.sqlite.schema import make_tables
-from .file import file_to_read, new_file
-from .tables import NewStore, Record, Source, Table, read_tables
+from ..formats import count, progress_bar
+from .file import NewStore, Record, Source, Table, file_to_read, new_file, read_tables
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
 
 
-class Watcher(Protocol):
-    """Is told how far the move is."""
-
-    def begins(self, table: str, rows: int) -> None: ...
-
-    def copied(self, rows: int) -> None: ...
-
-    def compared(self, rows: int) -> None: ...
-
-    def ends(self, table: str, rows: int) -> None: ...
+async def moved(source: str, target: str) -> int:
+    """Move a store between two addresses; return how many rows it has."""
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # a line for each write to a lost server
+    with progress_bar() as progress:
+        return await move(_place(source, "FROM"), _place(target, "TO"), _Progress(progress))
 
 
-async def move(source: StoreConfig, target: StoreConfig, watcher: Watcher) -> int:
+def _place(url: str, name: str) -> StoreConfig:
+    try:
+        return StoreConfig(url=url)
+    except ValidationError:
+        raise ConfigError(f"{name} has to be sqlite:///FILE or postgresql://USER@HOST/DATABASE") from None
+
+
+class _Progress:
+    """A line for each table that is moved, and a bar for the one that is being moved: copied, then compared."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bar: TaskID | None = None
+        self._rows = 0
+
+    def begins(self, table: str, rows: int) -> None:
+        self._rows = rows
+        self._bar = self._progress.add_task(table, total=2 * rows)
+
+    def copied(self, rows: int) -> None:
+        assert self._bar is not None
+        self._progress.update(self._bar, completed=rows)
+
+    def compared(self, rows: int) -> None:
+        assert self._bar is not None
+        self._progress.update(self._bar, completed=self._rows + rows)
+
+    def ends(self, table: str, rows: int) -> None:
+        assert self._bar is not None
+        self._progress.remove_task(self._bar)
+        typer.echo(f"{table}: {count(rows)} rows")
+
+
+async def move(source: StoreConfig, target: StoreConfig, progress: _Progress) -> int:
     """Move the store to a place where there is none; return how many rows it has. The source stays as it is.
 
     Raise LightningError where that cannot be done. Then there is nothing at the target.
@@ -40,7 +75,7 @@ async def move(source: StoreConfig, target: StoreConfig, watcher: Watcher) -> in
         async with _to_read(source) as old, _new(target) as new:
             moved = 0
             for table in _tables():
-                moved += await _move_table(table, old, new, watcher)
+                moved += await _move_table(table, old, new, progress)
             await new.finish()
             old.require_unchanged()
     except (OSError, sqlite3.Error, ValueError) as error:
@@ -58,19 +93,19 @@ def _tables() -> list[Table]:
         return read_tables(schema)
 
 
-async def _move_table(table: Table, source: Source, target: NewStore, watcher: Watcher) -> int:
-    watcher.begins(table.name, await source.count(table))
-    await target.fill(table, _counted(source.read(table), watcher.copied))
-    rows = await _compare(table, source, target, watcher)
-    watcher.ends(table.name, rows)
+async def _move_table(table: Table, source: Source, target: NewStore, progress: _Progress) -> int:
+    progress.begins(table.name, await source.count(table))
+    await target.fill(table, _counted(source.read(table), progress.copied))
+    rows = await _compare(table, source, target, progress)
+    progress.ends(table.name, rows)
     return rows
 
 
-async def _compare(table: Table, source: Source, target: NewStore, watcher: Watcher) -> int:
+async def _compare(table: Table, source: Source, target: NewStore, progress: _Progress) -> int:
     """Compare the rows of both, in their order; return how many they are."""
     there = target.read(table)
     rows = 0
-    async for record in _counted(source.read(table), watcher.compared):
+    async for record in _counted(source.read(table), progress.compared):
         rows += 1
         if target.kept(record) != await anext(there, None):
             what = dict(zip(table.columns, record, strict=True))
@@ -82,7 +117,7 @@ async def _compare(table: Table, source: Source, target: NewStore, watcher: Watc
 
 
 async def _counted(records: AsyncIterator[Record], tell: Callable[[int], None]) -> AsyncIterator[Record]:
-    for n in count(1):
+    for n in itertools.count(1):
         record = await anext(records, None)
         if record is None:
             return

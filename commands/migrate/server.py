@@ -1,4 +1,4 @@
-"""A store on a PostgreSQL server, read as of one moment, or made anew in one transaction."""
+"""A store on a PostgreSQL server, read as of one moment, or made in one transaction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...core.errors import StoreUnavailable
 from ...store.postgres.schema import LOCK, TABLES, make_tables, missing_in
 from ...store.postgres.transaction import storable
 from ...store.schema import require_all
-from .tables import BATCH, Record, Table, quoted
+from .file import BATCH, Record, Table, quoted
 
 # What is not numbered yet gets the numbers after the highest. Nobody has seen those.
 FEED = """
