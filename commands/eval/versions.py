@@ -13,7 +13,7 @@ from ...core.config.root import Config
 from ...core.errors import LightningError
 from ..api_client import ApiClient, ask
 from ..formats import count, number, print_json
-from ..show.listing import checked
+from ..show.find import checked
 from .stats import compare
 
 SEED = 0  # of bootstrap and permutations, so that the same rollouts always give the same numbers

@@ -23,7 +23,7 @@ from ...store.reports.credit import CreditBySeq
 from ...store.sqlite.copies import IdleFile, is_in_use
 from ...store.store import Store
 from ..formats import progress_bar
-from ..show.listing import since_of
+from ..show.find import since_of
 from ..signals import run_until_signal
 from .atif import trajectories
 from .conversations import conversations

@@ -1,13 +1,15 @@
-"""Finds rollouts and calls by the beginning of their ids."""
+"""Finds rollouts: by filters, page by page, or by the beginning of their ids."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable
+from datetime import datetime
 from typing import Any, TypeVar
 from urllib.parse import quote
 
-from ...core.errors import NotFound
+from ...core.errors import ConfigError, NotFound
 from ..api_client import ApiClient, ApiError
 
 T = TypeVar("T")
@@ -17,6 +19,11 @@ SHOWN = 4
 CUT = re.compile(r"(…|\.\.\.)$")
 _MADE_BY_US = re.compile(r"[0-9a-f]{32}")
 _NO_PATH = ("", ".", "..")  # with one of these a path would name another route
+
+SORTS = ("newest", "reward", "tokens", "calls")
+SORTED = 1000  # of the newest that fit
+PAGE = 1000
+MOST_PAGES = 20  # that are asked for; each looks at a bounded number of rollouts
 
 
 async def with_id(api: ApiClient, given: str, work: Callable[[str], Awaitable[T]], *, changes: bool = False) -> T:
@@ -75,3 +82,56 @@ async def _beginning(api: ApiClient, given: str, error: ApiError | None, *, only
         if not found:
             raise error
     return only_one(given, found, "rollout")
+
+
+async def collect(
+    api: ApiClient, filters: dict[str, Any], limit: int, sort: str = "newest", *, reverse: bool = False
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Return the rollouts, and the cursor of those that follow (None: there are no more).
+
+    Any order but the newest first is that of the newest 1,000 that fit.
+    """
+    if sort not in SORTS:
+        raise ConfigError(f"--sort is {', '.join(SORTS[:-1])} or {SORTS[-1]}, got {sort!r}")
+    ordered = sort != "newest" or reverse
+    wanted, cursor = SORTED if ordered else limit, filters.pop("cursor", None)
+    found: list[dict[str, Any]] = []
+    for _ in range(MOST_PAGES):
+        page = await api.rollouts(**filters, limit=min(PAGE, wanted - len(found)), cursor=cursor)
+        found += page["data"]
+        cursor = page["next_cursor"]
+        if cursor is None or len(found) >= wanted:
+            break
+    if ordered:
+        found.sort(key=lambda rollout: _rank(rollout, sort), reverse=not reverse)
+    return found[:limit], cursor
+
+
+def _rank(rollout: dict[str, Any], sort: str) -> tuple[bool, float]:
+    value = rollout["created_at" if sort == "newest" else sort]
+    return value is not None, value if value is not None else 0.0
+
+
+def checked(mode: str | None, status: str | None) -> None:
+    """Raise ConfigError if there is no such mode or status."""
+    for option, value, known in (
+        ("--mode", mode, ("train", "eval")),
+        ("--status", status, ("running", "completed", "failed", "discarded")),
+    ):
+        if value is not None and value not in known:
+            raise ConfigError(f"{option} is {', '.join(known[:-1])} or {known[-1]}, got {value!r}")
+
+
+def since_of(text: str | None) -> float | None:
+    """Return the Unix time of `--since`; None without one."""
+    return None if text is None else since(text, time.time())
+
+
+def since(text: str, now: float) -> float:
+    """Return the Unix time of a local date, a date with time, or a time ago: 90m, 12h, 7d."""
+    if ago := re.fullmatch(r"(\d+)([mhd])", text):
+        return now - int(ago[1]) * {"m": 60, "h": 3600, "d": 86400}[ago[2]]
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise ConfigError(f"--since is a date, a date with time, or 90m, 12h, 7d; got {text!r}") from None

@@ -35,9 +35,8 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from ..api_client import ApiClient
+    from ..api_client import ApiClient, look
     from ..formats import print_json
-    from .alone import look
     from .promotion import tests_view
 
     async def read(api: ApiClient) -> tuple[dict[str, Any], ...]:

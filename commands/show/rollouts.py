@@ -53,9 +53,9 @@ def list_rollouts(
     """List rollouts, newest first. Other orders are of the newest 1,000 that fit. A pipe gets full ids."""
     from rich.console import Console
 
+    from ..api_client import look
     from ..formats import print_json
-    from .alone import look
-    from .listing import checked, collect, since_of
+    from .find import checked, collect, since_of
     from .rollout_view import rollouts_table
 
     checked(mode, status)
@@ -138,8 +138,8 @@ def show(
     """Show one rollout: its conversation, calls and rewards."""
     from rich.console import Console
 
+    from ..api_client import look
     from ..formats import print_json
-    from .alone import look
     from .find import credited, find
     from .rollout_view import rollout_detail
 
@@ -160,9 +160,9 @@ def diff(
     """Compare two rollouts: their numbers, and the lines of their conversations that differ."""
     from rich.console import Console
 
-    from .alone import look
-    from .diff import rollout_diff
+    from ..api_client import look
     from .find import find
+    from .rollout_view import rollout_diff
 
     async def both(api: ApiClient) -> list[dict[str, Any]]:
         return [await find(api, one) for one in (a, b)]

@@ -8,10 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...commands.api_client import ApiClient
+from ...commands.api_client import ApiClient, look
 from ...commands.formats import count, number, plain, print_json
-from ...commands.show.alone import look
-from ...commands.show.listing import since_of
+from ...commands.show.find import since_of
 from ...core.config.root import Config
 from ...core.errors import ConfigError
 

@@ -14,7 +14,7 @@ from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_ex
 
 from ...commands.api_client import ApiClient
 from ...commands.formats import number, print_json
-from ...commands.show.listing import collect
+from ...commands.show.find import collect
 from ...commands.signals import run_until_signal
 from ...core.config.root import Config
 from ...core.errors import ConfigError

@@ -14,7 +14,7 @@ import typer
 
 from ...commands.api_client import ApiClient
 from ...commands.formats import progress_bar
-from ...commands.show.listing import PAGE, checked, since_of
+from ...commands.show.find import PAGE, checked, since_of
 from ...commands.signals import run_until_signal
 from ...core.config.root import Config
 from ...core.errors import ConfigError

@@ -120,7 +120,7 @@ def diff(context: typer.Context, name: Name, a: Version, b: Version) -> None:
     from rich.console import Console
 
     from ...commands.formats import plain
-    from ...commands.show.diff import STYLES
+    from ...commands.show.rollout_view import STYLES
 
     first, second = (_ask(context, "GET", f"{_path(name)}?version={n}")["text"].splitlines() for n in (a, b))
     console = Console(highlight=False, soft_wrap=True)
@@ -177,8 +177,7 @@ def _path(name: str) -> str:
 
 
 def _ask(context: typer.Context, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-    from ...commands.api_client import ask
-    from ...commands.show.alone import look
+    from ...commands.api_client import ask, look
 
     to = look if method == "GET" else ask  # where no proxy runs, its store answers
     return to(configuration(context), lambda api: api.request(method, path, body))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.show.listing import since
+from lightning_proxy.commands.show.find import since
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.store.training import CallCredit
 
