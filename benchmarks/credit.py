@@ -32,8 +32,7 @@ from lightning_proxy.core.returns import Earned
 from lightning_proxy.features.judge.config import JudgeKeys
 from lightning_proxy.trainer.credit import baselines as advantage
 from lightning_proxy.trainer.credit.strategies import group_credit
-from lightning_proxy.trainer.step.losses import policy_loss
-from lightning_proxy.trainer.step.own_loss import own_loss
+from lightning_proxy.trainer.step.losses import own_loss, policy_loss
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 
 SEEDS = range(8)

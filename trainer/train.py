@@ -22,7 +22,7 @@ from .loop import TrainingLoop
 from .plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin, open_plugins, plugins_of
 from .publish import Publisher
 from .step.engine import TrainingEngine
-from .step.own_loss import check_gradients
+from .step.losses import check_gradients
 from .step.trainer import LightningTrainer
 from .waiting import all_of
 

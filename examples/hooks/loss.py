@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_proxy.trainer.step.own_loss import LossInputs
+from lightning_proxy.trainer.step.losses import LossInputs
 
 CLIP = 0.2
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...trainer.step.own_loss import LossInputs
+from ...trainer.step.losses import LossInputs
 from .config import AlgorithmKeys
 
 TINY = 1e-8  # keeps the logarithm of what all other tokens have finite

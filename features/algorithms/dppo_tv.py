@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...trainer.step.own_loss import LossInputs
+from ...trainer.step.losses import LossInputs
 from .config import AlgorithmKeys
 
 

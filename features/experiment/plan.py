@@ -137,7 +137,7 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
         check(config, Run())
         check_functions(config.trainer)
         if not {"trainer.loss", "trainer.context_loss"}.isdisjoint(dict(own_functions(config.trainer))):
-            from ...trainer.step.own_loss import check_gradients  # imports torch
+            from ...trainer.step.losses import check_gradients  # imports torch
 
             check_gradients(config.trainer)
         upstream = config.policy_upstream

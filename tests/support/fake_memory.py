@@ -18,8 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_proxy.trainer.rows.prefix_tree import build_tree
 from lightning_proxy.trainer.step import tree_attention, trl_config
-from lightning_proxy.trainer.step.rescoring import fully_scored
-from lightning_proxy.trainer.step.scoring import score
+from lightning_proxy.trainer.step.scoring import fully_scored, score
 from lightning_proxy.trainer.step.tree_attention import use_tree_attention
 from lightning_proxy.trainer.weights.targets import lora_config
 from support.sections import TrainerConfig

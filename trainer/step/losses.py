@@ -1,4 +1,4 @@
-"""The configured loss: TRL's term for every token, and the weight of each token.
+"""The loss: TRL's term for every token, or a function's; the weight of each token; entropy bonus and guidance.
 
 The loss does not depend on how calls are merged into rows and how a step is cut into micro-batches. Three things make
 it so. A sequence in TRL's sense is one answer: the action of a call, the unit that has one advantage (arXiv 2508.03680,
@@ -14,13 +14,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...core.config.trainer import TrainerConfig
+from ...core.config.trainer import EntropyConfig, TrainerConfig
+from ...core.errors import ConfigError
+from ..functions import faults, load, own_functions
 from ..types import Sample
+
+OWN_LOSS = "trainer.loss"
+CONTEXT_LOSS = "trainer.context_loss"
+MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,6 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
         "luspo": Loss("dapo", "one"),
     }
 )
-
 
 # `trainer.weighting` in place of the loss's own. For `sequence`, what is counted is answers.
 WEIGHTINGS = {"token": "mean", "rollout": "own", "sequence": "mean"}
@@ -194,3 +199,164 @@ def kl_penalty(logprobs: Tensor, reference: Tensor, inputs: Mapping[str, Tensor]
 def padded(rows: Sequence[Sequence[float]], device: torch.device) -> Tensor:
     """Return (B, T) in float32, with zeros on the right."""
     return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.float32) for row in rows], True).to(device)
+
+
+class EntropyBonus:
+    """Decides the weight of the mean entropy in the loss, as TRL does (`entropy_coef`, `use_adaptive_entropy`).
+
+    With a target, the weight grows by `delta` after each step whose entropy is at or below the target, and shrinks
+    after the others. It counts only after a step at or below the target (Skywork-OR1, arXiv 2505.22312, section 3.2).
+    """
+
+    def __init__(self, config: EntropyConfig) -> None:
+        self._config = config
+        self._coef = config.coef
+        self._is_low = config.target is None
+
+    @property
+    def weight(self) -> float:
+        """Return the weight in the next step."""
+        return self._coef if self._is_low else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Note the mean entropy of a step."""
+        config = self._config
+        if config.target is None:
+            return
+        self._is_low = entropy <= config.target
+        change = config.delta if self._is_low else -config.delta
+        self._coef = min(max(self._coef + change, 0.0), config.max_coef)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return {"coef": self._coef, "is_low": self._is_low}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Resume from a checkpoint. A fixed weight is the configured one."""
+        if self._config.target is not None and state:
+            self._coef, self._is_low = min(state["coef"], self._config.max_coef), state["is_low"]
+
+
+def entropy_term(entropies: Tensor, mask: Tensor, tokens: int) -> Tensor:
+    """Return the term that (A, L) entropies, where `mask` is 1, add to the mean over all `tokens` of the step."""
+    return (entropies * mask).sum() / tokens
+
+
+def add_guidance(
+    inputs: dict[str, Tensor], samples: Sequence[Sample], answers: Answers, logprobs: Tensor, limit: float
+) -> None:
+    """Add weight · clip(guide's log-probability - the policy's, -limit, limit) to the advantages.
+
+    Such an advantage is that of the reverse KL: its policy gradient brings the policy nearer to the guide (MiniLLM,
+    arXiv 2306.08543). `logprobs`: the policy's, (A, L). `inputs` get `guidance`, what is added; `guided`, where the
+    guide spoke; and `guide_gap`, the clipped difference there. All are (A, L).
+    """
+    there = inputs["completion_mask"].bool()
+    said = [s.guidance.logprobs if s.guidance else (math.nan,) * len(s.mask) for s in samples]
+    guide = answers.take(padded(said, there.device))
+    weights = torch.tensor([s.guidance.weight if s.guidance else 0.0 for s in samples], device=there.device)
+    inputs["guided"] = ~guide.isnan() & there
+    inputs["guide_gap"] = (guide - logprobs.detach()).clamp(-limit, limit).where(inputs["guided"], 0.0)
+    inputs["guidance"] = weights[answers.rows] * inputs["guide_gap"]
+    inputs["advantages"] = inputs["advantages"] + inputs["guidance"]
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """The inputs of a loss. All tensors are (A, L): A answers of at most L tokens, 0 where `mask` is 0.
+
+    `logprobs`: of the policy that is trained, with a gradient. `sampled_logprobs`: of the distribution that was
+    sampled. `advantages`: the same for every token of an answer, but for what guides add to single tokens. `config`:
+    the section `trainer`.
+    """
+
+    logprobs: Tensor
+    sampled_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    config: TrainerConfig
+
+    @property
+    def ratios(self) -> Tensor:
+        """Return the importance ratios, finite and without a gradient."""
+        return (self.logprobs.detach() - self.sampled_logprobs).clamp(max=MAX_LOG_RATIO).exp()
+
+
+def own_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], config: TrainerConfig) -> Tensor:
+    """Return the weighted sum of the function's values of the tokens. Raise ConfigError for another shape.
+
+    The weights are those of `loss_type` or `weighting`: they make the sum a mean over rollouts, answers or tokens.
+    """
+    name = str(config.loss)
+    function, mask = load(OWN_LOSS, name), inputs["completion_mask"]
+    given = LossInputs(logprobs, inputs["old_per_token_logps"], inputs["advantages"] * mask, mask, config)
+    with faults(OWN_LOSS, name):
+        of_tokens = function(given)
+    if not isinstance(of_tokens, torch.Tensor) or of_tokens.shape != mask.shape:
+        raise ConfigError(f"{OWN_LOSS} {name}: a tensor of shape {tuple(mask.shape)} is needed, one number per token")
+    return (torch.where(mask.bool(), of_tokens, 0.0) * inputs["token_weights"]).sum()
+
+
+def masked_tokens(loss: Tensor, logprobs: Tensor, inputs: Mapping[str, Tensor], config: TrainerConfig) -> Tensor:
+    """Return (A, L): the tokens with an advantage that the loss gives no gradient. Raise ConfigError if it has none."""
+    slopes = _gradient(OWN_LOSS, config.loss, loss, logprobs)
+    return inputs["completion_mask"].bool() & (inputs["advantages"] != 0) & (slopes == 0)
+
+
+def _gradient(setting: str, name: str | None, loss: Tensor, logprobs: Tensor) -> Tensor:
+    found = torch.autograd.grad(loss, logprobs, retain_graph=True, allow_unused=True) if loss.requires_grad else (None,)
+    if found[0] is None:
+        raise ConfigError(
+            f"{setting} {name}: it has no gradient, so nothing would be learned: compute it from the log-probabilities "
+            "of the policy (given.logprobs); given.ratios and given.sampled_logprobs carry none"
+        )
+    return found[0]
+
+
+def check_gradients(config: TrainerConfig) -> None:
+    """Raise ConfigError if a loss of the user's own fails on two short answers, or has no gradient there."""
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    logprobs = (mask * torch.tensor([[-1.0], [-0.5]])).requires_grad_()
+    inputs = {"completion_mask": mask, "token_weights": mask, "advantages": mask * torch.tensor([[1.0], [-1.0]])}
+    inputs["old_per_token_logps"] = logprobs.detach() * 1.01
+    zeros = (0.0,) * 3
+    of_tools = Sample("", "", (0,) * 3, (0,) * 3, zeros, zeros, (1.0,) * 3, results=((1, 3),))
+    for setting, name in own_functions(config):
+        if setting == OWN_LOSS:
+            masked_tokens(own_loss(logprobs, inputs, config), logprobs, inputs, config)
+        elif setting == CONTEXT_LOSS:
+            _gradient(setting, name, context_loss(logprobs[:1], [of_tools], StepTokens(3, 2), config), logprobs)
+
+
+class StepTokens(NamedTuple):
+    """How many tokens a step trains of an adapter, and how many its tools wrote."""
+
+    trained: int
+    results: int
+
+
+def tokens_by_adapter(samples: Sequence[Sample]) -> dict[str, StepTokens]:
+    """Count the tokens of each adapter."""
+    trained, results = Counter[str](), Counter[str]()
+    for sample in samples:
+        trained[sample.adapter] += sample.trained_tokens
+        results[sample.adapter] += sample.result_tokens
+    return {adapter: StepTokens(count, results[adapter]) for adapter, count in trained.items()}
+
+
+def context_loss(logprobs: Tensor, samples: Sequence[Sample], step: StepTokens, config: TrainerConfig) -> Tensor:
+    """Return what the function adds to the loss for the tokens that tools wrote; 0 without any.
+
+    `logprobs`: (B, T), of all tokens of the B samples that are scored. The function gets those of the K results.
+    """
+    places = [(row, i) for row, s in enumerate(samples) for span in s.results for i in range(*span)]
+    if not places:
+        return logprobs.new_zeros(())
+    rows, columns = torch.tensor(places, device=logprobs.device).T
+    name = str(config.context_loss)
+    function = load(CONTEXT_LOSS, name)
+    with faults(CONTEXT_LOSS, name):
+        added = function(logprobs[rows, columns], step.results, config)
+    if not isinstance(added, torch.Tensor) or added.shape:
+        raise ConfigError(f"{CONTEXT_LOSS} {name}: one number is needed, a tensor without dimensions")
+    return added

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..weights.trained import Trained
-from .entropy import EntropyBonus
+from .losses import EntropyBonus
 
 State = dict[str, Any]
 SHARDED = ("adapters", "optimizer")

@@ -30,13 +30,24 @@ from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
 from ..weights.choice import load_model, peft_config, tolerance, trained, weight_dtype
 from ..weights.trained import Weights
-from .entropy import EntropyBonus, entropy_term
-from .guidance import add_guidance
-from .losses import Answers, kl_penalty, leave_out_tokens, loss_inputs, policy_loss, token_weights
-from .own_loss import StepTokens, context_loss, masked_tokens, own_loss, tokens_by_adapter
+from .losses import (
+    Answers,
+    EntropyBonus,
+    StepTokens,
+    add_guidance,
+    context_loss,
+    entropy_term,
+    kl_penalty,
+    leave_out_tokens,
+    loss_inputs,
+    masked_tokens,
+    own_loss,
+    policy_loss,
+    token_weights,
+    tokens_by_adapter,
+)
 from .processes import Pass, Processes, on_every_process, on_every_shard
-from .rescoring import fully_scored, logprobs_of
-from .scoring import ScoredTokens, attention_cost, check_tree_support, longest_sample, score
+from .scoring import ScoredTokens, attention_cost, check_tree_support, fully_scored, logprobs_of, longest_sample, score
 from .shaping import Shaper
 from .shortage import give_back, make_what_fits, too_large
 from .skipped import fault_of_loss, some_rollouts

@@ -1,28 +1,29 @@
 """Attention over a prefix tree, as an attention implementation of transformers. A node sees its ancestors and itself.
 
-On a GPU it is FlexAttention with a block mask. On a CPU it is PyTorch's flash kernel, block by block
-(attention_plan.py). Where the kernel lacks what the model needs (capped scores, values of another width) it is a plain
-masked softmax. Importing this module registers it; `use_tree_attention` switches a model over. Without a tree it is
-SDPA.
+On a GPU it is FlexAttention: a mask by blocks of nodes, and one kernel for all sizes of trees. On a CPU it is PyTorch's
+flash kernel, block by block (`attention_plan`). Where the kernel lacks what the model needs (capped scores, values of
+another width) it is a plain masked softmax. Importing this module registers it; `use_tree_attention` switches a model
+over. Without a tree it is SDPA.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from ...core.errors import ConfigError
-from ..rows.prefix_tree import PrefixTree
-from .attention_plan import Block, attention_plan
-from .flex import block_mask, flex
+from ..rows.prefix_tree import Ints, PrefixTree
 
 NAME = "prefix_tree"
 
@@ -32,6 +33,16 @@ _UNSUPPORTED = ("s_aux", "position_bias")
 # Private, because public attention returns no log-sum-exp on a CPU. pyproject.toml bounds torch to tested versions.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+# Longer runs are cut: within a causal block the kernels save little of what they could.
+RUN = 256
+
+# The cost of one more kernel call, and of merging one query, in pairs of a query and a key, as measured on a CPU.
+CALL_COST = 2048
+MERGE_COST = 32
+
+# FlexAttention works in blocks of so many nodes. Trees are padded to full blocks.
+FLEX_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,8 @@ def tree_attention_forward(
 
 
 AttentionInterface.register(NAME, tree_attention_forward)
+
+
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
@@ -197,3 +210,139 @@ def _masked_softmax(
     # Not -inf, which would turn padding that sees nothing into NaN.
     weights = scores.float().masked_fill(~visible, torch.finfo(torch.float32).min).softmax(-1)
     return weights.to(value.dtype) @ value
+
+
+class Block(NamedTuple):
+    """An interval of queries against an interval of keys.
+
+    In a block of kind `all` every query sees every key. In the others queries and keys are the same nodes: in `causal`
+    each sees itself and those before it, in `tree` itself and its ancestors.
+    """
+
+    kind: Literal["all", "causal", "tree"]
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+
+    @property
+    def cost(self) -> int:
+        """Return the cost in pairs. A causal block counts as a full one: the kernel computes all its pairs."""
+        queries, keys = (stop - start for start, stop in (self.queries, self.keys))
+        return CALL_COST + queries * (keys + MERGE_COST)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Complete subtrees side by side, nodes [start, stop), with the cheapest blocks found for them."""
+
+    start: int
+    stop: int
+    cost: int
+    blocks: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, *blocks: Block, below: Sequence[_Part] = ()) -> _Part:
+        cost = sum(block.cost for block in blocks) + sum(part.cost for part in below)
+        inner = tuple(block for part in below for block in part.blocks)
+        return cls(blocks[0].keys[0], max(block.queries[1] for block in blocks), cost, (*blocks, *inner))
+
+    @classmethod
+    def square(cls, start: int, stop: int) -> _Part:
+        return cls.of(Block("tree", (start, stop), (start, stop)))
+
+
+def attention_plan(tree: PrefixTree) -> tuple[Block, ...]:
+    """Return blocks in which each node meets itself and each of its ancestors exactly once.
+
+    In preorder the descendants of an unbranched run of nodes [a, b) are one interval [b, end). So their attention to
+    the run is a plain rectangle without a mask: keys [a, b), queries [b, end). Within [a, b) attention is causal. A
+    query's results from several blocks are merged by their log-sum-exp. Small parts with many branches are one square
+    with a mask, because more kernel calls would cost more than they save.
+    """
+    pending: list[_Part] = []  # runs come from the last to the first, so a run's children are on top
+    for start, stop in reversed(list(pairwise(_run_starts(tree.ends)))):
+        end, children = int(tree.ends[start]), list[_Part]()
+        while pending and pending[-1].start < end:
+            _append(children, pending.pop())
+        own = [Block("causal", (start, stop), (start, stop))]
+        own += [Block("all", (stop, end), (start, stop))] if end > stop else []
+        apart, square = _Part.of(*own, below=children), _Part.square(start, end)
+        pending.append(square if square.cost < apart.cost else apart)
+    roots: list[_Part] = []
+    while pending:
+        _append(roots, pending.pop())
+    return tuple(block for part in roots for block in part.blocks)
+
+
+def _append(parts: list[_Part], part: _Part) -> None:
+    """Append `part`, or one square of it and the parts before it where that is cheaper."""
+    while parts and (square := _Part.square(parts[-1].start, part.stop)).cost < parts[-1].cost + part.cost:
+        part = square
+        parts.pop()
+    parts.append(part)
+
+
+def _run_starts(ends: Ints) -> list[int]:
+    """Starts of unbranched runs of at most RUN nodes, and N. An only child's subtree ends where its parent's ends."""
+    starts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(ends)]
+    return [cut for start, stop in pairwise(starts) for cut in range(start, stop, RUN)] + [len(ends)]
+
+
+def block_mask(ends: Tensor) -> BlockMask:
+    """Return the mask of a tree in preorder, (N,). Two blocks of nodes cost one number, and no pair of nodes does.
+
+    Node q sees node k if k <= q < ends[k]. Of an earlier block of keys, the first query of a block sees some key if it
+    sees the one whose subtree ends last; all queries see all keys if the last one sees the key whose ends first.
+    """
+    n, device = len(ends), ends.device
+    by_block = nn.functional.pad(ends, (0, -n % FLEX_BLOCK), value=n).view(-1, FLEX_BLOCK)
+    starts = torch.arange(0, n, FLEX_BLOCK, device=device)[:, None]
+    earlier = starts > starts.T
+    full = earlier & (by_block.amin(1) >= (starts + FLEX_BLOCK).clamp(max=n))
+    partly = earlier & (by_block.amax(1) > starts) & ~full
+    own = torch.eye(len(starts), dtype=torch.bool, device=device)
+    return BlockMask.from_kv_blocks(
+        *_lists(partly | own), *_lists(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=_ancestor_or_self(ends),
+        seq_lengths=(n, n),
+    )  # fmt: skip
+
+
+def flex(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None, softcap: float | None
+) -> Tensor:
+    """Map (1, heads, N, D) queries and (1, key heads, N, D) keys and values to (1, heads, N, D)."""
+    groups = query.shape[1] // key.shape[1]
+    if groups & (groups - 1):  # the kernels share keys among 2, 4, 8 … queries
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    out: Tensor = _compiled_flex()(
+        query, key, value, score_mod=None if softcap is None else _capped(softcap), block_mask=mask, scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out
+
+
+@cache
+def _compiled_flex() -> Callable[..., Any]:
+    """Compile once: the second size of a tree makes it a kernel for all sizes."""
+    return torch.compile(flex_attention)
+
+
+def _lists(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, B) -> how many blocks of keys each block of queries sees, (1, 1, B), and first of all these, (1, 1, B, B)."""
+    order = seen.int().argsort(dim=1, descending=True, stable=True)
+    return seen.sum(1, dtype=torch.int32)[None, None], order.int()[None, None].contiguous()
+
+
+def _ancestor_or_self(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+    """Whether the query is in the key's subtree, [key, ends[key])."""
+
+    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (query < ends[key])
+
+    return mask_mod
+
+
+def _capped(cap: float) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return score_mod

@@ -12,8 +12,7 @@ from pydantic import ValidationError
 from lightning_proxy.core.config.trainer import LossType
 from lightning_proxy.core.records import Choice, Reward
 from lightning_proxy.core.returns import Rules
-from lightning_proxy.trainer.step.losses import policy_loss
-from lightning_proxy.trainer.step.own_loss import own_loss
+from lightning_proxy.trainer.step.losses import own_loss, policy_loss
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
 from support.credit import group_advantages

@@ -14,7 +14,7 @@ from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.core.records import Choice
 from lightning_proxy.features.algorithms.echo import echo
 from lightning_proxy.trainer.rows.samples import rollout_samples
-from lightning_proxy.trainer.step.own_loss import StepTokens, context_loss
+from lightning_proxy.trainer.step.losses import StepTokens, context_loss
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from support.calls import call

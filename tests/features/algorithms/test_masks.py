@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_proxy.trainer.step.losses import policy_loss
-from lightning_proxy.trainer.step.own_loss import own_loss
+from lightning_proxy.trainer.step.losses import own_loss, policy_loss
 from support.sections import TrainerConfig
 
 LOSSES = ("dppo_tv", "dppo_kl", "icepop")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.core.config.trainer import EntropyConfig
-from lightning_proxy.trainer.step.entropy import EntropyBonus
+from lightning_proxy.trainer.step.losses import EntropyBonus
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from support.sections import PolicyConfig, TrainerConfig

@@ -20,8 +20,12 @@ from tokenizers import pre_tokenizers  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from lightning_proxy.trainer.rows.microbatches import micro_batches  # noqa: E402
-from lightning_proxy.trainer.step.grammars import Grammars  # noqa: E402
-from lightning_proxy.trainer.step.shaping import SampledPlace, Shaper, truncate  # noqa: E402
+from lightning_proxy.trainer.step.shaping import (  # noqa: E402
+    Grammars,
+    SampledPlace,
+    Shaper,
+    truncate,
+)
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
 
 PROMPT, ANSWER = (3, 4, 4, 5), (6, 7, 6, 8)

@@ -10,7 +10,6 @@ import pytest
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
 from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, build_tree, padded_tree
-from lightning_proxy.trainer.step.attention_plan import RUN, attention_plan
 from lightning_proxy.trainer.types import Sample
 
 torch = pytest.importorskip("torch")
@@ -22,11 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, CodeGenConfig, CodeGenForCausalLM  # noqa: E402
 
-from lightning_proxy.trainer.step import flex as flex_module  # noqa: E402
 from lightning_proxy.trainer.step import tree_attention  # noqa: E402
-from lightning_proxy.trainer.step.flex import FLEX_BLOCK, block_mask, flex  # noqa: E402
 from lightning_proxy.trainer.step.scoring import score  # noqa: E402
-from lightning_proxy.trainer.step.tree_attention import NAME, TreeMask, tree_attention_forward, use_tree_attention  # noqa: E402
+from lightning_proxy.trainer.step.tree_attention import (  # noqa: E402
+    FLEX_BLOCK,
+    NAME,
+    RUN,
+    TreeMask,
+    attention_plan,
+    block_mask,
+    flex,
+    tree_attention_forward,
+    use_tree_attention,
+)
 
 VOCABULARY = 50
 CPU = torch.device("cpu")
@@ -271,7 +278,7 @@ def test_trees_of_fifteen_sizes_take_few_compilations(monkeypatch: pytest.Monkey
     """Dynamo decides when to compile anew; the backend that it calls is counted, and computes as it is."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda query, key, value: None)
     counter = CompileCounter()
-    monkeypatch.setattr(flex_module, "_compiled", cache(lambda: torch.compile(flex_attention, backend=counter)))
+    monkeypatch.setattr(tree_attention, "_compiled_flex", cache(lambda: torch.compile(flex_attention, backend=counter)))
     for size in range(1, 16):
         for _layer in range(2):
             mask = TreeMask(padded_tree(build_tree([list(range(size * FLEX_BLOCK))]), FLEX_BLOCK), CPU)

@@ -22,7 +22,7 @@ from safetensors import safe_open  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from lightning_proxy.trainer.rows.microbatches import micro_batches  # noqa: E402
-from lightning_proxy.trainer.step import token_scores  # noqa: E402
+from lightning_proxy.trainer.step import scoring  # noqa: E402
 from lightning_proxy.trainer.step.shaping import SampledPlace, truncate  # noqa: E402
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
 
@@ -102,7 +102,7 @@ def test_every_gradient_is_that_of_plain_autograd(
     kind: str, sampling: Sampling | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Log-probabilities and entropies are weighted at random, and come from several chunks of logits."""
-    monkeypatch.setattr(token_scores, "_LOGITS_PER_CHUNK", 5 * VOCABULARY)
+    monkeypatch.setattr(scoring, "_LOGITS_PER_CHUNK", 5 * VOCABULARY)
     learner = trainer(save_model(tmp_path / kind, kind), tmp_path, entropy={"coef": 0.1})
     samples = list(batch(sampling=sampling).samples)
     if sampling is not None:  # a token that top_p leaves out has no log-probability
