@@ -11,14 +11,20 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
+from uvicorn import Config as Uvicorn
+from uvicorn import Server
+from uvicorn.config import STARTUP_FAILURE
+from uvicorn.supervisors import Multiprocess
 
 from ..core.config.root import Config
 from ..core.errors import LightningError
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
 
     from ..core.config.server import ProxyConfig
 
+
 UVICORN: dict[str, Any] = {
     "http": ServerProtocol,
     "ws": "none",
@@ -50,6 +57,10 @@ UVICORN: dict[str, Any] = {
 }
 
 ORPHAN_S = 8.0  # that a worker may take to end after its supervisor
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
 
 
 def uvicorn_options(proxy: ProxyConfig) -> dict[str, Any]:
@@ -88,11 +99,6 @@ class Shown(NamedTuple):
 
 
 def _serve_here(config: Config, shown: Shown) -> None:
-    from uvicorn import Config as Uvicorn
-    from uvicorn.config import STARTUP_FAILURE
-
-    from .stopping import OneServer
-
     lines = _lines(config, shown)
     uvicorn = Uvicorn(_app(config, lines), **uvicorn_options(config.proxy))
     server = OneServer(uvicorn, partial(_tell, config), partial(_tell_of_stopping, config.proxy))
@@ -107,11 +113,7 @@ def _serve_here(config: Config, shown: Shown) -> None:
 
 def _serve_in_workers(config: Config, shown: Shown, shared: str) -> None:
     """Serve in several workers, under uvicorn's supervisor, which starts one again that dies."""
-    from uvicorn import Config as Uvicorn
-    from uvicorn.config import STARTUP_FAILURE
-
     from ..proxy.gateway.metrics import SHARED
-    from .stopping import SeveralServers
 
     os.environ[SHARED] = shared  # the workers are started anew, not forked
     # Its classes are put together from the side rooms' at the start, so a pickle cannot name them.
@@ -219,3 +221,59 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(ORPHAN_S)
     os.kill(os.getpid(), signal.SIGKILL)  # it hangs; all acknowledged records are in the store
+
+
+class OneServer(Server):
+    """A server in this process. `started` is called with its port, `stopping` with the number of open requests."""
+
+    def __init__(self, config: Uvicorn, started: Callable[[int], None], stopping: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._has_started, self._is_stopping = started, stopping
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._has_started(self.servers[0].sockets[0].getsockname()[1])
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        if self.server_state.tasks:
+            self._is_stopping(len(self.server_state.tasks))
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit and sig == signal.SIGINT:
+            asyncio.get_running_loop().call_soon_threadsafe(self._cut_off)  # uvicorn would skip the app's clean-up
+        else:
+            super().handle_exit(sig, frame)
+
+    def _cut_off(self) -> None:
+        for task in self.server_state.tasks:
+            task.cancel()
+
+
+class SeveralServers(Multiprocess):
+    """A supervisor of several servers, each in a process of its own."""
+
+    def keep_subprocess_alive(self) -> None:
+        before = [*self.processes]
+        super().keep_subprocess_alive()
+        for old, new in zip(before, self.processes, strict=True):
+            if old is not new:
+                code = old.exitcode or 0
+                how = f"signal {-code}" if code < 0 else f"exit code {code}"
+                log.error("worker %s died (%s): another was started", old.pid, how)
+
+    def terminate_all(self) -> None:
+        for listener in self.sockets:
+            listener.close()  # else clients that come now would wait for workers that take no more
+        self.signal_queue.clear()
+        super().terminate_all()
+
+    def join_all(self) -> None:
+        while running := [worker for worker in self.processes if worker.process.is_alive()]:
+            wait([worker.process.sentinel for worker in running], POLL_S)
+            if signal.SIGINT in self.signal_queue:
+                for worker in running:
+                    worker.kill()
+                break
+        super().join_all()

@@ -1,16 +1,16 @@
-"""A small supervisor: starts children, waits until they are healthy, ends them in order and leaves no orphans."""
+"""Child processes: started, healthy, ended in order without orphans; why one died, and which one holds a port."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -23,8 +23,6 @@ from ...core.errors import ConfigError, LightningError
 from ...core.guard import start_guarded
 from ...store.sqlite.copies import make_private
 from ..formats import duration, how_it_ended
-from .port_holder import holder_of
-from .reason import last_line, reason
 
 T = TypeVar("T")
 WAITING, STILL = "waiting for ", "still waiting for "  # a view knows these lines by them
@@ -39,6 +37,18 @@ PORT_POLL_S = 1.0
 LEFT_OVER_S = 10.0
 LEFT_OVER_POLL_S = 0.1
 NOBODY_S = 1.0  # a port that nobody holds can still be taken: its process is just ending
+
+LONGEST = 400
+NEWEST_BYTES = 4096
+# An exception's last line, behind the prefix of vLLM's processes too; what our own commands end with; a killed worker.
+_TELLING = re.compile(r"(?:^|\] )((?:[\w.]*(?:Error|Exception)\b|Worker \S+ \S+ died .*: -|lightning-proxy: ).*)", re.M)
+_PREFIX = re.compile(r"^\(\S+ pid=\d+\) (?:[A-Z]+ \S+ \S+ \[\S+\])?")  # vLLM's: process, level, time, place in its code
+_TRAINER = re.compile(r"\S+ [\d:,]+ (INFO|WARNING|ERROR) \S+: (.*)")  # date, time, level, module, message
+_ELSEWHERE = ("root cause", "Executor failed")  # vLLM's exceptions that only follow from an earlier one
+
+PROC = Path("/proc")
+LISTENS = "0A"  # the state of a socket in /proc/net/tcp
+WORKER = "--multiprocessing-fork"  # in the command of a worker that Python's multiprocessing has started
 
 
 class ChildDied(LightningError):
@@ -90,7 +100,7 @@ class Child:
             if not self.running:
                 break
             self._signal(number)
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self.process.wait(), self.spec.grace_s / 2)
         if self.running:
             say(f"killing {self.spec.name}, which did not end in {self.spec.grace_s:g} s; committed data is kept")
@@ -157,7 +167,7 @@ class Child:
         self._at, self._output_from, self._is_deaf = time.monotonic(), output_from, False
 
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):
             # The guard passes it on, since it knows whether the program still runs.
             self.process.send_signal(number)
 
@@ -359,7 +369,7 @@ async def _until_healthy(url: str | None) -> None:
         return
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=10)) as session:
         while True:
-            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            with suppress(aiohttp.ClientError, TimeoutError):
                 async with session.get(url) as answer:
                     if answer.status == 200:
                         return
@@ -372,7 +382,7 @@ async def _until_deaf(spec: ChildSpec) -> None:
         await asyncio.Event().wait()
     address, was_open, since = urlsplit(spec.health_url), False, 0.0
     while True:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             try:
                 _, writer = await asyncio.open_connection(address.hostname, address.port)
                 writer.close()
@@ -382,3 +392,82 @@ async def _until_deaf(spec: ChildSpec) -> None:
                 if was_open and time.monotonic() - since > spec.grace_s:
                     return
         await asyncio.sleep(PORT_POLL_S)
+
+
+def reason(log: Path, begin: int = 0) -> str:
+    """Return the last line that tells why, from byte `begin` on; without one, the last line that is not empty."""
+    with log.open("rb") as file:
+        file.seek(begin)
+        text = file.read().decode(errors="replace")
+    told = [line for line in _TELLING.findall(text) if not any(word in line for word in _ELSEWHERE)]
+    lines = told or [line for line in text.splitlines() if line.strip()] or ["it printed nothing"]
+    return lines[-1].strip().removeprefix("lightning-proxy: ").rstrip(".")[:LONGEST]
+
+
+def last_line(log: Path) -> str:
+    """Return the newest line that is not empty, without the prefix of vLLM's processes; empty if there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - NEWEST_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:  # it is being started
+        return ""
+    lines = (_PREFIX.sub("", line).strip() for line in reversed(text.splitlines()))
+    return next(filter(None, lines), "")[:LONGEST]
+
+
+def newest_of_trainer(log: Path) -> tuple[str, bool]:
+    """Return the newest message in a trainer's log without its time, and whether it is a warning or an error."""
+    line = last_line(log)
+    found = _TRAINER.fullmatch(line)
+    return (found[2], found[1] != "INFO") if found else (line, False)
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """A process that listens on a port. `is_left`: a worker that is about to end, since its supervisor is gone."""
+
+    pid: int
+    command: str
+    is_left: bool
+
+
+def holder_of(port: int) -> Holder | None:
+    """Return the process that listens on this port, a supervisor before its workers; None if nobody can tell."""
+    sockets = {f"socket:[{inode}]" for inode in _listening(port)}
+    found = {pid: _command(pid) for pid in _processes() if sockets and _has_one_of(pid, sockets)}
+    if not found:
+        return None
+    pid = min(found, key=lambda pid: (WORKER in found[pid], pid))
+    return Holder(pid, found[pid], WORKER in found[pid])
+
+
+def _listening(port: int) -> Iterator[str]:
+    """The inodes of the sockets that listen on a port, at whatever address."""
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (PROC / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTENS and int(fields[1].rpartition(":")[2], 16) == port:
+                    yield fields[9]
+
+
+def _processes() -> Iterator[int]:
+    with suppress(OSError):
+        yield from (int(path.name) for path in PROC.iterdir() if path.name.isdigit())
+
+
+def _has_one_of(pid: int, sockets: set[str]) -> bool:
+    """Whether a process has one of these sockets open. Those of other users keep that to themselves."""
+    with suppress(OSError):
+        for descriptor in (PROC / str(pid) / "fd").iterdir():
+            with suppress(OSError):
+                if str(descriptor.readlink()) in sockets:
+                    return True
+    return False
+
+
+def _command(pid: int) -> str:
+    with suppress(OSError):
+        return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""

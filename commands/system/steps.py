@@ -18,7 +18,7 @@ from ...store.opening import opened
 from ...store.store import Store
 from ..formats import duration
 from ..show.steps import step_line
-from .reason import newest_of_trainer
+from .processes import newest_of_trainer
 
 log = logging.getLogger(__name__)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -18,7 +20,6 @@ from ...proxy.plugins.on_board import check_plugins
 from ...store.keys import require_keys
 from ..formats import address
 from ..vllm import other_port, vllm_program
-from .download import downloaded
 from .processes import Child, ChildSpec, Supervisor, require_free_port
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ NO_MEMORY = (
     r"Free memory on device .* is less than|No available memory for the cache blocks"
     r"|larger than the available KV cache memory|OutOfMemoryError|CUDA out of memory"
 )
+
+DOWNLOAD_DIR = "--download-dir"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +126,27 @@ def check_addresses(config: Config) -> None:
         raise ConfigError(other_port(config) or wrong)
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
     require_free_port(config.vllm.host, config.vllm.port, "vllm.port")
+
+
+def downloaded(model: str, vllm_args: Sequence[str] = ()) -> int:
+    """Return the bytes of the model's files in the cache of the Hugging Face hub, half-written ones included."""
+    found = 0
+    for folder, _, files in os.walk(_cache(vllm_args) / f"models--{model.replace('/', '--')}"):
+        for file in files:
+            path = Path(folder, file)
+            try:
+                found += 0 if path.is_symlink() else path.stat().st_size
+            except OSError:  # renamed meanwhile: it is complete
+                continue
+    return found
+
+
+def _cache(vllm_args: Sequence[str]) -> Path:
+    for option, value in zip_longest(vllm_args, vllm_args[1:], fillvalue=""):
+        if option == DOWNLOAD_DIR:
+            return Path(value)
+        if option.startswith(f"{DOWNLOAD_DIR}="):
+            return Path(option.partition("=")[2])
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)

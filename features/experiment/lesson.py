@@ -18,8 +18,7 @@ import yaml
 
 from ...commands.api_client import ApiClient
 from ...commands.run.tasks import read_tasks
-from ...commands.system.processes import Child, ChildDied, ChildSpec, Supervisor, free_port
-from ...commands.system.reason import reason
+from ...commands.system.processes import Child, ChildDied, ChildSpec, Supervisor, free_port, reason
 from ...commands.system.steps import tell_why_it_stands
 from ...commands.system.system import Launch
 from ...core.config.file import config_of

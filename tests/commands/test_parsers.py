@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.commands.parsers import FAMILIES, WRITTEN, parsers_of
-from lightning_proxy.commands.vllm import vllm_program, without_tools
+from lightning_proxy.commands.vllm import FAMILIES, WRITTEN, parsers_of, vllm_program, without_tools
 from lightning_proxy.core.config.root import Config
 
 

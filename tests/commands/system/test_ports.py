@@ -16,8 +16,7 @@ import pytest
 
 from lightning_proxy.commands import serve
 from lightning_proxy.commands.system import processes
-from lightning_proxy.commands.system.port_holder import holder_of
-from lightning_proxy.commands.system.processes import LEFT_OVER_S, free_port, require_free_port
+from lightning_proxy.commands.system.processes import LEFT_OVER_S, free_port, holder_of, require_free_port
 from lightning_proxy.commands.system.system import check_addresses
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError, LightningError

@@ -13,8 +13,7 @@ import pytest
 
 from lightning_proxy.commands.signals import Interrupted, run_until_signal
 from lightning_proxy.commands.system import processes
-from lightning_proxy.commands.system.processes import ChildDied, ChildSpec, Supervisor, free_port
-from lightning_proxy.commands.system.reason import reason
+from lightning_proxy.commands.system.processes import ChildDied, ChildSpec, Supervisor, free_port, reason
 from support.paths import ROOT
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(1000)"]

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.commands.system import processes
-from lightning_proxy.commands.system.download import downloaded
 from lightning_proxy.commands.system.processes import ChildDied, ChildSpec, Supervisor, free_port
-from lightning_proxy.commands.system.system import NO_MEMORY
+from lightning_proxy.commands.system.system import NO_MEMORY, downloaded
 from lightning_proxy.core.errors import LightningError
 
 # vLLM 0.32's own words.

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from lightning_proxy.commands.system import processes
 from lightning_proxy.commands.system.processes import ChildSpec, Supervisor, free_port
-from lightning_proxy.commands.system.view import UpView
+from lightning_proxy.commands.system.up import UpView
 
 LOGS = Path("not-there")
 # What vLLM prints while it starts; then it answers.
