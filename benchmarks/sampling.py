@@ -28,7 +28,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import ModelCall
 from lightning_proxy.core.tokens import Tokens
 from lightning_proxy.proxy.dialects.as_chat.dialect import as_chat
-from lightning_proxy.proxy.dialects.inject import inject
+from lightning_proxy.proxy.dialects.chat import inject
 from lightning_proxy.serving.vllm import VllmServer, operator_session
 from lightning_proxy.trainer.collect.sampled import Sampled
 from lightning_proxy.trainer.rows.microbatches import micro_batches

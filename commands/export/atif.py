@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ...core.records import ModelCall, Rollout
-from ...proxy.dialects.new_messages import Digested, beginnings
+from ...proxy.dialects.transcript import Digested, beginnings
 from .conversations import answered, whole
 
 Json = dict[str, Any]

@@ -9,8 +9,7 @@ from typing import Any
 from ...core.records import ModelCall, Rollout
 from ...core.redact import REASON
 from ...proxy.api.views import beside_calls, call_view
-from ...proxy.dialects.new_messages import Digested, beginnings
-from ...proxy.dialects.transcript import ChatTurn, read
+from ...proxy.dialects.transcript import ChatTurn, Digested, beginnings, read
 
 Json = dict[str, Any]
 REJECTED = "another attempt was used in place of its last answer"

@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.json_text import dumps
-from ...proxy.dialects.new_messages import additions, body, called
-from ...proxy.dialects.transcript import read_each
+from ...proxy.dialects.transcript import additions, body, called, read_each
 from ..formats import cut, duration, number, plain
 
 CUT_AT = 600

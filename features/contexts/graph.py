@@ -19,9 +19,7 @@ from itertools import chain, islice
 from typing import Literal, NamedTuple
 
 from ...core.records import ModelCall
-from ...proxy.dialects.atoms import Atom, parsed
-from ...proxy.dialects.marks import is_unique
-from ...proxy.gateway.digests import TELLING_ORDER, strings
+from ...proxy.dialects.atoms import TELLING_ORDER, Atom, is_unique, parsed, strings
 from .tree import Key, Node, Tree, key_of, telling
 
 Kind = Literal["continues", "edits", "compacts", "delegates", "returns", "retries"]

@@ -11,9 +11,21 @@ from unicodedata import normalize
 
 from ...core.records import ModelCall
 from ...core.tools import conversation
-from ...proxy.dialects.atoms import Atom, answer_atoms, item_atoms, parsed, request_atoms, same_arguments, same_json
-from ...proxy.dialects.marks import is_unique
-from ...proxy.gateway.digests import QUOTING_CHARACTERS, TELLING, fragments, strings, without_thoughts
+from ...proxy.dialects.atoms import (
+    QUOTING_CHARACTERS,
+    TELLING,
+    Atom,
+    answer_atoms,
+    fragments,
+    is_unique,
+    item_atoms,
+    parsed,
+    request_atoms,
+    same_arguments,
+    same_json,
+    strings,
+    without_thoughts,
+)
 from ...store.requests.full import begun
 
 Json = dict[str, Any]

@@ -18,8 +18,7 @@ from ...commands.show.find import collect
 from ...commands.signals import run_until_signal
 from ...core.config.root import Config
 from ...core.errors import ConfigError
-from ...proxy.dialects.new_messages import body
-from ...proxy.dialects.transcript import read
+from ...proxy.dialects.transcript import body, read
 from ...store.opening import open_database
 from ...trainer.waiting import all_of
 from .agreement import Agreement, Labelled, agreement, same_order

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...proxy.dialects.new_messages import Digested, beginnings
-from ...proxy.dialects.transcript import read
+from ...proxy.dialects.transcript import Digested, beginnings, read
 from .model import AsksModel
 from .rewarder import GivenScore, Json, decisions, together
 from .texts import IS_DATA, fenced, mark_for, shortened, text_of

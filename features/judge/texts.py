@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ...core.json_text import dumps
-from ...proxy.dialects.new_messages import additions, body, called
-from ...proxy.dialects.transcript import read_each
+from ...proxy.dialects.transcript import additions, body, called, read_each
 from .rewarder import Json, decisions
 
 IS_DATA = (

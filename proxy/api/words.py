@@ -7,7 +7,7 @@ from typing import Any
 from ...core.json_text import loads_or_none
 from ...core.tools import dicts
 from ...store.reports.summaries import Summary, Words
-from ..dialects.new_messages import called, text
+from ..dialects.transcript import called, text
 from .transitions import answer_in
 
 WORDS = 200  # characters

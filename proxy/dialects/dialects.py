@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 from ...core.errors import LightningError
 from ...core.tokens import Tokens
-from .chat import ChatApi
-from .inject import Injection, UsualChunks
+from .chat import ChatApi, Injection, UsualChunks
 from .messages import MessagesApi
 from .responses import ResponsesApi
 

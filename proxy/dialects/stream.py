@@ -9,8 +9,8 @@ from ...core.json_text import as_utf8, encode_as_vllm, loads, loads_in_turns
 from ...core.sse import Frame, SSEDecoder
 from ...core.tokens import Tokens
 from ...core.values import message_of_error, named_error
+from .chat import Injection
 from .dialects import Dialect, Stream
-from .inject import Injection
 
 Json = dict[str, Any]
 

@@ -20,8 +20,8 @@ from ...core.errors import Unsupported, UpstreamTimeout, UpstreamUnreachable
 from ...core.json_text import encode, with_model
 from ...serving.health import Health
 from ..dialects.as_chat.dialect import PATH, ThroughChat
+from ..dialects.chat import Injection
 from ..dialects.dialects import Dialect
-from ..dialects.inject import Injection
 from .upstream import Answer, NoConnection, Piece, ReadAnswer, Request, Route, Upstream
 from .upstream_http import HttpUpstream
 

@@ -34,7 +34,7 @@ from ...store.requests.delta import common_prefix, pack_floats, pack_ids, shrink
 from ...store.requests.parents import Parent
 from ...store.rollouts import ROLLOUT_SEEN
 from ...store.store import Store
-from ..dialects.marks import is_unique
+from ..dialects.atoms import is_unique
 from .group_commit import GroupCommit, Statement
 from .places import ReadRequest, read_request, results, spots
 from .recent import RecentCall, RecentCalls, parent_of, sharing

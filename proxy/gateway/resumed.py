@@ -12,8 +12,8 @@ from ...core.tools import tool_calls
 from ...core.values import is_under_way
 from ..access.auth import credentials
 from ..access.limits import Limiter
+from ..dialects.chat import Injection
 from ..dialects.dialects import DIALECTS
-from ..dialects.inject import Injection
 from ..dialects.stream import BufferedTranscript, Transcript
 from .asgi import Reply
 from .call import Gateway

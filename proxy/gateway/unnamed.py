@@ -20,9 +20,22 @@ from ...core.values import is_under_way
 from ...store.calls import Giver
 from ...store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
 from ...store.store import Store
-from ..dialects.atoms import Atom, answer_atoms, request_atoms
-from ..dialects.marks import answer_marks, is_unique, request_marks
-from .digests import State, beginnings, digest, identified, last_question, origins, quotations, without_thoughts
+from ..dialects.atoms import (
+    Atom,
+    State,
+    answer_atoms,
+    answer_marks,
+    beginnings,
+    digest,
+    identified,
+    is_unique,
+    last_question,
+    origins,
+    quotations,
+    request_atoms,
+    request_marks,
+    without_thoughts,
+)
 from .group_commit import Statement
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from contract.real import System
-from lightning_proxy.proxy.dialects.chat import ChatStream
-from lightning_proxy.proxy.dialects.inject import Injection
+from lightning_proxy.proxy.dialects.chat import ChatStream, Injection
 from lightning_proxy.proxy.dialects.stream import Transcript
 from support.clients import EACH_CLIENT, Client
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
 from lightning_proxy.proxy.dialects.as_chat.translation import PROBES, Template, learn
-from lightning_proxy.proxy.dialects.inject import Injection, inject
+from lightning_proxy.proxy.dialects.chat import Injection, inject
 from lightning_proxy.proxy.dialects.messages import MessagesApi
 from support.responses_twice import events, post
 

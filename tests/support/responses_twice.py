@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lightning_proxy.proxy.dialects.as_chat.responses import ResponsesTranslator
 from lightning_proxy.proxy.dialects.as_chat.translation import Untranslatable
-from lightning_proxy.proxy.dialects.inject import inject
+from lightning_proxy.proxy.dialects.chat import inject
 
 Json = dict[str, Any]
 

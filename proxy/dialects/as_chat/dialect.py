@@ -15,9 +15,8 @@ from ....core.errors import LightningError, UpstreamUnreachable
 from ....core.json_text import encode
 from ....core.tokens import Tokens
 from ....core.tools import call_arguments
-from ..chat import ChatApi, ChatStream
-from ..inject import Injection
-from ..tool_pieces import ToolCallPieces, ToolCalls
+from ..assemble import ToolCallPieces, ToolCalls
+from ..chat import ChatApi, ChatStream, Injection
 from .messages import MessagesTranslator
 from .responses import ResponsesTranslator
 from .translation import StreamTranslation, Template, Translation, Translator, Untranslatable
