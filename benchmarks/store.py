@@ -28,8 +28,8 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.config.trainer import TrainerConfig
 from lightning_proxy.core.records import Reward
 from lightning_proxy.features.promotion.promotions import Promotions
+from lightning_proxy.store.database import Feed
 from lightning_proxy.store.opening import opened
-from lightning_proxy.store.reports.feed import Feed
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.groups import WaitingGroups
 

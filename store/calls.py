@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 from ..core.json_text import dumps, loads_or_none
 from ..core.records import CallStatus, Choice, ModelCall, ToolCall
-from .database import Database, Row, Sql, Transaction
+from .database import Database, Row, Sql, Transaction, read
 from .requests.delta import pack_ids, unpack_floats, unpack_ids
 from .requests.parents import FullParts, Parent, ShortParts
 from .rewards import Rewards
 from .rollouts import Rollouts
-from .rows import read
 
 # A row is written twice: by CALL_START when the request goes upstream, as `incomplete`, and by CALL_END. SQLite writes
 # all of a changed row anew: a request that is large is in a table of its own. Requests come as the bytes that the agent

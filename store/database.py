@@ -1,4 +1,4 @@
-"""The interface of a database: statements that run in transactions, which are atomic."""
+"""The interface of a database: statements that run in atomic transactions, rows as records, news of changes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
+from dataclasses import fields
+from functools import cache
 from typing import Any, Literal, Protocol, TypeVar
 
 from ..core.config.server import StoreConfig
@@ -214,3 +216,35 @@ async def in_passing(database: Database, work: Callable[[Transaction, float], Aw
     done = await database.write(timed, WRITTEN)
     await asyncio.sleep(PAUSE * (time.perf_counter() - began))
     return done
+
+
+def read(kind: type[T], row: Row, **made: Any) -> T:
+    """Return the record (a dataclass) in a row. `made` has the fields that are not simply a column."""
+    return kind(**{name: row[name] for name in _field_names(kind) if name not in made}, **made)  # type: ignore[arg-type]
+
+
+@cache
+def _field_names(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
+
+
+FEED_BOUNDS = "SELECT (SELECT MIN(n) FROM feed) AS oldest, (SELECT MAX(n) FROM feed) AS newest"
+FEED_NEWEST = Sql("SELECT MAX(n) AS newest FROM feed", postgres="SELECT feed_newest() AS newest")
+
+
+class Feed:
+    """The log of what happens in the store: the newest 10,000 events, in the order of commits. Triggers write it."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+
+    async def newest(self) -> int:
+        """Return the number of the last event; 0 if there is none."""
+        row = await self.database.quick(FEED_NEWEST)
+        return (row and row["newest"]) or 0
+
+    async def knows(self, cursor: int) -> bool:
+        """Return whether all events after `cursor` are still here."""
+        row = await self.database.one(FEED_BOUNDS)
+        oldest, newest = (row["oldest"], row["newest"]) if row and row["newest"] else (1, 0)
+        return bool(oldest - 1 <= cursor <= newest)

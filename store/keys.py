@@ -12,9 +12,8 @@ from uuid import uuid4
 from ..core.config.root import Config
 from ..core.errors import ConfigError, Conflict, NotFound
 from ..core.records import Limits, check_id
-from .database import ConstraintRefused, Database, Row
+from .database import ConstraintRefused, Database, Row, read
 from .opening import opened
-from .rows import read
 
 KEY_NEW = """
 INSERT INTO keys

@@ -13,9 +13,8 @@ from typing import Any
 from ..core.config.server import StoreConfig
 from ..core.errors import StoreUnavailable
 from ..core.records import PublishMode
-from .database import Database
+from .database import Database, read
 from .opening import opened
-from .rows import read
 from .sqlite.copies import only_read
 
 DECIDED = "SELECT mode, decided_by, at FROM publishing WHERE n = 1"

@@ -9,11 +9,10 @@ from dataclasses import asdict
 from ..core.errors import NotFound
 from ..core.records import OPERATOR, Reward, Sender
 from ..core.returns import Earned, earned
-from .database import Database, Row, Transaction
+from .database import Database, Row, Transaction, read
 from .idempotency import Answer, answer_once
 from .returns import Returns, count_rewards
 from .rollouts import ROLLOUT
-from .rows import read
 
 REWARD = """
 INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, key_id, evidence, created_at)

@@ -14,8 +14,7 @@ from ..core.http import in_thread_if_large
 from ..core.json_text import dumps, loads
 from ..core.records import OPERATOR, Mode, Rollout, RolloutName, RolloutStatus, Sender
 from .conversations import forget_conversations
-from .database import Database, Row, Sql
-from .rows import read
+from .database import Database, Row, Sql, read
 
 # Whether a key of `own` scope names a rollout that another key has opened, since it was asked whose it is.
 IS_ANOTHERS = """

@@ -14,9 +14,8 @@ from typing import Any
 from ..core.http import in_thread_if_large
 from ..core.json_text import dumps, loads_rounded
 from ..core.records import CollapseSign, PolicyVersion, Rollout
-from .database import Database, Row, Sql, Transaction
+from .database import Database, Row, Sql, Transaction, read
 from .rollouts import ALL, read_rollout
-from .rows import read
 from .versions import PolicyVersions
 
 STEP_NEW = """

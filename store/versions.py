@@ -11,8 +11,7 @@ from ..core.errors import NotFound
 from ..core.http import in_thread_if_large
 from ..core.json_text import dumps, loads, loads_rounded
 from ..core.records import PolicyVersion, PublishMode, VersionStatus
-from .database import Database, Row, Transaction
-from .rows import read
+from .database import Database, Row, Transaction, read
 
 VERSION_LIVE_NOW = """
 SELECT policy_versions.* FROM policy_versions

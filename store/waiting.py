@@ -10,8 +10,7 @@ from ..core.groups import NO_END, Group, Grouping, Member, Pool, formed
 from ..core.http import in_thread_if_large
 from ..core.json_text import dumps
 from ..core.records import Rollout
-from .database import Database, Row
-from .reports.feed import Feed
+from .database import Database, Feed, Row
 from .rollouts import read_rollout
 from .trust import HAS_REWARD_THAT_COUNTS, Trust
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from ...core.json_text import dumps, loads
-from ...store.rows import read
+from ...store.database import read
 from ...store.store import Store
 from ...store.trust import OPENED_BY_ONE_THAT_COUNTS
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...core.json_text import dumps, loads_rounded
-from ...store.database import Row
-from ...store.reports.feed import Feed
+from ...store.database import Feed, Row
 
 Kind = Literal["call", "reward", "rollout", "step", "version"]
 

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 from ...core.errors import Conflict
 from ...core.json_text import dumps, loads
 from ...core.records import PolicyVersion, Reward, RolloutName
-from ...store.database import Database, Row, Transaction
+from ...store.database import Database, Row, Transaction, read
 from ...store.rewards import read_reward
 from ...store.rollouts import ROLLOUT_SEEN
-from ...store.rows import read
 from ...store.trust import IS_EVALUATORS
 from ...store.versions import POLICY_LOG, VERSION_LIVE, VERSION_RETIRE, VERSION_UNTESTED, read_version
 from .tests import Chooser, Observed, Outcome, Promotion

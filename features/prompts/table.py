@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from ...core.errors import Conflict, NotFound
 from ...core.json_text import dumps, loads
-from ...store.database import Changes, Database, Row, Sql, Transaction
-from ...store.rows import read
+from ...store.database import Changes, Database, Row, Sql, Transaction, read
 
 Role = Literal["system", "user"]
 

@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...core.json_text import dumps
-from ..database import Database, Row
-from ..rows import read
+from ..database import Database, Row, read
 
 TokenIds = NDArray[np.int32]
 
