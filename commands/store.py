@@ -49,7 +49,7 @@ def compact(context: typer.Context) -> None:
 @app.command()
 def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a new file")]) -> None:
     """Copy the store to a file, as it is at one moment. The proxy may keep serving."""
-    from ..store.sqlite.copies import back_up
+    from ..store.sqlite.file import back_up
     from .formats import size
 
     back_up(_store_of(context).path.expanduser(), file)
@@ -59,7 +59,7 @@ def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a 
 @app.command()
 def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="what `store backup` made")]) -> None:
     """Make the store from a backup. There must be none at store.url yet."""
-    from ..store.sqlite.copies import restore as run
+    from ..store.sqlite.file import restore as run
 
     path = configuration(context).store.path.expanduser().absolute()
     run(file, path)
@@ -73,7 +73,7 @@ def missing_weights(store: Path) -> str | None:
     import sqlite3
     from contextlib import closing
 
-    from ..store.sqlite.copies import only_read
+    from ..store.sqlite.file import only_read
     from ..store.versions import VERSION_LIVE_NOW
 
     with closing(only_read(store)) as connection:

@@ -15,7 +15,7 @@ from ..core.errors import StoreUnavailable
 from ..core.records import PublishMode
 from .database import Database, read
 from .opening import opened
-from .sqlite.copies import only_read
+from .sqlite.file import only_read
 
 DECIDED = "SELECT mode, decided_by, at FROM publishing WHERE n = 1"
 NEWEST_CHECKPOINT = """

@@ -20,7 +20,7 @@ from ...proxy.api.transitions import transitions
 from ...proxy.api.views import beside_calls, record_view
 from ...store.opening import opened
 from ...store.reports.credit import CreditBySeq
-from ...store.sqlite.copies import IdleFile, is_in_use
+from ...store.sqlite.file import IdleFile, is_in_use
 from ...store.store import Store
 from ..formats import progress_bar
 from ..show.find import since_of

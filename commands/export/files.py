@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from ...core.errors import ConfigError, LightningError
 from ...core.json_text import dumps
 from ...core.on_board import modules
-from ...store.sqlite.copies import make_private
+from ...store.sqlite.file import make_private
 
 ROW_GROUP = 256
 FORMATS = ("jsonl", "parquet")

@@ -11,9 +11,17 @@ from typing import Any, Protocol
 
 from ...core.config.server import StoreConfig
 from ...core.errors import LightningError
-from ...store.sqlite.copies import FILES, IdleFile, connect_to_read, is_in_use, make_private, remove_store, rename_store
-from ...store.sqlite.locks import keeping
-from ...store.sqlite.schema import make_tables
+from ...store.sqlite.file import (
+    FILES,
+    IdleFile,
+    connect_to_read,
+    is_in_use,
+    keeping,
+    make_private,
+    make_tables,
+    remove_store,
+    rename_store,
+)
 
 Record = tuple[Any, ...]
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from ...core.config.server import StoreConfig
 from ...core.errors import ConfigError, LightningError, StoreUnavailable
-from ...store.sqlite.schema import make_tables
+from ...store.sqlite.file import make_tables
 from ..formats import count, progress_bar
 from .file import NewStore, Record, Source, Table, file_to_read, new_file, read_tables
 

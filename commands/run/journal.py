@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from ...store.sqlite.copies import make_private
+from ...store.sqlite.file import make_private
 from ..api_client import ApiClient, ApiError
 
 KILLED = "its `run` was killed"

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 from ...core.config.root import Config
 from ...core.redact import Redactor
-from ...store.sqlite.copies import make_private
+from ...store.sqlite.file import make_private
 
 PIECE = 1 << 16
 MARK = 100  # bytes for the line that counts the bytes left out

@@ -21,7 +21,7 @@ import aiohttp
 
 from ...core.errors import ConfigError, LightningError
 from ...core.guard import start_guarded
-from ...store.sqlite.copies import make_private
+from ...store.sqlite.file import make_private
 from ..formats import duration, how_it_ended
 
 T = TypeVar("T")

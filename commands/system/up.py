@@ -21,7 +21,7 @@ from rich.text import Text
 
 from ...core.config.root import Config
 from ...core.json_text import dumps_readable
-from ...store.sqlite.locks import keeping
+from ...store.sqlite.file import keeping
 from ...trainer.plan.settle import settle
 from ..formats import address, plain
 from ..lines import LogFormat, time_format

@@ -13,7 +13,7 @@ from typing import Any
 from ...core.errors import LightningError
 from ...core.providers import import_litellm
 from ...core.usage import Used, used
-from ...store.sqlite.copies import make_private
+from ...store.sqlite.file import make_private
 from .scores import BudgetSpent
 
 TIMEOUT_S = 300.0

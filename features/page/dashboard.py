@@ -22,7 +22,7 @@ from ...core.config.server import ProxyConfig, StoreConfig
 from ...core.config.upstreams import UpstreamConfig
 from ...core.errors import LightningError
 from ...store.opening import opened
-from ...store.sqlite.copies import IdleFile, is_in_use
+from ...store.sqlite.file import IdleFile, is_in_use
 
 HOST = "127.0.0.1"
 # A configuration needs an upstream. This one is never asked.

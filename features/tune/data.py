@@ -24,7 +24,7 @@ from ...core.records import CallEnd, CallStart, Choice, Reward, RolloutName, che
 from ...core.tools import tool_calls
 from ...proxy.gateway.recorder import Recorder
 from ...store.opening import opened
-from ...store.sqlite.copies import copy_store, ended_after, is_sqlite, newest_end, remove_store, rename_store
+from ...store.sqlite.file import copy_store, ended_after, is_sqlite, newest_end, remove_store, rename_store
 from ...store.store import Store
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -18,11 +18,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 from ...core.config.server import StoreConfig
 from ...core.errors import StoreUnavailable
 from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Work, Writing
-from .copies import connect_to_read, make_private, only_read
-from .locks import keeping
-from .place import Place
-from .schema import make_tables, missing_in
-from .transaction import SqliteTransaction, finish
+from .file import connect_to_read, keeping, make_private, make_tables, missing_in, only_read
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +32,8 @@ LONG_LOG = 2**26  # bytes of write-ahead log, from which on everybody waits for 
 FAULTS = (sqlite3.OperationalError, sqlite3.DatabaseError)
 ROOM = 2**20  # bytes that a disk has to have for more records
 CHECKPOINT_S = 0.05  # that a checkpoint waits for others
+
+Identity = tuple[int, int, bool]
 
 
 class SqliteDatabase(Database):
@@ -385,3 +383,70 @@ def _raise_ours(error: sqlite3.DatabaseError, what: str) -> NoReturn:
         raise error
     nothing = "; nothing was recorded, try again" if what == "written" else ""
     raise StoreUnavailable(f"the store cannot be {what}: {error}{nothing}") from error
+
+
+class Place:
+    """The store's file and its write-ahead log. Data in files without a name is gone with the process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._log = path, Path(f"{path}-wal")
+        self._known = self._now()
+
+    def require(self) -> None:
+        """Raise StoreUnavailable if a file was removed, moved or replaced. Call it before a commit is acknowledged."""
+        found = self._now()
+        if found == self._known:
+            return
+        if self._known[1] is None and found[0] == self._known[0]:
+            self._known = found  # the log came with the first commit
+            return
+        if found[0] is not None and not found[0][2]:
+            raise StoreUnavailable(f"the file {self._path} was emptied: it has 0 bytes. Make it anew from a backup")
+        which = self._path if found[0] != self._known[0] else self._log
+        raise StoreUnavailable(f"the file {which} was removed or replaced: start the proxy again")
+
+    def _now(self) -> tuple[Identity | None, Identity | None]:
+        return _identity(self._path), _identity(self._log, may_be_empty=True)
+
+
+def _identity(path: Path, *, may_be_empty: bool = False) -> Identity | None:
+    """Which file has this name: its device and number, and whether it has content; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, may_be_empty or found.st_size > 0
+
+
+class SqliteTransaction:
+    """The statements of a transaction that has begun, as async functions that never wait: no event loop is needed."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+
+    async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
+        return self._connection.execute(sql, params or {}).fetchall()
+
+    async def one(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
+        # All rows: a statement that writes and returns is done only when they are read.
+        rows = self._connection.execute(sql, params or {}).fetchall()
+        return rows[0] if rows else None
+
+    async def run(self, sql: str, params: Params | None = None) -> int:
+        return self._connection.execute(sql, params or {}).rowcount
+
+    async def many(self, sql: str, rows: Sequence[Params]) -> list[sqlite3.Row]:
+        return [row for params in rows for row in self._connection.execute(sql, params)]
+
+
+def finish(work: Awaitable[T]) -> T:
+    """Return what `work` returns, which awaits nothing but statements of its transaction."""
+    steps = work.__await__()
+    try:
+        next(steps)
+    except StopIteration as ended:
+        done: T = ended.value
+        return done
+    if isinstance(steps, Generator):
+        steps.close()
+    raise RuntimeError("a transaction awaited something else than its own statements")

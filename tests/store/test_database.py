@@ -20,8 +20,8 @@ from lightning_proxy.store import database as databases
 from lightning_proxy.store.database import ConstraintRefused, Transaction
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.sqlite import database as files
-from lightning_proxy.store.sqlite.copies import copy_store
 from lightning_proxy.store.sqlite.database import SqliteDatabase
+from lightning_proxy.store.sqlite.file import copy_store
 from lightning_proxy.store.store import Store
 
 AT = "UPDATE policy_log SET at = :at"

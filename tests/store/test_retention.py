@@ -27,7 +27,7 @@ from lightning_proxy.store.retention import (
     over_bound,
     read_pages,
 )
-from lightning_proxy.store.sqlite.locks import keeping
+from lightning_proxy.store.sqlite.file import keeping
 from lightning_proxy.store.store import Store
 from support.sections import TrainerConfig
 from support.stores import do_again, store_url

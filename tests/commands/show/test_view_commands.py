@@ -25,7 +25,7 @@ from lightning_proxy.commands.show.status import next_step
 from lightning_proxy.commands.show.steps import step_line
 from lightning_proxy.commands.system.steps import tell_steps, teller
 from lightning_proxy.proxy.dialects.transcript import additions, read
-from lightning_proxy.store.sqlite.locks import keeping
+from lightning_proxy.store.sqlite.file import keeping
 from lightning_proxy.store.training import Collapse
 from support.command_line import lightning
 from support.sections import TrainerConfig

@@ -1,16 +1,17 @@
-"""Copies a store's file, and reads a store without writing."""
+"""A store's file: its tables, locks that let one process do a job, copies, and reading it without writing."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sqlite3
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
 from ...core.errors import LightningError
-from ..schema import require_all
-from .schema import missing_in
+from ..schema import NUMBERS, missing_parts, parts, require_all
 
 FILES = ("", "-wal", "-shm")  # what SQLite adds to a store's name
 
@@ -134,3 +135,43 @@ def only_read(store: Path, wait_s: float = 5.0) -> sqlite3.Connection:
     """Open the file so that SQLite writes nothing, not even a log beside it."""
     mode = "mode=ro" if is_in_use(store) else "immutable=1"
     return sqlite3.connect(f"file:{quote(str(store))}?{mode}", wait_s, check_same_thread=False, uri=True)
+
+
+@contextmanager
+def keeping(store: Path, work: str = "keeper") -> Iterator[bool]:
+    """Yield whether no other process does this work on the store. If so, none will until the block or this one ends."""
+    with Path(f"{store}-{work}").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+
+
+def missing_in(connection: sqlite3.Connection, where: str) -> list[str]:
+    """Return the rooms whose tables the file does not have yet. Raise OtherSchema if it is no store of this schema."""
+    tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    return missing_parts(where, tables, dict(connection.execute(NUMBERS)) if "schema_numbers" in tables else {})
+
+
+def make_tables(connection: sqlite3.Connection, where: str) -> None:
+    """Make the tables that are missing, in one transaction: several processes may start at once."""
+    if not missing_in(connection, where):
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    missing = missing_in(connection, where)
+    for part in parts("sqlite"):
+        if part.room in missing:
+            _run(connection, part.script)
+    connection.execute("COMMIT")
+
+
+def _run(connection: sqlite3.Connection, script: str) -> None:
+    """Run the statements of a script; `executescript` would commit the transaction around them."""
+    statement = ""
+    for line in script.splitlines(keepends=True):
+        statement += line
+        if sqlite3.complete_statement(statement):
+            connection.execute(statement)
+            statement = ""
