@@ -11,8 +11,8 @@ import asyncpg
 
 from ...core.config.server import StoreConfig
 from ...core.errors import StoreUnavailable
-from ...store.postgres.schema import LOCK, TABLES, make_tables, missing_in
-from ...store.postgres.transaction import storable
+from ...store.postgres.database import LOCK, TABLES, make_tables, missing_in
+from ...store.postgres.statements import storable
 from ...store.schema import require_all
 from .file import BATCH, Record, Table, quoted
 

@@ -26,13 +26,9 @@ from ..database import (
     Work,
     Writing,
 )
-from ..schema import require_all
-from .alone import locked, require_held
-from .errors import AGAIN, AWAY, OutcomeUnknown, is_away, raise_ours
-from .listening import Listener
-from .order import HOLD_ROLLOUTS, in_order, rollouts_to_hold
-from .schema import make_tables, missing_in
-from .transaction import PostgresTransaction
+from ..schema import NUMBERS, missing_parts, parts, require_all
+from .connections import AGAIN, AWAY, Listener, OutcomeUnknown, is_away, locked, raise_ours, require_held
+from .statements import HOLD_ROLLOUTS, PostgresTransaction, in_order, rollouts_to_hold
 
 T = TypeVar("T")
 
@@ -63,6 +59,11 @@ RECORDED = {
     CALL_START: "SELECT 1 FROM calls WHERE call_id = :call_id",
     CALL_END: "SELECT 1 FROM calls WHERE call_id = :call_id AND status = :status AND latency_ms IS :latency_ms",
 }
+
+LOCK_SCHEMA = (
+    "SET LOCAL lock_timeout = 0; SELECT pg_advisory_xact_lock(hashtextextended(current_schema() || ':schema', 0))"
+)
+TABLES = "SELECT relname FROM pg_class WHERE relkind = 'r' AND relnamespace = current_schema()::regnamespace"
 
 
 class PostgresDatabase(Database):
@@ -282,3 +283,22 @@ async def _keep_as_it_is(connection: asyncpg.Connection) -> None:
 def _not_opened(config: StoreConfig, error: BaseException) -> StoreUnavailable:
     message = str(error).partition("\n")[0] or type(error).__name__
     return StoreUnavailable(f"store {config.where} cannot be opened: {message}")
+
+
+async def missing_in(connection: asyncpg.Connection, where: str) -> list[str]:
+    """Return the rooms whose tables the database does not have yet. Raise OtherSchema if it is none of this schema."""
+    tables = {row[0] for row in await connection.fetch(TABLES)}
+    rows = await connection.fetch(NUMBERS) if "schema_numbers" in tables else []
+    return missing_parts(where, tables, {row["room"]: row["number"] for row in rows})
+
+
+async def make_tables(connection: asyncpg.Connection, where: str) -> None:
+    """Make the tables that are missing, in one transaction: several processes may start at once."""
+    if not await missing_in(connection, where):
+        return
+    async with connection.transaction():
+        await connection.execute(LOCK_SCHEMA)
+        missing = await missing_in(connection, where)
+        for part in parts("postgres"):
+            if part.room in missing:
+                await connection.execute(part.script)

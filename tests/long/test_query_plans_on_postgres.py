@@ -13,7 +13,7 @@ import pytest
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.postgres.database import SESSION
-from lightning_proxy.store.postgres.translate import translated
+from lightning_proxy.store.postgres.statements import translated
 from support.postgres import postgres_server
 from support.statements import pages, statements
 

@@ -16,8 +16,7 @@ from support.statements import statements
 
 asyncpg = pytest.importorskip("asyncpg", reason="asyncpg is not installed (the extra `postgres`)")
 from lightning_proxy.store.postgres.database import FOLD_COUNTS, RECORDED  # noqa: E402
-from lightning_proxy.store.postgres.order import HOLD_ROLLOUTS  # noqa: E402
-from lightning_proxy.store.postgres.translate import translated  # noqa: E402
+from lightning_proxy.store.postgres.statements import HOLD_ROLLOUTS, translated  # noqa: E402
 
 
 @pytest.fixture(scope="module")

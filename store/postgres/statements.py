@@ -1,0 +1,125 @@
+"""The store's statements as PostgreSQL takes them: their words, numbered parameters, and the order of their rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import asyncpg
+
+from ..calls import ROLLOUT_CALL_ENDED
+from ..conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT
+from ..database import Params, Runs, Sql
+from ..rollouts import ROLLOUT_SEEN
+
+_PARTS = re.compile(r"""'(?:[^']|'')*'|"[^"]*"|::|:(\w+)""")
+_LISTED = r"SELECT CAST\(value AS (TEXT|BIGINT)\) FROM json_each\((:\w+)\)"
+# LIKE has no escape character in SQLite unless one is named, and takes ASCII letters of both cases for equal.
+_WORDS = (
+    (re.compile(r"\bCROSS JOIN\b(?! LATERAL)"), "JOIN"),
+    (re.compile(r"\s+INDEXED BY \w+"), ""),
+    (re.compile(r"\bIS NOT (?=:)"), "IS DISTINCT FROM "),
+    (re.compile(r"\bIS (?=:)"), "IS NOT DISTINCT FROM "),
+    (re.compile(r"(:\w+) IS NULL\b"), r"\1::TEXT IS NULL"),  # only texts are asked so
+    (re.compile(r"\bCAST\((:\w+) AS TEXT\)"), r"convert_from(\1::BYTEA, 'UTF8')"),  # only bytes are read so
+    # The values of a JSON list, which a table is looked up by.
+    (re.compile(rf"(?<!NOT )\bIN \({_LISTED}\)"), r"= ANY(ARRAY(SELECT json_array_elements_text(\2::json)::\1))"),
+    (re.compile(_LISTED), r"SELECT json_array_elements_text(\2::json)::\1"),
+    (re.compile(r"\bLIKE (:\w+)\b(?! ESCAPE)"), r"""LIKE \1 ESCAPE ''"""),
+    (re.compile(r"\bLIKE (:\w+)"), r"""ILIKE \1 COLLATE "C" """),
+)
+
+NO_PARAMS: Params = {}
+
+# By which column the rows of a statement are locked. What else a recorder writes is of a rollout that it has locked.
+_LOCKED_BY = {
+    ROLLOUT_SEEN: "rollout_id",
+    ROLLOUT_CALL_ENDED: "rollout_id",
+    CONVERSATION_POINT: "digest",
+    CONVERSATION_ORIGIN: "digest",
+}
+HOLD_ROLLOUTS = """
+SELECT 1 FROM rollouts WHERE rollout_id IN (SELECT json_array_elements_text(:ids::json))
+ORDER BY rollout_id FOR NO KEY UPDATE
+"""
+
+
+class Numbered(NamedTuple):
+    """A statement for PostgreSQL, and the names of its parameters in the order of their numbers."""
+
+    text: str
+    names: tuple[str, ...]
+
+
+@cache
+def translated(sql: str) -> Numbered:
+    """Return a statement of the store as PostgreSQL takes it."""
+    if isinstance(sql, Sql):
+        sql = sql.postgres
+    for word, other in _WORDS:
+        sql = word.sub(other, sql)
+    names: dict[str, int] = {}
+
+    def numbered(part: re.Match[str]) -> str:
+        if (name := part[1]) is None:  # a text, a name in quotes, or a cast
+            return part[0]
+        return f"${names.setdefault(name, len(names) + 1)}"
+
+    return Numbered(_PARTS.sub(numbered, sql), tuple(names))
+
+
+class PostgresTransaction:
+    """The statements of a transaction that has begun on a connection, or single statements without one."""
+
+    def __init__(self, connection: asyncpg.Connection) -> None:
+        self._connection = connection
+
+    async def all(self, sql: str, params: Params | None = None) -> list[asyncpg.Record]:
+        statement = translated(sql)
+        return await self._connection.fetch(statement.text, *_values(statement, params or NO_PARAMS))
+
+    async def one(self, sql: str, params: Params | None = None) -> asyncpg.Record | None:
+        rows = await self.all(sql, params)
+        return rows[0] if rows else None
+
+    async def run(self, sql: str, params: Params | None = None) -> int:
+        statement = translated(sql)
+        done: str = await self._connection.execute(statement.text, *_values(statement, params or NO_PARAMS))
+        return int(done.rsplit(" ", 1)[1])  # such as "UPDATE 3"
+
+    async def many(self, sql: str, rows: Sequence[Params]) -> list[asyncpg.Record]:
+        if len(rows) < 2:
+            return await self.all(sql, rows[0]) if rows else []
+        statement = translated(sql)
+        return await self._connection.fetchmany(statement.text, [_values(statement, row) for row in rows])
+
+
+def _values(statement: Numbered, params: Params) -> list[Any]:
+    return [storable(params[name]) for name in statement.names]
+
+
+def storable(value: Any) -> Any:
+    """A value as PostgreSQL can keep it: it has no character 0. Raise UnicodeEncodeError for what UTF-8 cannot hold."""
+    if not isinstance(value, str):
+        return value
+    if not value.isascii():
+        value.encode()
+    return value.replace("\0", "?")
+
+
+def in_order(statement: str, rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return the rows of a statement in the order in which every process writes them."""
+    column = _LOCKED_BY.get(statement)
+    return rows if column is None or len(rows) == 1 else sorted(rows, key=lambda row: row[column])
+
+
+def rollouts_to_hold(runs: Runs) -> list[str]:
+    """Return the rollouts to lock before anything is written: those of calls that begin and of calls that end.
+
+    One statement locks them in order by itself.
+    """
+    kinds = [rows for statement, rows in runs if _LOCKED_BY.get(statement) == "rollout_id"]
+    ids = {row["rollout_id"] for rows in kinds for row in rows}
+    return sorted(ids) if len(kinds) > 1 and len(ids) > 1 else []
