@@ -160,7 +160,7 @@ class ModelCall:
 
     `policy_versions`: all that were live while it ran, in order; several only where weights are replaced in place.
     `superseded_by`: the call that sent the same request again. `extends`: the earlier call whose tokens, prompt and
-    answer, this prompt begins with. `request_of`, `prompt_of`: as in store/requests/full.py; None where all is there.
+    answer, this prompt begins with. `request_of`, `prompt_of`: as in store/requests.py; None where all is there.
     """
 
     call_id: str

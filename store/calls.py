@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from ..core.json_text import dumps, loads_or_none
 from ..core.records import CallStatus, Choice, ModelCall, ToolCall
 from .database import Database, Row, Sql, Transaction, read
-from .requests.delta import pack_ids, unpack_floats, unpack_ids
-from .requests.parents import FullParts, Parent, ShortParts
+from .requests import FullParts, Parent, ShortParts, pack_ids, unpack_floats, unpack_ids
 from .rewards import Rewards
 from .rollouts import Rollouts
 

@@ -26,7 +26,7 @@ from ...proxy.dialects.atoms import (
     strings,
     without_thoughts,
 )
-from ...store.requests.full import begun
+from ...store.requests import begun
 
 Json = dict[str, Any]
 Key = tuple[str, str, str]

@@ -12,7 +12,7 @@ import typer
 from ...commands.api_client import ApiClient, ApiError
 from ...core.config.root import Config
 from ...core.prices import Prices
-from ...store.requests.full import full_calls
+from ...store.requests import full_calls
 from .config import RewarderKeys
 from .kinds import check, made, named
 from .rewarder import Rewarder, price_line

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...core.records import ModelCall
-from ...store.requests.full import begun
+from ...store.requests import begun
 
 Of = dict[str, Any] | None
 

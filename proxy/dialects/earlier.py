@@ -15,7 +15,7 @@ from ...core.records import CallEnd, CallStart, ModelCall
 from ...core.redact import MASK, REASON
 from ...core.tools import dicts
 from ...store.calls import newest_parents
-from ...store.requests.parents import Parent
+from ...store.requests import Parent
 from ...store.store import Store
 
 Json = dict[str, Any]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ...core.errors import NotFound
 from ...core.json_text import loads
 from ...core.tools import dicts
-from ...store.requests.full import full_calls
+from ...store.requests import full_calls
 from .as_chat.messages import chat_message, chat_messages, chat_tools
 from .as_chat.responses import messages_shown
 from .as_chat.responses_items import Tools, messages_of

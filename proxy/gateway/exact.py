@@ -21,8 +21,7 @@ from ...core.errors import NotFound
 from ...core.json_text import encode
 from ...core.records import CallEnd, CallStart, ModelCall
 from ...store.calls import newest_parents
-from ...store.requests.delta import common_prefix
-from ...store.requests.parents import Parent
+from ...store.requests import Parent, common_prefix
 from ...store.store import Store
 from ..dialects.as_chat.dialect import CHAT_ENDPOINT, chat_answer
 from ..dialects.earlier import LATELY, Exchange, by_response

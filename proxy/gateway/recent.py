@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.records import CallEnd
 from ...core.tools import conversation
-from ...store.requests.delta import same_prefix
+from ...store.requests import same_prefix
 from .places import ReadRequest, RequestItems
 
 A_CALL, A_MESSAGE = 1_500, 50  # bytes that they take beside their content

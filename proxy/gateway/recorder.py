@@ -30,8 +30,7 @@ from ...store.calls import (
     TOOL_RESULT,
 )
 from ...store.database import ConstraintRefused
-from ...store.requests.delta import common_prefix, pack_floats, pack_ids, shrink_request
-from ...store.requests.parents import Parent
+from ...store.requests import Parent, common_prefix, pack_floats, pack_ids, shrink_request
 from ...store.rollouts import ROLLOUT_SEEN
 from ...store.store import Store
 from ..dialects.atoms import is_unique

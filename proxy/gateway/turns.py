@@ -18,7 +18,7 @@ import orjson
 from ...core.records import Choice
 from ...core.tools import dicts
 from ...core.values import as_read
-from ...store.requests.delta import common_prefix
+from ...store.requests import common_prefix
 
 Json = dict[str, Any]
 

@@ -23,7 +23,7 @@ from lightning_proxy.core.json_text import (
     loads,
     loads_in_turns,
 )
-from lightning_proxy.store.requests.delta import grow_request, shrink_request
+from lightning_proxy.store.requests import grow_request, shrink_request
 from support.fuzzing import examples
 
 NUMBERS = [

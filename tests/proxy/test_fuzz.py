@@ -20,7 +20,7 @@ from lightning_proxy.proxy.dialects.dialects import DIALECTS
 from lightning_proxy.proxy.dialects.stream import Transcript
 from lightning_proxy.proxy.gateway.relay import parse_object
 from lightning_proxy.proxy.gateway.unnamed import Conversation, end_statements, start_statements
-from lightning_proxy.store.requests.delta import grow_request, shrink_request
+from lightning_proxy.store.requests import grow_request, shrink_request
 from support.fuzzing import examples
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_proxy.core.json_text import dumps, loads
-from lightning_proxy.store.requests.delta import common_prefix, grow_request, pack_ids, shrink_request, unpack_ids
+from lightning_proxy.store.requests import common_prefix, grow_request, pack_ids, shrink_request, unpack_ids
 
 json_values = st.recursive(
     st.none()
