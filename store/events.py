@@ -9,7 +9,7 @@ from typing import Any
 from ..core.json_text import dumps_or_none, loads_or_none
 from ..core.records import Event, RolloutName
 from .database import Database, Row, Transaction, read
-from .idempotency import Answer, answer_once
+from .rewards import Answer, answer_once
 from .rollouts import ROLLOUT_SEEN
 
 JSON = ("value", "arguments", "result")

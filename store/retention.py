@@ -21,7 +21,7 @@ from ..core.config.server import RetentionConfig
 from ..core.errors import LightningError
 from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
 from .database import Database, Row, Sql, Transaction, in_passing
-from .idempotency import IDEMPOTENT_FORGET
+from .rewards import IDEMPOTENT_FORGET
 from .waiting import HAS_REWARD, IS_OWN
 
 log = logging.getLogger(__name__)

@@ -11,12 +11,9 @@ from .keys import Keyring
 from .probes import Probes
 from .publishing import Publishing
 from .reports.credit import Credit
-from .reports.summaries import Summaries
-from .reports.tasks import Tasks
-from .reports.traffic import Traffic
+from .reports.recent import Summaries, Tasks, Traffic
 from .reports.versions import VersionReport
-from .returns import Returns
-from .rewards import Rewards
+from .rewards import Returns, Rewards
 from .rollouts import Rollouts
 from .training import TrainingSteps
 from .trust import Trust

@@ -20,8 +20,7 @@ from ..core.json_text import dumps
 from ..core.records import Reward, Rollout, RolloutStatus
 from ..core.returns import earned
 from .database import Database
-from .returns import Returns
-from .rewards import read_reward
+from .rewards import Returns, read_reward
 from .rollouts import read_rollout
 
 LOOKED_AT = 2**16  # rollouts among which those that count are looked for

@@ -7,7 +7,7 @@ from typing import Literal
 
 from ...core.errors import NotFound
 from ...store.database import Database, Row, Transaction
-from ...store.returns import count_all, read_counting
+from ...store.rewards import count_all, read_counting
 from ...store.rollouts import ROLLOUT
 
 NAME = "human"  # of people's rewards

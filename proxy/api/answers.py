@@ -20,7 +20,7 @@ from ...core.records import (
     ToolCall,
     Transition,
 )
-from ...store.reports.traffic import RecentTraffic
+from ...store.reports.recent import RecentTraffic
 from ...store.reports.versions import MeanReward
 from ...store.training import Collapse, Step
 from ...store.trust import Uncounted
