@@ -11,7 +11,7 @@ import asyncpg
 
 from ...core.config.server import StoreConfig
 from ...core.errors import StoreUnavailable
-from ...store.postgres.database import LOCK, TABLES, make_tables, missing_in
+from ...store.postgres.database import LOCK_SCHEMA, TABLES, make_tables, missing_in
 from ...store.postgres.statements import storable
 from ...store.schema import require_all
 from .file import BATCH, Record, Table, quoted
@@ -84,7 +84,7 @@ async def server_to_read(config: StoreConfig) -> AsyncIterator[ServerStore]:
 async def new_on_server(config: StoreConfig) -> AsyncIterator[ServerStore]:
     """Yield an empty store, which others see after the block. Raise LightningError where there is one."""
     async with _connected(config) as connection, connection.transaction():
-        await connection.execute(LOCK)
+        await connection.execute(LOCK_SCHEMA)
         if await connection.fetch(TABLES):
             raise StoreUnavailable(f"there are tables at {config.where} already: a store is moved to an empty database")
         await make_tables(connection, config.where)

@@ -96,5 +96,5 @@ async def test_other_calls_add_the_files_that_are_named(agent: aiohttp.ClientSes
 
 async def test_the_writer_runs_what_a_record_adds(agent: aiohttp.ClientSession) -> None:
     walk, named = await walk_of(agent, "call", beside=True), told("What its record adds")
-    assert len(named) == 3
+    assert len(named) == 2
     assert set(named) <= set(walk.files), walk.listing()
