@@ -30,8 +30,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import ModelCall
 from lightning_proxy.core.returns import Earned
 from lightning_proxy.features.judge.config import JudgeKeys
-from lightning_proxy.trainer.credit import baselines as advantage
-from lightning_proxy.trainer.credit.strategies import group_credit
+from lightning_proxy.trainer.credit.strategies import ACROSS_TASKS, group_credit
 from lightning_proxy.trainer.step.losses import own_loss, policy_loss
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 
@@ -289,7 +288,7 @@ def trained(problem: Problem, config: JudgeKeys, way: Way, rate: float, seed: in
         groups = problem.groups(sampler, way.groups)
         played += groups
         rollouts = []
-        for group in [[*chain(*groups)]] if config.baseline in advantage.ACROSS_TASKS else groups:
+        for group in [[*chain(*groups)]] if config.baseline in ACROSS_TASKS else groups:
             credit = group_credit([problem.sibling(episode, config) for episode in group], config)
             for episode, own in zip(group, credit, strict=True):
                 calls = zip(episode.decisions, own, strict=True)

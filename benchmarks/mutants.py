@@ -43,7 +43,6 @@ PLACES = [
     Place("tokens", "core/tokens.py", of_contract("tokens", "continuity", "transitions", "reports")),
     Place("group commit", "proxy/gateway/group_commit.py", of_contract("durability", "odd_records", "control")),
     Place("returns", "core/returns.py", (*of_contract("rewards", "reports"), REFERENCE)),
-    Place("baselines", "trainer/credit/baselines.py", (REFERENCE,)),
     Place("strategies", "trainer/credit/strategies.py", (REFERENCE,)),
     Place("samples", "trainer/rows/samples.py", of_contract("reports", "training")),
     Place("loss", "trainer/step/losses.py", (REFERENCE,)),

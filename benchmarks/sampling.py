@@ -31,7 +31,7 @@ from lightning_proxy.proxy.dialects.as_chat.dialect import as_chat
 from lightning_proxy.proxy.dialects.chat import inject
 from lightning_proxy.serving.vllm import VllmServer, operator_session
 from lightning_proxy.trainer.collect.sampled import Sampled
-from lightning_proxy.trainer.rows.microbatches import micro_batches
+from lightning_proxy.trainer.rows.prefix_tree import micro_batches
 from lightning_proxy.trainer.rows.samples import SamplingOf, rollout_samples
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample, Sampling

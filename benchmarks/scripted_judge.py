@@ -15,7 +15,7 @@ from lightning_proxy.core.config.trainer import TrainerConfig
 from lightning_proxy.core.records import ModelCall, Reward
 from lightning_proxy.features.judge.judge import UNDECIDED, question, read_score, transcript
 from lightning_proxy.proxy.api.views import call_view
-from lightning_proxy.trainer.credit.rewards import JUDGE, training_rules
+from lightning_proxy.trainer.credit.strategies import JUDGE, training_rules
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 
 GOOD, NEITHER, BAD = "10", "5", "0"

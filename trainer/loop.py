@@ -23,7 +23,7 @@ from ..core.errors import (
 from ..serving.swap import Superseded
 from ..store.store import Store
 from ..store.training import Step
-from .collapse.monitor import LINE, Monitor
+from .collapse import LINE, Monitor
 from .collect.collector import Collector
 from .collect.groups import Order
 from .collect.sampled import AsChat, Sampled

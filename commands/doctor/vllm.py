@@ -14,8 +14,7 @@ from ...core.config.upstreams import UpstreamConfig
 from ...core.records import PublishMode
 from ...proxy.gateway.renderer import RENDER
 from ...serving.operator import key_file, operator_headers
-from ...trainer.rows.grammars import is_installed
-from ...trainer.rows.sampling import sampling_of
+from ...trainer.rows.sampling import is_installed, sampling_of
 from ...trainer.types import Sampling
 from .checks import Check, failed, ok, warning
 from .proxy import REFUSED

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ...core.config.trainer import TrainerConfig
-from ...trainer.credit.baselines import ACROSS_TASKS
+from ...trainer.credit.strategies import ACROSS_TASKS
 from ..formats import duration
 from .tasks import Task
 

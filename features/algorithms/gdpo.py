@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ...core.config.trainer import TrainerConfig
-from ...trainer.credit.baselines import compared
+from ...trainer.credit.strategies import compared
 from ...trainer.types import Sibling
 
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from ...trainer.credit.baselines import Baseline
+from ...trainer.credit.strategies import Baseline
 
 
 def maxrl(returns: Sequence[float]) -> list[Baseline]:

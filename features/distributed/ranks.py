@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ...core.errors import ConfigError, LightningError
-from ...trainer.rows.microbatches import MicroBatch, TreeCost
+from ...trainer.rows.prefix_tree import MicroBatch, TreeCost
 from ...trainer.step.processes import Pass, Processes
 from . import shards
 from .shares import share_out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...trainer.rows.microbatches import MicroBatch, TreeCost, halves
+from ...trainer.rows.prefix_tree import MicroBatch, TreeCost, halves
 
 Shares = list[list[MicroBatch]]
 

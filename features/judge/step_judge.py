@@ -9,8 +9,7 @@ from ...core.records import ModelCall, Reward
 from ...proxy.api.views import call_view
 from ...store.store import Store
 from ...trainer.credit.agents import TrainedAgents
-from ...trainer.credit.rewards import JUDGE
-from ...trainer.credit.strategies import strategy_of
+from ...trainer.credit.strategies import JUDGE, strategy_of
 from ...trainer.waiting import JudgeError, all_of
 from .config import BudgetConfig, JudgeKeys, RewarderConfig
 from .judge import Judge, transcript

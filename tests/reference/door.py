@@ -32,8 +32,7 @@ from lightning_proxy.features.tune.lessons import Lessons
 from lightning_proxy.features.tune.pairs import Pair
 from lightning_proxy.features.tune.sft import SFT
 from lightning_proxy.features.tune.thumbs import Thumb
-from lightning_proxy.trainer.credit.rewards import training_rules
-from lightning_proxy.trainer.credit.strategies import group_credit
+from lightning_proxy.trainer.credit.strategies import group_credit, training_rules
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, RolloutRewards, Sample, Sampling, Sibling, Sifted
 

@@ -11,8 +11,7 @@ from ...core.json_text import dumps
 from ...core.records import ModelCall
 from ...core.tokens import constraint, is_not_followed
 from ...serving.vllm import VllmError
-from ..rows.grammars import cannot_be_replayed
-from ..rows.sampling import sampling_of
+from ..rows.sampling import cannot_be_replayed, sampling_of
 from ..types import Sampling
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from ...core.errors import NotFound
 from ...core.records import ModelCall, Reward, Rollout
 from ...store.store import Store
 from ..credit.air import air_rewards
-from ..credit.rewards import training_rules
+from ..credit.strategies import training_rules
 from ..types import RolloutRewards, Sibling, Sift, Sifted
 
 # Takes a rollout's calls and rewards, and returns scores of the calls that have none yet. Raises JudgeError.

@@ -8,20 +8,30 @@ rollout, with one `Credited` per call. An advantage of 0.0 teaches nothing, and 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from numbers import Real
+from statistics import fmean, pvariance, stdev
 from types import MappingProxyType
 from typing import NamedTuple
 
 from ...core.config.trainer import TrainerConfig
+from ...core.errors import ConfigError
 from ...core.records import ModelCall
+from ...core.returns import Rules
+from ..functions import faults, load
 from ..types import RolloutRewards, Sibling, Sifted
 from .agents import TrainedAgents
-from .baselines import Baseline, compared, group_baselines
-from .own import own_credit
 
 # The parts of a request that the model is shown, for calls without token ids.
 SHOWN = ("system", "instructions", "messages", "prompt", "input", "tools")
+CREDIT = "trainer.credit"
+JUDGE = "judge"  # the name of a judge's rewards
+STD_EPSILON = 1e-4
+# Baselines that compare all rollouts of a step, not only those of one task.
+ACROSS_TASKS = frozenset({"reinforce_pp"})
 
 Values = list[list[float]]
 
@@ -40,7 +50,7 @@ Strategy = Callable[[Sequence[Sibling], TrainerConfig], Credit]
 def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[Credited | None]]:
     """Return the credit of each call, and None for calls that are left out, and of agents that are not trained.
 
-    By default: `uniform`, all agents as one: the rollout's return, compared with its siblings' by `baselines.grpo`.
+    By default: `uniform`, all agents as one: the rollout's return, compared with its siblings' by `grpo`.
     An agent that `trainer.agents` names is compared with itself only. Rollouts in which it decided nothing say nothing
     about it, and one baseline for agents of unlike returns makes training unstable (Dr. MAS, arXiv 2602.08847).
     """
@@ -190,8 +200,91 @@ def _step_advantages(name: str, returns: Sequence[Sequence[float]]) -> Values:
     for step in range(max(map(len, returns), default=0)):
         there = [i for i, own in enumerate(returns) if step < len(own)]
         if len(there) > 1:
-            compared = group_baselines(name, [returns[i][step] for i in there])
-            baselines = dict(zip(there, compared, strict=True)) if compared else {}
+            by_sibling = group_baselines(name, [returns[i][step] for i in there])
+            baselines = dict(zip(there, by_sibling, strict=True)) if by_sibling else {}
         for i in there:
             found[i].append(baselines[i].advantage(returns[i][step]) if i in baselines else 0.0)
     return found
+
+
+def own_credit(name: str, group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:
+    """Return the function's advantages: one per call, one list per sibling. Raise ConfigError otherwise."""
+    function = load(CREDIT, name)
+    with faults(CREDIT, name):
+        found = function(group, config)
+    if not isinstance(found, Sequence) or len(found) != len(group):
+        raise ConfigError(
+            f"{CREDIT} {name}: one list for each of the {len(group)} rollouts is needed, got {found!r:.100}"
+        )
+    return [_checked(name, values, sibling) for values, sibling in zip(found, group, strict=True)]
+
+
+def _checked(name: str, values: object, sibling: Sibling) -> list[float]:
+    calls = len(sibling.calls)
+    if not isinstance(values, Sequence) or len(values) != calls:
+        raise ConfigError(f"{CREDIT} {name}: a rollout of {calls} calls needs as many numbers, got {values!r:.100}")
+    for value in values:
+        if not isinstance(value, Real) or not math.isfinite(value):
+            raise ConfigError(f"{CREDIT} {name}: {value!r:.100} is no finite number")
+    return [float(value) for value in values]
+
+
+def training_rules(config: TrainerConfig) -> Rules:
+    """Return how rewards count in training. A judge's scores count beside the return that is shown."""
+    return Rules.of(config)._replace(weights=config.training_weights)
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """A baseline for the returns of one rollout's calls: advantage = (return - shift) / scale."""
+
+    shift: float
+    scale: float = 1.0
+
+    def advantage(self, call_return: float) -> float:
+        return (call_return - self.shift) / self.scale
+
+
+def grpo(returns: Sequence[float]) -> list[Baseline]:
+    """Compute (r - mean) / (std + 1e-4) with the sample standard deviation, as TRL (DeepSeekMath, arXiv 2402.03300)."""
+    return [Baseline(fmean(returns), stdev(returns) + STD_EPSILON)] * len(returns)
+
+
+def dr_grpo(returns: Sequence[float]) -> list[Baseline]:
+    """Compute r - mean. GRPO's division favours very easy and very hard tasks (Dr. GRPO, arXiv 2503.20783)."""
+    return [Baseline(fmean(returns))] * len(returns)
+
+
+def rloo(returns: Sequence[float]) -> list[Baseline]:
+    """Compute r - the mean of the other siblings (REINFORCE leave-one-out, arXiv 2402.14740)."""
+    total = math.fsum(returns)
+    return [Baseline((total - r) / (len(returns) - 1)) for r in returns]
+
+
+def reinforce_pp(returns: Sequence[float]) -> list[Baseline]:
+    """Compute (r - mean) / sqrt(variance + 1e-8) over the entire step, across tasks (REINFORCE++, arXiv 2501.03262).
+
+    The paper takes the variance over tokens; here every rollout counts once, as in the loss.
+    """
+    return [Baseline(fmean(returns), math.sqrt(pvariance(returns) + 1e-8))] * len(returns)
+
+
+BASELINES: Mapping[str, Callable[[Sequence[float]], list[Baseline]]] = MappingProxyType(
+    {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "reinforce_pp": reinforce_pp}
+)
+
+
+def group_baselines(name: str, returns: Sequence[float]) -> list[Baseline] | None:
+    """Return one baseline per sibling; None if the group has fewer than two siblings or only equal returns."""
+    if len(returns) < 2 or math.isclose(max(returns), min(returns), rel_tol=1e-9, abs_tol=1e-9):
+        return None
+    found: list[Baseline] = (BASELINES.get(name) or load("trainer.baseline", name))(returns)
+    return found
+
+
+def compared(name: str, returns: Sequence[float]) -> list[float]:
+    """Return the advantage of each return among all; zeros where there is nothing to compare."""
+    baselines = group_baselines(name, returns)
+    if baselines is None:
+        return [0.0] * len(returns)
+    return [own.advantage(value) for own, value in zip(baselines, returns, strict=True)]

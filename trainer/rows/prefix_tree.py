@@ -1,17 +1,26 @@
-"""Stores rows of tokens as one tree, in which every shared prefix exists only once. numpy only.
+"""Stores rows of tokens as trees, in which every shared prefix exists only once, and cuts a step into such trees.
 
-Nodes are numbered in preorder, so a subtree is an interval, and "is an ancestor of" takes two comparisons.
+Nodes are numbered in preorder, so a subtree is an interval, and "is an ancestor of" takes two comparisons. numpy only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ..types import Sample
+
 Ints = NDArray[np.int64]
+
+# The fixed cost of a forward and backward pass, in nodes. It prefers fewer passes where nothing else decides.
+_PASS_COST = 1.0
+
+# A cut that saves a node of memory may take so much more work.
+_MEMORY_COST = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +81,98 @@ def shared_prefix(a: Ints, b: Ints) -> int:
 
 def _joined(parts: list[Ints]) -> Ints:
     return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Samples of one adapter, and their tree.
+
+    `tree.paths[r]` is `samples[r]` without its last token, which predicts nothing.
+    """
+
+    samples: tuple[Sample, ...]
+    tree: PrefixTree
+
+    @property
+    def adapter(self) -> str:
+        return self.samples[0].adapter
+
+    @property
+    def padded_tokens(self) -> int:
+        """Return the size of the same samples as a right-padded batch."""
+        return len(self.samples) * max(len(sample.token_ids) for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeCost:
+    """The cost of computing a tree, in units of a node's work in the linear layers.
+
+    `attention` is the work for a node and one that it sees: itself and its ancestors. At most `max_nodes` fit into one
+    pass. Nodes over `comfortable` cost a quarter of their work, for the memory that they take.
+    """
+
+    attention: float
+    max_nodes: int
+    comfortable: int | None = None
+
+    def __call__(self, tree: PrefixTree) -> float:
+        return len(tree) + self.attention * float(tree.depths.sum() + len(tree))
+
+    def prefix(self, lengths: Ints) -> NDArray[np.float64]:
+        """Return the cost of the first so many nodes of a row."""
+        return lengths + self.attention * lengths * (lengths + 1) / 2
+
+    def memory(self, nodes: Ints) -> NDArray[np.float64]:
+        """Return the price of the memory of passes of so many nodes."""
+        comfortable = self.max_nodes if self.comfortable is None else self.comfortable
+        return np.maximum(nodes - comfortable, 0).astype(np.float64) * _MEMORY_COST
+
+
+def micro_batches(samples: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]:
+    """Cut `samples` so that as little as possible is computed twice.
+
+    In the order of their tokens, samples share most with their neighbours, and a cut costs just what the two samples
+    beside it share; so the best cuts are found one by one. Samples of two adapters share nothing, since each adapter
+    gives the same tokens other hidden states. No micro-batch has more than `cost.max_nodes` nodes, unless a single
+    sample has.
+    """
+    by_adapter = groupby(sorted(samples, key=lambda s: (s.adapter, s.token_ids)), key=lambda s: s.adapter)
+    return [batch for _, ordered in by_adapter for batch in _of_one_adapter(list(ordered), cost)]
+
+
+def _of_one_adapter(ordered: Sequence[Sample], cost: TreeCost) -> list[MicroBatch]:
+    rows = [np.asarray(sample.token_ids[:-1], np.int64) for sample in ordered]
+    shared = np.array([shared_prefix(a, b) for a, b in pairwise([np.empty(0, np.int64), *rows])], np.int64)
+    cuts = _cheapest_cuts(np.array([len(row) for row in rows], np.int64), shared, cost)
+    return [_batch(tuple(ordered[start:stop])) for start, stop in pairwise(cuts)]
+
+
+def _cheapest_cuts(lengths: Ints, shared: Ints, cost: TreeCost) -> list[int]:
+    """The starts of groups of rows, and the number of rows. Row i shares its first `shared[i]` nodes with row i - 1."""
+    total = np.concatenate([[0], np.cumsum(lengths - shared)])
+    price = cost.prefix(shared) + _PASS_COST
+    spent = np.zeros(len(lengths))  # the cost of all passes and cuts up to the one before row i
+    begins = np.zeros(len(lengths) + 1, np.int64)
+    first = 0
+    for stop in range(1, len(lengths) + 1):
+        while first < stop - 1 and total[stop] - total[first] + shared[first] > cost.max_nodes:
+            first += 1
+        last = spent[first:stop] + cost.memory(total[stop] - total[first:stop] + shared[first:stop])
+        best = int(np.argmin(last))
+        begins[stop] = first + best
+        if stop < len(lengths):
+            spent[stop] = last[best] + price[stop]
+    cuts = [len(lengths)]
+    while cuts[-1]:
+        cuts.append(int(begins[cuts[-1]]))
+    return cuts[::-1]
+
+
+def halves(batch: MicroBatch) -> Iterator[MicroBatch]:
+    """Return two batches of half the samples each, or the batch itself if it has a single sample."""
+    middle = len(batch.samples) // 2
+    yield from (_batch(half) for half in (batch.samples[:middle], batch.samples[middle:]) if half)
+
+
+def _batch(samples: tuple[Sample, ...]) -> MicroBatch:
+    return MicroBatch(samples, build_tree([s.token_ids[:-1] for s in samples]))

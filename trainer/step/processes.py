@@ -11,7 +11,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 from torch import Tensor, nn
 
 from ...core.errors import ConfigError
-from ..rows.microbatches import MicroBatch, TreeCost
+from ..rows.prefix_tree import MicroBatch, TreeCost
 
 P = ParamSpec("P")
 R = TypeVar("R")

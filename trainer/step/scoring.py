@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...core.errors import ConfigError
-from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
-from ..rows.prefix_tree import Ints, PrefixTree, padded_tree
+from ..rows.prefix_tree import Ints, MicroBatch, PrefixTree, TreeCost, micro_batches, padded_tree
 from ..types import Sample, Sampling
 from .shaping import SampledPlace, Shaper, truncate
 from .tree_attention import FLEX_BLOCK, TreeMask, use_tree_attention

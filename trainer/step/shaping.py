@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..rows.grammars import is_installed
 from ..rows.prefix_tree import Ints
+from ..rows.sampling import is_installed
 from ..types import Sample, Sampling
 
 # The likeliest tokens are looked at first: sorting an entire vocabulary takes ten times as long.

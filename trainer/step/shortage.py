@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..rows.microbatches import MicroBatch, halves
+from ..rows.prefix_tree import MicroBatch, halves
 from ..weights.trained import Trained
 from .processes import Pass
 from .skipped import some_rollouts

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.config.trainer import TrainerConfig
 from ..report.batch_metrics import MOST
-from ..rows.microbatches import MicroBatch
+from ..rows.prefix_tree import MicroBatch
 from .losses import importance_ratios, weight_limits
 from .scoring import ScoredTokens
 from .skipped import SAMPLER_TOKENS, nats_apart, wrong_sampler

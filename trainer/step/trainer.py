@@ -26,7 +26,7 @@ from ..files.checkpoint import atomic_directory
 from ..plan.settle import COMFORTABLE_ON_CPU, TOKENS_PER_PASS
 from ..rate import rate_of
 from ..report.trackers import Trackers
-from ..rows.microbatches import MicroBatch, TreeCost, micro_batches
+from ..rows.prefix_tree import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
 from ..weights.choice import load_model, peft_config, tolerance, trained, weight_dtype
 from ..weights.trained import Weights

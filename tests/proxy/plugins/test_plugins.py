@@ -18,7 +18,7 @@ import yaml
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.proxy.plugins import others
-from lightning_proxy.trainer.credit.own import own_credit
+from lightning_proxy.trainer.credit.strategies import own_credit
 from lightning_proxy.trainer.functions import load
 from support.command_line import lightning
 from support.paths import ROOT

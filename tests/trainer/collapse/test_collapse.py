@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.core.config.trainer import CollapseConfig
-from lightning_proxy.trainer.collapse.signs import Measured, ScoredRollout, drop, of_several, reward_sign, step_signs
+from lightning_proxy.trainer.collapse import Measured, ScoredRollout, drop, of_several, reward_sign, step_signs
 
 CONFIG = CollapseConfig()
 TASKS = ("a", "b", "c", "d", "e", "f", "g", "h")

@@ -15,8 +15,8 @@ from lightning_proxy.core.records import CallStart, Reward, RolloutName
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
-from lightning_proxy.trainer.collapse.monitor import LINE, Monitor
-from lightning_proxy.trainer.credit.rewards import JUDGE
+from lightning_proxy.trainer.collapse import LINE, Monitor
+from lightning_proxy.trainer.credit.strategies import JUDGE
 from support.sections import TrainerConfig
 
 

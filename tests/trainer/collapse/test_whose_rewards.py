@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.trainer.collapse.monitor import Monitor
+from lightning_proxy.trainer.collapse import Monitor
 from support.sections import TrainerConfig
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from lightning_proxy.core.records import Reward
 from lightning_proxy.core.returns import Rules
-from lightning_proxy.trainer.credit.baselines import group_baselines
 from lightning_proxy.trainer.credit.strategies import (
     STRATEGIES,
     discounted_returns,
+    group_baselines,
     state_of,
 )
 from lightning_proxy.trainer.types import RolloutRewards, Sibling

@@ -21,7 +21,7 @@ from lightning_proxy.serving.mode import has_gpu, publish_mode
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
+from lightning_proxy.trainer.rows.prefix_tree import TreeCost, micro_batches
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from lightning_proxy.trainer.weights.trained import Weights

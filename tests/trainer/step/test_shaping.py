@@ -19,7 +19,7 @@ torch = pytest.importorskip("torch")
 from tokenizers import pre_tokenizers  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from lightning_proxy.trainer.rows.microbatches import micro_batches  # noqa: E402
+from lightning_proxy.trainer.rows.prefix_tree import micro_batches  # noqa: E402
 from lightning_proxy.trainer.step.shaping import (  # noqa: E402
     Grammars,
     SampledPlace,

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.trainer.rows.microbatches import TreeCost, micro_batches
-from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, build_tree, padded_tree
+from lightning_proxy.trainer.rows.prefix_tree import PrefixTree, TreeCost, build_tree, micro_batches, padded_tree
 from lightning_proxy.trainer.types import Sample
 
 torch = pytest.importorskip("torch")

@@ -21,7 +21,7 @@ import numpy as np  # noqa: E402
 from safetensors import safe_open  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from lightning_proxy.trainer.rows.microbatches import micro_batches  # noqa: E402
+from lightning_proxy.trainer.rows.prefix_tree import micro_batches  # noqa: E402
 from lightning_proxy.trainer.step import scoring  # noqa: E402
 from lightning_proxy.trainer.step.shaping import SampledPlace, truncate  # noqa: E402
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
