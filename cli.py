@@ -316,7 +316,7 @@ def demo(
     ] = False,
 ) -> None:
     """Show the loop on a small real model on this machine."""
-    from .commands.demo.config import DemoOptions
+    from .commands.demo.demo import DemoOptions
     from .commands.demo.demo import demo as run
 
     run(DemoOptions(steps, seed, directory, model, repeat, ahead, api), resume=resume)

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 from report import Page, option
 
-from lightning_proxy.commands.demo.config import CONFIG, EXAMPLE
+from lightning_proxy.commands.demo.demo import CONFIG, EXAMPLE
 from lightning_proxy.commands.telemetry import telemetry_off
 from lightning_proxy.core.config.file import load_config
 

@@ -6,22 +6,26 @@ import asyncio
 import contextlib
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import yaml
 from rich.console import Console
+from rich.table import Table
 
 from ...core.config.file import load_config
-from ...core.errors import LightningError
+from ...core.errors import ConfigError, LightningError
 from ..api_client import ApiClient, ApiError
 from ..eval.report import save
 from ..export.policy import where
+from ..formats import share
 from ..run.backlog import POLL_S, Backlog, PolicyCollapsed
 from ..run.journal import KILLED
 from ..run.programs import LocalRunner
@@ -31,16 +35,21 @@ from ..run.runner import Runner
 from ..run.summary import Totals, totals
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
+from ..system.processes import free_port, make_directory
 from ..system.steps import tell_why_it_stands
 from ..system.system import Launch, System
-from .config import AGENTS, EXAMPLE, GROUP_SIZE, TASKS_PER_STEP, DemoOptions, begin, resumed, write_config
 from .model import cache_directory, require_packages
-from .report import DemoResult, curve, save_png, show
 
 CONCURRENCY = 64
 # `import openai` loads most of itself in the first call: 0.6 s of CPU in every run, 0.03 s with these preloaded.
 PRELOADED = ("openai", "openai.resources", "httpcore", "h11", "certifi", "urllib.request")
 PERFECT_STEPS = 4
+EXAMPLE = Path(__file__).parents[2] / "examples" / "addition"
+CONFIG = "config.yaml"
+OPTIONS = "demo.json"  # marks a demo's directory
+Api = Literal["chat", "messages", "responses"]
+AGENTS: dict[Api, str] = {"chat": "demo_agent.py", "messages": "messages_agent.py", "responses": "responses_agent.py"}
+GROUP_SIZE, TASKS_PER_STEP = 8, 8
 STEP_ROLLOUTS = GROUP_SIZE * TASKS_PER_STEP
 
 
@@ -218,3 +227,153 @@ class Demo:
         order = random.Random(self._options.seed)
         while True:
             yield from order.sample(self._train, len(self._train))
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """`repeat` is the number of answers per held-out task and evaluation. `ahead` is that of `run`.
+
+    With `ahead` above 0 the agent keeps running during a step. Its answers are then one version old and teach less.
+    The agent speaks `api`.
+    """
+
+    steps: int = 90
+    seed: int = 0
+    directory: Path = Path("lightning-demo")
+    model: Path | None = None
+    repeat: int = 8
+    ahead: float = 0.0
+    api: Api = "chat"
+
+
+def begin(options: DemoOptions) -> DemoOptions:
+    """Make the demo's directory, or empty it if an earlier demo worked there, and keep the options for `resumed`.
+
+    ConfigError if it holds anything else.
+    """
+    directory = make_directory(options.directory, "--dir")
+    if any(directory.iterdir()):
+        if _kept_options(directory) is None:
+            raise ConfigError(f"{directory} is not empty and not an earlier demo's: choose another --dir")
+        shutil.rmtree(directory)
+        directory.mkdir()
+    options = replace(options, directory=directory, model=options.model and options.model.absolute())
+    paths = {"directory": str(directory), "model": options.model and str(options.model)}
+    save(asdict(options) | paths, directory / OPTIONS)
+    return options
+
+
+def resumed(directory: Path) -> DemoOptions:
+    """Return the options with which the demo in `directory` began. ConfigError if none did."""
+    if (kept := _kept_options(directory)) is None:
+        raise ConfigError(f"--resume: no demo was begun in {directory}")
+    return DemoOptions(**kept | {"directory": directory.absolute(), "model": kept["model"] and Path(kept["model"])})
+
+
+def _kept_options(directory: Path) -> dict[str, Any] | None:
+    try:
+        kept: dict[str, Any] = json.loads((directory / OPTIONS).read_text())
+        return kept if kept["directory"] == str(directory.absolute()) else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write_config(directory: Path, model: Path, options: DemoOptions) -> Path:
+    """Write the system's configuration, with ports that are free now."""
+    proxy_port, vllm_port = free_port(), free_port()
+    data: dict[str, Any] = {
+        "proxy": {"port": proxy_port},
+        "store": {"url": f"sqlite:///{directory / 'lightning.db'}"},
+        "upstreams": [{"name": "policy", "base_url": f"http://127.0.0.1:{vllm_port}/v1"}],
+        "policy": {"model": str(model), "publish": "merged", "directory": str(directory / "policy")},
+        "vllm": {"port": vllm_port, "max_model_len": 512, "kv_cache_gib": 1.0},
+        "trainer": {
+            "group_size": GROUP_SIZE,
+            "tasks_per_step": TASKS_PER_STEP,
+            "lora_rank": 16,
+            "poll_s": 0.1,
+            "max_steps": options.steps,
+            "seed": options.seed,
+        },
+    }
+    path = directory / CONFIG
+    path.write_text(yaml.safe_dump(data, sort_keys=False))
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class DemoResult:
+    """The demo's result. `curve` has the mean reward of each step's worth of training rollouts, in order.
+
+    `best`: the best version, in words. `steps_before`: those before it was resumed; the times are of the others.
+    """
+
+    seed: int
+    steps: int
+    version: int
+    before: Totals
+    after: Totals
+    curve: tuple[float, ...]
+    training_s: float
+    total_s: float
+    best: str | None = None
+    steps_before: int = 0
+
+
+def curve(rewards: Sequence[float], window: int) -> tuple[float, ...]:
+    """Return the mean of each full window of consecutive rewards."""
+    full = range(0, len(rewards) - window + 1, window)
+    return tuple(sum(rewards[start : start + window]) / window for start in full)
+
+
+def show(result: DemoResult, console: Console) -> None:
+    """Print the table and the curve."""
+    table = Table(title="held-out tasks, through the live proxy")
+    for column in ("", "policy version", "rollouts", "exact answers", "mean reward"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, version, found in (("before", 0, result.before), ("after", result.version, result.after)):
+        table.add_row(name, str(version), str(found.rollouts), share(found.solved), _number(found.mean_reward))
+    console.print(table)
+    if len(result.curve) > 1:
+        console.print(terminal_curve(result.curve, min(console.width, 100)), markup=False, highlight=False)
+    since = f", {result.steps_before} of them before it was resumed, the others" * bool(result.steps_before)
+    console.print(
+        f"{result.steps} steps{since} in {result.training_s / 60:.1f} min, {result.total_s / 60:.1f} min in all"
+    )
+    if result.best is not None:
+        console.print(f"the best is {result.best}")
+
+
+def terminal_curve(values: Sequence[float], width: int) -> str:
+    """Draw the reward curve in characters, without colours."""
+    import plotext
+
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(width, 15)
+    figure.title("mean training reward, by steps' worth of rollouts")
+    figure.draw(figure.signal(list(range(1, len(values) + 1)), list(values)).lines())
+    return str(plotext.uncolorize(str(figure.build())))
+
+
+def save_png(result: DemoResult, path: Path) -> None:
+    """Save the reward curve as a picture, with both evaluations."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.plot(range(1, len(result.curve) + 1), result.curve, label="training rollouts")
+    for found, label, x in ((result.before, "held out, before", 0), (result.after, "held out, after", None)):
+        if found.mean_reward is not None:
+            position = len(result.curve) if x is None else x
+            axes.plot([position], [found.mean_reward], "o", label=f"{label}: {found.mean_reward:.2f}")
+    axes.set(xlabel="steps' worth of rollouts", ylabel="mean reward", ylim=(0, 1.05), title=f"seed {result.seed}")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"

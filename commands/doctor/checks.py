@@ -1,8 +1,8 @@
-"""The result of a check of `doctor`, and the table that shows them."""
+"""A check of `doctor`; the table of checks, and the checks of `--learn`, shown up to the first that failed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,3 +47,22 @@ def checks_table(checks: Sequence[Check], widths: tuple[int, int] = (0, 0)) -> T
         if check.fix:
             table.add_row("", "", plain(f"→ {check.fix}"))
     return table
+
+
+class Broken(Exception):
+    """A check failed, and those after it would say nothing."""
+
+
+class Tell:
+    """Shows checks, and keeps them."""
+
+    def __init__(self, show: Callable[[Check], None]) -> None:
+        self.checks: list[Check] = []
+        self._show = show
+
+    def __call__(self, check: Check) -> None:
+        """Show a check. Raise Broken if it failed."""
+        self.checks.append(check)
+        self._show(check)
+        if check.outcome == "failed":
+            raise Broken

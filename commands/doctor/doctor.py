@@ -1,8 +1,9 @@
-"""`doctor`: checks every link, from the configuration to the rewards, and says what to fix."""
+"""`doctor`: checks every link, from the configuration to the next step, and says what to fix."""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
@@ -13,8 +14,10 @@ from rich.console import Console
 from ...core.config.address import shown, without_secrets
 from ...core.config.file import load_config
 from ...core.config.root import Config
+from ...core.config.server import StoreConfig
 from ...core.config.upstreams import UpstreamConfig, below
-from ...core.errors import ConfigError, LightningError
+from ...core.errors import ConfigError, LightningError, StoreUnavailable
+from ...core.groups import Grouping
 from ...core.http import through
 from ...core.json_text import encode, loads
 from ...core.providers import require_litellm
@@ -22,6 +25,9 @@ from ...proxy.gateway.attempts import Upstreams
 from ...proxy.gateway.upstream import Request
 from ...proxy.plugins.on_board import makers_of, plugins_of
 from ...serving.mode import publish_mode
+from ...store.opening import opened
+from ...store.store import Store
+from ...trainer.collect.groups import full_groups, what_is_missing
 from ...trainer.plan.settle import settle
 from ..api_client import ApiClient
 from ..formats import print_json
@@ -40,7 +46,6 @@ from .proxy import (
     check_store,
     check_warnings,
 )
-from .training import check_training
 from .vllm import VllmChecks
 
 TIMEOUT_S = 120.0  # the first answer of a fresh vLLM is slow
@@ -210,3 +215,38 @@ async def check_server(config: Config, session: aiohttp.ClientSession, upstream:
     if status >= 400:
         return failed(name, f"{shown(url)}/models answers HTTP {status}", "correct its base_url or api_key")
     return ok(name, shown(url))
+
+
+async def check_training(config: Config) -> AsyncIterator[Check]:
+    """Yield checks of the trainer and of its next step."""
+    if not config.store.may_be_there:
+        return
+    try:
+        async with opened(config.store, to_write=False) as database:
+            groups = await Store(database).waiting.groups(grouping=Grouping.of(config.trainer))
+    except StoreUnavailable as error:
+        yield failed("next step", error.message, "see the store's check above")
+        return
+    enough = full_groups(groups) >= config.trainer.tasks_per_step
+    if trainer_runs(config.store):
+        yield ok("trainer", "one runs on this store")
+    elif enough:
+        yield warning("trainer", "none runs, and a step could be made", "start it with `lightning-proxy train`")
+    else:
+        yield ok("trainer", "none runs on this machine; `lightning-proxy train` starts one")
+    yield ok("next step", what_is_missing(groups, config.trainer))
+
+
+def trainer_runs(store: StoreConfig) -> bool:
+    """Return whether a trainer on this machine holds the lock of the store's file."""
+    if store.is_postgres:
+        return False
+    path = store.path.expanduser().resolve()
+    try:
+        with Path(f"{path}-trainer").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # there was never one
+        return False
+    return False

@@ -1,10 +1,13 @@
-"""Checks the policy's vLLM server, without the proxy."""
+"""Checks the policy's vLLM server, without the proxy: its answers, and that it sees the directory of new weights."""
 
 from __future__ import annotations
 
+import json
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,7 +21,6 @@ from ...trainer.rows.sampling import is_installed, sampling_of
 from ...trainer.types import Sampling
 from .checks import Check, failed, ok, warning
 from .proxy import REFUSED
-from .shared import NAME, check_shared
 
 RESTART = "start the server with `lightning-proxy vllm`"
 QUESTION = [{"role": "user", "content": "What is two plus two?"}]
@@ -27,14 +29,21 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 TOP = 5
 # The sampling parameters for which a model's generation configuration may have defaults.
 SHOWN = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
+# What reading an answer raises that has another shape than vLLM's.
+OTHER_SHAPE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
+
+SHARED = "shared directory"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ADAPTER = "lightning-doctor"
+# An adapter without weights: vLLM reads this file, then says that the tensors are missing.
+ABOUT = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], "bias": "none"}
+NO_TENSORS, NOT_FOUND = "contain tensors", "No adapter found"
+# Method, path and body to status and answer.
+Send = Callable[[str, str, Any], Awaitable[tuple[int, Any]]]
 
 
 class ServerRefused(Exception):
     """The server answered with an error, or not at all."""
-
-
-# What reading an answer raises that has another shape than vLLM's.
-OTHER_SHAPE = (LookupError, TypeError, AttributeError, ValueError, ArithmeticError)
 
 
 class VllmChecks:
@@ -72,7 +81,7 @@ class VllmChecks:
         publishing: tuple[tuple[str, Callable[[str], Awaitable[Check]]], ...]
         publishing = (("publishing", self._publishing), ("operator", self._operator))
         if self._publish == "lora":
-            publishing = (*publishing, (NAME, self._shared))
+            publishing = (*publishing, (SHARED, self._shared))
         for name, check in (*checks, *continuity, *publishing):
             try:
                 yield await check(name)
@@ -156,7 +165,9 @@ class VllmChecks:
             return ok(name, "a request with tools is answered")
         found = f"a request with tools gets HTTP {status}; agents without tools need not care"
         if "tool" in str(answer).lower():
-            fix = "for others add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args (docs/agents.md)"
+            fix = (
+                "for others add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args (docs/agents.md)"
+            )
             return warning(name, found, fix)
         return warning(name, f"{found} ({str(answer)[:200]})", "look at vLLM's log")
 
@@ -253,3 +264,23 @@ def _top(answer: dict[str, Any]) -> dict[str, float]:
     """The most likely first tokens and their log-probabilities, without those that cannot be sampled."""
     top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     return {entry["token"]: entry["logprob"] for entry in top if entry["logprob"] > -1000}
+
+
+async def check_shared(directory: Path, where: str, send: Send) -> Check:
+    """Have the server at `where` look for an adapter in `directory`. Nothing is loaded."""
+    fix = "share policy.directory with the server, under the same path (docs/running.md)"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        made = tempfile.TemporaryDirectory(prefix="doctor-", dir=directory.absolute())
+    except OSError as error:
+        return failed(SHARED, f"{directory} cannot be written: {error.strerror}", "correct policy.directory")
+    with made as path:
+        Path(path, "adapter_config.json").write_text(json.dumps(ABOUT))
+        status, answer = await send("POST", LOAD, {"lora_name": ADAPTER, "lora_path": path})
+        if status < 400:
+            await send("POST", UNLOAD, {"lora_name": ADAPTER})
+    if status < 400 or NO_TENSORS in str(answer):
+        return ok(SHARED, f"{where} reads adapters from {directory}")
+    if status == 404 or NOT_FOUND in str(answer):
+        return failed(SHARED, f"{where} does not see {directory.absolute()}: it can get no new weights", fix)
+    return warning(SHARED, f"{where} cannot say whether it sees {directory}: HTTP {status} {str(answer)[:200]}", fix)

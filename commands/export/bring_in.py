@@ -25,7 +25,7 @@ from ...store.opening import opened
 from ...store.store import Store
 from ..formats import progress_bar
 from ..signals import run_until_signal
-from .atif import conversation_of, is_trajectory
+from .conversations import conversation_of, is_trajectory
 
 Json = dict[str, Any]
 

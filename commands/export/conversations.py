@@ -1,9 +1,13 @@
-"""Makes rows for supervised fine-tuning of a rollout's calls: one for each conversation. Pure."""
+"""A rollout's conversations: as rows for supervised fine-tuning, and as trajectories in Harbor's format (ATIF). Pure.
+
+The specification of ATIF: https://harborframework.com/docs/trajectory-format
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from ...core.records import ModelCall, Rollout
@@ -13,6 +17,11 @@ from ...proxy.dialects.transcript import ChatTurn, Digested, beginnings, read
 
 Json = dict[str, Any]
 REJECTED = "another attempt was used in place of its last answer"
+VERSION = "ATIF-v1.6"
+SOURCES = {"system": "system", "developer": "system", "user": "user", "assistant": "agent"}
+ROLES = {"system": "system", "user": "user", "agent": "assistant"}
+OURS = ("task_id", "mode", "status", "reward")  # of the rollout, in `extra`
+MEDIA = "images and files are not written as ATIF"
 
 
 def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
@@ -63,3 +72,106 @@ def ends(turns: Sequence[ChatTurn]) -> list[int]:
         latest.update(dict.fromkeys(digests, i))
         lasts.append(digests[-1])
     return [i for i, (turn, last) in enumerate(zip(turns, lasts, strict=True)) if turn.answer and latest[last] == i]
+
+
+def trajectories(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
+    """Yield a document for each conversation of a rollout; count in `left_out` those that cannot be one, by reason."""
+    turns, digested = answered(calls), Digested()
+    by_end = {[*beginnings(turn.messages, digested)][-1]: call for call, turn in turns}
+    for last, turn in whole(turns, left_out):
+        if not all(_is_text(message.get("content")) for message in turn.messages):
+            left_out[MEDIA] += 1
+            continue
+        steps = _steps(turn.messages, [by_end.get(end) for end in beginnings(turn.messages, digested)][1:])
+        agent: Json = {"name": last.agent or "agent", "version": "unknown", "model_name": last.model or "unknown"}
+        yield {
+            "schema_version": VERSION,
+            "session_id": rollout.rollout_id,
+            "agent": agent | ({"tool_definitions": turn.tools} if turn.tools else {}),
+            "steps": steps,
+            "final_metrics": {"total_steps": len(steps)},
+            "extra": {name: value for name in OURS if (value := getattr(rollout, name)) is not None},
+        }
+
+
+def _steps(messages: Sequence[Json], made: Sequence[ModelCall | None]) -> list[Json]:
+    """The messages as steps: results of tools belong to the step that called them. `made`: the call of each answer."""
+    steps: list[Json] = []
+    for message, call in zip(messages, made, strict=True):
+        content = message.get("content") or ""
+        if message["role"] == "tool" and steps:
+            called = [one["tool_call_id"] for one in steps[-1].get("tool_calls", ())]
+            results = steps[-1].setdefault("observation", {"results": []})["results"]
+            if not isinstance(name := message.get("tool_call_id"), str):  # of the first call without a result
+                taken = {one["source_call_id"] for one in results}
+                name = next((one for one in called if one not in taken), None)
+            results.append({"source_call_id": name if name in called else None, "content": content})
+            continue
+        steps.append({"step_id": len(steps) + 1, "source": SOURCES.get(message["role"], "user"), "message": content})
+        if message["role"] == "assistant":
+            steps[-1] |= _of_agent(message, len(steps)) | (_of_call(call) if call is not None else {})
+    return steps
+
+
+def _of_agent(message: Json, step: int) -> Json:
+    """The thoughts and tool calls of an answer. The format wants an id of each call: one without gets its place."""
+    tools = []
+    for i, one in enumerate(message.get("tool_calls") or ()):
+        given = one["function"].get("arguments")
+        own = one.get("id")
+        call_id = own if own and isinstance(own, str) else f"call_{step}_{i}"
+        named = {"tool_call_id": call_id, "function_name": one["function"]["name"]}
+        tools.append({**named, "arguments": given if isinstance(given, dict) else {"arguments": given}})
+    thoughts = message.get("reasoning_content")
+    return ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": tools} if tools else {})
+
+
+def _of_call(call: ModelCall) -> Json:
+    """What is known of a call: `metrics` has its tokens as they were sampled."""
+    prompt, sampled = call.prompt_token_ids, call.response_token_ids
+    metrics = {
+        "prompt_tokens": len(prompt), "completion_tokens": len(sampled),
+        "prompt_token_ids": prompt, "completion_token_ids": sampled, "logprobs": call.logprobs,
+    }  # fmt: skip
+    ours = {"call_id": call.call_id, "policy_version": call.policy_version, "reward": call.reward}
+    about = {"timestamp": datetime.fromtimestamp(call.started_at, UTC).isoformat(), "model_name": call.model}
+    return about | ({"metrics": metrics} if sampled else {}) | {"extra": ours}
+
+
+def is_trajectory(row: Any) -> bool:
+    return isinstance(row, dict) and str(row.get("schema_version")).startswith("ATIF-v1.")
+
+
+def conversation_of(row: Mapping[str, Any]) -> Json:
+    """Return a trajectory as a line of `import`; ValueError if it is none. Copied context is not learned from."""
+    try:
+        messages = [one for step in row["steps"] for one in _messages(step)]
+        found = {"messages": messages, "tools": row["agent"].get("tool_definitions")}
+        extra = row.get("extra") or {}
+        found |= {"model": row["agent"].get("model_name"), **{name: extra[name] for name in OURS if name in extra}}
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"it is no trajectory: {type(error).__name__} {str(error)[:200]}") from None
+    return found
+
+
+def _messages(step: Json) -> Iterator[Json]:
+    if not _is_text(step.get("message")):
+        raise ValueError(f"step {step['step_id']} has more than text")
+    message: Json = {"role": ROLES[step["source"]], "content": step.get("message") or ""}
+    if step.get("reasoning_content"):
+        message["reasoning_content"] = step["reasoning_content"]
+    if called := step.get("tool_calls"):
+        functions = [{"name": one["function_name"], "arguments": one.get("arguments")} for one in called]
+        names = [one.get("tool_call_id") for one in called]
+        message["tool_calls"] = [{"id": name, "function": of} for name, of in zip(names, functions, strict=True)]
+    yield message | ({"weight": 0} if step.get("is_copied_context") else {})
+    for result in (step.get("observation") or {}).get("results", ()):
+        if (content := result.get("content")) is not None:
+            name = result.get("source_call_id")  # None: of what the agent did without a tool
+            yield ({"role": "tool", "tool_call_id": name} if name else {"role": "user"}) | {"content": content}
+
+
+def _is_text(content: Any) -> bool:
+    """Whether a message has nothing but text; ATIF and chat have the same parts for that."""
+    parts = content if isinstance(content, list) else []
+    return isinstance(content, str | list | None) and all(part.get("type") == "text" for part in parts)

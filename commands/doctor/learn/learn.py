@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,18 +34,25 @@ from ...run.runner import Runner
 from ...run.tasks import Task, read_tasks
 from ...signals import Interrupted, run_until_signal
 from ...train import prepared, quiet
-from ..checks import Check, checks_table, failed, ok
+from ..checks import Broken, Check, Tell, checks_table, failed, ok
 from ..doctor import REACH_S, TIMEOUT_S, check_server
 from ..vllm import VllmChecks
-from .agent import BuiltInAgent, own_tasks
 from .server import served
 from .setup import TASKS, Setup, own_rate, second_system
-from .tell import Broken, Tell
 
 ACTIVE_S = 600.0  # a rollout that did nothing for so long was forgotten, not ended
 # So much nearer to the first answer than the trained weights' answer is the one that weights of before give.
 NEARER, ALIKE = 4.0, 1e-3
 WIDTHS = (7, 18)
+
+TOKENS = 12
+PROMPTS = (
+    "Name an animal and say what it does.",
+    "Describe the sea in a few words.",
+    "What is good to eat in the morning?",
+    "Tell me something about the moon.",
+)
+MORE = "Say it in another way."
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,3 +262,44 @@ async def _agent(config: Config, request: LearnRequest, api: ApiClient) -> Async
             yield runner
         finally:
             await runner.close()
+
+
+def own_tasks() -> list[Task]:
+    """Return tasks that a model answers in many ways."""
+    return [Task(f"doctor-{i}", json.dumps({"prompt": prompt})) for i, prompt in enumerate(PROMPTS)]
+
+
+class BuiltInAgent:
+    """A conversation of two turns, in place of a program. It is a `Runner`."""
+
+    def __init__(self, model: str, session: aiohttp.ClientSession) -> None:
+        self._model, self._session = model, session
+
+    async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
+        """Ask twice. `log` gets an answer that is none."""
+        url, key = env["OPENAI_BASE_URL"], {"Authorization": f"Bearer {env['OPENAI_API_KEY']}"}
+        messages = [{"role": "user", "content": prompt_of(env["LIGHTNING_TASK"])}]
+        for _ in range(2):
+            body = {"model": self._model, "messages": messages, "max_tokens": TOKENS, "temperature": 1.0}
+            async with self._session.post(f"{url}/chat/completions", json=body, headers=key) as answer:
+                if answer.status != 200:
+                    log.write_text(f"HTTP {answer.status}: {(await answer.text())[:500]}")
+                    return 1
+                message = (await answer.json())["choices"][0]["message"]
+            said = {"role": "assistant", "content": message.get("content") or ""}
+            messages += [said, {"role": "user", "content": MORE}]
+        return 0
+
+    async def close(self) -> None:
+        return
+
+
+def prompt_of(line: str) -> str:
+    """Return a task's prompt: its `prompt` or `question`, or else its first text; the whole line without one.
+
+    >>> prompt_of('{"task_id": "7", "question": "Why?"}')
+    'Why?'
+    """
+    task: dict[str, Any] = json.loads(line)
+    texts = {name: value for name, value in task.items() if isinstance(value, str) and name != "task_id"}
+    return texts.get("prompt") or texts.get("question") or next(iter(texts.values()), line)

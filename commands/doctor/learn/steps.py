@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ....core.config.root import Config
 from ....core.errors import LightningError, PublishError
@@ -24,11 +27,8 @@ from ...api_client import ApiClient
 from ...run.run import RunOptions, run_tasks
 from ...run.runner import Runner
 from ...run.tasks import Task
-from ..checks import Check, failed, ok, warning
-from .aim import Aim, RolloutText, aim_of, by_task
-from .likelier import likelier
+from ..checks import Check, Tell, failed, ok, warning
 from .setup import GROUP_SIZE, REWARD
-from .tell import Tell
 
 STEPS = 3
 CONCURRENCY = 16
@@ -36,6 +36,11 @@ PUBLISH_S = 240.0
 RESTART = "start vLLM with `lightning-proxy vllm`"
 
 Json = dict[str, Any]
+
+SELDOM, OFTEN = 0.2, 0.8
+
+SHUFFLES = 2000
+LARGEST_P = 0.01  # the largest p-value that counts
 
 
 @dataclass(slots=True)
@@ -242,3 +247,108 @@ class LearnSteps:
             )
             return failed(name, error.message, fix)
         return failed(name, error.message, f"{RESTART}; its log says more")
+
+
+class RolloutText(NamedTuple):
+    """All that the model said in a rollout: its text, and the number of its tokens."""
+
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """A synthetic reward: 1 for answers with the `word`; without one, more for fewer tokens of at most `longest`."""
+
+    word: str | None
+    longest: int = 1
+    is_letter: bool = False
+
+    def reward(self, answer: RolloutText) -> float:
+        """Return the reward of an answer, between 0 and 1."""
+        if self.word is None:
+            return max(0.0, 1 - answer.tokens / self.longest)
+        return float(self.word in (_letters if self.is_letter else _words)(answer.text))
+
+    def tells_apart(self, groups: Sequence[Sequence[RolloutText]]) -> bool:
+        """Return whether siblings have different rewards."""
+        return any(len({self.reward(answer) for answer in group}) > 1 for group in groups)
+
+    def __str__(self) -> str:
+        if self.word is None:
+            return "more for a shorter answer"
+        return f'1 for an answer with the {"letter" if self.is_letter else "word"} "{self.word}"'
+
+
+def aim_of(groups: Sequence[Sequence[RolloutText]]) -> Aim:
+    """Return what tells siblings apart best: a word, else a letter, that 20 % to 80 % of the answers have, else length.
+
+    >>> group = [RolloutText(text, 3) for text in ("a red fox", "a grey fox", "one red ant", "fox")]
+    >>> str(aim_of([group]))
+    '1 for an answer with the word "red"'
+    """
+    for find, is_letter in ((_words, False), (_letters, True)):
+        found = [[find(answer.text) for answer in group] for group in groups]
+        if (word := _tells_apart(found)) is not None:
+            return Aim(word, is_letter=is_letter)
+    return Aim(None, max(answer.tokens for group in groups for answer in group) or 1)
+
+
+def _tells_apart(groups: Sequence[Sequence[set[str]]]) -> str | None:
+    """The piece that differs most among siblings; of several the first by name."""
+    total = sum(map(len, groups))
+    score: dict[str, float] = {}
+    for piece in sorted(set().union(*(pieces for group in groups for pieces in group))):
+        shares = [sum(piece in pieces for pieces in group) / len(group) for group in groups if group]
+        counted = sum(piece in pieces for group in groups for pieces in group)
+        if SELDOM <= counted / total <= OFTEN:
+            score[piece] = sum(share * (1 - share) for share in shares)
+    best = max(score, key=lambda piece: score[piece], default=None)
+    return best if best is not None and score[best] > 0 else None
+
+
+def _words(text: str) -> set[str]:
+    return {word for word in re.findall(r"[^\W_]+", text.lower()) if len(word) > 1}
+
+
+def _letters(text: str) -> set[str]:
+    return {letter for letter in text.lower() if letter.isalpha()}
+
+
+def by_task(named: Iterable[tuple[str, str]], answers: Mapping[str, RolloutText]) -> Iterator[list[RolloutText]]:
+    """Yield the answers of each task's rollouts. `named`: rollouts with their tasks."""
+    tasks: dict[str, list[RolloutText]] = {}
+    for rollout_id, task_id in named:
+        tasks.setdefault(task_id, []).append(answers[rollout_id])
+    yield from tasks.values()
+
+
+class Likelier(NamedTuple):
+    """By how many nats an answer gained on its siblings for each point of reward, and the p-value of that."""
+
+    nats: float
+    p: float
+
+    @property
+    def is_sure(self) -> bool:
+        return self.nats > 0 and self.p <= LARGEST_P
+
+
+def likelier(groups: Sequence[tuple[Sequence[float], Sequence[float]]], seed: int = 0) -> Likelier:
+    """Compare siblings: of each group the rewards, and the changes of the answers' log-probabilities.
+
+    The p-value is that of a permutation test: how often rewards that are shuffled among siblings do as well.
+
+    >>> likelier([([1, 0, 1, 0], [0.5, 0.1, 0.5, 0.1])])[0]
+    0.4
+    """
+    rng = np.random.default_rng(seed)
+    covariance, spread, shuffled = 0.0, 0.0, np.zeros(SHUFFLES)
+    for rewards, changes in groups:
+        r, c = np.asarray(rewards, dtype=float), np.asarray(changes, dtype=float)
+        r, c = r - r.mean(), c - c.mean()
+        covariance += float(r @ c)
+        spread += float(r @ r)
+        shuffled += rng.permuted(np.tile(r, (SHUFFLES, 1)), axis=1) @ c
+    as_good = int((shuffled >= covariance - 1e-12).sum())
+    return Likelier(covariance / spread if spread else 0.0, (1 + as_good) / (1 + SHUFFLES))

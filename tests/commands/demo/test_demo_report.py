@@ -10,9 +10,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lightning_proxy.commands.demo.config import DemoOptions, begin, resumed, write_config
-from lightning_proxy.commands.demo.demo import Demo, demo
-from lightning_proxy.commands.demo.report import DemoResult, curve, save_png, show
+from lightning_proxy.commands.demo.demo import (
+    Demo,
+    DemoOptions,
+    DemoResult,
+    begin,
+    curve,
+    demo,
+    resumed,
+    save_png,
+    show,
+    write_config,
+)
 from lightning_proxy.commands.eval.report import save
 from lightning_proxy.commands.run.summary import Totals
 from lightning_proxy.commands.signals import Interrupted

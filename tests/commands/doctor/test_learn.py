@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_proxy.commands.doctor.checks import Check
+from lightning_proxy.commands.doctor.checks import Broken, Check, Tell
 from lightning_proxy.commands.doctor.learn import steps
-from lightning_proxy.commands.doctor.learn.agent import own_tasks
-from lightning_proxy.commands.doctor.learn.learn import LearnRequest, learn
+from lightning_proxy.commands.doctor.learn.learn import LearnRequest, learn, own_tasks
 from lightning_proxy.commands.doctor.learn.setup import own_rate, rate, second_system
-from lightning_proxy.commands.doctor.learn.tell import Broken, Tell
 from lightning_proxy.commands.put_back import LearnJournal, journal_path, put_back_left
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.config.root import Config

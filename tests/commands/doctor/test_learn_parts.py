@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from lightning_proxy.commands.doctor.learn.agent import prompt_of
-from lightning_proxy.commands.doctor.learn.aim import RolloutText, aim_of
-from lightning_proxy.commands.doctor.learn.likelier import likelier
+from lightning_proxy.commands.doctor.learn.learn import prompt_of
+from lightning_proxy.commands.doctor.learn.steps import RolloutText, aim_of, likelier
 
 
 def of_texts(*groups: list[str]) -> list[list[RolloutText]]:
