@@ -165,9 +165,7 @@ class VllmChecks:
             return ok(name, "a request with tools is answered")
         found = f"a request with tools gets HTTP {status}; agents without tools need not care"
         if "tool" in str(answer).lower():
-            fix = (
-                "for others add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args (docs/agents.md)"
-            )
+            fix = "for others add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args (docs/agents.md)"
             return warning(name, found, fix)
         return warning(name, f"{found} ({str(answer)[:200]})", "look at vLLM's log")
 
