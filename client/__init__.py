@@ -3,12 +3,21 @@
 No agent needs it to be recorded or trained. Beyond the standard library it imports only tenacity.
 """
 
-from .answers import answer
-from .emit import emit_action, emit_note, emit_reward, emit_state
+from .control import answer
 from .errors import ClientError, NoRollout, ProxyUnreachable, Refused
-from .follow import event_hooks, follow
 from .program import task
-from .scope import Rollout, agent, current, rollout
+from .scope import (
+    Rollout,
+    agent,
+    current,
+    emit_action,
+    emit_note,
+    emit_reward,
+    emit_state,
+    event_hooks,
+    follow,
+    rollout,
+)
 
 __all__ = [
     "ClientError",

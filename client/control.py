@@ -1,4 +1,4 @@
-"""Posts to the proxy's control API and retries until it answers, with the standard library and tenacity."""
+"""Posts to the proxy's control API, retries until it answers, and reads answers. Standard library and tenacity only."""
 
 from __future__ import annotations
 
@@ -139,3 +139,23 @@ def _failure(status: int, raw: bytes, retry_after: str) -> Exception:
 def _wait(state: RetryCallState) -> float:
     error = state.outcome.exception() if state.outcome else None
     return max(_BACKOFF(state), error.after_s if isinstance(error, _Again) else 0.0)
+
+
+def answer(call: Mapping[str, Any]) -> str:
+    """Return the text of a call's answer by chat, completions, Responses or Messages; "" if it has none.
+
+    `call` is one of the calls of `GET /rollouts/{id}`, which a reward function gets, too.
+    """
+    response = call.get("response")
+    if not isinstance(response, dict):
+        return ""
+    for choice in response.get("choices") or ():
+        return _text(choice["message"].get("content") if "message" in choice else choice.get("text"))
+    messages = [item for item in response.get("output") or () if item.get("type") == "message"]
+    return "".join(_text(item.get("content")) for item in [*messages, response])
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    return content or ""

@@ -1,4 +1,8 @@
-"""The rollout that this asyncio task or thread works on."""
+"""The rollout that this asyncio task or thread works on, and what is emitted in it.
+
+Each `emit_…` returns once its event is recorded. In asyncio use `await asyncio.to_thread(emit_…, …)`.
+All raise NoRollout, Refused and ProxyUnreachable.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +27,8 @@ CONFLICT = 409
 REASON_CHARACTERS = 2000
 
 Mode = Literal["train", "eval"]
+
+_current: ContextVar[Rollout | None] = ContextVar("lightning_proxy.client.rollout", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +148,6 @@ class Rollout:
         return {"base_url": f"{self.control.url}/v1", "api_key": self._key, **given, "default_headers": headers}
 
 
-_current: ContextVar[Rollout | None] = ContextVar("lightning_proxy.client.rollout", default=None)
-
-
 def current() -> Rollout:
     """The rollout of the innermost scope, or else the one that `lightning-proxy run` started this program for.
 
@@ -259,3 +262,63 @@ def _rollout(
         FIND_S if patience_s is None else patience_s,
     )
     return Rollout(control, rollout_id or env("LIGHTNING_ROLLOUT_ID") or uuid4().hex, task_id, agent, mode)
+
+
+def emit_reward(
+    value: float,
+    *,
+    name: str = "reward",
+    call_id: str | None = None,
+    final: bool | None = None,
+    comment: str | None = None,
+    source: str | None = None,
+) -> int:
+    """Reward the rollout, which ends it unless `final` is False, or the call with the `X-Call-Id` of its answer."""
+    return current().reward(value, name=name, call_id=call_id, final=final, comment=comment, source=source)
+
+
+def emit_state(value: Any, *, name: str | None = None) -> int:
+    """Record the agent's state, any JSON. It is the state of the actions emitted after it."""
+    return current().event("state", value=value, name=name)
+
+
+def emit_action(name: str, arguments: Any = None, result: Any = None, *, is_error: bool = False) -> int:
+    """Record an action without a model, such as a retrieval, and its result. It is a tool transition."""
+    return current().event("action", name=name, arguments=arguments, result=result, is_error=is_error)
+
+
+def emit_note(value: Any, *, name: str | None = None) -> int:
+    """Keep any JSON with the rollout."""
+    return current().event("note", value=value, name=name)
+
+
+def event_hooks(*, asynchronous: bool = False) -> dict[str, list[Any]]:
+    """The hooks for `httpx.Client(event_hooks=…)`, or with `asynchronous` for `httpx.AsyncClient`."""
+    return {"request": [_name_later if asynchronous else _name]}
+
+
+def follow(client: Any) -> Any:
+    """Add the hooks to an existing client, once, and return it.
+
+    The client is an `httpx.Client`, an `httpx.AsyncClient`, or an OpenAI or Anthropic client, which holds one.
+    """
+    http = getattr(client, "_client", client) if not hasattr(client, "event_hooks") else client
+    if not hasattr(http, "event_hooks"):
+        raise TypeError(
+            f"{type(client).__name__} is not and holds no httpx client: send `run.headers` with its requests yourself"
+        )
+    hook = _name_later if hasattr(http, "aclose") else _name
+    hooks = http.event_hooks
+    if hook not in hooks["request"]:
+        http.event_hooks = hooks | {"request": [*hooks["request"], hook]}
+    return client
+
+
+def _name(request: Any) -> None:
+    rollout = scoped()
+    for name, value in rollout.headers.items() if rollout else ():
+        request.headers.setdefault(name, value)
+
+
+async def _name_later(request: Any) -> None:
+    _name(request)
