@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import sqlite3
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 from ..core.config.server import StoreConfig
-from ..core.errors import StoreUnavailable
 from ..core.records import PublishMode
 from .database import Database, read
-from .opening import opened
-from .sqlite.file import only_read
+from .opening import first_value
 
 DECIDED = "SELECT mode, decided_by, at FROM publishing WHERE n = 1"
 NEWEST_CHECKPOINT = """
@@ -56,41 +49,11 @@ class Publishing:
 
 def kept_mode(config: StoreConfig) -> PublishMode | None:
     """Return the mode that the store has, at once and without making one; None where nothing is decided."""
-    mode: PublishMode | None = _at_once(config, DECIDED)
+    mode: PublishMode | None = first_value(config, DECIDED)
     return mode
 
 
 def newest_checkpoint(config: StoreConfig) -> str | None:
     """Return the directory of the newest checkpoint, read likewise; None where nothing was published."""
-    checkpoint: str | None = _at_once(config, NEWEST_CHECKPOINT)
+    checkpoint: str | None = first_value(config, NEWEST_CHECKPOINT)
     return checkpoint
-
-
-def _at_once(config: StoreConfig, statement: str) -> Any:
-    """The first column of the statement's first row."""
-    if config.is_postgres:
-        return _of_server(config, statement)
-    path = config.path.expanduser().absolute()
-    if not path.is_file():
-        return None
-    try:
-        with closing(only_read(path)) as connection:
-            row = connection.execute(statement).fetchone()
-    except sqlite3.Error:  # an older store; whoever opens it for good says what is wrong with any other
-        return None
-    return None if row is None else row[0]
-
-
-def _of_server(config: StoreConfig, statement: str) -> Any:
-    """The same of a server, read in a thread: an event loop that runs here cannot run another."""
-
-    async def ask() -> Any:
-        async with opened(config, to_write=False) as database:
-            row = await database.one(statement)
-        return None if row is None else row[0]
-
-    with ThreadPoolExecutor(1) as thread:
-        try:
-            return thread.submit(asyncio.run, ask()).result()
-        except StoreUnavailable:  # whoever opens it for good says what is wrong
-            return None
