@@ -9,7 +9,7 @@ from typing import Any
 from ..core.config.root import Config
 from ..core.config.server import StoreConfig
 from ..core.errors import ConfigError
-from ..store.publishing import newest_checkpoint
+from ..store.versions import newest_checkpoint
 
 SAVED = "config.json"  # of a checkpoint: every key of the trainer, and policy.model
 

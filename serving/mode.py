@@ -12,8 +12,8 @@ from pathlib import Path
 from ..core.config.root import Config
 from ..core.errors import ConfigError
 from ..core.records import PublishMode
-from ..store.publishing import Decided, kept_mode
 from ..store.store import Store
+from ..store.versions import Decided, kept_mode
 
 log = logging.getLogger(__name__)
 

@@ -16,10 +16,11 @@ from ..core.config.rollouts import RolloutsConfig
 from ..core.errors import LightningError
 from ..core.json_text import dumps
 from .database import Database, Transaction, in_passing
-from .retention import ABANDONED_S, LOOK
 
 log = logging.getLogger(__name__)
 
+ABANDONED_S = 86400.0  # without a call; then a call without an end never has one
+LOOK = 200  # rows in one look
 LONGEST_PAUSE_S = 30.0
 SHORTEST_PAUSE_S = 0.05
 ALL = 2**62

@@ -22,17 +22,16 @@ from ..core.errors import LightningError
 from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
 from .database import Database, Row, Sql, Transaction, in_passing
 from .rewards import IDEMPOTENT_FORGET
+from .rollouts import ABANDONED_S, LOOK
 from .waiting import HAS_REWARD, IS_OWN
 
 log = logging.getLogger(__name__)
 
 DAY = 86400.0
 EVERY_S = 60.0
-ABANDONED_S = DAY
 IDEMPOTENCY_S = 7 * DAY
 CONVERSATION_S = 30 * DAY
 CONVERSATIONS = 1_000_000  # rows; an answered call of an unnamed rollout takes about five
-LOOK = 200  # rows in one look
 GIVE_BACK = 256  # pages in one transaction
 SPARE = 0.05  # of the file may stay free: the next records need it
 

@@ -8,8 +8,6 @@ from .database import Database
 from .endings import Endings
 from .events import Events
 from .keys import Keyring
-from .probes import Probes
-from .publishing import Publishing
 from .reports.credit import Credit
 from .reports.recent import Summaries, Tasks, Traffic
 from .reports.versions import VersionReport
@@ -17,7 +15,7 @@ from .rewards import Returns, Rewards
 from .rollouts import Rollouts
 from .training import TrainingSteps
 from .trust import Trust
-from .versions import PolicyVersions
+from .versions import PolicyVersions, Probes, Publishing
 from .waiting import Waiting
 
 

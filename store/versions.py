@@ -1,17 +1,20 @@
-"""The policy versions, and the log of the times at which each became live."""
+"""The policy versions: when each became live, how they are published, and the first answer of each."""
 
 from __future__ import annotations
 
 import re
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from ..core.config.server import StoreConfig
 from ..core.errors import NotFound
 from ..core.http import in_thread_if_large
 from ..core.json_text import dumps, loads, loads_rounded
 from ..core.records import PolicyVersion, PublishMode, VersionStatus
 from .database import Database, Row, Transaction, read
+from .opening import first_value
 
 VERSION_LIVE_NOW = """
 SELECT policy_versions.* FROM policy_versions
@@ -67,6 +70,24 @@ PINNED_VERSIONS = """
 SELECT DISTINCT policy_version FROM rollouts
 WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
 """
+
+DECIDED = "SELECT mode, decided_by, at FROM publishing WHERE n = 1"
+NEWEST_CHECKPOINT = """
+SELECT checkpoint FROM steps WHERE checkpoint IS NOT NULL
+    AND EXISTS (SELECT 1 FROM policy_versions WHERE publish IS NOT NULL) ORDER BY step DESC LIMIT 1
+"""
+DECIDE = """
+INSERT INTO publishing (n, mode, decided_by, at) VALUES (1, :mode, :by, :at)
+ON CONFLICT (n) DO UPDATE SET mode = excluded.mode, decided_by = excluded.decided_by, at = excluded.at
+WHERE :asked AND publishing.mode <> excluded.mode
+"""
+
+PROBE_FIRST = """
+INSERT INTO probes (version, model, answer, at) VALUES (:version, :model, :answer, :at)
+ON CONFLICT (version) DO UPDATE SET model = excluded.model, answer = excluded.answer, at = excluded.at, problem = NULL
+WHERE probes.model <> excluded.model
+"""
+PROBE_PROBLEM = "UPDATE probes SET problem = :problem, at = :at WHERE version = :version"
 
 
 class PolicyVersions:
@@ -193,3 +214,79 @@ class PolicyVersions:
 def read_version(row: Row) -> PolicyVersion:
     adapters, metrics = loads(row["adapters"]), loads_rounded(row["metrics"])
     return read(PolicyVersion, row, verified=bool(row["verified"]), adapters=adapters, metrics=metrics)
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The mode of publishing, and the process that decided it at this Unix time: the trainer or a proxy."""
+
+    mode: PublishMode
+    decided_by: str
+    at: float
+
+
+class Publishing:
+    """The table of one row that says how new weights are published."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    async def decided(self) -> Decided | None:
+        """Return the decided mode; None before there is one."""
+        row = await self._db.one(DECIDED)
+        return None if row is None else read(Decided, row)
+
+    async def decide(self, mode: PublishMode, by: str, *, configured: bool) -> None:
+        """Keep this mode if there is none yet, or if it is `configured`; otherwise the decided mode stays."""
+        await self._db.commit([(DECIDE, [{"mode": mode, "by": by, "asked": configured, "at": time.time()}])])
+
+
+def kept_mode(config: StoreConfig) -> PublishMode | None:
+    """Return the mode that the store has, at once and without making one; None where nothing is decided."""
+    mode: PublishMode | None = first_value(config, DECIDED)
+    return mode
+
+
+def newest_checkpoint(config: StoreConfig) -> str | None:
+    """Return the directory of the newest checkpoint, read likewise; None where nothing was published."""
+    checkpoint: str | None = first_value(config, NEWEST_CHECKPOINT)
+    return checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The first answer of a version: the name that it was served under, and `proxy/gateway/probe.py`'s positions.
+
+    `at`: when its newest answer was compared (Unix time).
+    """
+
+    model: str
+    answer: list[Any]
+    problem: str | None
+    at: float
+
+
+class Probes:
+    """The table of first answers, one a version."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    async def of(self, version: int) -> Probed | None:
+        """Return the version's first answer; None if it was never probed."""
+        row = await self._db.one("SELECT * FROM probes WHERE version = :version", {"version": version})
+        return None if row is None else Probed(row["model"], loads(row["answer"]), row["problem"], row["at"])
+
+    async def problem(self, version: int) -> str | None:
+        """Return why its server does not seem to serve this version; None if it does, or that is not known."""
+        probed = await self.of(version)
+        return None if probed is None else probed.problem
+
+    async def first(self, version: int, model: str, answer: list[Any]) -> None:
+        """Keep the version's first answer under this name. One that is known stays."""
+        row = {"version": version, "model": model, "answer": dumps(answer), "at": time.time()}
+        await self._db.commit([(PROBE_FIRST, [row])])
+
+    async def found(self, version: int, problem: str | None) -> None:
+        """Keep the time and the result of the newest comparison."""
+        await self._db.commit([(PROBE_PROBLEM, [{"version": version, "problem": problem, "at": time.time()}])])

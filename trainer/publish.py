@@ -27,9 +27,9 @@ from ..core.records import PolicyVersion, Rollout
 from ..serving.mode import otherwise
 from ..serving.swap import Superseded, Swap
 from ..serving.vllm import VllmFault, VllmFleet
-from ..store.publishing import Decided
 from ..store.store import Store
 from ..store.training import Step
+from ..store.versions import Decided
 from .files.versions import VersionFiles
 from .step.engine import TrainingEngine
 from .types import BesideSteps, Sample

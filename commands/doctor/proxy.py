@@ -16,8 +16,8 @@ from ...core.config.server import StoreConfig
 from ...core.errors import StoreUnavailable
 from ...serving.mode import publish_mode
 from ...store.opening import opened
-from ...store.publishing import kept_mode
 from ...store.sqlite.database import ROOM, has_room
+from ...store.versions import kept_mode
 from ..api_client import ApiClient, ApiError, ProxyNotThere
 from .checks import Check, failed, ok, warning
 

@@ -18,7 +18,7 @@ from ...core.errors import LightningError
 from ...core.records import PolicyVersion
 from ...serving.health import Health, replica_name
 from ...serving.vllm import VllmServer
-from ...store.probes import Probed
+from ...store.versions import Probed
 from .watch import Watch
 
 log = logging.getLogger(__name__)
