@@ -28,9 +28,9 @@ from ..serving.pins import Pins
 from ..serving.swap import Placed, Swap
 from ..serving.vllm import VllmFleet, operator_session
 from ..store.database import HURRIED
-from ..store.endings import end_idle_rollouts
 from ..store.opening import opened
 from ..store.retention import Keeper
+from ..store.rollouts import end_idle_rollouts
 from ..store.store import Store
 from .access.auth import Keys, require_local
 from .access.limits import Turns

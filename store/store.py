@@ -5,14 +5,13 @@ from __future__ import annotations
 from .calls import Calls
 from .conversations import ConversationIndex
 from .database import Database
-from .endings import Endings
 from .events import Events
 from .keys import Keyring
 from .reports.credit import Credit
 from .reports.recent import Summaries, Tasks, Traffic
 from .reports.versions import VersionReport
 from .rewards import Returns, Rewards
-from .rollouts import Rollouts
+from .rollouts import Endings, Rollouts
 from .training import TrainingSteps
 from .trust import Trust
 from .versions import PolicyVersions, Probes, Publishing

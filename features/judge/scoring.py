@@ -15,7 +15,7 @@ from ...core.config.root import Config
 from ...core.errors import LightningError, NotFound
 from ...core.records import Reward
 from ...proxy.api.views import rollout_detail
-from ...store.endings import ALL
+from ...store.rollouts import ALL
 from ...store.store import Store
 from .judge import JUDGE
 from .model import AsksModel

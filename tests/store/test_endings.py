@@ -93,7 +93,7 @@ async def test_a_rollout_that_was_opened_and_has_not_begun_is_not_ended(past: Pa
 
 
 async def test_all_idle_rollouts_end_however_many_there_are(past: Past, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_proxy.store.endings.LOOK", 2)
+    monkeypatch.setattr("lightning_proxy.store.rollouts.LOOK", 2)
     for i in range(5):
         await past.call(f"r{i}", 0, ago=2 * HOUR if i != 2 else 0.0)
     assert sorted(await past.ended_after(HOUR)) == ["r0", "r1", "r3", "r4"]
