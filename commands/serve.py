@@ -30,8 +30,7 @@ from ..core.config.root import Config
 from ..core.errors import LightningError
 from ..proxy.gateway.connections import calls_at_once, files_allowed, raise_limit
 from ..proxy.gateway.server import ServerProtocol
-from ..serving.base_model import check_base_model
-from ..serving.mode import publish_mode
+from ..serving.mode import check_base_model, publish_mode
 from .formats import address
 from .lines import CallLines, LogFormat, say, set_up
 from .system.processes import require_free_port

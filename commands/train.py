@@ -18,8 +18,7 @@ from typing import Any
 from ..core.config.root import Config
 from ..core.errors import LightningError
 from ..proxy.dialects.as_chat.dialect import as_chat
-from ..serving.base_model import check_base_model
-from ..serving.mode import has_gpu
+from ..serving.mode import check_base_model, has_gpu
 from ..trainer.plan.settle import settle
 from ..trainer.plugins import Offline, Run, check
 from .put_back import put_back_left

@@ -16,8 +16,7 @@ from urllib.parse import urlsplit
 
 from ..core.config.root import Config
 from ..core.errors import ConfigError, LightningError
-from ..serving.base_model import check_base_model
-from ..serving.mode import has_gpu, publish_mode
+from ..serving.mode import check_base_model, has_gpu, publish_mode
 from ..serving.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
 from ..serving.vllm_worker import WORKER
 from ..trainer.plan.settle import Settled, settle

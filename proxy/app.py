@@ -24,8 +24,7 @@ from ..core.returns import Rules
 from ..serving.health import Health, Reach, check_health
 from ..serving.mode import ModeInUse
 from ..serving.operator import operator_headers, relay_headers
-from ..serving.pins import Pins
-from ..serving.swap import Placed, Swap
+from ..serving.swap import Pins, Placed, Swap
 from ..serving.vllm import VllmFleet, operator_session
 from ..store.database import HURRIED
 from ..store.opening import opened

@@ -1,10 +1,12 @@
-"""Puts a policy version behind the alias, and reloads versions that a restarted vLLM has lost."""
+"""Puts a policy version behind the alias, keeps others that rollouts are pinned to, and reloads what vLLM has lost."""
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
 import logging
+import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -15,7 +17,6 @@ from ..core.errors import Conflict, LightningError, NotFound, PublishError, Upst
 from ..core.records import PolicyVersion, PublishMode
 from ..store.store import Store
 from .vllm import LOADING, VllmError, VllmFault, VllmFleet, VllmServer
-from .weights import LOADED, adapters_of, fault_of, files_of, labels_of, obstacle
 
 log = logging.getLogger(__name__)
 
@@ -23,11 +24,14 @@ ASK_AGAIN_S = 30.0  # a server without operator routes
 LEAVE_S = 3.0  # until every proxy has seen that a server has no version's label, and sends it no call
 DRAIN_S = 120.0  # for requests under way; those that take longer are frozen, and finish with the new weights
 DRAIN_POLL_S = 0.2
+PINS_KEPT = 20_000  # rollouts
 
 
 # The servers whose merged weights are of another version than the live one, by URL.
 Placed = Callable[[], Awaitable[Mapping[str, PolicyVersion]]]
 Check = Callable[[VllmServer], Awaitable[None]]
+
+LOADED = "loaded "  # before the label of weights that are served to nobody yet
 
 
 class NotServed(LightningError):
@@ -320,3 +324,91 @@ async def _drained(server: VllmServer) -> None:
             log.warning("%s has %d requests under way: they finish with the new weights", shown(server.base_url), left)
             return
         await asyncio.sleep(DRAIN_POLL_S)
+
+
+def obstacle(version: PolicyVersion, mode: PublishMode) -> str | None:
+    """Return why a version cannot be made live where versions are served in this `mode`; None if it can."""
+    if version.version == 0:
+        return None
+    if version.status == "failed":
+        return "its publishing failed"
+    if version.status == "publishing":
+        return "it is being published"
+    if version.path is None or not Path(version.path).is_dir():
+        return "its files are gone"
+    return None if version.publish in (None, mode) else f"it was published as {version.publish}"
+
+
+def files_of(version: PolicyVersion) -> str:
+    """Return the directory of a version's files; NotFound if it is gone."""
+    if version.path is None or not Path(version.path).is_dir():
+        raise NotFound(f"the files of policy version {version.version} are gone: {version.path}")
+    return version.path
+
+
+def adapters_of(version: PolicyVersion) -> dict[str, str]:
+    """Return the directory of each adapter, by the name that it is served under; NotFound if one is gone."""
+    if version.version == 0:
+        return {}
+    files_of(version)
+    paths = _named_paths(version)
+    if gone := [path for path in paths.values() if not Path(path).is_dir()]:
+        raise NotFound(f"files of policy version {version.version} are gone: {gone[0]}")
+    return paths
+
+
+def fault_of(version: PolicyVersion, served: Mapping[str, str | None]) -> str | None:
+    """Return why a server does not serve the version; None if it does.
+
+    `served`: the paths that its models were loaded from, by name, as far as it says.
+    """
+    found = [(path, served.get(name, "")) for name, path in _named_paths(version).items()]
+    if any(root == "" for _, root in found):
+        return "does not serve"
+    return "serves other weights as" if any(root not in (path, None) for path, root in found) else None
+
+
+def _named_paths(version: PolicyVersion) -> dict[str, str]:
+    own = {name: f"{version.path}/{directory}" for directory, name in version.adapters.items()}
+    return {str(version.served_model): str(version.path)} | own
+
+
+def labels_of(version: PolicyVersion) -> tuple[str, ...]:
+    """Return vLLM's weight version for ours. The time tells stores apart; `default` is vLLM's after a start."""
+    label = f"{version.version}-{int(version.created_at)}"
+    return (label,) if version.version else (label, "default")
+
+
+class Pins:
+    """Knows the version that each rollout began with, in any process. The newest rollouts are in memory."""
+
+    def __init__(self, store: Store, timeout_s: float) -> None:
+        self._store = store
+        self._timeout_s = timeout_s
+        self._recent: OrderedDict[str, tuple[int, float]] = OrderedDict()  # the version, and when the rollout began
+
+    async def of(self, rollout_id: str) -> int | None:
+        """Return the rollout's version; None before its first call."""
+        known = self._recent.get(rollout_id)
+        if known is not None:
+            return known[0]
+        try:
+            rollout = await self._store.rollouts.get(rollout_id)
+        except NotFound:
+            return None
+        pin = rollout.policy_version
+        if pin is not None:
+            self._recent[rollout_id] = pin, rollout.created_at
+            if len(self._recent) > PINS_KEPT:
+                self._recent.popitem(last=False)
+        return pin
+
+    async def in_use(self) -> set[int]:
+        """Return every version that a rollout may still ask for (`policy.pin_timeout_s`)."""
+        since = time.time() - self._timeout_s
+        recent = {version for version, began in self._recent.values() if began > since}
+        return recent | await self._store.versions.pinned(since)
+
+    def forget(self, rollout_id: str) -> None:
+        """Drop the version of a deleted rollout. A new rollout of the same name begins with the live version."""
+        self._recent.pop(rollout_id, None)

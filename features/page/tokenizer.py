@@ -11,7 +11,7 @@ from typing import Any
 from ...core.config.root import Config
 from ...core.errors import LightningError
 from ...proxy.api.parts import Parts
-from ...serving.base_model import trained_model
+from ...serving.mode import trained_model
 from ...serving.vllm import VllmFleet
 from .decoding import Undecodable, token_texts
 

@@ -18,9 +18,8 @@ from ...core.config.root import Config
 from ...core.errors import Conflict, PublishError, UpstreamTimeout, UpstreamUnreachable
 from ...core.records import PolicyVersion
 from ...serving.mode import has_gpu
-from ...serving.swap import Check, Superseded, Swap
+from ...serving.swap import Check, Superseded, Swap, labels_of
 from ...serving.vllm import VllmFault
-from ...serving.weights import labels_of
 from ...store.store import Store
 from ...store.training import Step
 from ...trainer.publish import Publisher, SamplesOf

@@ -9,8 +9,7 @@ from ...core.config.root import Config
 from ...core.redact import Redactor
 from ...serving.health import Health, Reach
 from ...serving.mode import ModeInUse
-from ...serving.pins import Pins
-from ...serving.swap import Swap
+from ...serving.swap import Pins, Swap
 from ...store.store import Store
 from ..access.auth import Keys
 from ..access.limits import Turns

@@ -9,8 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from ...core.errors import Conflict
 from ...core.records import Mode, PolicyVersion
-from ...serving.swap import Swap
-from ...serving.weights import obstacle
+from ...serving.swap import Swap, obstacle
 from .answers import ERRORS, Compared, Policy, Steps, Versions, answers
 from .bodies import Cursor, PromoteBody
 from .comparison import compared

@@ -11,8 +11,7 @@ from ...core.config.root import Config
 from ...core.config.upstreams import UpstreamConfig
 from ...core.errors import UpstreamTimeout
 from ...core.records import PolicyVersion, RolloutName
-from ...serving.pins import Pins
-from ...serving.swap import NotServed
+from ...serving.swap import NotServed, Pins
 from ...store.store import Store
 from .upstream import Route
 from .watch import Watch

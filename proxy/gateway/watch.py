@@ -12,8 +12,7 @@ from ...core.errors import LightningError, StoreUnavailable, UpstreamTimeout, Up
 from ...core.records import PolicyVersion
 from ...serving.health import Health
 from ...serving.mode import ModeInUse
-from ...serving.pins import Pins
-from ...serving.swap import NotServed, Swap
+from ...serving.swap import NotServed, Pins, Swap
 from ...serving.vllm import VllmError, VllmFault
 
 log = logging.getLogger(__name__)

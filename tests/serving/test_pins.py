@@ -9,8 +9,8 @@ import pytest
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallStart, RolloutName
 from lightning_proxy.proxy.gateway.recorder import Recorder
-from lightning_proxy.serving import pins
-from lightning_proxy.serving.pins import Pins
+from lightning_proxy.serving import swap
+from lightning_proxy.serving.swap import Pins
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.sections import PolicyConfig
@@ -29,5 +29,5 @@ async def test_a_rollout_that_began_too_long_ago_holds_no_version(
         kept = Pins(store, PolicyConfig(pin_timeout_s=3600).pin_timeout_s)
         assert [await kept.of(f"r{n}") for n in (0, 7)] == [0, 7]
         for now, wanted in ((4000.0, {0, 7}), (7000.0, {7}), (9000.0, set())):
-            monkeypatch.setattr(pins.time, "time", lambda now=now: now)
+            monkeypatch.setattr(swap.time, "time", lambda now=now: now)
             assert await kept.in_use() == wanted

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from lightning_proxy.core.errors import PublishError
 from lightning_proxy.serving import swap
+from lightning_proxy.serving.swap import LOADED
 from lightning_proxy.serving.vllm import LOADING
-from lightning_proxy.serving.weights import LOADED
 from support.training import DeafServer, HonestServer, bench
 
 
