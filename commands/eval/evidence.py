@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...core.evidence import Evidence, difference
+from ...core.statistics import Evidence, difference
 
 MARGIN, LEVEL = 0.1, 0.05
 

@@ -16,8 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ...core.bootstrap import bootstrap_mean
 from ...core.errors import ConfigError, LightningError
+from ...core.statistics import bootstrap_mean
 from ..run.run import RolloutResult
 from ..run.summary import by_name, by_task, names_table
 from .eval import LIVE, EvalRow

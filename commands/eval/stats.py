@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...core.bootstrap import RESAMPLES, Interval, bootstrap_mean
+from ...core.statistics import RESAMPLES, Interval, bootstrap_mean
 
 EXACT_UP_TO = 13  # tasks: no more sign patterns than resamples
 

@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from ...core.bootstrap import bootstrap_mean, mean_and_spread
 from ...core.json_text import dumps, loads_or_none
 from ...core.records import Mode
+from ...core.statistics import bootstrap_mean, mean_and_spread
 from ...store.database import Database, Row
 from ...store.rollouts import ROLLOUT_FILTERS
 

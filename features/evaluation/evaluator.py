@@ -10,9 +10,9 @@ from itertools import count
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ...core.bootstrap import bootstrap_mean
 from ...core.errors import StoreUnavailable
 from ...core.records import PolicyVersion
+from ...core.statistics import bootstrap_mean
 from ...trainer.plugins import TrainerCore
 from ...trainer.waiting import Stopped, pause
 from .best import BestVersion

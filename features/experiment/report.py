@@ -10,8 +10,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from ...core.bootstrap import RESAMPLES, Interval
 from ...core.errors import LightningError
+from ...core.statistics import RESAMPLES, Interval
 from .plan import Json
 
 HEAD = ("variant", "seeds", "before", "after", "95 %", "gain", "95 %", "above {}", "95 %", "minutes", "tokens")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from statistics import StatisticsError, correlation, fmean
 
-from ...core.bootstrap import bootstrap_mean
+from ...core.statistics import bootstrap_mean
 from .table import ENOUGH
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from ...core.evidence import difference, sign_difference
 from ...core.returns import LARGEST, Rules, earned
+from ...core.statistics import difference, sign_difference
 from .config import GateConfig
 from .tests import Observed
 

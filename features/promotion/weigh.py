@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ...core.evidence import Evidence, interval
+from ...core.statistics import Evidence, interval
 from .metrics import GuardedMetric
 from .sides import LONE, group_of
 from .tests import Observed, Outcome, Promotion

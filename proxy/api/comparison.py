@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from typing import Any
 
-from ...core.bootstrap import bootstrap_mean, mean_and_spread
 from ...core.records import Mode
+from ...core.statistics import bootstrap_mean, mean_and_spread
 from ...store.reports.versions import TaskMean
 
 SEED = 0  # of the bootstrap, so that the same rewards always give the same interval

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 
-from ...core.bootstrap import mean_and_spread
+from ...core.statistics import mean_and_spread
 from ...store.reports.recent import TaskRollout, TaskSum
 from .answers import ERRORS, TaskPage, answers
 from .bodies import Cursor, Id

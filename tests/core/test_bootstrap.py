@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from lightning_proxy.core.bootstrap import bootstrap_mean
+from lightning_proxy.core.statistics import bootstrap_mean
 
 
 def test_the_interval_is_the_quantiles_of_resampled_means() -> None:

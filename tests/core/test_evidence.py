@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lightning_proxy.core.evidence import SHARES, Evidence, compare_signs, difference, interval, sign_difference
+from lightning_proxy.core.statistics import SHARES, Evidence, compare_signs, difference, interval, sign_difference
 
 MARGIN, LEVEL = 0.1, 0.05
 COMPARISONS, LOOKS = 300, 2000

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_proxy.core.bootstrap import bootstrap_mean
 from lightning_proxy.core.errors import LightningError
+from lightning_proxy.core.statistics import bootstrap_mean
 from lightning_proxy.features.experiment import report
 
 

@@ -1,32 +1,17 @@
-"""How sure one can be that a candidate is worse than the live version, or not worse, looked at after every pair. Pure.
-
-Each pair is one difference in [-1, 1]: the candidate minus the live version, scaled by the metric's range, positive is
-better. Against a hypothesis "the mean is at most m" a bettor starts with the wealth 1 and bets a share c of it on each
-pair; a pair multiplies the wealth by
-
-    1 + c * ((1 + d) / (1 + m) - 1)        with 0 < c < 1
-
-which stays positive and is 1 or less on average while the hypothesis holds. The wealth is then a test supermartingale,
-and so is the mean over several bettors. By Ville's inequality it ever reaches 1 / level with a chance of at most
-`level`, however often one looks. These are the bets of Waudby-Smith and Ramdas, "Estimating means of bounded random
-variables by betting", JRSS B 86 (2024), doi 10.1093/jrsssb/qkad009, with a fixed mixture in the place of one bettor who
-learns what to bet. Written with lambda = c / (1 + m), the factor is 1 + lambda * (d - m).
-
-It is exact if each difference, given the earlier ones, has a mean on the hypothesis' side. So siblings of one task are
-one pair: `difference` compares their means. And pairs are taken in the order in which they began: taken as they end,
-a candidate that is slow to fail looks better than it is.
-"""
+"""How sure a mean over tasks is, and how sure one can be that a candidate is worse than the live version. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .bootstrap import Interval
+RESAMPLES = 10_000
+MEMORY = 1_000_000  # numbers held at once
 
 Verdict = Literal["worse", "safe", "undecided"]
 Floats = NDArray[np.float64]
@@ -37,8 +22,54 @@ MOST_LOG = 700.0  # above it a float has no power of e
 HALVINGS = 40  # of the width 2: finer than anybody reads
 
 
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The two values between which a mean is likely to be."""
+
+    low: float
+    high: float
+
+
+def mean_and_spread(values: Sequence[float]) -> tuple[float, float]:
+    """Return mean and standard deviation (of all there are); infinite where the values are too large for a sum."""
+    with np.errstate(all="ignore"):
+        return float(np.mean(values)), float(np.std(values))
+
+
+def bootstrap_mean(values: Sequence[float], seed: int, weights: Sequence[float] | None = None) -> Interval:
+    """Return the 95 % interval of the mean of `values`, one per task, by the percentile bootstrap over tasks.
+
+    With only one task it has no width. `weights`: what each task counts for in the mean; the same by default.
+    """
+    tasks, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
+    counts = np.ones(len(tasks)) if weights is None else np.asarray(weights, dtype=float)
+    at_once = max(1, MEMORY // len(tasks))
+    sizes = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]
+    with np.errstate(all="ignore"):
+        drawn = [rng.integers(0, len(tasks), (size, len(tasks))) for size in sizes]
+        means = [(tasks * counts)[one].sum(axis=1) / counts[one].sum(axis=1) for one in drawn]
+        low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    return Interval(float(low), float(high))
+
+
 class Evidence:
     """The evidence of one metric's pairs so far: two e-values, and the verdict that was reached first.
+
+    Each pair is one difference in [-1, 1]: the candidate minus the live version, scaled by the metric's range, positive
+    is better. Against a hypothesis "the mean is at most m" a bettor starts with the wealth 1 and bets a share c of it
+    on each pair; a pair multiplies the wealth by
+
+        1 + c * ((1 + d) / (1 + m) - 1)        with 0 < c < 1
+
+    which stays positive and is 1 or less on average while the hypothesis holds. The wealth is then a test
+    supermartingale, and so is the mean over several bettors. By Ville's inequality it ever reaches 1 / level with a
+    chance of at most `level`, however often one looks. These are the bets of Waudby-Smith and Ramdas, "Estimating means
+    of bounded random variables by betting", JRSS B 86 (2024), doi 10.1093/jrsssb/qkad009, with a fixed mixture in the
+    place of one bettor who learns what to bet. Written with lambda = c / (1 + m), the factor is 1 + lambda * (d - m).
+
+    It is exact if each difference, given the earlier ones, has a mean on the hypothesis' side. So siblings of one task
+    are one pair: `difference` compares their means. And pairs are taken in the order in which they began: taken as they
+    end, a candidate that is slow to fail looks better than it is.
 
     `margin`: the drop, as a share of the metric's range, that must not go live. `level`: the greatest chance that an
     equal candidate is called worse, and that one with a drop of `margin` or more is called safe. Of several `metrics`
