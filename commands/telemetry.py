@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 # vLLM's and Ray's usage statistics, and what huggingface_hub, transformers and TRL report.
-# litellm's is an attribute: core/providers.py.
+# litellm's is an attribute: core/prices.py.
 OFF = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "RAY_USAGE_STATS_ENABLED": "0"}
 
 

@@ -1,19 +1,84 @@
-"""Says what tokens cost: by `prices` of the configuration, or by the price table of litellm where it is installed."""
+"""What calls used and what it costs: by `prices` of the configuration, or by the price table of litellm.
+
+litellm is there with the extra `providers`, for whoever asks a provider's model.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
+import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
+from .errors import ConfigError
 from .json_text import loads
-from .usage import Used
 
 MILLION = 1_000_000
 OWN_MACHINES = {"hosted_vllm", "vllm", "ollama", "ollama_chat", "lm_studio", "llamafile"}  # whatever their models are
+_LITELLM_SETTINGS = {
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or importing it fetches a price list
+    "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "True",
+    "LITELLM_MODE": "PRODUCTION",  # or it reads a .env file
+    "MAX_IMAGE_URL_DOWNLOAD_SIZE_MB": "0",  # a URL that an agent names is not called
+}
+
+Json = dict[str, Any]
+
+
+class Used(NamedTuple):
+    """Tokens of calls. `input` counts those that were read from a cache (`cached`) or written to it (`kept`), too.
+
+    `reasoning`: those of `output` that the agent may not have seen.
+    """
+
+    input: int = 0
+    cached: int = 0
+    kept: int = 0
+    output: int = 0
+    reasoning: int = 0
+
+    def plus(self, other: Used) -> Used:
+        """Return the sum of both."""
+        return Used(*(mine + more for mine, more in zip(self, other, strict=True)))
+
+
+def used(usage: Any) -> Used | None:
+    """Return the tokens that a `usage` counts; None if it counts none.
+
+    Anthropic's `input_tokens` leave out what a cache had: 10 beside `cache_read_input_tokens` 90 are an input of 100.
+    Some providers (xAI, Gemini) count reasoning in `total_tokens` alone.
+    """
+    if not isinstance(usage, dict) or not (
+        "prompt_tokens" in usage or "input_tokens" in usage or "total_tokens" in usage
+    ):
+        return None
+    given, said = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
+    read, kept = _count(usage, "cache_read_input_tokens"), _count(usage, "cache_creation_input_tokens")
+    first = _count(usage, f"{given}_tokens") + (read + kept if given == "input" else 0)
+    found = read or _count(_object(usage, f"{given}_tokens_details"), "cached_tokens")
+    return Used(
+        input=first,
+        cached=found or _count(usage, "prompt_cache_hit_tokens"),  # DeepSeek's
+        kept=kept,
+        output=max(_count(usage, f"{said}_tokens"), _count(usage, "total_tokens") - first),
+        reasoning=_count(_object(usage, f"{said}_tokens_details"), "reasoning_tokens"),
+    )
+
+
+def _object(value: Json, name: str) -> Json:
+    found = value.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _count(value: Json, name: str) -> int:
+    """The count of this name; anything else is none."""
+    found = value.get(name)
+    return found if type(found) is int and 0 < found < 2**53 else 0
 
 
 class Price(NamedTuple):
@@ -75,3 +140,23 @@ def _table() -> Mapping[str, Any]:
         except (OSError, ValueError):
             continue
     return {}
+
+
+def require_litellm(what: str) -> None:
+    """Raise ConfigError if litellm is not installed. `what` needs it."""
+    if importlib.util.find_spec("litellm") is None:
+        raise ConfigError(f"{what} needs litellm: pip install 'lightning-proxy[providers]'")
+
+
+def import_litellm() -> ModuleType:
+    """Import litellm and turn off its logs and reports, which may hold keys and entire conversations."""
+    os.environ.update(_LITELLM_SETTINGS)
+    import litellm
+
+    litellm.suppress_debug_info = True
+    litellm.turn_off_message_logging = True
+    litellm.telemetry = False
+    litellm.callbacks, litellm.success_callback, litellm.failure_callback = [], [], []
+    for name in ("LiteLLM", "LiteLLM Router", "LiteLLM Proxy"):
+        logging.getLogger(name).disabled = True
+    return litellm

@@ -20,7 +20,7 @@ EXTRAS = {
     "features/teacher": {"train"},
     "features/otel": {"otel"},
     "store/postgres": {"postgres"},
-    "core/providers.py": {"providers"},
+    "core/prices.py": {"providers"},
     "features/page": {"train"},
     "features/litellm": {"providers"},
     "trainer": {"train"},

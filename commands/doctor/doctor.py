@@ -20,7 +20,7 @@ from ...core.errors import ConfigError, LightningError, StoreUnavailable
 from ...core.groups import Grouping
 from ...core.http import through
 from ...core.json_text import encode, loads
-from ...core.providers import require_litellm
+from ...core.prices import require_litellm
 from ...proxy.gateway.attempts import Upstreams
 from ...proxy.gateway.upstream import Request
 from ...proxy.plugins.on_board import makers_of, plugins_of

@@ -10,8 +10,7 @@ from typing import Any, Literal, get_args
 
 from ...core.config.root import Config
 from ...core.json_text import loads_or_none
-from ...core.prices import Prices
-from ...core.usage import Used, used
+from ...core.prices import Prices, Used, used
 from ...store.database import Database, Row
 
 By = Literal["day", "model", "key", "task", "rollout", "mode"]

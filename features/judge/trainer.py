@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ...core.providers import require_litellm
+from ...core.prices import require_litellm
 from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
 from .config import JudgeKeys
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import orjson
 
 from ...core import sse
-from ...core.providers import import_litellm
+from ...core.prices import import_litellm
 from ...core.records import Header
 
 T = TypeVar("T")

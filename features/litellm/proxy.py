@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from ...core.config.upstreams import UpstreamConfig
-from ...core.providers import require_litellm
+from ...core.prices import require_litellm
 from ...proxy.gateway.upstream import Upstream
 from ...proxy.plugins.hooks import ProxyPlugin
 from .upstream import LitellmUpstream

@@ -27,8 +27,7 @@ from ...commands.signals import run_until_signal
 from ...commands.system.processes import make_directory
 from ...core.config.root import Config
 from ...core.errors import ConfigError
-from ...core.prices import Prices
-from ...core.providers import require_litellm
+from ...core.prices import Prices, require_litellm
 from . import apo, gepa
 from .reflection import Reflection
 from .scores import Candidate, PromptScores

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import LightningError
-from ...core.providers import import_litellm
-from ...core.usage import Used, used
+from ...core.prices import Used, import_litellm, used
 from ...store.sqlite.file import make_private
 from .scores import BudgetSpent
 

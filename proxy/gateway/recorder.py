@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from ...core.errors import StoreUnavailable
 from ...core.http import LARGE, in_thread_if_large
 from ...core.json_text import dumps, dumps_or_none, encode
+from ...core.prices import Used, used
 from ...core.records import CallEnd, CallStart, Choice, ModelCall, RolloutName
 from ...core.redact import Redactor
 from ...core.tools import conversation, has_results
-from ...core.usage import Used, used
 from ...store.calls import (
     CALL_END,
     CALL_LARGE_REQUEST,

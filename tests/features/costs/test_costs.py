@@ -15,9 +15,8 @@ import pytest
 from lightning_proxy.core import prices
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.core.prices import Price, Prices
+from lightning_proxy.core.prices import Price, Prices, Used, used
 from lightning_proxy.core.records import CallEnd, CallStart, CallStatus, Choice, Limits, RolloutName
-from lightning_proxy.core.usage import Used, used
 from lightning_proxy.features.costs.command import seconds_of, steps_table
 from lightning_proxy.features.costs.table import CostTable
 from lightning_proxy.proxy.gateway.recorder import Recorder
