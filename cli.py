@@ -10,13 +10,22 @@ from typing import Annotated, Literal
 
 import typer
 
-from .commands import init, keys, look, store
+from .commands import init, keys, store
+from .commands.command_line import (
+    RECORD,
+    START,
+    SYSTEM,
+    WORK,
+    Commands,
+    Json,
+    brought,
+    config_file,
+    configuration,
+    telemetry_off,
+    versions,
+)
 from .commands.export import command as data
-from .commands.groups import RECORD, START, SYSTEM, WORK, Commands
-from .commands.load import config_file, configuration
-from .commands.on_board import add_commands
 from .commands.show import policy, rollouts
-from .commands.show.complete import versions
 
 app = typer.Typer(
     cls=Commands,
@@ -41,7 +50,6 @@ Port = Annotated[int | None, typer.Option(metavar="N", help="the proxy's port (p
 Logs = Annotated[Path, typer.Option(help="directory for the logs of vLLM, proxy and trainer")]
 LogFormat = Annotated[Literal["text", "json"], typer.Option("--log-format", help="lines for people or for programs")]
 Calls = Annotated[bool | None, typer.Option(help="a line for each call", show_default="on a terminal")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 AHEAD = (
     "pause new rollouts while more than this many steps' worth are not yet in the live weights; 0 keeps you on-policy"
 )
@@ -77,8 +85,6 @@ def main(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="show the version and exit")
     ] = False,
 ) -> None:
-    from .commands.telemetry import telemetry_off
-
     os.environ.update(telemetry_off())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -322,7 +328,15 @@ def demo(
     run(DemoOptions(steps, seed, directory, model, repeat, ahead, api), resume=resume)
 
 
-app.command(rich_help_panel=SYSTEM)(look.status)
+@app.command(rich_help_panel=SYSTEM)
+def status(context: typer.Context, as_json: Json = False) -> None:
+    """Show the state of the running system. The exit code is 1 if it is not ready."""
+    from .commands.show.status import show_status
+
+    if not show_status(configuration(context), as_json=as_json):
+        raise typer.Exit(1)
+
+
 app.command(rich_help_panel=RECORD)(data.export)
 app.command(name="import", rich_help_panel=RECORD)(data.import_)
 
@@ -342,8 +356,43 @@ def plan(
     plan_command(configuration(context, {"policy.model": model}), gpus, as_json=as_json)
 
 
-app.command(rich_help_panel=START, context_settings={"allow_interspersed_args": False})(look.doctor)
-add_commands(app)
+@app.command(rich_help_panel=START, context_settings={"allow_interspersed_args": False})
+def doctor(
+    context: typer.Context,
+    command: Annotated[list[str] | None, typer.Argument(help="with --learn: the agent program, after `--`")] = None,
+    learn: Annotated[
+        bool, typer.Option("--learn", help="see by a few training steps whether this system learns")
+    ] = False,
+    tasks: Annotated[
+        Path | None, typer.Option(help="with --learn: a JSON Lines file", show_default="four questions")
+    ] = None,
+    preload: Annotated[
+        str, typer.Option(help="with --learn: modules to import once for all runs of `python script.py …`")
+    ] = "",
+    yes: Annotated[bool, typer.Option("--yes", help="with --learn: replace merged weights while rollouts run")] = False,
+    model: Model = None,
+    as_json: Json = False,
+) -> None:
+    """Check every link, from configuration to rewards, and say what to fix. The exit code is 1 if a check failed."""
+    from .core.errors import ConfigError
+
+    if not learn and (command or tasks or preload or yes):
+        raise ConfigError("--tasks, --preload, --yes and a program need --learn")
+    if learn:
+        from .commands.doctor.learn.learn import LearnRequest, learn_command
+
+        modules = preload.split(",") if preload else []
+        done = learn_command(context.obj, LearnRequest(tasks, command or [], yes, as_json, modules, model))
+    else:
+        from .commands.doctor.doctor import doctor as run
+
+        done = run(context.obj, model, as_json=as_json)
+    if not done:
+        raise typer.Exit(1)
+
+
+for add_to in brought("add_to"):
+    add_to(app)
 
 
 def _write_for_the_owner_only() -> None:

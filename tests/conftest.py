@@ -22,8 +22,8 @@ from aiohttp.typedefs import Handler
 from hypothesis import settings
 
 from contract.real import lora, merged, speller  # noqa: F401  (fixtures)
+from lightning_proxy.commands.command_line import telemetry_off
 from lightning_proxy.commands.serve import uvicorn_options
-from lightning_proxy.commands.telemetry import telemetry_off
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.upstreams import UpstreamConfig
 from lightning_proxy.core.records import Limits

@@ -8,8 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..load import configuration
-from ..show.complete import task_ids, versions
+from ..command_line import configuration, task_ids, versions
 
 
 def export(

@@ -14,7 +14,7 @@ from typing import Any
 from ...core.errors import LightningError
 from ...core.records import Mode
 from ..api_client import ApiClient, ApiError, OpenRollout
-from ..on_board import variables
+from ..command_line import variables
 from .backlog import BacklogGate
 from .budget import Budget
 from .journal import Journal

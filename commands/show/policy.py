@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..groups import Commands
-from ..load import configuration
-from .complete import versions
+from ..command_line import Commands, Json, configuration, versions
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show policy versions and choose the live one.")
 
-Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 # What the step that made a version has about its verification, as `GET /status` has it of the live one.
 VERIFICATION = {"deviations": "verify_deviations", "difference": "verify_difference", "by": "verified_by"}
 

@@ -10,16 +10,13 @@ from urllib.parse import quote
 
 import typer
 
-from ..groups import Commands
-from ..load import configuration
-from .complete import rollout_ids, task_ids
+from ..command_line import Commands, Json, configuration, rollout_ids, task_ids
 
 if TYPE_CHECKING:
     from ..api_client import ApiClient
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, compare, end and delete rollouts.")
 
-Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 TAIL_POLL_S = 1.0
 TAIL_PAGE = 200
 REFUSED = (400, 404, 405, 409)  # refusals that concern one rollout only

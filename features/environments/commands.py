@@ -10,8 +10,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ...commands.groups import WORK
-from ...commands.load import configuration
+from ...commands.command_line import WORK, configuration
 
 Given = dict[str, Any]
 StandIn = Callable[[str, str | None, Given], Given]

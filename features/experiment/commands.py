@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...commands.groups import WORK
+from ...commands.command_line import WORK
 
 
 def experiment(

@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ...commands.groups import WORK, Commands
-from ...commands.load import configuration
-from ...commands.show.complete import rollout_ids, task_ids
+from ...commands.command_line import WORK, Commands, Json, configuration, rollout_ids, task_ids
 from ...commands.show.rollouts import app as rollouts
 
 
@@ -61,7 +59,6 @@ def rescore(
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Show what a rewarder gives, and whether it can be believed."
 )
-Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 Kind = Annotated[str, typer.Argument(metavar="KIND", help="a rewarder of rewards.use, by its kind or name")]
 
 

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ...commands.groups import WORK
-from ...commands.load import configuration
+from ...commands.command_line import WORK, configuration
 
 
 def optimize(

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ...commands.groups import RECORD
-from ...commands.load import configuration
+from ...commands.command_line import RECORD, configuration
 
 
 def dashboard(

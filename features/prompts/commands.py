@@ -9,9 +9,7 @@ from urllib.parse import quote
 
 import typer
 
-from ...commands.groups import RECORD, Commands
-from ...commands.load import configuration
-from ...commands.show.complete import known
+from ...commands.command_line import RECORD, Commands, Json, configuration, known
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,8 +19,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Show and change the prompts that take the place of an agent's own."
 )
-
-Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
 
 def names(context: typer.Context, incomplete: str) -> list[str]:

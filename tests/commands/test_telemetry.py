@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.commands.telemetry import OFF
+from lightning_proxy.commands.command_line import OFF
 
 TELLS_ITS_ENVIRONMENT = "import json, os; print(json.dumps(dict(os.environ)))"
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lightning_proxy.commands.telemetry import telemetry_off
+from lightning_proxy.commands.command_line import telemetry_off
 
 RAY = Path(sys.executable).with_name("ray")
 HEAD = "127.0.0.2"  # Ray takes 127.0.0.1 for the address of another machine's self

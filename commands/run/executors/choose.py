@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ....core.config.root import Config
 from ....core.errors import ConfigError
-from ...on_board import brought
+from ...command_line import brought
 from ..output import Keeping
 from ..programs import LocalRunner
 from ..runner import Runner

@@ -1,0 +1,126 @@
+"""What commands' definitions share: groups in `--help`, the configuration, completion, and what features bring."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..core.on_board import modules
+
+if TYPE_CHECKING:
+    from ..core.config.root import Config
+    from .api_client import ApiClient, OpenRollout
+
+START, SYSTEM, WORK, RECORD = "First steps", "The system", "Work and rewards", "What was recorded and learnt"
+GROUPS = (START, SYSTEM, WORK, RECORD)
+WHOLE = 1000  # characters: a command's first sentence is wrapped, not cut
+
+Json = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+PATIENCE_S = 2.0  # a person waits at a prompt
+NEWEST = 500
+# vLLM's and Ray's usage statistics, and what huggingface_hub, transformers and TRL report.
+# litellm's is an attribute: core/prices.py.
+OFF = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+class Commands(TyperGroup):
+    """Lists its commands in groups. Shows our own errors as one line and ends with their exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        from ..core.errors import LightningError
+
+        try:
+            return super().invoke(ctx)
+        except LightningError as error:
+            typer.echo(f"lightning-proxy: {error.message}", err=True)
+            raise typer.Exit(error.exit_code) from None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(map(len, self.commands))
+        lines: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
+        for name, command in self.commands.items():
+            group = getattr(command, "rich_help_panel", None) or "Commands"
+            lines.setdefault(group, []).append((name.ljust(width), command.get_short_help_str(WHOLE)))
+        for group, of_group in lines.items():
+            if of_group:
+                with formatter.section(group):
+                    formatter.write_dl(of_group)
+
+
+def configuration(context: typer.Context, overrides: dict[str, Any] | None = None) -> Config:
+    """Return the configuration that `--config` names, with the command's options over it."""
+    from ..core.config.file import load_config
+
+    return load_config(context.obj, overrides)
+
+
+def config_file(given: Path | None) -> Path | None:
+    """Return the configuration's file: what `--config` names, else ./config.yaml if it is there."""
+    here = Path("config.yaml")
+    return given or (here if here.is_file() else None)
+
+
+def rollout_ids(context: typer.Context, incomplete: str) -> list[str]:
+    """Return ids of the newest rollouts that begin so."""
+
+    async def look(api: ApiClient) -> Iterable[str]:
+        return [one["rollout_id"] for one in (await api.rollouts(limit=NEWEST))["data"]]
+
+    return known(context, incomplete, look)
+
+
+def task_ids(context: typer.Context, incomplete: str) -> list[str]:
+    """Return ids of tasks that begin so."""
+
+    async def look(api: ApiClient) -> Iterable[str]:
+        return [one["task_id"] for one in (await api.request("GET", "/tasks"))["data"]]
+
+    return known(context, incomplete, look)
+
+
+def versions(context: typer.Context, incomplete: str) -> list[str]:
+    """Return numbers of policy versions that begin so."""
+
+    async def look(api: ApiClient) -> Iterable[str]:
+        return [str(one["version"]) for one in (await api.request("GET", "/policy/versions"))["data"]]
+
+    return known(context, incomplete, look)
+
+
+def known(context: typer.Context, incomplete: str, look: Callable[[ApiClient], Awaitable[Iterable[str]]]) -> list[str]:
+    """Return what the proxy knows that begins so; nothing if it does not answer soon."""
+    import asyncio
+
+    from ..core.config.file import load_config
+    from ..core.errors import LightningError
+    from .api_client import ask
+
+    try:
+        config = load_config(config_file(context.find_root().params.get("config")))
+        found = ask(config, lambda api: asyncio.wait_for(look(api), PATIENCE_S))
+    except (LightningError, TimeoutError):
+        return []
+    return sorted({name for name in found if name and name.startswith(incomplete)})
+
+
+def variables(proxy_url: str, rollout: OpenRollout) -> dict[str, str]:
+    """Return what features add to the variables of a program that works on a rollout."""
+    found: dict[str, str] = {}
+    for of_feature in brought("variables"):
+        found |= of_feature(proxy_url, rollout)
+    return found
+
+
+def brought(name: str) -> list[Callable[..., Any]]:
+    """Return the function of this name of each feature that has one."""
+    return [getattr(module, name) for module in modules("commands") if hasattr(module, name)]
+
+
+def telemetry_off() -> dict[str, str]:
+    """Return the variables to set before the libraries are imported: those that are not set yet."""
+    return {name: value for name, value in OFF.items() if name not in os.environ}
