@@ -28,8 +28,7 @@ from uvicorn.supervisors import Multiprocess
 
 from ..core.config.root import Config
 from ..core.errors import LightningError
-from ..proxy.gateway.connections import calls_at_once, files_allowed, raise_limit
-from ..proxy.gateway.server import ServerProtocol
+from ..proxy.gateway.server import ServerProtocol, calls_at_once, files_allowed, raise_limit
 from ..serving.mode import check_base_model, publish_mode
 from .formats import address
 from .lines import CallLines, LogFormat, say, set_up

@@ -40,15 +40,12 @@ from .gateway.attempts import Upstreams
 from .gateway.call import Gateway, OnCall
 from .gateway.exact import ExactTokens, RecentTurns
 from .gateway.metrics import Metrics
-from .gateway.model_check import ModelCheck
-from .gateway.probe import Prober
 from .gateway.recorder import Recorder
 from .gateway.relay import Relay, parse_path
-from .gateway.routing import PolicyRouter
+from .gateway.routing import ModelCheck, PolicyRouter, Prober, Watch
 from .gateway.through_chat import ChatRoute
 from .gateway.unnamed import UnnamedRollouts
-from .gateway.upstream_http import make_session
-from .gateway.watch import Watch
+from .gateway.upstream import make_session
 from .plugins.hooks import Core, ProxyPlugin, Work
 from .plugins.on_board import makers_of, open_plugins, plugins_of
 

@@ -72,7 +72,7 @@ def replica_name(url: str) -> str:
 async def check_health(config: Config, session: aiohttp.ClientSession, health: Health) -> None:
     """Ask servers of upstreams with `health_check_s` for their models, again and again until cancelled.
 
-    Not the policy's: `proxy/gateway/watch.py` knows more of it, whether a server has the live weights for one.
+    Not the policy's: `proxy/gateway/routing.py` knows more of it, whether a server has the live weights for one.
     """
     policys = config.policy_upstream
     checked = [upstream for upstream in config.upstreams if upstream.health_check_s and upstream is not policys]

@@ -67,7 +67,7 @@ SELECT rollout_id, call_id, :position, :tool_call_id, :name, :arguments, :place,
 FROM calls WHERE call_id = :call_id
 """
 # What a tool call's `signs` holds, digests of so many bytes each, and how much each tells when it is as in the request
-# that brings a result (proxy/gateway/places.py).
+# that brings a result (proxy/gateway/recent.py).
 SIGN, NO_SIGN = 5, bytes(5)
 SIGNS = {"what": 8, "near": 4, "root": 3, "system": 1, "response": 6, "item": 8}
 _POINTS = " + ".join(

@@ -235,7 +235,7 @@ CREATE INDEX rollout_agents_by_rollout ON rollout_agents (n);
 
 -- Tool calls of answers, and the results that a later request brought back. A result is found by where the call stands
 -- in its conversation: `place` is a digest of all that was said before it, `signs` are digests of its name and arguments
--- and of what is around it (proxy/gateway/places.py).
+-- and of what is around it (proxy/gateway/recent.py).
 CREATE TABLE tool_calls (
     rollout_id   TEXT NOT NULL REFERENCES rollouts (rollout_id) ON DELETE CASCADE,
     call_id      TEXT NOT NULL REFERENCES calls (call_id) ON DELETE CASCADE,

@@ -255,7 +255,7 @@ def newest_checkpoint(config: StoreConfig) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The first answer of a version: the name that it was served under, and `proxy/gateway/probe.py`'s positions.
+    """The first answer of a version: the name that it was served under, and `proxy/gateway/routing.py`'s positions.
 
     `at`: when its newest answer was compared (Unix time).
     """

@@ -104,7 +104,7 @@ def test_no_private_method_of_another_package_is_overridden_unseen() -> None:
     from lightning_proxy.features.tune.dpo import PairTrainer
     from lightning_proxy.features.tune.kto import ThumbTrainer
     from lightning_proxy.proxy.gateway.server import ServerProtocol
-    from lightning_proxy.proxy.gateway.upstream_http import _Connector, _Protocol
+    from lightning_proxy.proxy.gateway.upstream import _Connector, _Protocol
     from lightning_proxy.trainer.step.trainer import LightningTrainer
 
     listed = set[str]().union(*(parts for parts, _, _ in rows()))

@@ -15,7 +15,7 @@ import aiohttp
 from ...core.config.root import Config
 from ...core.config.upstreams import UpstreamConfig
 from ...core.records import PublishMode
-from ...proxy.gateway.renderer import RENDER
+from ...proxy.gateway.exact import RENDER
 from ...serving.operator import key_file, operator_headers
 from ...trainer.rows.sampling import is_installed, sampling_of
 from ...trainer.types import Sampling

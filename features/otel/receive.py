@@ -21,8 +21,7 @@ from ...core.tools import tool_calls
 from ...proxy.access.auth import Caller
 from ...proxy.api.door import require_may_reward
 from ...proxy.api.parts import Parts
-from ...proxy.gateway.asgi import ClientDisconnected, read_headers
-from ...proxy.gateway.packed import unpack
+from ...proxy.gateway.asgi import ClientDisconnected, read_headers, unpack
 from .genai_read import action_of, is_action, is_call, request_of, response_of, tokens_of
 from .otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused
 

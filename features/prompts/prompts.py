@@ -13,7 +13,7 @@ from ...core.json_text import dumps, encode
 from ...core.records import CallStart, RolloutName
 from ...core.redact import MASK, Redactor
 from ...proxy.gateway.call import Question
-from ...proxy.gateway.group_commit import Statement
+from ...proxy.gateway.recorder import Statement
 from .placing import Json, Place, find, put, text_at
 from .table import CALL_PROMPT, ROLLOUT_PROMPT_KEPT, Prompt, PromptTable
 

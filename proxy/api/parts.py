@@ -16,11 +16,9 @@ from ..access.limits import Turns
 from ..gateway.asgi import Bodies
 from ..gateway.exact import ExactTokens
 from ..gateway.metrics import Metrics
-from ..gateway.model_check import ModelCheck
 from ..gateway.recorder import Recorder
 from ..gateway.relay import Relay
-from ..gateway.routing import PolicyRouter
-from ..gateway.watch import Watch
+from ..gateway.routing import ModelCheck, PolicyRouter, Watch
 from .beside import Beside
 
 

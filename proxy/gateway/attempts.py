@@ -22,8 +22,7 @@ from ...serving.health import Health
 from ..dialects.as_chat.dialect import PATH, ThroughChat
 from ..dialects.chat import Injection
 from ..dialects.dialects import Dialect
-from .upstream import Answer, NoConnection, Piece, ReadAnswer, Request, Route, Upstream
-from .upstream_http import HttpUpstream
+from .upstream import Answer, HttpUpstream, NoConnection, Piece, ReadAnswer, Request, Route, Upstream
 
 log = logging.getLogger(__name__)
 

@@ -25,9 +25,8 @@ from ..dialects.stream import LARGE_ANSWER, BufferedTranscript, Transcript
 from .asgi import Reply
 from .attempts import Attempts, Target, Upstreams, begun, chat_target, target_of
 from .exact import ExactTokens
-from .group_commit import Statement
 from .metrics import Metrics
-from .recorder import Recorder
+from .recorder import Recorder, Statement
 from .routing import PolicyRouter
 from .through_chat import ApiRequest, ChatDecision, ChatRoute
 from .unnamed import Conversation, UnnamedRollouts, end_statements, start_statements

@@ -1,31 +1,36 @@
-"""Finds the chat request that a request for Messages or Responses stands for, its earlier turns included."""
+"""Finds the chat request that a request for Messages or Responses stands for, its earlier turns included.
+
+`Templates` learns, once for each server, how its own route for Messages applies its chat template.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from ...core.config.policy import PolicyConfig
-from ...core.errors import InvalidRequest, NotFound
+from ...core.errors import InvalidRequest, LightningError, NotFound
 from ...core.http import in_thread_if_large
+from ...core.json_text import encode, loads
 from ...core.records import CallEnd, CallStart, ModelCall
 from ...store.store import Store
 from ..dialects.as_chat.dialect import TRANSLATORS, ThroughChat, chat_request
-from ..dialects.as_chat.translation import TemplateUnknown, Translation, Untranslatable
+from ..dialects.as_chat.translation import PROBES, Template, TemplateUnknown, Translation, Untranslatable, learn
 from ..dialects.dialects import Dialect
 from ..dialects.earlier import Earlier, Exchange, exchanges_up_to, items_of
 from .attempts import Upstreams
-from .templates import Templates
 from .upstream import Request, Route
 
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
-
 UNKNOWN_PREVIOUS = "unknown previous_response_id on the server's own route: send the entire conversation"
 NOT_AS_CHAT = "the chat route, which gives token ids, cannot stand for it"
+
+_NOT_NOW = frozenset({401, 403, 429})  # it did not let this request in; it may the next one
 
 
 class ApiRequest(NamedTuple):
@@ -110,3 +115,52 @@ class ChatRoute:
     async def _earlier(self, api_request: ApiRequest) -> list[Exchange]:
         previous = api_request.body.get("previous_response_id") if api_request.endpoint == "responses" else None
         return await self._history.up_to(api_request.rollout_id, previous) if isinstance(previous, str) else []
+
+
+class Templates:
+    """Knows the templates of the servers that were probed. One that could not answer is probed again."""
+
+    def __init__(self, upstreams: Upstreams) -> None:
+        self._upstreams = upstreams
+        self._known: dict[str, Template] = {}
+        self._asking: dict[str, asyncio.Task[Template]] = {}
+
+    def of(self, upstream: str | None) -> Template:
+        """Return what is known of an upstream's template."""
+        return self._known.get(upstream or "", Template())
+
+    async def learned(self, route: Route, request: Request) -> Template:
+        """Return a server's template; probe it with the credentials of the first request that needs it."""
+        name = route.upstream.name
+        if name in self._known:
+            return self._known[name]
+        if name not in self._asking:
+            asking = self._asking[name] = asyncio.create_task(self._learned(route, request))
+            asking.add_done_callback(lambda _: self._asking.pop(name))
+        return await asyncio.shield(self._asking[name])
+
+    async def _learned(self, route: Route, request: Request) -> Template:
+        name = route.upstream.name
+        probes = (self._ask(route, request, path, body | {"model": route.model}) for path, body in PROBES.values())
+        try:
+            answers = await asyncio.gather(*probes)
+        except LightningError as error:  # the call itself will meet it, too
+            log.info("upstream %s: its chat template is not known: %s", name, error.message)
+            return Template()
+        if any(status in _NOT_NOW or status >= 500 for status, _ in answers):
+            return Template()
+        self._known[name] = learn(dict(zip(PROBES, answers, strict=True)))
+        return self._known[name]
+
+    async def _ask(self, route: Route, request: Request, path: str, body: Json) -> tuple[int, Any]:
+        probe = request._replace(method="POST", path=path, query=b"", body=encode(body))
+        answer = await self._upstreams.open(route.upstream, probe)
+        try:
+            raw = await answer.read()
+        finally:
+            answer.release()
+        try:
+            read = loads(raw)
+        except ValueError:
+            read = None
+        return answer.status, read if isinstance(read, dict) else {}

@@ -36,7 +36,7 @@ from ..dialects.atoms import (
     request_marks,
     without_thoughts,
 )
-from .group_commit import Statement
+from .recorder import Statement
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from contract.real import System
-from lightning_proxy.proxy.gateway.probe import TOLERANCE, difference
+from lightning_proxy.proxy.gateway.routing import TOLERANCE, difference
 from lightning_proxy.serving.operator import key_file, operator_headers
 from lightning_proxy.serving.vllm import VllmServer, operator_session
 

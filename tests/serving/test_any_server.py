@@ -11,7 +11,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from lightning_proxy.proxy.gateway.probe import LOOK_S
+from lightning_proxy.proxy.gateway.routing import LOOK_S
 from lightning_proxy.serving.vllm import VllmError, VllmServer, operator_session
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store

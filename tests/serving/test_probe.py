@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from lightning_proxy.proxy.gateway import probe
-from lightning_proxy.proxy.gateway.probe import difference
+from lightning_proxy.proxy.gateway import routing
+from lightning_proxy.proxy.gateway.routing import difference
 
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(probe, "LOOK_S", 0.02)
-    monkeypatch.setattr(probe, "PROBE_S", 0.05)
+    monkeypatch.setattr(routing, "LOOK_S", 0.02)
+    monkeypatch.setattr(routing, "PROBE_S", 0.05)
     yield
 
 

@@ -22,8 +22,7 @@ from lightning_proxy.proxy.gateway.attempts import Upstreams
 from lightning_proxy.proxy.gateway.call import Gateway
 from lightning_proxy.proxy.gateway.metrics import Metrics
 from lightning_proxy.proxy.gateway.relay import Relay
-from lightning_proxy.proxy.gateway.upstream import Route
-from lightning_proxy.proxy.gateway.upstream_http import make_session
+from lightning_proxy.proxy.gateway.upstream import Route, make_session
 from lightning_proxy.store.rollouts import RolloutKey
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -19,7 +19,7 @@ from rich.console import Console
 from ....core.config.file import load_config
 from ....core.config.root import Config
 from ....core.errors import ConfigError, LightningError
-from ....proxy.gateway.probe import difference
+from ....proxy.gateway.routing import difference
 from ....serving.mode import publish_mode
 from ....serving.swap import Swap, swap_lock
 from ....serving.vllm import VllmFleet, operator_session

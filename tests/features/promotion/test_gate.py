@@ -14,7 +14,7 @@ import pytest
 
 from lightning_proxy.features.promotion import gate
 from lightning_proxy.features.promotion.promotions import Promotions
-from lightning_proxy.proxy.gateway import watch
+from lightning_proxy.proxy.gateway import routing
 from lightning_proxy.store.versions import PolicyVersions
 from support.judging import judging, ordered
 from support.serving import serving
@@ -26,7 +26,7 @@ GROUPS = {"group_size": 4}
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gate, "LOOK_S", 0.05)
-    monkeypatch.setattr(watch, "WATCH_S", 0.1)
+    monkeypatch.setattr(routing, "WATCH_S", 0.1)
 
 
 async def until(condition: Callable[[], Awaitable[Any]]) -> Any:
@@ -294,7 +294,7 @@ async def test_a_decision_between_two_readings_names_no_version_that_did_not_ans
                     await Promotions(store.database).decide(test, "promoted", "so it is", {})
             return live
 
-        monkeypatch.setattr(watch, "WATCH_S", 1000)
+        monkeypatch.setattr(routing, "WATCH_S", 1000)
         await asyncio.sleep(0.3)  # no look of its own is under way
         monkeypatch.setattr(PolicyVersions, "live_now", decided_after)
         assert await served(system, "r", "t") == version

@@ -21,11 +21,11 @@ async def test_a_vllm_that_stays_away_is_told_of_once(
             Broken.asked += 1
             raise OSError("broken")
 
-    monkeypatch.setattr("lightning_proxy.proxy.gateway.watch.WATCH_S", 0.01)
+    monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.WATCH_S", 0.01)
     async with running(tmp_path) as system:
         system.vllm.adapters = Broken()
         while Broken.asked < 5:
             await asyncio.sleep(0.01)
-        records = [record for record in caplog.records if record.name == "lightning_proxy.proxy.gateway.watch"]
+        records = [record for record in caplog.records if record.name == "lightning_proxy.proxy.gateway.routing"]
         told = [record.getMessage() for record in records]
     assert len(told) == 1, told

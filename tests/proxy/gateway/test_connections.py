@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from lightning_proxy.proxy.gateway import server
-from lightning_proxy.proxy.gateway.connections import Connections, calls_at_once
+from lightning_proxy.proxy.gateway.server import Connections, calls_at_once
 from support.served import Proxy, proxy_in_front
 
 FILES = 192

@@ -10,10 +10,9 @@ import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, ModelCall, RolloutName
-from lightning_proxy.proxy.gateway.exact import RecentTurns
+from lightning_proxy.proxy.gateway.exact import AsText, RecentTurns
+from lightning_proxy.proxy.gateway.exact import turns as turns_of
 from lightning_proxy.proxy.gateway.recorder import Recorder
-from lightning_proxy.proxy.gateway.turns import AsText
-from lightning_proxy.proxy.gateway.turns import turns as turns_of
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 

@@ -11,9 +11,8 @@ from aiohttp.test_utils import TestServer
 from lightning_proxy.core.config.upstreams import UpstreamConfig
 from lightning_proxy.proxy.dialects.as_chat.translation import PROBES, Template
 from lightning_proxy.proxy.gateway.attempts import Upstreams
-from lightning_proxy.proxy.gateway.templates import Templates
-from lightning_proxy.proxy.gateway.upstream import Request, Route
-from lightning_proxy.proxy.gateway.upstream_http import make_session
+from lightning_proxy.proxy.gateway.through_chat import Templates
+from lightning_proxy.proxy.gateway.upstream import Request, Route, make_session
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_proxy.core.records import Choice
-from lightning_proxy.proxy.gateway.turns import (
+from lightning_proxy.proxy.gateway.exact import (
     AsText,
     TokenTurn,
     closing,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.gateway import group_commit
+from lightning_proxy.proxy.gateway import recorder
 
 
 async def test_calls_are_refused_and_the_proxy_is_not_ready(
@@ -20,8 +20,8 @@ async def test_calls_are_refused_and_the_proxy_is_not_ready(
     async with running(tmp_path) as system:
         assert (await system.chat("before"))[0] == 200
         with monkeypatch.context() as patched:
-            settle, told = group_commit._settle, []
-            patched.setattr(group_commit, "_settle", lambda *a: settle(*a) if told else (told.append(1), broken()))
+            settle, told = recorder._settle, []
+            patched.setattr(recorder, "_settle", lambda *a: settle(*a) if told else (told.append(1), broken()))
             async with asyncio.timeout(20):
                 answers = await asyncio.gather(*(system.chat(f"r{n}") for n in range(3)))
         assert {status for status, _ in [*answers, await system.chat("after")]} == {503}
