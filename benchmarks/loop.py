@@ -121,7 +121,7 @@ def trl_trainer(directory: Path, steps: int) -> Any:
     from lightning_proxy.trainer.rate import rate_of
     from lightning_proxy.trainer.step.trainer import GRPOTrainer  # TRL's, imported without vLLM
     from lightning_proxy.trainer.step.trl_config import grpo_config
-    from lightning_proxy.trainer.weights.choice import load_model, peft_config, weight_dtype
+    from lightning_proxy.trainer.weights import load_model, peft_config, weight_dtype
 
     config = load_config(directory / CONFIG)
     settings, path = config.trainer, str(config.policy.model)

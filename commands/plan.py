@@ -9,11 +9,9 @@ from rich.table import Table
 
 from ..core.config.root import Config
 from ..core.errors import ConfigError, LightningError
-from ..trainer.plan.machine import cards, cards_like, model_config
-from ..trainer.plan.memory import GIB
+from ..trainer.plan.memory import GIB, shape_of
 from ..trainer.plan.plan import Plan
-from ..trainer.plan.settle import Settled, settle
-from ..trainer.plan.shape import shape_of
+from ..trainer.plan.settle import Settled, cards, cards_like, model_config, settle
 from .formats import count, print_json
 from .vllm import require_model
 

@@ -23,13 +23,13 @@ from ..core.errors import (
 from ..serving.swap import Superseded
 from ..store.store import Store
 from ..store.training import Step
+from .checkpoint import prune_checkpoints
 from .collapse import LINE, Monitor
 from .collect.collector import Collector
 from .collect.groups import Order
 from .collect.sampled import AsChat, Sampled
 from .collect.schedule import Schedule
 from .collect.siblings import AskJudge
-from .files.checkpoint import prune_checkpoints
 from .publish import NoPublisher, Publisher
 from .rate import warn_of_rate
 from .report.metric_schema import scalars

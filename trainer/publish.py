@@ -1,16 +1,21 @@
 """Publishes new weights: save, load into vLLM, verify, make live. Waits and tries again while vLLM is away.
 
 Merged weights on a single server replace the live ones: they go live first, are verified by the answers that agents get
-while the trainer goes on, and are taken back if they do not verify. No weights move before that.
+while the trainer goes on, and are taken back if they do not verify. No weights move before that. `VersionFiles` decides
+which versions keep their files.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+import shutil
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -30,18 +35,16 @@ from ..serving.vllm import VllmFault, VllmFleet
 from ..store.store import Store
 from ..store.training import Step
 from ..store.versions import Decided
-from .files.versions import VersionFiles
 from .step.engine import TrainingEngine
 from .types import BesideSteps, Sample
 from .verify import MORE_ANSWERS, Verifier, WeightEvidence
 from .waiting import before_retry, in_thread
 
 log = logging.getLogger(__name__)
-
 T = TypeVar("T")
 SamplesOf = Callable[[Sequence[Rollout]], Awaitable[list[Sample]]]
-
 FAULTS = 10  # so many errors of vLLM's own end the publishing
+
 # When agents' answers have not shown which weights vLLM serves, an idle trainer asks it itself: after so long without
 # another answer, and in any case so long after the version went live.
 QUIET_S = 5.0
@@ -344,3 +347,44 @@ class Publisher(NoPublisher):
         for version in await self._store.versions.of_status("publishing"):
             await self._store.versions.forget_unfinished(version.version)
             await self.files.delete(version.version)
+
+
+class VersionFiles:
+    """The directories of policy versions, `policy.directory`/versions/vN."""
+
+    def __init__(self, config: PolicyConfig, store: Store, swap: Swap) -> None:
+        self._config = config
+        self._store = store
+        self._swap = swap
+        self._directory = config.directory.absolute() / "versions"
+
+    def path(self, version: int) -> Path:
+        return self._directory / f"v{version}"
+
+    async def delete(self, version: int) -> None:
+        await asyncio.to_thread(shutil.rmtree, self.path(version), ignore_errors=True)
+
+    async def remove(self, version: PolicyVersion) -> None:
+        """Unload the version from vLLM and delete its files. It can never be promoted again."""
+        if self._swap.mode == "lora":
+            with suppress(LightningError):  # a server that is away has unloaded it already
+                await self._swap.unload(version)
+        await self._store.versions.forget_files(version.version)
+        await self.delete(version.version)
+
+    async def prune(self, keep: Set[int]) -> None:
+        """Remove all versions but the newest, the live one, those of running rollouts, and those in `keep`.
+
+        Versions that never went live (`policy.promotion: gated`) take no place among the newest: one of them is kept.
+        """
+        versions = await self._store.versions.with_files()
+        tested = {v.version for v in versions if v.status in ("waiting", "candidate")}
+        passed_by = [v for v in versions if v.live_at is None and v.status in ("ready", "rejected")]
+        others = [v for v in versions if v not in passed_by]
+        newest = {v.version for v in (*others[-self._config.keep_versions :], *passed_by[-1:])}
+        kept = newest | tested | {(await self._store.versions.live()).version}
+        if self._swap.mode == "lora":
+            kept |= await self._store.versions.pinned(time.time() - self._config.pin_timeout_s)
+        for version in versions:
+            if version.version not in kept | keep:
+                await self.remove(version)

@@ -22,7 +22,7 @@ from .step.engine import TrainingEngine
 from .step.shortage import give_back
 from .types import Sample
 from .waiting import all_of, before_retry, in_thread
-from .weights.choice import tolerance
+from .weights import tolerance
 
 log = logging.getLogger(__name__)
 

@@ -119,8 +119,7 @@ def _made(config: Config, wanted: Form, source: Path, step: Step | None, target:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
 
-        from ...trainer.files.weights import write_adapter, write_merged
-        from ...trainer.weights.targets import lora_config
+        from ...trainer.weights import lora_config, write_adapter, write_merged
     except ImportError:
         message = f"to make it {wanted} needs torch and peft: pip install 'lightning-proxy[train]'"
         raise LightningError(message) from None

@@ -17,7 +17,7 @@ from ...commands.signals import Interrupted, run_until_signal
 from ...commands.system.processes import make_directory
 from ...commands.vllm import visible_gpus
 from ...core.errors import ConfigError, LightningError
-from ...trainer.plan.machine import cards
+from ...trainer.plan.settle import cards
 from .cost import cost
 from .lesson import AgentFails, Lesson
 from .plan import Experiment, Json, LessonPlan, check_agent, flat, lessons_of, read_experiment

@@ -15,8 +15,8 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 
 from ...core.errors import PublishError
-from ...trainer.files.checkpoint import atomic_directory
-from ...trainer.files.weights import MARKER
+from ...trainer.checkpoint import atomic_directory
+from ...trainer.weights import MARKER
 
 WEIGHTS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_[AB]\.weight")

@@ -18,15 +18,14 @@ from transformers import AutoConfig
 from ...core.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...core.config.trainer import TrainerConfig
 from ...core.errors import ConfigError
-from ...trainer.files import saved_config
-from ...trainer.files.checkpoint import atomic_directory
+from ...trainer.checkpoint import atomic_directory, config_changes, saved_config, saved_rate, write_config
 from ...trainer.rate import rate_of
 from ...trainer.report.trackers import Trackers
 from ...trainer.step.losses import token_weights
 from ...trainer.step.scoring import longest_sample
-from ...trainer.step.skipped import SAMPLER_TOKENS, nats_apart, some_rollouts, wrong_sampler
+from ...trainer.step.step_metrics import SAMPLER_TOKENS, nats_apart, some_rollouts, wrong_sampler
 from ...trainer.types import Batch, Sample
-from ...trainer.weights.choice import tolerance
+from ...trainer.weights import tolerance
 from .adapter_files import Weights, read_adapter, write_adapter
 from .config import BackendKeys
 from .reporting import Reporter, rate_after
@@ -68,7 +67,7 @@ class TinkerTrainer:
         tinker = BackendKeys.of(config).tinker
         self._model, base_model = policy.model, tinker.base_model or policy.model
         self._service = TinkerService(tinker, base_model, config.lora_rank, config.seed)
-        self._saved_config = saved_config.saved_config(config, policy, f"of a Tinker service: {base_model}")
+        self._saved_config = saved_config(config, policy, f"of a Tinker service: {base_model}")
         self._state: str | None = None  # the path of what the service saved last
         self._step = self._updates = 0
         self._published: Weights = {}
@@ -212,20 +211,20 @@ class TinkerTrainer:
         state = {"step": self._step, "updates": self._updates, "state": self._state}
         with atomic_directory(directory) as temporary:
             (temporary / STATE_FILE).write_text(json.dumps(state, indent=1))
-            saved_config.write(temporary, self._saved_config, self.rate.value)
+            write_config(temporary, self._saved_config, self.rate.value)
 
     def load(self, directory: Path) -> int:
         """Resume exactly from what `save` wrote; returns the step it was written after.
 
         Raises ConfigError, and changes nothing, if the checkpoint is damaged or belongs to another model.
         """
-        changed = saved_config.changes(directory, self._saved_config)
+        changed = config_changes(directory, self._saved_config)
         state = _read(directory / STATE_FILE)
         self._service.forget()
         self._state, self._step, self._updates = state["state"], state["step"], state["updates"]
         self._reporter.state.global_step = self._step
         if self._step:  # untrained weights have no rate to keep
-            self.rate = self._rate_of(saved_config.rate(directory))
+            self.rate = self._rate_of(saved_rate(directory))
             self._reporter.args.learning_rate = self.rate.value
         self._ready()
         if changed:

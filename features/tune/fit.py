@@ -16,11 +16,10 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCall
 
 from ...core.errors import LightningError
 from ...store.store import Store
-from ...trainer.files.weights import MARKER
 from ...trainer.rate import warn_of_rate
 from ...trainer.step.trainer import LightningTrainer
 from ...trainer.types import Sift
-from ...trainer.weights.choice import uses_autocast
+from ...trainer.weights import MARKER, uses_autocast
 from .lessons import Lessons, T
 
 log = logging.getLogger(__name__)

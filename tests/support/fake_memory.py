@@ -20,7 +20,7 @@ from lightning_proxy.trainer.rows.prefix_tree import build_tree
 from lightning_proxy.trainer.step import tree_attention, trl_config
 from lightning_proxy.trainer.step.scoring import fully_scored, score
 from lightning_proxy.trainer.step.tree_attention import use_tree_attention
-from lightning_proxy.trainer.weights.targets import lora_config
+from lightning_proxy.trainer.weights import lora_config
 from support.sections import TrainerConfig
 
 # Fake tensors cannot be indexed on a device that PyTorch was not built for; sizes are the same on each.

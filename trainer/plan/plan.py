@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from ...core.errors import ConfigError
 from . import memory
-from .memory import GIB, Adapter
-from .shape import DecoderShape
+from .memory import GIB, Adapter, DecoderShape
 
 # Of a card's memory so much is shared out; of a card of vLLM's own, vLLM gets so much.
 USABLE, ALONE = 0.97, 0.9

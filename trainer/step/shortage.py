@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from ..rows.prefix_tree import MicroBatch, halves
-from ..weights.trained import Trained
+from ..weights import Trained
 from .processes import Pass
-from .skipped import some_rollouts
-from .step_metrics import StepMetrics
+from .step_metrics import StepMetrics, some_rollouts
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..weights.trained import Trained
+from ..weights import Trained
 from .losses import EntropyBonus
 
 State = dict[str, Any]

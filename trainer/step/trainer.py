@@ -21,15 +21,21 @@ from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, Progre
 from ...core.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...core.config.trainer import TrainerConfig
 from ...core.errors import ConfigError
-from ..files import saved_config
-from ..files.checkpoint import atomic_directory
+from ..checkpoint import (
+    atomic_directory,
+    config_changes,
+    fingerprint,
+    read_state,
+    saved_config,
+    saved_rate,
+    write_config,
+)
 from ..plan.settle import COMFORTABLE_ON_CPU, TOKENS_PER_PASS
 from ..rate import rate_of
 from ..report.trackers import Trackers
 from ..rows.prefix_tree import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
-from ..weights.choice import load_model, peft_config, tolerance, trained, weight_dtype
-from ..weights.trained import Weights
+from ..weights import Weights, load_model, peft_config, tolerance, trained, weight_dtype
 from .losses import (
     Answers,
     EntropyBonus,
@@ -50,9 +56,8 @@ from .processes import Pass, Processes, on_every_process, on_every_shard
 from .scoring import ScoredTokens, attention_cost, check_tree_support, fully_scored, logprobs_of, longest_sample, score
 from .shaping import Shaper
 from .shortage import give_back, make_what_fits, too_large
-from .skipped import fault_of_loss, some_rollouts
 from .state import State, restore, state_of, without_values
-from .step_metrics import StepMetrics
+from .step_metrics import StepMetrics, fault_of_loss, some_rollouts
 from .tree_attention import use_tree_attention
 from .trl_config import ENDLESS, checkpoint_layers, grpo_config, rewards_come_from_the_store
 
@@ -110,7 +115,7 @@ class LightningTrainer(GRPOTrainer):
         self.weight_sets = trained(self.model, config, policy, processes)
         self._served: dict[str, Weights] = {}
         checkpoint_layers(self.policy_model, config)
-        self._saved_config = saved_config.saved_config(config, policy, saved_config.fingerprint(self.model))
+        self._saved_config = saved_config(config, policy, fingerprint(self.model))
         self.model = self.weight_sets.prepare(partial(processes.prepare, self.accelerator))
         self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or ENDLESS)
         self.optimizer = self.accelerator.prepare_optimizer(self.optimizer)
@@ -348,7 +353,7 @@ class LightningTrainer(GRPOTrainer):
         if self.processes.rank == 0:
             with atomic_directory(directory) as temporary:
                 torch.save(state, temporary / STATE_FILE)
-                saved_config.write(temporary, self._saved_config, self.rate.value)
+                write_config(temporary, self._saved_config, self.rate.value)
 
     def load(self, directory: Path) -> int:
         """Resume exactly from what `save` wrote; returns the step it was written after.
@@ -356,12 +361,12 @@ class LightningTrainer(GRPOTrainer):
         A learning rate that is set counts; `auto` keeps the checkpoint's. Raises ConfigError, and changes nothing, if
         the checkpoint is damaged, or belongs to other adapters or to another base model than configured.
         """
-        changed = saved_config.changes(directory, self._saved_config)
-        state = saved_config.read_state(directory / STATE_FILE, self.weight_sets.shapes())
+        changed = config_changes(directory, self._saved_config)
+        state = read_state(directory / STATE_FILE, self.weight_sets.shapes())
         if "optimizer" not in state:
             log.warning("%s has no optimizer state: its moments and the schedule begin anew", directory)
         if state["step"]:  # untrained weights have no rate to keep
-            self.rate = self._rate_of(saved_config.rate(directory))
+            self.rate = self._rate_of(saved_rate(directory))
             self.args.learning_rate = self.rate.value
         self._read = state
         self._restore(without_values(state) if self.weight_sets.sharded else state, self.rate.value)

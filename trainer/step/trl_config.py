@@ -11,7 +11,7 @@ from trl import GRPOConfig
 
 from ...core.config.trainer import TrainerConfig
 from ..report.trackers import PROJECT
-from ..weights.choice import uses_autocast
+from ..weights import uses_autocast
 
 ENDLESS = 10**9  # steps, for schedules of a run without `trainer.max_steps`
 

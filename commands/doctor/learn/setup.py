@@ -18,8 +18,8 @@ from ....core.config.section import Section
 from ....core.config.trainer import TrainerConfig
 from ....serving.mode import publish_mode
 from ....serving.operator import key_file, operator_headers
-from ....trainer.plan.machine import model_config
-from ....trainer.plan.shape import shape_of
+from ....trainer.plan.memory import shape_of
+from ....trainer.plan.settle import model_config
 from ....trainer.rate import WIDTH, rate_of
 from ...system.processes import free_port
 

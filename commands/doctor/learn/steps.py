@@ -18,11 +18,11 @@ from ....serving.vllm import VllmFleet
 from ....store.store import Store
 from ....trainer.loop import TrainingLoop
 from ....trainer.step.engine import TrainingEngine
-from ....trainer.step.skipped import nats_apart, wrong_sampler
+from ....trainer.step.step_metrics import nats_apart, wrong_sampler
 from ....trainer.types import Batch
 from ....trainer.verify import SURE
 from ....trainer.waiting import in_thread
-from ....trainer.weights.choice import tolerance
+from ....trainer.weights import tolerance
 from ...api_client import ApiClient
 from ...run.run import RunOptions, run_tasks
 from ...run.runner import Runner

@@ -13,8 +13,7 @@ import torch
 
 from lightning_proxy.core.errors import ConfigError, NotSaved
 from lightning_proxy.features.judge.config import JudgeConfig
-from lightning_proxy.trainer.files.checkpoint import atomic_directory
-from lightning_proxy.trainer.files.saved_config import fingerprint
+from lightning_proxy.trainer.checkpoint import atomic_directory, fingerprint
 from lightning_proxy.trainer.step.trainer import STATE_FILE, LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from support.sections import PolicyConfig, TrainerConfig

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lightning_proxy.trainer.plan import memory  # noqa: E402
-from lightning_proxy.trainer.plan.shape import shape_of  # noqa: E402
+from lightning_proxy.trainer.plan.memory import shape_of  # noqa: E402
 from support.fake_memory import peak_of_a_pass  # noqa: E402
 from support.model_sizes import SIZES  # noqa: E402
 from support.sections import TrainerConfig  # noqa: E402
@@ -59,7 +59,7 @@ def test_weights_and_adapters_are_as_large_as_those_of_the_model(name: str) -> N
     from peft import get_peft_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from lightning_proxy.trainer.weights.targets import lora_config
+    from lightning_proxy.trainer.weights import lora_config
 
     config: dict[str, Any] = {**SIZES[name], "num_hidden_layers": 2}
     shape = shape_of(config)

@@ -10,13 +10,10 @@ import pytest
 
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.trainer.plan import machine
 from lightning_proxy.trainer.plan import settle as settle_module
-from lightning_proxy.trainer.plan.machine import cards, cards_like
-from lightning_proxy.trainer.plan.memory import GIB
+from lightning_proxy.trainer.plan.memory import GIB, check_model, shape_of
 from lightning_proxy.trainer.plan.plan import PlanRequest, pass_on_cpu
-from lightning_proxy.trainer.plan.settle import Settled, settle
-from lightning_proxy.trainer.plan.shape import check_model, shape_of
+from lightning_proxy.trainer.plan.settle import Settled, cards, cards_like, settle
 from support.model_sizes import SIZES
 
 
@@ -154,7 +151,7 @@ def test_cards_are_those_that_we_may_see(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert cards() == {0: 24564 / 1024, 3: 80.0}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert list(cards()) == [3]
-    monkeypatch.setattr(machine, "ASK", ("no-such-program",))
+    monkeypatch.setattr(settle_module, "ASK", ("no-such-program",))
     assert cards() == {}
 
 

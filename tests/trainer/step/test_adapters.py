@@ -24,7 +24,7 @@ from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.rows.prefix_tree import TreeCost, micro_batches
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
-from lightning_proxy.trainer.weights.trained import Weights
+from lightning_proxy.trainer.weights import Weights
 from support.sections import PolicyConfig, TrainerConfig
 from support.small_model import VOCABULARY
 

@@ -27,10 +27,10 @@ from transformers import (  # noqa: E402
     TrainerCallback,
 )
 
-from lightning_proxy.trainer.files.checkpoint import atomic_directory  # noqa: E402
-from lightning_proxy.trainer.files.weights import MARKER, save_adapter, save_merged  # noqa: E402
+from lightning_proxy.trainer.checkpoint import atomic_directory  # noqa: E402
 from lightning_proxy.trainer.report.metric_schema import by_tag  # noqa: E402
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
+from lightning_proxy.trainer.weights import MARKER, save_adapter, save_merged  # noqa: E402
 
 VOCABULARY = 64
 

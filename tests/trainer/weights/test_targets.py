@@ -12,7 +12,7 @@ import transformers  # noqa: E402
 from peft import get_peft_model  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel  # noqa: E402
 
-from lightning_proxy.trainer.weights.targets import language_targets, lora_config  # noqa: E402
+from lightning_proxy.trainer.weights import language_targets, lora_config  # noqa: E402
 from support.sections import TrainerConfig  # noqa: E402
 
 DENSE = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]

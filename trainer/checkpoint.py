@@ -1,35 +1,88 @@
-"""Saves the configuration with a checkpoint, shows later changes, and refuses forbidden ones.
-
-It holds no secrets.
-"""
+"""Checkpoint directories: written atomically, with the configuration, whose later changes are shown or refused."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
-from ...core.config.policy import PolicyConfig
-from ...core.config.section import Section
-from ...core.config.trainer import TrainerConfig
-from ...core.errors import ConfigError
+from ..core.config.policy import PolicyConfig
+from ..core.config.section import Section
+from ..core.config.trainer import TrainerConfig
+from ..core.errors import ConfigError, NotSaved
+from ..store.store import Store
 
-FILE = "config.json"
+CONFIG_FILE = "config.json"
 WEIGHTS = "weights of policy.model"
 ADAPTERS = "policy.adapters, their names"
 KIND = "trainer.weights"
 RATE = "trainer.learning_rate"
+
 # The weights and optimizer state in a checkpoint fit these values only.
 FIXED = (KIND, ADAPTERS, WEIGHTS)
 FIXED_OF_LORA = ("trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets")
 FINGERPRINTED = 256  # values of each tensor
-
 Saved = dict[str, Any]
+
+
+@contextmanager
+def atomic_directory(target: Path) -> Iterator[Path]:
+    """Yield an empty directory to fill. It takes the place of `target` when the block ends without an error.
+
+    Everything is on disk before the rename, so a directory under its final name is complete, even after a power cut.
+    Raises NotSaved if the disk is full or cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary, replaced = (target.with_name(f".{target.name}.{suffix}") for suffix in ("tmp", "old"))
+    for leftover in (temporary, replaced):
+        shutil.rmtree(leftover, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        yield temporary
+        for path in sorted(temporary.rglob("*"), reverse=True):
+            _sync(path)
+        _sync(temporary)
+        if target.exists():
+            target.rename(replaced)
+        temporary.rename(target)
+        _sync(target.parent)
+    except Exception as error:
+        shutil.rmtree(temporary, ignore_errors=True)  # half-written files only take space
+        if _is_disk_error(error):
+            raise NotSaved(f"{target} cannot be written: {error}") from error
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+async def prune_checkpoints(store: Store, keep: int) -> None:
+    """Keep the newest checkpoints, and those of policy versions that have files: training may continue from these."""
+    for step, checkpoint in await store.steps.old_checkpoints(keep):
+        await asyncio.to_thread(shutil.rmtree, checkpoint, ignore_errors=True)
+        await store.steps.forget_checkpoint(step)
+
+
+def _is_disk_error(error: Exception) -> bool:
+    """Whether a file could not be written. PyTorch and safetensors have errors of their own for it."""
+    in_torch = ("inline_container", "PytorchStreamWriter")
+    return isinstance(error, OSError | SafetensorError) or any(name in str(error) for name in in_torch)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
@@ -39,24 +92,24 @@ def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> 
     return keys | adapters | {"policy.model": policy.model, WEIGHTS: weights}
 
 
-def write(directory: Path, config: Saved, rate: float) -> None:
+def write_config(directory: Path, config: Saved, rate: float) -> None:
     """Write the configuration, with the learning rate that `auto` stands for."""
-    (directory / FILE).write_text(json.dumps(config | {RATE: rate}, indent=1))
+    (directory / CONFIG_FILE).write_text(json.dumps(config | {RATE: rate}, indent=1))
 
 
-def rate(directory: Path) -> float | None:
+def saved_rate(directory: Path) -> float | None:
     """Return the learning rate that a checkpoint was trained with; None if its saved configuration names none."""
-    found = (_read(directory / FILE) or {}).get(RATE)
+    found = (_read_config(directory / CONFIG_FILE) or {}).get(RATE)
     return None if found is None else float(found)
 
 
-def changes(directory: Path, config: Saved) -> list[str]:
+def config_changes(directory: Path, config: Saved) -> list[str]:
     """Return `key old → new` for each key changed since a checkpoint; none if it has no saved configuration.
 
     Raises ConfigError if the checkpoint cannot be used with `config`: it has another rank, other adapters, or another
     base model.
     """
-    before = _read(directory / FILE)
+    before = _read_config(directory / CONFIG_FILE)
     if before is None:
         return []
     differing = [key for key in config if key in before and before[key] != config[key]]
@@ -68,7 +121,7 @@ def changes(directory: Path, config: Saved) -> list[str]:
     return [_change(key, before, config) for key in differing]
 
 
-def _read(path: Path) -> Saved | None:
+def _read_config(path: Path) -> Saved | None:
     if not path.is_file():
         return None
     try:
