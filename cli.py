@@ -148,7 +148,7 @@ def train(
         ),
     ] = "rl",
     min_reward: Annotated[
-        float | None, typer.Option(help="with sft: imitate rollouts from this reward on (trainer.sft.min_reward)")
+        float | None, typer.Option(help="with sft: imitate rollouts from this reward on (tune.sft.min_reward)")
     ] = None,
     offline: Annotated[bool, typer.Option("--offline", help="train on recorded data, without vLLM and proxy")] = False,
     data: Annotated[
@@ -156,7 +156,7 @@ def train(
     ] = None,
     epochs: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="with --offline or not rl: passes over data (trainer.METHOD.epochs)"),
+        typer.Option(metavar="N", min=1, help="with --offline or not rl: passes over data (tune.METHOD.epochs)"),
     ] = None,
     directory: Annotated[
         Path | None,
@@ -175,7 +175,7 @@ def train(
         raise ConfigError("--data and --dir need --offline; --epochs needs --offline or another method than rl")
     if min_reward is not None and method != "sft":
         raise ConfigError("--min-reward needs --method sft")
-    overrides = {"trainer.sft.min_reward": min_reward, **({f"trainer.{method}.epochs": epochs} if tuning else {})}
+    overrides = {"tune.sft.min_reward": min_reward, **({f"tune.{method}.epochs": epochs} if tuning else {})}
     _write_for_the_owner_only()
     config = configuration(context, {"policy.model": model, "trainer.max_steps": max_steps, **overrides})
     run(

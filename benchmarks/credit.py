@@ -26,10 +26,9 @@ from report import Page, option
 from rich.progress import track
 from scripted_judge import judged
 
-from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.trainer import TrainerConfig
 from lightning_proxy.core.records import ModelCall
 from lightning_proxy.core.returns import Earned
-from lightning_proxy.features.judge.config import JudgeKeys
 from lightning_proxy.trainer.credit.strategies import ACROSS_TASKS, group_credit
 from lightning_proxy.trainer.step.losses import own_loss, policy_loss
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
@@ -50,8 +49,8 @@ STRATEGIES = {
     "rae": {"credit": "rae"},
 }
 JUDGES = {
-    "judge, 0.9 (scripted)": {"credit": "judge", "discount": 0.9, "judge": {"model": "scripted"}},
-    "judge, 0 (scripted)": {"credit": "judge", "discount": 0.0, "judge": {"model": "scripted"}},
+    "judge, 0.9 (scripted)": {"credit": "judge", "discount": 0.9},
+    "judge, 0 (scripted)": {"credit": "judge", "discount": 0.0},
 }
 ONE, EACH = {"agents": ["planner"]}, {"agents": ["planner", "executor"]}
 AGENTS = {
@@ -65,13 +64,14 @@ AGENTS = {
 }
 BOTH_NAMES = {"reward_weights": {"right": 1.0, "style": 1.0}}
 NAMES = {"uniform (their sum)": BOTH_NAMES, "gdpo": {"credit": "gdpo", **BOTH_NAMES}}
-SETTINGS = type(Config().trainer)  # with the keys and names of side rooms
-BASELINES = {name: {"credit": "discounted", "discount": 0.9, "baseline": name} for name in SETTINGS.known("baseline")}
+BASELINES = {
+    name: {"credit": "discounted", "discount": 0.9, "baseline": name} for name in TrainerConfig.known("baseline")
+}
 BASELINE_GROUPS = 4  # in a step, each of another task: reinforce_pp compares all rollouts of it
 OF_LOSSES = {"credit": "discounted", "discount": 0.9}
 LOSSES = {
     **{name: {"loss_type": name, **OF_LOSSES} for name in ("cispo", "grpo", "sapo", "vespo")},
-    **{name: {"loss": name, **OF_LOSSES} for name in SETTINGS.known("loss")},
+    **{name: {"loss": name, **OF_LOSSES} for name in TrainerConfig.known("loss")},
 }
 BEHIND = 4  # steps
 
@@ -97,7 +97,7 @@ class Policy:
         return self.random.random() < probability
 
     def learn(
-        self, rollouts: Sequence[Sequence[tuple[int, int, float]]], config: JudgeKeys, sampler: Policy, rate: float
+        self, rollouts: Sequence[Sequence[tuple[int, int, float]]], config: TrainerConfig, sampler: Policy, rate: float
     ) -> None:
         """One step down the trainer's loss on the (state, action, advantage) of rollouts, which all weigh the same."""
         calls = [(*call, 1 / len(calls) / len(rollouts)) for calls in rollouts for call in calls]
@@ -161,7 +161,7 @@ class Problem:
     def groups(self, policy: Policy, tasks: int, siblings: int = SIBLINGS) -> list[list[Episode]]:
         return [[self.play(replace(policy, task=task)) for _ in range(siblings)] for task in range(tasks)]
 
-    def sibling(self, episode: Episode, config: JudgeKeys) -> Sibling:
+    def sibling(self, episode: Episode, config: TrainerConfig) -> Sibling:
         found = episode.sibling()
         return judged(found, config, self.idle) if config.judged else found
 
@@ -279,7 +279,7 @@ class Way(NamedTuple):
     behind: int = 0
 
 
-def trained(problem: Problem, config: JudgeKeys, way: Way, rate: float, seed: int) -> list[float]:
+def trained(problem: Problem, config: TrainerConfig, way: Way, rate: float, seed: int) -> list[float]:
     """The mean scores of all rollouts of `STEPS` steps: the sooner the policy learns, the higher."""
     policy, played = Policy(Random(seed)), []
     earlier = deque([policy.parameters.copy()], maxlen=way.behind + 1)
@@ -324,7 +324,7 @@ class Cell(NamedTuple):
 
 
 def at_best_rate(problem: Problem, settings: Mapping[str, object], way: Way) -> Cell:
-    config = JudgeKeys.of(SETTINGS.model_validate(settings))
+    config = TrainerConfig.model_validate(settings)
 
     def at(rate: float, seeds: Sequence[int]) -> Cell:
         return Cell([trained(problem, config, way, rate, seed) for seed in seeds], rate)

@@ -13,7 +13,7 @@ from .on_board import modules
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def extended(core: type[Model], name: Literal["config", "fields"]) -> type[Model]:
+def extended(core: type[Model], name: Literal["fields"]) -> type[Model]:
     """Return a model of the core with the fields that side rooms add to it, and to the models in it.
 
     A class that extends a model of the core adds its fields, in the module of this name. The same holds of dataclasses
@@ -33,7 +33,7 @@ def extended(core: type[Model], name: Literal["config", "fields"]) -> type[Model
     return create_model(core.__name__, __base__=(*rooms[::-1],) or core, __doc__=about_it, **inner)
 
 
-def _extensions(core: Any, name: Literal["config", "fields"]) -> list[type[Any]]:
+def _extensions(core: Any, name: Literal["fields"]) -> list[type[Any]]:
     if not isinstance(core, type):
         return []
     found = (kind for module in modules(name) for kind in vars(module).values() if isinstance(kind, type))

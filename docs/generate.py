@@ -15,7 +15,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from lightning_proxy.core.config.root import Config
-from lightning_proxy.core.config.trainer import LossType
+from lightning_proxy.core.config.trainer import LossType, TrainerConfig
+from lightning_proxy.core.config.wrong import fields_of
 from lightning_proxy.trainer.report.metric_schema import ALL_METRICS
 
 DOCS = Path(__file__).parent
@@ -24,7 +25,7 @@ SETTING = re.compile(r"^- `([^`]+)` \(`.*?`\): (.+)$", re.MULTILINE)
 
 SETTINGS_BEGIN = """# All settings
 
-Each key with its default and what it does. [config.yaml](../config.yaml) shows the usual ones as a file.
+Each key with its default and what it does; features come last. [config.yaml](../config.yaml) shows the usual ones.
 
 ```yaml
 # config.yaml holds only what you change
@@ -63,9 +64,8 @@ Not run pair by pair: credits and baselines with losses; `weighting` and `contex
 """
 
 ABOUT_METRICS = {
-    "eval": "Of `trainer.eval`, in trackers alone ([eval.md](eval.md#evaluate-new-versions-while-you-train)).",
-    "guides": "These come with `trainer.teacher` ([guides.md](guides.md)). "
-    "`advantage` above has the rewards' part alone.",
+    "eval": "Of `evaluation`, in trackers alone ([eval.md](eval.md#evaluate-new-versions-while-you-train)).",
+    "guides": "These come with `teacher` ([guides.md](guides.md)). `advantage` above has the rewards' part alone.",
     "tuning": "A run of `train --method sft`, `dpo` or `kto` is one step. Its tokens are those of all epochs. "
     "`rollouts` and rewards cover all rollouts that could be chosen.",
     "sft": "The `loss` of `--method sft` is the mean cross-entropy of the answers' tokens in the last epoch, in nats.",
@@ -81,13 +81,14 @@ def settings(known: dict[str, str]) -> str:
     """Return the page of all keys, with the meanings that are known."""
     order = {key: n for n, key in enumerate(known)}  # the page's own; a new key comes at the end of its section
     parts: dict[str, list[tuple[int, str]]] = {}
-    for name, field in Config.model_fields.items():
-        default = field.get_default(call_default_factory=True)
+    config = Config()
+    for name, kind in fields_of(Config).items():
         parts[name] = sorted(
             (order.get(key, len(order)), f"- `{key}` (`{shown}`): {known.get(key, 'TODO')}\n")
-            for key, shown in _keys(name, field.annotation, default)
+            for key, shown in _keys(name, kind, getattr(config, name))
         )
-    sections = sorted(parts, key=lambda name: parts[name][0][0])
+    core = sorted(Config.model_fields, key=lambda name: parts[name][0][0])
+    sections = [*core, *sorted(parts.keys() - {*core})]
     return "\n".join([
         SETTINGS_BEGIN, *(f"## {name}\n\n" + "".join(line for _, line in parts[name]) for name in sections)
     ])  # fmt: skip
@@ -113,7 +114,7 @@ def metrics() -> str:
 
 def combinations() -> str:
     """Return the page of what may be combined, with the reasons why the rest is refused."""
-    kind = type(Config().trainer)
+    kind = TrainerConfig
     alike: dict[tuple[str, ...], list[str]] = {}
     for key, names in (("loss_type", get_args(LossType)), ("loss", kind.known("loss"))):
         for name in names:
@@ -135,7 +136,7 @@ def _allowed(key: str, name: str) -> Iterator[str]:
 def _why_not(key: str, name: str, others: dict[str, Any]) -> str:
     """Return why a name is refused beside other settings, or nothing if it is not."""
     try:
-        type(Config().trainer).model_validate({key: name, **others})
+        Config.model_validate({"trainer": {key: name, **others}})
         return ""
     except ValidationError as error:
         return str(error.errors()[0]["msg"]).partition(f"{key} {name} ")[2].partition(":")[0]

@@ -24,6 +24,7 @@ from hypothesis import settings
 from contract.real import lora, merged, speller  # noqa: F401  (fixtures)
 from lightning_proxy.commands.command_line import telemetry_off
 from lightning_proxy.commands.serve import uvicorn_options
+from lightning_proxy.core.config.feature import feature_sections
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.upstreams import UpstreamConfig
 from lightning_proxy.core.records import Limits
@@ -38,6 +39,7 @@ from support.command_line import Done, lightning
 from support.left_open import LeftOpen
 from support.paths import ROOT
 from support.postgres import postgres_server
+from support.sections import with_features
 from support.stores import store_url
 
 WIDE = {"COLUMNS": "80"}
@@ -389,7 +391,7 @@ class System:
         return version
 
 
-SECTIONS = ("recording", "telemetry", "rollouts", "rewards", "trainer", "prices")
+SECTIONS = ("recording", "rollouts", "rewards", "trainer", "prices", *feature_sections())
 
 
 def _config(
@@ -413,12 +415,12 @@ def _config(
     if behind:
         upstream |= {"servers": [*behind], "session_header": "X-Session-Id"}
     chosen = {"publish": publish, "token_continuity": continuity, "adapters": adapters or {}}
-    return Config(
+    return with_features(
         **{name: section for name in SECTIONS if (section := given.pop(name, None))},
-        proxy=given,  # type: ignore[arg-type]
-        store={"url": store_url(root), **(store or {})},  # type: ignore[arg-type]
+        proxy=given,
+        store={"url": store_url(root), **(store or {})},
         upstreams=[UpstreamConfig.model_validate(upstream), *others],
-        policy={**chosen, "directory": root / "policy", **(policy or {})},  # type: ignore[arg-type]
+        policy={**chosen, "directory": root / "policy", **(policy or {})},
         plugins=list(plugins),
     )
 
@@ -447,7 +449,7 @@ async def _running(tmp_path: Path, **given: Any) -> AsyncIterator[System]:
 def running() -> Callable[..., AbstractAsyncContextManager[System]]:
     """`async with running(tmp_path, publish="lora", recording={…}) as system:`; more arguments are keys of `proxy:`.
 
-    `telemetry`, `rollouts`, `rewards`, `store`, `policy`, `trainer`: these sections; `replicas`, `fallbacks`: of the
+    `otel`, `rollouts`, `rewards`, `store`, `policy`, `trainer`: these sections; `replicas`, `fallbacks`: of the
     policy's upstream; `others`: further upstreams; `behind`: servers behind the policy's, which is a router then.
     """
     return _running

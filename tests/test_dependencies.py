@@ -46,6 +46,7 @@ NAMES = {
     "opentelemetry.proto": "opentelemetry-proto",
     "opentelemetry.sdk": "opentelemetry-sdk",
     "opentelemetry.trace": "opentelemetry-api",
+    "pydantic_core": "pydantic",  # which pins it
     "yaml": "pyyaml",
 }
 

@@ -86,8 +86,10 @@ def _sync(path: Path) -> None:
 
 
 def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
-    """Return every `trainer` key by its dotted name, with the model and the adapters of the policy."""
+    """Return every key of `trainer` and of features by its dotted name, with the policy's model and adapters."""
     keys = _flat("trainer", trainer)
+    for section in trainer.sections:
+        keys |= _flat(section.name, section)
     adapters = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
     return keys | adapters | {"policy.model": policy.model, WEIGHTS: weights}
 

@@ -375,7 +375,7 @@ class VersionFiles:
     async def prune(self, keep: Set[int]) -> None:
         """Remove all versions but the newest, the live one, those of running rollouts, and those in `keep`.
 
-        Versions that never went live (`policy.promotion: gated`) take no place among the newest: one of them is kept.
+        Versions that never went live (`promotion.mode: gated`) take no place among the newest: one of them is kept.
         """
         versions = await self._store.versions.with_files()
         tested = {v.version for v in versions if v.status in ("waiting", "candidate")}

@@ -50,7 +50,7 @@ def eval_command(config: Config, request: EvalRequest) -> None:
     if request.out is not None:
         check_writable(request.out)
     counted = [name for name, weight in config.trainer.training_weights.items() if weight]
-    if why_not := config.rewards.not_absolute(counted):
+    if why_not := config.not_absolute(counted):
         raise ConfigError(why_not)
     view = ProgressView(Console(stderr=True))
     runner = runner_for(config, request.command, request.preload, view.say)

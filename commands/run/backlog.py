@@ -41,7 +41,7 @@ class Backlog(BacklogGate):
     A rollout that the trainer dropped counts until the trainer's next step is live: a rollout opened earlier in its
     place would be answered by the old weights.
 
-    Behind a gate (`policy.promotion: gated`) a step counts as live once it is taken, and a test that is under way holds
+    Behind a gate (`promotion.mode: gated`) a step counts as live once it is taken, and a test that is under way holds
     nothing back: it is decided by new rollouts.
     """
 

@@ -98,7 +98,7 @@ def run_command(config: Config, request: RunRequest) -> None:
 
 def score_timeout_s(config: Config) -> float | None:
     """Return how long to wait for the proxy's rewarders, which also start in that time; None without any."""
-    longest = config.rewards.longest_wait_s
+    longest = config.longest_wait_s
     return None if longest is None else longest + START_S
 
 

@@ -27,7 +27,7 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
     mode `eval`. `verified` says by how many standard deviations (sd) vLLM's answers were those of the new weights and
     not of the old.
 
-    Below: the best version, the test that is under way, and how the last one was decided (policy.promotion: gated).
+    Below: the best version, the test that is under way, and how the last one was decided (promotion.mode: gated).
     """
     from rich.console import Console
     from rich.text import Text

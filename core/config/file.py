@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from ..errors import ConfigError
 from .root import Config
-from .wrong import ENV_PREFIX, lines, require_known
+from .wrong import ENV_PREFIX, fields_of, lines, require_known
 
 # What reading YAML may raise: ValueError for the 13th month.
 _NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
@@ -39,7 +39,7 @@ def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, pat
         if not name.startswith(ENV_PREFIX) or name in ENV_NOT_CONFIG:
             continue
         section, _, key = name.removeprefix(ENV_PREFIX).lower().partition("_")
-        if section in Config.model_fields or "__" in name:
+        if section in fields_of(Config) or "__" in name:
             keys = [section, *key.lstrip("_").split("__")] if key else [section]
             _put(data, keys, _parse(value, name), name)
             origins[".".join(keys)] = name
@@ -68,7 +68,7 @@ def _is_ours(name: str) -> bool:
     if not name.startswith(ENV_PREFIX):
         return False
     section = name.removeprefix(ENV_PREFIX).lower().partition("_")[0]
-    return section in Config.model_fields or "__" in name or "KEY" in name or name in ENV_NOT_CONFIG
+    return section in fields_of(Config) or "__" in name or "KEY" in name or name in ENV_NOT_CONFIG
 
 
 def read_config(path: Path | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -39,12 +38,8 @@ class RewardsConfig(Section):
 
     @property
     def longest_wait_s(self) -> float | None:
-        """Return how long a rollout's reward may take once it has ended; None if nothing here gives any."""
+        """Return how long the function may take for a rollout that has ended; None without one."""
         return None if self.function is None else self.timeout_s
-
-    def not_absolute(self, names: Collection[str]) -> str | None:
-        """Return why rewards of these names cannot tell how good a version is; None if they can."""
-        return None
 
     @property
     def file(self) -> Path:

@@ -6,22 +6,12 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from ..errors import ConfigError
 from .section import Seconds, Section, check_url
-
-RAY_OPTIONS = (
-    "num_cpus",
-    "num_gpus",
-    "memory",
-    "resources",
-    "accelerator_type",
-    "label_selector",
-    "scheduling_strategy",
-)
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 
@@ -39,32 +29,11 @@ def require_program(command: Sequence[str]) -> None:
         raise ConfigError(f"there is no file {command[1]!r} for {command[0]} to run")
 
 
-class RayConfig(Section):
-    address: str = "auto"
-    options: dict[str, Any] = {"num_cpus": 1}
-    runtime_env: dict[str, Any] = {}
-
-    @field_validator("address")
-    @classmethod
-    def _is_of_this_cluster(cls, address: str) -> str:
-        if address.startswith("ray://"):
-            raise ValueError("Ray's client (ray://) cannot be used: start the command on a machine of the cluster")
-        return address
-
-    @field_validator("options")
-    @classmethod
-    def _are_rays(cls, options: dict[str, Any]) -> dict[str, Any]:
-        if unknown := sorted(options.keys() - set(RAY_OPTIONS)):
-            raise ValueError(f"unknown: {', '.join(unknown)}; there are {', '.join(RAY_OPTIONS)}")
-        return options
-
-
 class RunConfig(Section):
     executor: Literal["local", "ray"] = "local"
     proxy_url: str | None = None
     timeout_s: Seconds | None = None
     log_mb: Annotated[float, Field(gt=0)] = 10.0
-    ray: RayConfig = RayConfig()
 
     @field_validator("proxy_url")
     @classmethod

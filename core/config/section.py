@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
@@ -59,14 +59,7 @@ CanBeOff = BeforeValidator(_off)
 
 
 class Section(BaseModel):
-    # Deferred: a section that side rooms extend is never used as it is, and to build it takes as long.
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
-
-    @classmethod
-    def of(cls, section: Section) -> Self:
-        """Return a section as a side room knows it: with the room's own keys."""
-        assert isinstance(section, cls)
-        return section
 
     def secret_keys(self) -> Iterator[str]:
         """Yield the keys that are kept secret, also those in the sections of this one."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
 
 from . import cron
+from .feature import Kind, Sections, feature_sections
 from .rollouts import DEFAULT_RANGE
 from .section import CanBeOff, Gpu, Number, Positive, Seconds, Section
 
@@ -103,12 +104,10 @@ class CollapseConfig(Section):
 
 
 class TrainerConfig(Section):
-    # What side rooms add to: the names of each kind of function, and to what a step may learn without rewards.
-    names: ClassVar[Mapping[str, Sequence[str]]] = {
+    functions: ClassVar[Mapping[str, Sequence[str]]] = {
         "credit": ("uniform", "discounted", "anchor"),
         "baseline": ("grpo", "dr_grpo", "rloo", "reinforce_pp"),
     }
-    beside_rewards: ClassVar[str] = ""
 
     agents: Annotated[list[str], Field(min_length=1)] | None = None
     agent_credit: Literal["team", "own"] = "team"
@@ -162,12 +161,22 @@ class TrainerConfig(Section):
     poll_s: Seconds = 0.5
     seed: int = 0
     _range: tuple[float, float] = PrivateAttr(DEFAULT_RANGE)
+    _sections: Sections = PrivateAttr(Sections())
 
-    def within(self, limits: tuple[float, float]) -> TrainerConfig:
-        """Return the section for rewards within `rewards.range`, which these are."""
+    def beside(self, limits: tuple[float, float], sections: Sections) -> TrainerConfig:
+        """Return the section as it is beside `rewards.range` and the sections of features."""
         copy = self.model_copy()
-        copy._range = limits
+        copy._range, copy._sections = limits, sections
         return copy
+
+    @property
+    def sections(self) -> Sections:
+        """Return the sections of features."""
+        return self._sections
+
+    def section(self, kind: type[Kind]) -> Kind:
+        """Return a feature's section."""
+        return self._sections.section(kind)
 
     @property
     def reward_range(self) -> tuple[float, float]:
@@ -176,8 +185,9 @@ class TrainerConfig(Section):
 
     @classmethod
     def known(cls, kind: str) -> list[str]:
-        """Return the names of a kind of function: the core's, then those of the side rooms on board."""
-        return [name for of in reversed(cls.__mro__) for name in vars(of).get("names", {}).get(kind, ())]
+        """Return the names of a kind of function: the core's, then those of the features on board."""
+        added = (section.functions.get(kind, ()) for section in feature_sections().values())
+        return [*cls.functions.get(kind, ()), *(name for names in added for name in names)]
 
     @field_validator("credit", "baseline", "loss", "context_loss", mode="before")
     @classmethod
@@ -224,22 +234,22 @@ class TrainerConfig(Section):
             raise ValueError("loss_type vespo weighs entire answers by itself: it needs importance_level: token")
         return self
 
-    # What follows is a side room's to say.
-
     @property
     def trains_here(self) -> bool:
         """Return whether a process of ours takes the steps, and no service."""
-        return True
+        return all(section.trains_here for section in self._sections)
 
     @property
     def has_guide(self) -> bool:
-        """Return whether a guide says more of tokens than their rewards do, also where all rewards are equal."""
-        return False
+        """Return whether a feature says more of tokens than their rewards do, also where all rewards are equal."""
+        return any(section.has_guide for section in self._sections)
 
     @property
     def training_weights(self) -> dict[str, float]:
         """Return the weights by which rewards of each name count in training."""
-        return self.reward_weights
+        credits = [self.credit] if isinstance(self.credit, str) else [*self.credit.values()]
+        own = (section.training_weights(credits) for section in self._sections)
+        return {**self.reward_weights, **{name: weight for weights in own for name, weight in weights.items()}}
 
     @property
     def takes_lone_rollouts(self) -> bool:
@@ -267,9 +277,3 @@ class TrainerConfig(Section):
     def failed_reward(self) -> float | None:
         """Return the reward of a failed rollout, or None if failed rollouts are dropped."""
         return {"drop": None, "zero": 0.0}[value] if isinstance(value := self.failed_rollouts, str) else value
-
-    @model_validator(mode="after")
-    def _counts_some_reward(self) -> TrainerConfig:
-        if not self.reward_weights or not (any(self.reward_weights.values()) or self.has_guide):
-            raise ValueError(f"reward_weights: name at least one reward. Its weight is not 0{self.beside_rewards}")
-        return self

@@ -10,6 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
+from .feature import feature_sections
 
 ENV_PREFIX = "LIGHTNING_"
 ALIKE = 0.75  # of 1: how alike a key and a wrong one are at least
@@ -32,14 +33,26 @@ def require_known(names: Collection[str], model: type[BaseModel]) -> None:
         raise ConfigError("\n".join(wrong))
 
 
+def fields_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the type of each key of a section, or of the whole configuration: with the sections of features."""
+    own = {name: field.annotation for name, field in model.model_fields.items()}
+    return own | feature_sections() if model.model_config.get("extra") == "allow" else own
+
+
 def _line(error: Any, model: type[BaseModel], path: Path | None, origins: Mapping[str, str]) -> str:
     loc = error["loc"]
     where = ".".join(str(part) for part in loc)
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        message = f"unknown key{_did_you_mean(_alike(loc, model))}"
+        now = _moved(where)
+        message = f"it is {now} now" if now else f"unknown key{_did_you_mean(_alike(loc, model))}"
     origin = next((name for key, name in origins.items() if f"{where}.".startswith(f"{key}.")), None)
     return ": ".join(filter(None, (origin or str(path or "configuration"), where, message)))
+
+
+def _moved(key: str) -> str | None:
+    """Where a key is now that was the core's once, and is a feature's."""
+    return next((kind.moved[key] for kind in feature_sections().values() if key in kind.moved), None)
 
 
 def _did_you_mean(guesses: Sequence[str]) -> str:
@@ -52,7 +65,7 @@ def _alike(loc: Sequence[object], model: type[BaseModel]) -> list[str]:
     here: type[BaseModel] | None = model
     for part in above:
         here = here if here is None or part.isdigit() else _section(here, part)
-    near = get_close_matches(name, here.model_fields, _MOST_GUESSES, ALIKE) if here else []
+    near = get_close_matches(name, fields_of(here), _MOST_GUESSES, ALIKE) if here else []
     return near or [key for key in _keys(model) if key.rpartition(".")[2] == name][:_MOST_GUESSES]
 
 
@@ -68,14 +81,12 @@ def _meant_by(variable: str, model: type[BaseModel]) -> list[str]:
 
 def _keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
     """Every key, with its sections, as in proxy.port. What a list holds has no names of its own."""
-    for name in model.model_fields:
+    for name, inner in fields_of(model).items():
         yield before + name
-        inner = model.model_fields[name].annotation
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from _keys(inner, f"{before}{name}.")
 
 
 def _section(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    field = model.model_fields.get(name)
-    inner = (field.annotation, *get_args(field.annotation)) if field else ()
-    return next((one for one in inner if isinstance(one, type) and issubclass(one, BaseModel)), None)
+    kind = fields_of(model).get(name)
+    return next((one for one in (kind, *get_args(kind)) if isinstance(one, type) and issubclass(one, BaseModel)), None)

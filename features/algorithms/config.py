@@ -1,11 +1,9 @@
-"""The algorithms in `trainer/algorithms/`, and their settings: NAME is the function NAME of NAME.py there."""
+"""The section `algorithms`: the settings of the functions here. NAME is the function NAME of NAME.py."""
 
 from __future__ import annotations
 
-from pydantic import model_validator
-
+from ...core.config.root import CheckedSection, Config
 from ...core.config.section import Positive, Section
-from ...core.config.trainer import TrainerConfig
 
 
 class MaskConfig(Section):
@@ -15,17 +13,18 @@ class MaskConfig(Section):
     ratio_high: Positive = 5.0
 
 
-class AlgorithmKeys(TrainerConfig):
-    names = {
+class AlgorithmsConfig(CheckedSection):
+    name = "algorithms"
+    functions = {
         "credit": ("gdpo", "rae"), "baseline": ("maxrl",),
         "loss": ("dppo_tv", "dppo_kl", "icepop"), "context_loss": ("echo",),
     }  # fmt: skip
+    moved = {"trainer.mask": "algorithms.mask", "trainer.echo_weight": "algorithms.echo_weight"}
 
     mask: MaskConfig = MaskConfig()
     echo_weight: Positive = 0.1
 
-    @model_validator(mode="after")
-    def _masks_single_tokens(self) -> AlgorithmKeys:
-        if self.loss in AlgorithmKeys.names["loss"] and self.importance_level != "token":
-            raise ValueError(f"loss {self.loss} drops single tokens: it needs importance_level: token")
-        return self
+    def check(self, config: Config) -> None:
+        trainer = config.trainer
+        if trainer.loss in self.functions["loss"] and trainer.importance_level != "token":
+            raise ValueError(f"trainer.loss {trainer.loss} drops single tokens: it needs importance_level: token")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...trainer.step.losses import LossInputs
-from .config import AlgorithmKeys
+from .config import AlgorithmsConfig
 
 TINY = 1e-8  # keeps the logarithm of what all other tokens have finite
 
@@ -28,5 +28,5 @@ def dppo_kl(given: LossInputs) -> Tensor:
     logp, logq = given.logprobs.detach(), given.sampled_logprobs
     p, q = logp.exp(), logq.exp()
     divergence = q * (logq - logp) + (1 - q) * ((1 - q + TINY) / (1 - p + TINY)).log()
-    kept = ((p - q) * given.advantages <= 0) | (divergence <= AlgorithmKeys.of(given.config).mask.kl)
+    kept = ((p - q) * given.advantages <= 0) | (divergence <= given.config.section(AlgorithmsConfig).mask.kl)
     return torch.where(kept, -given.ratios * given.advantages * given.logprobs, 0.0)

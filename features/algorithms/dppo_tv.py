@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ...trainer.step.losses import LossInputs
-from .config import AlgorithmKeys
+from .config import AlgorithmsConfig
 
 
 def dppo_tv(given: LossInputs) -> Tensor:
     """Return the loss of each token: (A, L)."""
     moved = given.logprobs.detach().exp() - given.sampled_logprobs.exp()
-    kept = moved * given.advantages.sign() <= AlgorithmKeys.of(given.config).mask.tv
+    kept = moved * given.advantages.sign() <= given.config.section(AlgorithmsConfig).mask.tv
     return torch.where(kept, -given.ratios * given.advantages * given.logprobs, 0.0)

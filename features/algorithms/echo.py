@@ -1,6 +1,6 @@
 """ECHO: trains the policy to predict what its tools will answer, beside RL (`trainer.context_loss`).
 
-    added to the loss = -w / N · sum of log p over the tokens that tools wrote,   w = trainer.echo_weight
+    added to the loss = -w / N · sum of log p over the tokens that tools wrote,   w = algorithms.echo_weight
 
 N is how many such tokens the step has, so that w does not depend on how long results are, or how the step is cut into
 passes. They are in the row already: one forward pass scores them beside the answers. w is 0.1, as the authors' runs
@@ -18,9 +18,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...core.config.trainer import TrainerConfig
-from .config import AlgorithmKeys
+from .config import AlgorithmsConfig
 
 
 def echo(logprobs: Tensor, results: int, config: TrainerConfig) -> Tensor:
     """Return what a pass adds to the loss of a step that has `results` tokens of tools."""
-    return -AlgorithmKeys.of(config).echo_weight / results * logprobs.sum()
+    return -config.section(AlgorithmsConfig).echo_weight / results * logprobs.sum()

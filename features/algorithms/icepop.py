@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ...trainer.step.losses import LossInputs
-from .config import AlgorithmKeys
+from .config import AlgorithmsConfig
 
 
 def icepop(given: LossInputs) -> Tensor:
     """Return the loss of each token: (A, L)."""
-    band = AlgorithmKeys.of(given.config).mask
+    band = given.config.section(AlgorithmsConfig).mask
     kept = (given.ratios >= band.ratio_low) & (given.ratios <= band.ratio_high)
     return torch.where(kept, -given.ratios * given.advantages * given.logprobs, 0.0)

@@ -20,10 +20,10 @@ from dataclasses import replace
 from ...core.records import ModelCall
 from ...trainer.types import Sifted
 from .calls import graph_of
-from .config import ContextKeys
+from .config import ContextsConfig
 
 
-def sifted(config: ContextKeys, calls: Sequence[ModelCall]) -> Sifted:
+def sifted(config: ContextsConfig, calls: Sequence[ModelCall]) -> Sifted:
     """Return what becomes of a rollout's calls. An attempt that is left out is no decision: nothing came of it."""
     if (graph := graph_of(calls)) is None:
         return Sifted(calls)

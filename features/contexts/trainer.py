@@ -1,4 +1,4 @@
-"""Plugs in what becomes of rejected attempts and of summaries (`trainer.rejected`, `trainer.summaries`)."""
+"""Plugs in what becomes of rejected attempts and of summaries (`contexts.rejected`, `contexts.summaries`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from ...trainer.plugins import TrainerCore, TrainerHooks, TrainerPlugin
-from .config import ContextKeys
+from .config import ContextsConfig
 
 
 class SiftPlugin(TrainerPlugin):
@@ -17,7 +17,7 @@ class SiftPlugin(TrainerPlugin):
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
         from .sift import sifted
 
-        yield TrainerHooks(sift=partial(sifted, ContextKeys.of(core.config.trainer)))
+        yield TrainerHooks(sift=partial(sifted, core.config.trainer.section(ContextsConfig)))
 
 
 plugin = SiftPlugin

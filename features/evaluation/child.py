@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import LightningError
-from .config import EvalConfig
+from .config import EvaluationConfig
 
 CONCURRENCY = 4
 NICE = 10  # agents' programs and the trainer have the processors first
@@ -27,7 +27,7 @@ class NotEvaluated(LightningError):
 class EvalProcess:
     """Evaluates a version. The directory gets the command's log and its result."""
 
-    def __init__(self, config: EvalConfig, file: Path | None, directory: Path) -> None:
+    def __init__(self, config: EvaluationConfig, file: Path | None, directory: Path) -> None:
         """`file`: the configuration's."""
         self._config, self._file = config, file
         self._log, self._out = directory / "evaluation.log", directory / "evaluation.json"
@@ -54,7 +54,7 @@ class EvalProcess:
             async with asyncio.timeout(self._config.timeout_s):
                 code = await process.wait()
         except TimeoutError:
-            raise NotEvaluated(f"it was not done after {self._config.timeout_s:g} s (trainer.eval.timeout_s)") from None
+            raise NotEvaluated(f"it was not done after {self._config.timeout_s:g} s (evaluation.timeout_s)") from None
         finally:
             letting_in.cancel()
             await asyncio.gather(letting_in, return_exceptions=True)

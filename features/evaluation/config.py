@@ -1,4 +1,4 @@
-"""The section `trainer.eval`: held-out tasks on which new versions are evaluated beside training."""
+"""The section `evaluation`: held-out tasks on which new versions are evaluated beside training."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ...core.config.section import Seconds, Section
-from ...core.config.trainer import TrainerConfig
+from ...core.config.feature import FeatureSection
+from ...core.config.section import Seconds
 
 
 def _words(value: Any) -> Any:
     return shlex.split(value) if isinstance(value, str) else value
 
 
-class EvalConfig(Section):
+class EvaluationConfig(FeatureSection):
+    name = "evaluation"
+    moved = {"trainer.eval": "evaluation"}
+
     tasks: Path | None = None
     command: Annotated[list[str], BeforeValidator(_words)] = []
     every_steps: Annotated[int, Field(ge=1)] = 10
@@ -24,11 +27,7 @@ class EvalConfig(Section):
     timeout_s: Seconds = 600.0
 
     @model_validator(mode="after")
-    def _has_tasks_and_a_command(self) -> EvalConfig:
+    def _has_tasks_and_a_command(self) -> EvaluationConfig:
         if (self.tasks is None) == bool(self.command):
-            raise ValueError("eval needs both: tasks, a file of held-out tasks, and command, the agent program")
+            raise ValueError("evaluation needs both: tasks, a file of held-out tasks, and command, the agent program")
         return self
-
-
-class EvalKeys(TrainerConfig):
-    eval: EvalConfig = EvalConfig()

@@ -90,7 +90,7 @@ class Best:
 
 
 class Evaluations:
-    """The table of evaluations (`trainer.eval`), one a version, which the trainer alone writes; and the best version.
+    """The table of evaluations (`evaluation`), one a version, which the trainer alone writes; and the best version.
 
     The reward of a version that was evaluated is that of all its held-out rollouts, as far as they are still there.
     """

@@ -1,4 +1,4 @@
-"""Evaluates new versions on held-out tasks beside training (`trainer.eval`). What is owed is read off the store."""
+"""Evaluates new versions on held-out tasks beside training (`evaluation`). What is owed is read off the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...trainer.plugins import TrainerCore
 from ...trainer.waiting import Stopped, pause
 from .best import BestVersion
 from .child import EvalProcess, NotEvaluated
-from .config import EvalKeys
+from .config import EvaluationConfig
 from .evaluations import HeldOut
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class Evaluator(BestVersion):
     def __init__(self, core: TrainerCore) -> None:
         super().__init__(core.store)
         assert core.swap is not None
-        self._config, self._trackers = EvalKeys.of(core.config.trainer).eval, core.engine.trackers
+        self._config, self._trackers = core.config.section(EvaluationConfig), core.engine.trackers
         self._merged = core.swap.mode == "merged"
         self._process = EvalProcess(self._config, core.run.file, core.config.policy.directory)
         self._ended = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Plugs in what is shown of evaluations (`trainer.eval`), which the trainer makes, and of the best version."""
+"""Plugs in what is shown of evaluations (`evaluation`), which the trainer makes, and of the best version."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 -- schema 1
--- Evaluations of policy versions on held-out tasks (trainer.eval). Times are Unix times.
+-- Evaluations of policy versions on held-out tasks (evaluation). Times are Unix times.
 CREATE TABLE evaluations (
     version         INTEGER NOT NULL PRIMARY KEY,
     step            INTEGER NOT NULL,             -- that made the version; 0 for the base model

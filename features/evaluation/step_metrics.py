@@ -1,4 +1,4 @@
-"""The metrics of an evaluation (`trainer.eval`), in trackers alone: name, unit and meaning, by group."""
+"""The metrics of an evaluation (`evaluation`), in trackers alone: name, unit and meaning, by group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plugs in evaluations of new versions (`trainer.eval`), and the choice of the best version, whose files stay."""
+"""Plugs in evaluations of new versions (`evaluation`), and the choice of the best version, whose files stay."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...core.config.run import require_program
 from ...core.errors import ConfigError
 from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
 from .best import BestVersion
-from .config import EvalKeys
+from .config import EvaluationConfig
 
 log = logging.getLogger(__name__)
 
@@ -20,16 +20,16 @@ class EvaluatingPlugin(TrainerPlugin):
 
     def check(self, run: Run) -> None:
         """Refuse an agent program or held-out tasks that are not there."""
-        config = EvalKeys.of(self.config.trainer).eval
+        config = self.config.section(EvaluationConfig)
         if config.tasks is None or run.offline is not None or run.method != "rl":
             return
         if not config.tasks.is_file():
-            raise ConfigError(f"trainer.eval.tasks: there is no file {config.tasks}")
+            raise ConfigError(f"evaluation.tasks: there is no file {config.tasks}")
         if self.config.run.executor == "local":
             try:
                 require_program(config.command)
             except ConfigError as error:
-                raise ConfigError(f"trainer.eval.command: {error.message}") from None
+                raise ConfigError(f"evaluation.command: {error.message}") from None
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
@@ -38,7 +38,7 @@ class EvaluatingPlugin(TrainerPlugin):
             return
         from .evaluator import Evaluator  # here, since the module is read before torch may be loaded
 
-        evaluates = EvalKeys.of(core.config.trainer).eval.tasks is not None
+        evaluates = core.config.section(EvaluationConfig).tasks is not None
         beside = Evaluator(core) if evaluates else BestVersion(core.store)
         yield TrainerHooks(beside=beside)
         if (best := await beside.evaluations.best()) is not None:

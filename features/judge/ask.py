@@ -13,7 +13,7 @@ from ...commands.api_client import ApiClient, ApiError
 from ...core.config.root import Config
 from ...core.prices import Prices
 from ...store.requests import full_calls
-from .config import RewarderKeys
+from .config import JudgeConfig
 from .kinds import check, made, named
 from .rewarder import Rewarder, price_line
 from .table import KeptAnswers
@@ -33,7 +33,7 @@ async def opened(
     if which != "function":
         await check(config)
     name, one = named(config, which)
-    answers = answers or KeptAnswers(name, one, RewarderKeys.of(config.rewards).budget, Prices(config.prices))
+    answers = answers or KeptAnswers(name, one, config.section(JudgeConfig).budget, Prices(config.prices))
     rewarder = made(name, one, config, answers, shuffle)
     try:
         yield rewarder, answers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...core.config.root import Config
 from ...proxy.api.beside import Beside, Fields
-from .config import RewarderConfig, RewarderKeys
+from .config import JudgeConfig, RewarderConfig
 from .kinds import made
 from .table import ENOUGH, Checked, KeptAnswers, last_check, spent_by_each
 
@@ -20,7 +20,9 @@ class RewardersBeside(Beside):
     async def of_policy(self) -> Fields:
         if self._sources is None:
             weights = self.config.trainer.reward_weights
-            trains = [one for one in RewarderKeys.of(self.config.rewards).rewarders if weights.get(one[0])]
+            trains = [
+                one for one in self.config.section(JudgeConfig).rewarders(self.config.rewards) if weights.get(one[0])
+            ]
             self._sources = {
                 called(self.config, *one): await source(self.config, *one) for one in trains if one[1].judges
             }
@@ -30,13 +32,13 @@ class RewardersBeside(Beside):
 
 def called(config: Config, name: str, one: RewarderConfig) -> str:
     """Return what commands call a rewarder: its kind, or its name where there are several of the kind."""
-    kinds = [other.kind for _, other in RewarderKeys.of(config.rewards).rewarders]
+    kinds = [other.kind for _, other in config.section(JudgeConfig).rewarders(config.rewards)]
     return one.kind if kinds.count(one.kind) == 1 else name
 
 
 async def source(config: Config, name: str, one: RewarderConfig) -> str:
     """Return the `source` that a rewarder's checks are kept by."""
-    return await made(name, one, config, KeptAnswers(name, one, RewarderKeys.of(config.rewards).budget)).source()
+    return await made(name, one, config, KeptAnswers(name, one, config.section(JudgeConfig).budget)).source()
 
 
 def warning(kind: str, check: Checked | None) -> str | None:

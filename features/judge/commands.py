@@ -18,7 +18,7 @@ def rescore(
         str | None, typer.Option("--reward", metavar="FILE.py:NAME", help="the reward function (rewards.function)")
     ] = None,
     rewarder: Annotated[
-        str, typer.Option(metavar="KIND", help="a rewarder of rewards.use, by its kind or name")
+        str, typer.Option(metavar="KIND", help="a rewarder of judge.use, by its kind or name")
     ] = "function",
     task: Annotated[str | None, typer.Option(help="only rollouts of this task id", autocompletion=task_ids)] = None,
     agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
@@ -59,7 +59,7 @@ def rescore(
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Show what a rewarder gives, and whether it can be believed."
 )
-Kind = Annotated[str, typer.Argument(metavar="KIND", help="a rewarder of rewards.use, by its kind or name")]
+Kind = Annotated[str, typer.Argument(metavar="KIND", help="a rewarder of judge.use, by its kind or name")]
 
 
 @app.command("try")

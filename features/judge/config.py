@@ -1,10 +1,10 @@
-"""The keys `rewards.use` and `rewards.budget`, and `trainer.judge`: what gives rewards, and the models that judge."""
+"""The section `judge`: what gives rewards, and the models that judge."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Literal
@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, model_validator
 
 from ...core.config.rollouts import RewardsConfig
+from ...core.config.root import CheckedSection, Config
 from ...core.config.section import Number, Positive, Seconds, Section, check_url
 from ...core.config.trainer import TrainerConfig
 
@@ -92,7 +93,7 @@ class RewarderConfig(Section):
             if getattr(self, key) is not None and self.kind != kind:
                 raise ValueError(f"{key} is for kind {kind}, not {self.kind}")
         if self.model is not None and not self.judges:
-            raise ValueError(f"kind {self.kind} takes no model here: a judge's is trainer.judge.model")
+            raise ValueError(f"kind {self.kind} takes no model here: a judge's is judge.calls.model")
         if self.kind == "rank" and self.model is None:
             raise ValueError("kind rank needs a model, as in openai/gpt-5-mini or hosted_vllm/Qwen/Qwen3-8B")
         if self.kind == "rubric" and self.file is None:
@@ -110,48 +111,7 @@ class RewarderConfig(Section):
         return self
 
 
-class RewarderKeys(RewardsConfig):
-    use: list[RewarderConfig] = []
-    budget: BudgetConfig = BudgetConfig()
-
-    @property
-    def rewarders(self) -> list[tuple[str, RewarderConfig]]:
-        """Return all that give rewards, with the names of their rewards. `function` alone is one of them.
-
-        One that is alone, beside a judge of calls, posts `reward`; several have their kind's name, or `name`.
-        """
-        named = any(one.kind == "function" for one in self.use)
-        all_ = [*([] if self.function is None or named else [RewarderConfig(kind="function")]), *self.use]
-        alone = sum(one.kind != "judge" for one in all_) == 1
-        own = {"function": self.name, "judge": "judge"}
-        return [(own.get(one.kind) or one.name or ("reward" if alone else one.kind), one) for one in all_]
-
-    @property
-    def longest_wait_s(self) -> float | None:
-        """Return the core's, or as long as models may take."""
-        return MODELS_S if self.use else super().longest_wait_s
-
-    def not_absolute(self, names: Collection[str]) -> str | None:
-        """Return why, if `rank` alone gives them. A function may give rewards of any name."""
-        ranked = {name for name, one in self.rewarders if one.kind == "rank"}
-        if self.function is not None or not names or not ranked.issuperset(names):
-            return None
-        return "rank only compares siblings; `eval` needs an absolute reward, such as `rubric`"
-
-    @model_validator(mode="after")
-    def _can_be_told_apart(self) -> RewarderKeys:
-        names = Counter(name for name, _ in self.rewarders)
-        if twice := [name for name, n in names.items() if n > 1]:
-            raise ValueError(f"use: two give rewards named {twice[0]}: give one another name")
-        if self.function is None and any(one.kind == "function" for one in self.use):
-            raise ValueError("use: kind function needs rewards.function, as in scoring.py:reward")
-        paid = [one for one in self.use if one.asks or one.kind == "judge"]
-        if self.budget.usd is not None and any(one.price is None for one in paid):
-            raise ValueError("budget.usd needs the price of each model, in USD per million tokens: price: [0.25, 2]")
-        return self
-
-
-class JudgeConfig(Section):
+class CallsConfig(Section):
     model: str | None = None
     api_base: str | None = None
     weight: Number = 1.0
@@ -159,24 +119,54 @@ class JudgeConfig(Section):
     timeout_s: Seconds = 60.0
 
 
-class JudgeKeys(TrainerConfig):
-    names = {"credit": ("judge",)}
+class JudgeConfig(CheckedSection):
+    """`use`: what gives rewards to rollouts. `calls`: the judge of single calls (`trainer.credit: judge`)."""
 
-    judge: JudgeConfig = JudgeConfig()
+    name = "judge"
+    functions = {"credit": ("judge",)}
+    moved = {"rewards.use": "judge.use", "rewards.budget": "judge.budget", "trainer.judge": "judge.calls"}
+
+    use: list[RewarderConfig] = []
+    budget: BudgetConfig = BudgetConfig()
+    calls: CallsConfig = CallsConfig()
+
+    def rewarders(self, rewards: RewardsConfig) -> list[tuple[str, RewarderConfig]]:
+        """Return all that give rewards, with the names of their rewards. `rewards.function` alone is one of them.
+
+        One that is alone, beside a judge of calls, posts `reward`; several have their kind's name, or `name`.
+        """
+        named = any(one.kind == "function" for one in self.use)
+        all_ = [*([] if rewards.function is None or named else [RewarderConfig(kind="function")]), *self.use]
+        alone = sum(one.kind != "judge" for one in all_) == 1
+        own = {"function": rewards.name, "judge": "judge"}
+        return [(own.get(one.kind) or one.name or ("reward" if alone else one.kind), one) for one in all_]
 
     @property
-    def judged(self) -> bool:
-        """Return whether a judge scores any calls."""
-        return "judge" in ([self.credit] if isinstance(self.credit, str) else self.credit.values())
+    def longest_wait_s(self) -> float | None:
+        return MODELS_S if self.use else None
 
-    @model_validator(mode="after")
-    def _has_a_judge(self) -> JudgeKeys:
-        if self.judged and self.judge.model is None:
-            raise ValueError("credit judge needs judge.model, as litellm names it (openai/gpt-4o-mini)")
-        return self
+    def not_absolute(self, names: Collection[str], *, has_function: bool) -> str | None:
+        ranked = {name for name, one in self.rewarders(RewardsConfig()) if one.kind == "rank"}
+        if has_function or not names or not ranked.issuperset(names):
+            return None
+        return "rank only compares siblings; `eval` needs an absolute reward, such as `rubric`"
 
-    @property
-    def training_weights(self) -> dict[str, float]:
-        """Return those of the return that is shown, and the judge's."""
-        own = {"judge": self.judge.weight} if self.judged else {}
-        return {**super().training_weights, **own}
+    def training_weights(self, credits: Collection[str]) -> Mapping[str, float]:
+        return {"judge": self.calls.weight} if "judge" in credits else {}
+
+    def check(self, config: Config) -> None:
+        names = Counter(name for name, _ in self.rewarders(config.rewards))
+        if twice := [name for name, n in names.items() if n > 1]:
+            raise ValueError(f"judge.use: two entries give a reward named {twice[0]!r}; rename one")
+        if config.rewards.function is None and any(one.kind == "function" for one in self.use):
+            raise ValueError("judge.use: kind function needs rewards.function, as in scoring.py:reward")
+        paid = [one for one in self.use if one.asks or one.kind == "judge"]
+        if self.budget.usd is not None and any(one.price is None for one in paid):
+            raise ValueError("judge.budget.usd needs each model's price, in USD per million tokens: price: [0.25, 2]")
+        if judges_calls(config.trainer) and self.calls.model is None:
+            raise ValueError("trainer.credit judge needs judge.calls.model, as litellm names it (openai/gpt-4o-mini)")
+
+
+def judges_calls(trainer: TrainerConfig) -> bool:
+    """Return whether a judge scores any calls."""
+    return "judge" in ([trainer.credit] if isinstance(trainer.credit, str) else trainer.credit.values())

@@ -13,7 +13,7 @@ from ...core.errors import ConfigError
 from ...core.http import in_thread_if_large
 from ...core.prices import import_litellm, require_litellm
 from ...proxy.api.transitions import answer_in
-from .config import JudgeConfig
+from .config import CallsConfig
 from .rewarder import Away, GivenScore, Json, Rewarder, decisions, together
 from .table import KeptAnswers, Used
 from .texts import IS_DATA, fenced, mark_for
@@ -32,13 +32,13 @@ class Unjudgeable(Exception):
 
 
 class Judge(Rewarder):
-    """Asks the model `trainer.judge.model`, through litellm, for a score of each call."""
+    """Asks the model `judge.calls.model`, through litellm, for a score of each call."""
 
     name = JUDGE
-    label = "trainer.judge"
+    label = "judge.calls"
 
     def __init__(
-        self, config: JudgeConfig, clean: Callable[[str], str] = str, answers: KeptAnswers | None = None
+        self, config: CallsConfig, clean: Callable[[str], str] = str, answers: KeptAnswers | None = None
     ) -> None:
         """`clean` takes secrets out of what it reads. `answers` are kept, and counted for the budget."""
         self._clean, self._answers = clean, answers
@@ -47,9 +47,9 @@ class Judge(Rewarder):
         self._slots = asyncio.Semaphore(config.concurrency)
 
     async def check(self) -> None:
-        require_litellm("rewards.use: judge")
+        require_litellm("judge.use: judge")
         if self._config.model is None:
-            raise ConfigError("rewards.use: judge: set trainer.judge.model, as litellm names it")
+            raise ConfigError("judge.use: judge: set judge.calls.model, as litellm names it")
 
     async def require(self) -> None:
         if self._answers is not None:
@@ -112,7 +112,7 @@ class Judge(Rewarder):
         except (litellm.ContextWindowExceededError, litellm.ContentPolicyViolationError) as error:
             raise Unjudgeable(str(error)) from None
         except OpenAIError as error:  # what all of litellm's errors are
-            raise Away(f"trainer.judge: {config.model} gives no answer: {str(error)[:300]}") from None
+            raise Away(f"judge.calls: {config.model} gives no answer: {str(error)[:300]}") from None
         text = "".join(choice.message.content or "" for choice in answer.choices[:1])
         if self._answers is not None and (usage := getattr(answer, "usage", None)) and usage.total_tokens:
             self._used[question] = (usage.prompt_tokens, usage.completion_tokens), usd_of(litellm, answer)

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from ...core.config.root import Config
 from ...core.errors import ConfigError
 from ...core.redact import Redactor
-from .config import APIS, JudgeKeys, RewarderConfig, RewarderKeys
+from .config import APIS, JudgeConfig, RewarderConfig
 from .judge import Judge
 from .model import JudgeModel
 from .next_message import NextMessage
@@ -27,7 +27,7 @@ def made(name: str, one: RewarderConfig, config: Config, answers: KeptAnswers, s
         case "function":
             return Function(config.rewards)
         case "judge":
-            return Judge(JudgeKeys.of(config.trainer).judge, clean, answers)
+            return Judge(config.section(JudgeConfig).calls, clean, answers)
         case "rank":
             return Rank(name, one, model, shuffle)
         case "rubric":
@@ -43,23 +43,24 @@ def without_secrets(config: Config) -> Callable[[str], str]:
 
 def named(config: Config, which: str) -> tuple[str, RewarderConfig]:
     """Return the rewarder that has this name, or is the only one of this kind. Raise ConfigError."""
-    rewarders = RewarderKeys.of(config.rewards).rewarders
+    rewarders = config.section(JudgeConfig).rewarders(config.rewards)
     found = [one for one in rewarders if one[0] == which] or [one for one in rewarders if one[1].kind == which]
     if len(found) != 1:
         known = ", ".join(f"{one.kind} ({name})" for name, one in rewarders) or "none"
-        raise ConfigError(f"rewards.use has {'several' if found else 'no'} {which}; there is {known}")
+        raise ConfigError(f"judge.use has {'several' if found else 'no'} {which}; there is {known}")
     return found[0]
 
 
 async def check(config: Config) -> None:
     """Raise ConfigError if a rewarder cannot work, or has a name that does not count."""
-    keys = RewarderKeys.of(config.rewards)
-    names = [name for name, one in keys.rewarders if one.kind != "judge"]
-    for name, one in keys.rewarders:
+    keys = config.section(JudgeConfig)
+    rewarders = keys.rewarders(config.rewards)
+    names = [name for name, one in rewarders if one.kind != "judge"]
+    for name, one in rewarders:
         if one.asks:
             _require_judge(one, config)
         if (one.name or len(names) > 1) and name in names and name not in config.trainer.reward_weights:
-            raise ConfigError(f"rewards.use: rewards named {name} have no weight: add it to trainer.reward_weights")
+            raise ConfigError(f"judge.use: rewards named {name} have no weight: add it to trainer.reward_weights")
         rewarder = made(name, one, config, KeptAnswers(name, one, keys.budget))
         try:
             await rewarder.check()
@@ -71,11 +72,11 @@ async def check(config: Config) -> None:
 
 def _require_judge(one: RewarderConfig, config: Config) -> None:
     """Raise ConfigError unless the model may be asked: elsewhere with key and budget, and knowingly if it is ours."""
-    what, budget = f"rewards.use: {one.kind}: {one.model}", RewarderKeys.of(config.rewards).budget
+    what, budget = f"judge.use: {one.kind}: {one.model}", config.section(JudgeConfig).budget
     if one.is_elsewhere and one.key is None:
         raise ConfigError(f"{what} needs a key: set {APIS[one.api][1]}, or its api_key")
     if one.is_elsewhere and budget.tokens is None and budget.usd is None:
-        raise ConfigError(f"{what} costs money: set rewards.budget.tokens or rewards.budget.usd")
+        raise ConfigError(f"{what} costs money: set judge.budget.tokens or judge.budget.usd")
     if _place(one.address) == _place(f"http://127.0.0.1:{config.proxy.port}"):
         raise ConfigError(f"{what} is asked through this proxy, which would record and judge that, too: name the "
                           "model server's address")  # fmt: skip
@@ -97,7 +98,7 @@ def _place(url: str) -> tuple[str, int | None]:
 
 def readers(rewarders: Sequence[tuple[str, RewarderConfig]], judge: str | None) -> list[str]:
     """Return for the log which models read rollouts, and where. `judge`: the judge of calls."""
-    found = [f"rewards.use: {one.kind}: {one.model} at {urlsplit(one.address).hostname} reads rollouts"
+    found = [f"judge.use: {one.kind}: {one.model} at {urlsplit(one.address).hostname} reads rollouts"
              for _, one in rewarders if one.asks]  # fmt: skip
     of_calls = any(one.kind == "judge" for _, one in rewarders)
-    return [*found, *([f"rewards.use: judge: {judge} reads rollouts"] if of_calls else [])]
+    return [*found, *([f"judge.use: judge: {judge} reads rollouts"] if of_calls else [])]

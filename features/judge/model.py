@@ -179,7 +179,7 @@ class AsksModel(Rewarder):
     question, questions = "", 1
 
     def __init__(self, name: str, config: RewarderConfig, model: JudgeModel) -> None:
-        self.name, self.label, self.at_once = name, f"rewards.use: {config.kind}", config.concurrency
+        self.name, self.label, self.at_once = name, f"judge.use: {config.kind}", config.concurrency
         self._config, self._model = config, model
 
     async def source(self) -> str:

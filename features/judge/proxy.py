@@ -11,7 +11,7 @@ from ...core.prices import Prices
 from ...proxy.plugins.hooks import Core, Hooks, ProxyPlugin
 from . import rating, routes
 from .beside import RewardersBeside
-from .config import JudgeKeys, RewarderKeys
+from .config import JudgeConfig
 from .kinds import check, made, readers
 from .scoring import Scorer
 from .table import StoredAnswers
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class RewardersPlugin(ProxyPlugin):
-    """Asks `rewards.function` and `rewards.use` about completed rollouts."""
+    """Asks `rewards.function` and `judge.use` about completed rollouts."""
 
     routers = (routes.router, rating.router)
     beside = RewardersBeside
@@ -30,10 +30,11 @@ class RewardersPlugin(ProxyPlugin):
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
-        keys = RewarderKeys.of(self.config.rewards)
+        keys = self.config.section(JudgeConfig)
+        rewarders_of = keys.rewarders(self.config.rewards)
         answers = partial(StoredAnswers, core.store.database, budget=keys.budget, prices=Prices(self.config.prices))
-        rewarders = [made(name, one, self.config, answers(name, one)) for name, one in keys.rewarders]
-        for line in readers(keys.rewarders, JudgeKeys.of(self.config.trainer).judge.model):
+        rewarders = [made(name, one, self.config, answers(name, one)) for name, one in rewarders_of]
+        for line in readers(rewarders_of, self.config.section(JudgeConfig).calls.model):
             log.info("%s", line)
         names = [rewarder.label for rewarder in rewarders]
         await core.store.endings.use_function(self.config.rewards.function or next(iter(names), None))

@@ -12,7 +12,7 @@ from ...proxy.api.door import AgentRoute
 from ...proxy.api.parts import Parts
 from ...proxy.api.requests import caller_of, parts_for_all
 from .beside import called, source, warning
-from .config import JudgeKeys, RewarderConfig, RewarderKeys
+from .config import JudgeConfig, RewarderConfig
 from .rewarder import Away
 from .table import labels, last_check, spent_by_each, wait_for
 
@@ -50,7 +50,7 @@ class RewarderSeen(BaseModel):
 
 
 class BudgetSeen(BaseModel):
-    """`rewards.budget`, and what counts for it."""
+    """`judge.budget`, and what counts for it."""
 
     tokens: int | None
     usd: float | None
@@ -78,26 +78,27 @@ class RewardersSeen(BaseModel):
 async def get_rewarders(request: Request) -> dict[str, Any]:
     """What gives rewards by itself, whether people agree with it, what it has spent, and what waits for it."""
     p, own = await parts_for_all(request), caller_of(request).sight.own
-    keys = RewarderKeys.of(p.config.rewards)
+    keys = p.config.section(JudgeConfig)
     spent = [] if own else await spent_by_each(p.store.database)
     of = {one["name"]: one for one in spent}
     budget = {"spent_tokens": sum(one["tokens"] for one in spent), "spent_usd": sum(one["usd"] for one in spent)}
     return {
-        "data": [await _seen(p, name, one, of.get(name, {}), own=own) for name, one in keys.rewarders],
-        "weights": JudgeKeys.of(p.config.trainer).training_weights,
+        "data": [
+            await _seen(p, name, one, of.get(name, {}), own=own) for name, one in keys.rewarders(p.config.rewards)
+        ],
+        "weights": p.config.trainer.training_weights,
         "budget": None if own else {"tokens": keys.budget.tokens, "usd": keys.budget.usd} | budget,
         "labels": None if own else await labels(p.store.database),
     }
 
 
 async def _seen(p: Parts, name: str, one: RewarderConfig, spent: dict[str, Any], *, own: bool) -> dict[str, Any]:
-    judge = JudgeKeys.of(p.config.trainer)
-    weight, who = judge.training_weights.get(name, 0.0), called(p.config, name, one)
+    weight, who = p.config.trainer.training_weights.get(name, 0.0), called(p.config, name, one)
     view: dict[str, Any] = {
         "name": name,
         "called": who,
         "kind": one.kind,
-        "model": judge.judge.model if one.kind == "judge" else one.model,
+        "model": p.config.section(JudgeConfig).calls.model if one.kind == "judge" else one.model,
         "weight": weight,
         "tokens": None if own else spent.get("tokens", 0),
         "usd": None if own else spent.get("usd", 0.0),

@@ -1,5 +1,5 @@
 -- schema 1
--- Which rewarders (rewards.use) have given a rollout what they give; the rollout awaits the others.
+-- Which rewarders (judge.use) have given a rollout what they give; the rollout awaits the others.
 CREATE TABLE rewarder_spoken (
     n        INTEGER NOT NULL REFERENCES awaiting_rewards (n) ON DELETE CASCADE,
     rewarder TEXT NOT NULL,

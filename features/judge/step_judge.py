@@ -11,7 +11,7 @@ from ...store.store import Store
 from ...trainer.credit.agents import TrainedAgents
 from ...trainer.credit.strategies import JUDGE, strategy_of
 from ...trainer.waiting import JudgeError, all_of
-from .config import BudgetConfig, JudgeKeys, RewarderConfig
+from .config import BudgetConfig, JudgeConfig, RewarderConfig
 from .judge import Judge, transcript
 from .kinds import without_secrets
 from .rewarder import Away
@@ -22,10 +22,10 @@ class StepJudge:
     """Asks the judge for scores of the calls that it has not scored yet, of agents whose credit is its own."""
 
     def __init__(self, whole: Config, store: Store) -> None:
-        config = JudgeKeys.of(whole.trainer)
+        config, judge = whole.trainer, whole.section(JudgeConfig).calls
         spent = StoredAnswers(store.database, JUDGE, RewarderConfig(kind="judge"), BudgetConfig())
-        self._judge = Judge(config.judge, answers=spent)
-        self._model = config.judge.model
+        self._judge = Judge(judge, answers=spent)
+        self._model = judge.model
         self._agents = TrainedAgents(config.agents)
         self._credit = config.credit
         self._store, self._clean = store, without_secrets(whole)

@@ -186,7 +186,7 @@ class KeptAnswers:
         tokens, usd = tokens + sum(map(sum, self.under_way)), usd + sum(map(self._cost, self.under_way))
         for name, spent, most in (("tokens", tokens, self._budget.tokens), ("usd", usd, self._budget.usd)):
             if most is not None and spent >= most:
-                raise Away(f"rewards.budget.{name} is spent ({spent:g} of {most:g})")
+                raise Away(f"judge.budget.{name} is spent ({spent:g} of {most:g})")
 
     def _cost(self, used: Used, usd: float | None = None) -> float:
         if self._price is None and usd is not None:

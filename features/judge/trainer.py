@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from ...core.prices import require_litellm
 from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
-from .config import JudgeKeys
+from .config import JudgeConfig, judges_calls
 
 log = logging.getLogger(__name__)
 
@@ -17,18 +17,17 @@ class JudgePlugin(TrainerPlugin):
     """Has the calls scored whose credit is a judge's."""
 
     def check(self, run: Run) -> None:
-        if JudgeKeys.of(self.config.trainer).judged:
-            require_litellm("trainer.judge")
+        if judges_calls(self.config.trainer):
+            require_litellm("judge.calls")
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
         from .step_judge import StepJudge
 
-        config = JudgeKeys.of(core.config.trainer)
-        if not config.judged:
+        if not judges_calls(core.config.trainer):
             yield TrainerHooks()
             return
-        log.info("trainer.judge: %s reads rollouts", config.judge.model)
+        log.info("judge.calls: %s reads rollouts", core.config.section(JudgeConfig).calls.model)
         yield TrainerHooks(judge=StepJudge(core.config, core.store).missing)
 
 

@@ -1,14 +1,17 @@
-"""The section `telemetry`: where spans of recorded calls go."""
+"""The section `otel`: where spans of recorded calls go."""
 
 from __future__ import annotations
 
 from pydantic import SecretStr, field_validator
 
-from ...core.config.core import CoreConfig
-from ...core.config.section import Seconds, Section
+from ...core.config.feature import FeatureSection
+from ...core.config.section import Seconds
 
 
-class TelemetryConfig(Section):
+class OtelConfig(FeatureSection):
+    name = "otel"
+    moved = {"telemetry": "otel"}
+
     otlp_endpoint: str | None = None
     otlp_headers: dict[str, SecretStr] = {}
     content: bool = False
@@ -24,7 +27,3 @@ class TelemetryConfig(Section):
         if url is not None and not url.startswith(("http://", "https://")):
             raise ValueError(f"an http(s) URL is needed, such as http://127.0.0.1:4318, got {url!r}")
         return url
-
-
-class TelemetryKeys(CoreConfig):
-    telemetry: TelemetryConfig = TelemetryConfig()

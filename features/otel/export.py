@@ -13,7 +13,7 @@ from typing import Any
 from ...core.errors import ConfigError
 from ...core.records import CallEnd, CallStart
 from ...core.redact import Redactor
-from .config import TelemetryConfig
+from .config import OtelConfig
 from .genai_write import attributes_of, operation_of
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ FLUSH_S = 3.0  # how long the remaining spans may take at the end
 class Telemetry:
     """Keeps spans in memory, up to a limit, until a thread has sent them. The agent's `traceparent` is their parent."""
 
-    def __init__(self, config: TelemetryConfig, redactor: Redactor) -> None:
+    def __init__(self, config: OtelConfig, redactor: Redactor) -> None:
         """Raises ConfigError without the SDK."""
         require_sdk(config)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -86,7 +86,7 @@ class Telemetry:
         span.end(began + int(end.latency_ms * 1e6))
 
 
-def require_sdk(config: TelemetryConfig) -> None:
+def require_sdk(config: OtelConfig) -> None:
     """Raise ConfigError if spans are to be exported and the SDK is not there."""
     if config.otlp_endpoint is None:
         return
@@ -95,5 +95,5 @@ def require_sdk(config: TelemetryConfig) -> None:
         import opentelemetry.sdk.trace  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"telemetry.otlp_endpoint needs OpenTelemetry's SDK ({error.name}): pip install 'lightning-proxy[otel]'"
+            f"otel.otlp_endpoint needs OpenTelemetry's SDK ({error.name}): pip install 'lightning-proxy[otel]'"
         ) from None

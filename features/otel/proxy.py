@@ -8,18 +8,18 @@ from contextlib import asynccontextmanager
 from ...core.config.root import Config
 from ...proxy.plugins.hooks import Core, Hooks, ProxyPlugin
 from . import receive
-from .config import TelemetryKeys
+from .config import OtelConfig
 from .export import Telemetry, require_sdk
 
 
 class OtelPlugin(ProxyPlugin):
-    """Receives spans always; exports calls where `telemetry.otlp_endpoint` is set."""
+    """Receives spans always; exports calls where `otel.otlp_endpoint` is set."""
 
     routers = (receive.router,)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._telemetry = TelemetryKeys.of(config).telemetry
+        self._telemetry = config.section(OtelConfig)
         require_sdk(self._telemetry)
 
     @asynccontextmanager

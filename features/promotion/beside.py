@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from ...proxy.api.beside import Beside, Fields
-from .config import GateKeys
+from .config import PromotionConfig
 from .promotions import Promotions
 
 
@@ -17,7 +17,7 @@ class PromotionBeside(Beside):
         tests = Promotions(self.store.database)
         under_way, waiting = await tests.under_way(), await tests.waiting()
         return {
-            "promotion": GateKeys.of(self.config.policy).promotion,
+            "promotion": self.config.section(PromotionConfig).mode,
             "test": None if under_way is None else asdict(under_way),
             "waiting": None if waiting is None else waiting.version,
         }

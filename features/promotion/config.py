@@ -1,4 +1,4 @@
-"""Keys of `policy` and `trainer`: whether and how new weights are tested before they go live."""
+"""The section `promotion`: whether and how a new version is tested before it goes live (docs/promotion.md)."""
 
 from __future__ import annotations
 
@@ -6,24 +6,29 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ...core.config.core import CoreConfig
-from ...core.config.policy import PolicyConfig
-from ...core.config.section import Number, Seconds, Section
-from ...core.config.trainer import TrainerConfig
+from ...core.config.root import CheckedSection, Config
+from ...core.config.section import Number, Seconds
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 NO_REWARDS = frozenset({"tool_errors", "truncated", "unrewarded", "answer_tokens", "latency"})  # metrics.py has them
 
 ONE_SERVER = (
-    "policy.promotion gated needs a second server where weights are published merged: one server has one version. "
+    "promotion.mode gated needs a second server where weights are published merged: one server has one version. "
     "Give the policy's upstream `replicas`, or set policy.publish to lora"
 )
 
 
-class GateConfig(Section):
-    """How a new version is tested before it goes live (docs/promotion.md)."""
+class PromotionConfig(CheckedSection):
+    name = "promotion"
+    moved = {
+        "policy.promotion": "promotion.mode",
+        "policy.gate": "promotion",
+        "trainer.promote_every": "promotion.every_steps",
+    }
 
+    mode: Literal["immediate", "gated"] = "immediate"
+    every_steps: Annotated[int, Field(ge=1)] = 1
     share: Annotated[float, Field(gt=0, le=0.5)] = 0.5
     metrics: Annotated[dict[str, Share], Field(min_length=1)] = {"reward": 0.1}
     reward_range: tuple[Number, Number] = (0.0, 1.0)
@@ -32,50 +37,32 @@ class GateConfig(Section):
     max_rollouts: Annotated[int, Field(ge=2)] = 2000
     reward_timeout_s: Seconds = 1800.0
 
+    @property
+    def is_gated(self) -> bool:
+        """Return whether a version that is to go live is tested first."""
+        return self.mode == "gated"
+
     @model_validator(mode="after")
-    def _has_a_range(self) -> GateConfig:
+    def _has_a_range(self) -> PromotionConfig:
         for name, (low, high) in {"": self.reward_range, **self.reward_ranges}.items():
             if not low < high:
                 key = f"reward_ranges: {name}" if name else "reward_range"
                 raise ValueError(f"{key} is the lowest and the highest reward, got [{low:g}, {high:g}]")
         if others := self.reward_ranges.keys() - (self.metrics.keys() - NO_REWARDS):
             raise ValueError(f"reward_ranges: {min(others)} is no reward in metrics")
+        if self.every_steps > 1 and not self.is_gated:
+            raise ValueError("every_steps is how many steps come to one test: set promotion.mode to gated")
         return self
 
+    def check(self, config: Config) -> None:
+        if self.is_gated and not config.policy.pin_rollouts:
+            raise ValueError("promotion.mode gated compares entire rollouts: it needs policy.pin_rollouts true")
+        obstacle = self.merged_obstacle(config)
+        if obstacle and (config.policy.publish == "merged" or config.trainer.weights == "full"):
+            raise ValueError(obstacle)
 
-class GateKeys(PolicyConfig):
-    promotion: Literal["immediate", "gated"] = "immediate"
-    gate: GateConfig = GateConfig()
-
-    @property
-    def is_gated(self) -> bool:
-        """Return whether a version that is to go live is tested first."""
-        return self.promotion == "gated"
-
-    @model_validator(mode="after")
-    def _keeps_a_rollout_on_its_version(self) -> GateKeys:
-        if self.is_gated and not self.pin_rollouts:
-            raise ValueError("policy.promotion gated compares entire rollouts: it needs policy.pin_rollouts true")
-        return self
-
-
-class PromotionKeys(TrainerConfig):
-    promote_every: Annotated[int, Field(ge=1)] = 1
-
-
-class PromotionChecks(CoreConfig):
-    """Merged weights are one version for each server, and we choose the server that answers."""
-
-    @property
-    def merged_obstacle(self) -> str | None:
-        upstream = self.policy_upstream
-        has_another = upstream is None or not GateKeys.of(self.policy).is_gated or len(upstream.urls) > 1
+    def merged_obstacle(self, config: Config) -> str | None:
+        """Merged weights are one version for each server, and we choose the server that answers."""
+        upstream = config.policy_upstream
+        has_another = upstream is None or not self.is_gated or len(upstream.urls) > 1
         return None if has_another else ONE_SERVER
-
-    @model_validator(mode="after")
-    def _can_test_a_version_beside_the_live_one(self) -> PromotionChecks:
-        if PromotionKeys.of(self.trainer).promote_every > 1 and not GateKeys.of(self.policy).is_gated:
-            raise ValueError("trainer.promote_every is how many steps come to one test: set policy.promotion to gated")
-        if self.merged_obstacle and (self.policy.publish == "merged" or self.trainer.weights == "full"):
-            raise ValueError(self.merged_obstacle)
-        return self

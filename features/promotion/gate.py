@@ -12,7 +12,7 @@ from ...core.config.root import Config
 from ...core.errors import LightningError
 from ...core.http import in_thread_if_large
 from ...store.store import Store
-from .config import GateKeys
+from .config import PromotionConfig
 from .metrics import metrics
 from .promotions import Promotions
 from .weigh import GateRules, Weighed, weigh
@@ -83,7 +83,7 @@ class Gate:
 
 def rules(config: Config) -> GateRules:
     """Return the rules of tests. Siblings are those of the trainer."""
-    gate, trainer = GateKeys.of(config.policy).gate, config.trainer
+    gate, trainer = config.section(PromotionConfig), config.trainer
     return GateRules(
         metrics=metrics(gate, trainer.reward_weights),
         level=gate.level,

@@ -1,4 +1,4 @@
-"""Publishes new weights as candidates (`policy.promotion: gated`). The proxy's gate decides which go live.
+"""Publishes new weights as candidates (`promotion.mode: gated`). The proxy's gate decides which go live.
 
 The newest version waits for its test while another one is tested, and training continues from its own weights.
 """
@@ -27,7 +27,7 @@ from ...trainer.step.engine import TrainingEngine
 from ...trainer.types import Sample
 from ...trainer.waiting import Stopped, in_thread
 from . import line
-from .config import PromotionKeys
+from .config import PromotionConfig
 from .promotions import Promotions
 from .tests import Promotion
 
@@ -60,7 +60,7 @@ class GatedPublisher(Publisher):
     def __init__(self, config: Config, store: Store, swap: CandidateSwap, trainer: TrainingEngine) -> None:
         super().__init__(config.policy, store, swap, trainer)
         self._tests = Promotions(store.database)
-        self._every = PromotionKeys.of(config.trainer).promote_every
+        self._every = config.section(PromotionConfig).every_steps
         self._max_staleness = config.trainer.max_staleness
         self._again = 0.0
         self._warned = False
@@ -169,7 +169,7 @@ class GatedPublisher(Publisher):
         if last is not None and not last.evidence:
             log.warning(
                 "no proxy weighs policy version %d, so it will not be decided: give the proxy the trainer's "
-                "configuration (policy.promotion: gated) and start it again",
+                "configuration (promotion.mode: gated) and start it again",
                 test.version,
             )
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ...core.returns import LARGEST, Rules, earned
 from ...core.statistics import difference, sign_difference
-from .config import GateConfig
+from .config import PromotionConfig
 from .tests import Observed
 
 UNCUT = (-LARGEST, LARGEST)  # a gate has a range of its own
@@ -60,7 +60,7 @@ OWN: Mapping[str, tuple[Value, tuple[float, float] | None]] = {
 }
 
 
-def metrics(gate: GateConfig, weights: Mapping[str, float]) -> list[GuardedMetric]:
+def metrics(gate: PromotionConfig, weights: Mapping[str, float]) -> list[GuardedMetric]:
     """Return the metrics of a gate. `weights`: of rewards, as the trainer counts them."""
     found = []
     for name, margin in gate.metrics.items():

@@ -17,7 +17,7 @@ from ...store.trust import IS_EVALUATORS
 from ...store.versions import POLICY_LOG, VERSION_LIVE, VERSION_RETIRE, VERSION_UNTESTED, read_version
 from .tests import Chooser, Observed, Outcome, Promotion
 
-NOT_GATED = "policy.promotion was set to immediate"  # why a test ended
+NOT_GATED = "promotion.mode was set to immediate"  # why a test ended
 NO_STORED_KEY = "configured"  # `opened_by` of rollouts opened with one of proxy.api_keys
 
 TESTING = "SELECT n FROM promotions WHERE status = 'testing'"

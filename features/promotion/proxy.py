@@ -1,4 +1,4 @@
-"""Plugs the gate in: new versions of the policy are tested before they go live (`policy.promotion: gated`)."""
+"""Plugs the gate in: new versions of the policy are tested before they go live (`promotion.mode: gated`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 from ...proxy.plugins.hooks import Core, Hooks, ProxyPlugin
 from .beside import PromotionBeside
-from .config import GateKeys
+from .config import PromotionConfig
 from .gate import Gate
 from .promotions import NOT_GATED, Promotions
 from .splitting import PolicySplit, candidates_server
@@ -22,7 +22,7 @@ class PromotionPlugin(ProxyPlugin):
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
         config, store = self.config, core.store
         tests = Promotions(store.database)
-        if not GateKeys.of(config.policy).is_gated:
+        if not config.section(PromotionConfig).is_gated:
             await tests.end(NOT_GATED)
             yield Hooks()
             return

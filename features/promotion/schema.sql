@@ -1,5 +1,5 @@
 -- schema 1
--- Tests of new policy versions before they go live (policy.promotion: gated). At most one is under way.
+-- Tests of new policy versions before they go live (promotion.mode: gated). At most one is under way.
 CREATE TABLE promotions (
     n          INTEGER PRIMARY KEY,
     version    INTEGER NOT NULL REFERENCES policy_versions (version),

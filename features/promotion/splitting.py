@@ -9,7 +9,7 @@ from functools import partial
 from ...core.config.root import Config
 from ...core.records import PolicyVersion, RolloutName
 from ...serving.swap import Placed
-from .config import GateKeys
+from .config import PromotionConfig
 from .promotions import Promotions
 from .sides import choose
 
@@ -20,7 +20,7 @@ class PolicySplit:
     """Chooses the version of the policy that answers a rollout."""
 
     def __init__(self, config: Config, tests: Promotions) -> None:
-        self._gate, self._group_size = GateKeys.of(config.policy).gate, config.trainer.group_size
+        self._gate, self._group_size = config.section(PromotionConfig), config.trainer.group_size
         self._tests = tests
         self._versions: OrderedDict[str, tuple[int, int]] = OrderedDict()  # test and version, by rollout
 

@@ -1,4 +1,4 @@
-"""Plugs the gate in: new weights are published as candidates (`policy.promotion: gated`)."""
+"""Plugs the gate in: new weights are published as candidates (`promotion.mode: gated`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ...trainer.plugins import TrainerCore, TrainerHooks, TrainerPlugin
-from .config import GateKeys
+from .config import PromotionConfig
 from .promotions import NOT_GATED, Promotions
 from .splitting import candidates_server
 
@@ -20,7 +20,7 @@ class GatedPublishingPlugin(TrainerPlugin):
         tests = Promotions(store.database)
         if swap is None:
             yield TrainerHooks()
-        elif not GateKeys.of(config.policy).is_gated:
+        elif not config.section(PromotionConfig).is_gated:
             await tests.end(NOT_GATED)
             yield TrainerHooks()
         else:

@@ -20,7 +20,7 @@ Key = tuple[str, str | None, int]  # who opened it, a task, and the number of a 
 class GateRules:
     """The rules of a test. `group_size`: siblings of a group; `group_timeout_s`: after which no more are waited for.
 
-    `max_rollouts`, `reward_timeout_s`, `level`: as in the section `policy.gate`.
+    `max_rollouts`, `reward_timeout_s`, `level`: as in the section `promotion`.
     """
 
     metrics: Sequence[GuardedMetric]

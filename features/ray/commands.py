@@ -19,7 +19,6 @@ def executor(config: Config, command: Sequence[str], say: Callable[[str], None])
         return None
     if find_spec("ray") is None:
         raise ConfigError("executor ray needs a package: pip install 'lightning-proxy[ray]'")
-    from ...commands.run.output import Keeping
     from .runner import RayRunner
 
-    return RayRunner(config.run, command, say, Keeping.of(config))
+    return RayRunner(config, command, say)

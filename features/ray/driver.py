@@ -143,7 +143,7 @@ def connect(setup: Mapping[str, Any]) -> dict[str, Any]:
         )
     except OSError:
         where = setup["address"]
-        return {"failed": f"no Ray cluster answers at {where!r} (run.ray.address); start one: ray start --head"}
+        return {"failed": f"no Ray cluster answers at {where!r} (ray.address); start one: ray start --head"}
     except Exception as error:
         return {"failed": f"the Ray cluster cannot be used: {in_one_line(error)}"}
     return {"machines": sorted({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]})}

@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 
 from ...commands.run.output import Keeping
 from ...commands.run.served import ServedRunner
-from ...core.config.run import RunConfig
+from ...core.config.root import Config
 from ...core.errors import ConfigError
+from .config import RayConfig
 
 SCHEMES = ("http://", "https://")
 
@@ -23,12 +24,12 @@ class RayRunner(ServedRunner):
 
     name = "Ray driver"
 
-    def __init__(self, config: RunConfig, command: Sequence[str], say: Callable[[str], None], keeping: Keeping) -> None:
+    def __init__(self, config: Config, command: Sequence[str], say: Callable[[str], None]) -> None:
         # Ray's client ends its process if the cluster goes away, and takes signals for itself.
-        super().__init__([sys.executable, "-m", f"{__package__}.driver"], say, keeping)
-        self._config = config
+        super().__init__([sys.executable, "-m", f"{__package__}.driver"], say, Keeping.of(config))
+        self._config = config.run
         # Not in its arguments: everybody may read those, and runtime_env may hold keys.
-        self.setup = json.dumps({"command": command, **config.ray.model_dump()}).encode() + b"\n"
+        self.setup = json.dumps({"command": command, **config.section(RayConfig).model_dump()}).encode() + b"\n"
         self._machines: set[str] = set()
 
     def _ready(self, said: Mapping[str, Any]) -> None:

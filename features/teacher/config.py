@@ -1,4 +1,4 @@
-"""The section `trainer.teacher`."""
+"""The section `teacher`: a model whose scores of tokens are learnt from."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from typing import Annotated
 
 from pydantic import Field, SecretStr, model_validator
 
-from ...core.config.section import NOT_SENDABLE, Positive, Seconds, Section, check_url, is_sendable
-from ...core.config.trainer import TrainerConfig
+from ...core.config.root import CheckedSection, Config
+from ...core.config.section import NOT_SENDABLE, Positive, Seconds, check_url, is_sendable
 
 
-class TeacherConfig(Section):
+class TeacherConfig(CheckedSection):
+    name = "teacher"
+    moved = {"trainer.teacher": "teacher"}
+
     base_url: str | None = None
     model: str | None = None
     api_key: SecretStr | None = None
@@ -33,21 +36,15 @@ class TeacherConfig(Section):
         """Return the header that carries its key; empty without a key."""
         return {} if self.api_key is None else {"authorization": f"Bearer {self.api_key.get_secret_value()}"}
 
-
-class GuideKeys(TrainerConfig):
-    beside_rewards = ", unless a teacher teaches something beside rewards"
-
-    teacher: TeacherConfig = TeacherConfig()
-
     @property
     def has_guide(self) -> bool:
-        return self.teacher.base_url is not None
+        return self.base_url is not None
 
-    @model_validator(mode="after")
-    def _guides_single_tokens(self) -> GuideKeys:
-        if self.has_guide and self.importance_level == "sequence" and self.loss_type != "cispo":
+    def check(self, config: Config) -> None:
+        trainer = config.trainer
+        if self.has_guide and trainer.importance_level == "sequence" and trainer.loss_type != "cispo":
             raise ValueError(
-                "a teacher speaks of single tokens, but with importance_level sequence "
-                f"loss_type {self.loss_type} pulls all tokens of an answer alike: use token, or loss_type: cispo"
+                "a teacher speaks of single tokens, but with trainer.importance_level sequence "
+                f"trainer.loss_type {trainer.loss_type} pulls all tokens of an answer alike: use token, or "
+                "loss_type: cispo"
             )
-        return self

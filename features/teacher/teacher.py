@@ -51,10 +51,10 @@ class Teacher:
             served = {one["id"]: one.get("max_model_len") for one in await self._server.models()}
             theirs = await self._server.tokens(model, text)
         except (UpstreamUnreachable, UpstreamTimeout, VllmError) as error:
-            raise GuideError(f"trainer.teacher: {error}") from None
+            raise GuideError(f"teacher: {error}") from None
         if theirs != tokens_of(self._tokenizer, text):
             raise ConfigError(
-                f"trainer.teacher: {model} at {shown(self._server.base_url)} has other tokens than policy.model; a "
+                f"teacher: {model} at {shown(self._server.base_url)} has other tokens than policy.model; a "
                 "teacher needs the policy's own tokenizer, as models of one family have"
             )
         # vLLM reports no length of an adapter. It samples a token after each row.
@@ -91,7 +91,7 @@ class Teacher:
             try:
                 return await self._server.scored(self._model, row)
             except (UpstreamUnreachable, UpstreamTimeout, VllmError) as error:
-                raise GuideError(f"trainer.teacher: {error}") from None
+                raise GuideError(f"teacher: {error}") from None
 
     def _with(self, sample: Sample, logprobs: list[float], counts: Counter[str]) -> Sample:
         """The sample with the log-probabilities of its plain answers."""

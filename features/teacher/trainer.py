@@ -1,4 +1,4 @@
-"""Plugs the teacher in (`trainer.teacher`)."""
+"""Plugs the teacher in (`teacher`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from ...serving.vllm import VllmServer, operator_session
 from ...trainer.plugins import TrainerCore, TrainerHooks, TrainerPlugin
 from ...trainer.waiting import GuideError
-from .config import GuideKeys
+from .config import TeacherConfig
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class GuidesPlugin(TrainerPlugin):
         from ...trainer.step.trainer import LightningTrainer
         from .teacher import Teacher
 
-        config, engine = GuideKeys.of(core.config.trainer).teacher, core.engine
+        config, engine = core.config.section(TeacherConfig), core.engine
         assert config.base_url is not None and isinstance(engine, LightningTrainer)
         async with operator_session() as session:
             server = VllmServer(session, config.base_url, config.credentials, timeout_s=config.timeout_s)

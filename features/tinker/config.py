@@ -1,4 +1,4 @@
-"""Keys of `trainer`: what takes the training steps, and the section `trainer.tinker`."""
+"""The section `tinker`: a service that takes the training steps."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from typing import Literal
 
 from pydantic import SecretStr, field_validator
 
-from ...core.config.section import NOT_SENDABLE, Seconds, Section, check_url, is_sendable
-from ...core.config.trainer import TrainerConfig
+from ...core.config.feature import FeatureSection
+from ...core.config.section import NOT_SENDABLE, Seconds, check_url, is_sendable
 
 TinkerLoss = Literal["importance_sampling", "ppo", "cispo"]
 
 
-class TinkerConfig(Section):
+class TinkerConfig(FeatureSection):
+    name = "tinker"
+    moved = {"trainer.backend": "tinker.enabled", "trainer.tinker": "tinker"}
+
+    enabled: bool = False
     base_url: str | None = None
     api_key: SecretStr | None = None
     base_model: str | None = None
@@ -34,11 +38,6 @@ class TinkerConfig(Section):
             raise ValueError(f"it cannot be sent: {NOT_SENDABLE}")
         return key
 
-
-class BackendKeys(TrainerConfig):
-    backend: Literal["local", "tinker"] = "local"
-    tinker: TinkerConfig = TinkerConfig()
-
     @property
     def trains_here(self) -> bool:
-        return self.backend == "local"
+        return not self.enabled

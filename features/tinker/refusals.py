@@ -15,16 +15,16 @@ LOSSES: Mapping[str, TinkerLoss] = {"cispo": "cispo", "grpo": "ppo", "dapo": "pp
 
 
 def check_backend(config: Config, method: str = "rl", *, launched: bool = False) -> None:
-    """Raise ConfigError if `trainer.backend` cannot do what is configured. `launched`: one of several processes."""
+    """Raise ConfigError if the service cannot do what is configured. `launched`: one of several processes."""
     if config.trainer.trains_here:
         return
     refused = [*_methods(method, launched), *_losses(config.trainer), *_weights(config), *_memory(config.trainer)]
     if refused:
         raise ConfigError(
-            f"trainer.backend: tinker cannot do {'; '.join(refused)}. Take it out, or train with trainer.backend: local"
+            f"tinker.enabled: the service cannot do {'; '.join(refused)}. Take it out, or set tinker.enabled: false"
         )
     if importlib.util.find_spec("tinker") is None:
-        raise ConfigError("trainer.backend: tinker needs its client: pip install 'lightning-proxy[tinker]'")
+        raise ConfigError("tinker.enabled: the service needs its client: pip install 'lightning-proxy[tinker]'")
 
 
 def _methods(method: str, launched: bool) -> Iterator[str]:
@@ -52,7 +52,7 @@ def _losses(trainer: TrainerConfig) -> Iterator[str]:
     if trainer.entropy.counts:
         yield "trainer.entropy"
     if trainer.has_guide:
-        yield "trainer.teacher"
+        yield "teacher"
 
 
 def _weights(config: Config) -> Iterator[str]:

@@ -9,8 +9,9 @@ from itertools import compress
 
 import numpy as np
 
+from ...core.config.trainer import TrainerConfig
 from ...trainer.types import Sample
-from .config import BackendKeys, TinkerLoss
+from .config import TinkerConfig, TinkerLoss
 from .refusals import LOSSES
 
 _MAX_LOG_RATIO = 20.0  # exp() of anything larger is useless in a metric and may overflow
@@ -55,12 +56,12 @@ def is_plain(sample: Sample) -> bool:
     return not sample.shaped and all(value == 1.0 for value in compress(sample.temperatures, sample.mask))
 
 
-def loss_of(config: BackendKeys) -> TinkerLoss:
+def loss_of(config: TrainerConfig) -> TinkerLoss:
     """Return the service's name of the loss."""
-    return LOSSES[config.loss_type] if config.tinker.loss == "auto" else config.tinker.loss
+    return LOSSES[config.loss_type] if (loss := config.section(TinkerConfig).loss) == "auto" else loss
 
 
-def clip_limits(config: BackendKeys) -> tuple[float, float]:
+def clip_limits(config: TrainerConfig) -> tuple[float, float]:
     """Return the least and greatest importance ratio that are not clipped."""
     match loss_of(config):
         case "ppo":
@@ -71,18 +72,18 @@ def clip_limits(config: BackendKeys) -> tuple[float, float]:
             return 0.0, math.inf
 
 
-def loss_config(config: BackendKeys) -> dict[str, float] | None:
+def loss_config(config: TrainerConfig) -> dict[str, float] | None:
     """Return the thresholds that the service is given; None for a loss without any."""
     low, high = clip_limits(config)
     return None if math.isinf(high) else {"clip_low_threshold": low, "clip_high_threshold": high}
 
 
-def numbers_of(rows: Sequence[Datum], logprobs: Sequence[Sequence[float]], config: BackendKeys) -> dict[str, float]:
+def numbers_of(rows: Sequence[Datum], logprobs: Sequence[Sequence[float]], config: TrainerConfig) -> dict[str, float]:
     """Return a step's loss, ratios and KL by the names of `metric_schema`. `logprobs` are the policy's, by target."""
     mask = np.concatenate([np.asarray(row.mask, bool) for row in rows])
     ours = np.concatenate([np.asarray(values, np.float64) for values in logprobs])[mask]
     theirs = np.concatenate([np.asarray(row.logprobs, np.float64) for row in rows])[mask]
-    divisors = [_divisor(len(row.tokens), len(rows), config.tinker.reduction) for row in rows]
+    divisors = [_divisor(len(row.tokens), len(rows), config.section(TinkerConfig).reduction) for row in rows]
     advantages = np.concatenate([np.asarray(r.advantages, np.float64) / d for r, d in zip(rows, divisors, strict=True)])
     advantages = advantages[mask]
     log_ratios = ours - theirs

@@ -160,11 +160,11 @@ class TinkerService:
             self.forget()
             problem = f"{self.where} {what}: {_one_line(error)}"
             if self._is_users(error):
-                raise ConfigError(f"trainer.tinker: {problem}") from error
+                raise ConfigError(f"tinker: {problem}") from error
             if not self._is_outage(error):
                 self._faults += 1
                 if self._faults >= FAULTS:
-                    raise ConfigError(f"trainer.tinker: {problem} ({self._faults} times)") from error
+                    raise ConfigError(f"tinker: {problem} ({self._faults} times)") from error
             raise TrainingUnavailable(f"{problem}; the step is taken again from the last saved state") from error
 
     def _is_users(self, error: Exception) -> bool:

@@ -27,7 +27,7 @@ from ...trainer.step.step_metrics import SAMPLER_TOKENS, nats_apart, some_rollou
 from ...trainer.types import Batch, Sample
 from ...trainer.weights import tolerance
 from .adapter_files import Weights, read_adapter, write_adapter
-from .config import BackendKeys
+from .config import TinkerConfig
 from .reporting import Reporter, rate_after
 from .rows import Datum, is_plain, loss_config, loss_of, numbers_of, rows_of
 from .service import TinkerService
@@ -64,7 +64,7 @@ class TinkerTrainer:
         self.left_out_because: str | None = None
         self.warnings: dict[str, str] = {}
         self._tolerance = tolerance(self.settings, policy)
-        tinker = BackendKeys.of(config).tinker
+        tinker = config.section(TinkerConfig)
         self._model, base_model = policy.model, tinker.base_model or policy.model
         self._service = TinkerService(tinker, base_model, config.lora_rank, config.seed)
         self._saved_config = saved_config(config, policy, f"of a Tinker service: {base_model}")
@@ -129,8 +129,8 @@ class TinkerTrainer:
 
     def _gradients(self, samples: Sequence[Sample], batch: Batch) -> dict[str, float]:
         """Return the metrics of the forward pass. If the step is to be skipped, the service forgets the gradients."""
-        config = BackendKeys.of(self.settings)
-        rows = rows_of(samples, token_weights(samples, config, batch.compared), config.tinker.reduction)
+        config = self.settings
+        rows = rows_of(samples, token_weights(samples, config, batch.compared), config.section(TinkerConfig).reduction)
         self._ready()
         logprobs = self._service.forward_backward(rows, loss_of(config), loss_config(config))
         metrics = numbers_of(rows, logprobs, config)
@@ -197,7 +197,7 @@ class TinkerTrainer:
     def save_weights(self, directory: Path, *, merged: bool) -> None:
         """Write the adapter that vLLM loads."""
         if merged:
-            raise ConfigError("policy.publish: merged needs trainer.backend: local; a Tinker service trains adapters")
+            raise ConfigError("policy.publish: merged needs tinker.enabled: false; a Tinker service trains adapters")
         self._ready()
         weights, about = read_adapter(self._service.adapter_files(self._name()))
         write_adapter(weights, about, self._model, directory)

@@ -1,4 +1,4 @@
-"""Plugs services in that take the training steps (`trainer.backend: tinker`)."""
+"""Plugs services in that take the training steps (`tinker.enabled: true`)."""
 
 from __future__ import annotations
 

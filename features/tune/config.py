@@ -1,4 +1,4 @@
-"""The sections of fine-tuning: `trainer.sft`, `trainer.dpo` and `trainer.kto`."""
+"""The section `tune`: fine-tuning by imitation, and by preferences."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from ...core.config.feature import FeatureSection
 from ...core.config.section import Number, Positive, Section
-from ...core.config.trainer import TrainerConfig
 
 
 class SftConfig(Section):
@@ -40,7 +40,10 @@ class KtoConfig(Section):
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
 
 
-class TuneKeys(TrainerConfig):
+class TuneConfig(FeatureSection):
+    name = "tune"
+    moved = {"trainer.sft": "tune.sft", "trainer.dpo": "tune.dpo", "trainer.kto": "tune.kto"}
+
     sft: SftConfig = SftConfig()
     dpo: DpoConfig = DpoConfig()
     kto: KtoConfig = KtoConfig()

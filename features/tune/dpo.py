@@ -18,7 +18,7 @@ from trl import DPOConfig, DPOTrainer
 from ...store.store import Store
 from ...trainer.step.trainer import LightningTrainer
 from ...trainer.types import Sift
-from .config import TuneKeys
+from .config import TuneConfig
 from .fit import FitCallback, Recipe, arguments
 from .pairs import Pair, PairReader, Pairs
 from .rows import GivenRows, answer_logprobs, given, measured, padded
@@ -39,7 +39,7 @@ def _tuner(
 ) -> tuple[PairTrainer, int]:
     lengths = [len(sample.token_ids) for pair in pairs for sample in pair]
     referred, longest = dataset(trainer, pairs), 2 * max(lengths)
-    in_a_step = max(1, TuneKeys.of(trainer.settings).dpo.batch_tokens // longest)
+    in_a_step = max(1, trainer.settings.section(TuneConfig).dpo.batch_tokens // longest)
     dpo = PairTrainer(
         model=trainer.model,
         args=dpo_config(trainer, directory, in_a_step, PASS_TOKENS // longest),
@@ -94,7 +94,7 @@ def dpo_config(trainer: LightningTrainer, directory: Path, pairs: int, together:
     return DPOConfig(
         **arguments(trainer, "dpo", directory, passes=passes, together=in_a_pass),
         **given(trainer),
-        beta=TuneKeys.of(trainer.settings).dpo.beta,
+        beta=trainer.settings.section(TuneConfig).dpo.beta,
     )
 
 

@@ -20,6 +20,7 @@ from ...trainer.rate import warn_of_rate
 from ...trainer.step.trainer import LightningTrainer
 from ...trainer.types import Sift
 from ...trainer.weights import MARKER, uses_autocast
+from .config import TuneConfig
 from .lessons import Lessons, T
 
 log = logging.getLogger(__name__)
@@ -89,10 +90,10 @@ def tune(
     def held_out() -> dict[str, float]:
         return {f"held_out_{name}": value for name, value in recipe.measure(trainer, lessons.held_out).items()}
 
-    section = getattr(trainer.settings, recipe.method)
+    section = getattr(trainer.settings.section(TuneConfig), recipe.method)
     before = {f"{name}_before": value for name, value in held_out().items()}
     tuner, computed = recipe.tuner(trainer, lessons.train, directory, FitCallback(stopped, held_out))
-    last = fit(trainer, tuner, directory, f"trainer.{recipe.method}.learning_rate")
+    last = fit(trainer, tuner, directory, f"tune.{recipe.method}.learning_rate")
     if last is None:
         return None
     trained = sum(row.trained_tokens for row in lessons.rows)
@@ -160,7 +161,11 @@ def arguments(
     trainer: LightningTrainer, method: str, directory: Path, *, passes: int = 1, together: int = 1
 ) -> dict[str, Any]:
     """Return TRL's settings of a run of `passes` forward passes in an optimizer step, each of so many rows or pairs."""
-    config, section, cuda = trainer.settings, getattr(trainer.settings, method), torch.cuda.is_available()
+    config, section, cuda = (
+        trainer.settings,
+        getattr(trainer.settings.section(TuneConfig), method),
+        torch.cuda.is_available(),
+    )
     warn_of_rate(config, section.learning_rate)
     return {
         "output_dir": str(directory),

@@ -20,7 +20,7 @@ from trl import KTOConfig, KTOTrainer
 from ...store.store import Store
 from ...trainer.step.trainer import LightningTrainer
 from ...trainer.types import Sample, Sift
-from .config import TuneKeys
+from .config import TuneConfig
 from .fit import FitCallback, Recipe, arguments
 from .rows import GivenRows, answer_logprobs, given, measured, padded
 from .thumbs import Thumb, ThumbReader, Thumbs
@@ -41,7 +41,7 @@ def _tuner(
     longest = max(len(row[ids]) for row in rows for ids in ("ids", "KL_ids"))
     kto = ThumbTrainer(
         model=trainer.model,
-        args=kto_config(trainer, directory, max(2, TuneKeys.of(trainer.settings).kto.batch_tokens // longest)),
+        args=kto_config(trainer, directory, max(2, trainer.settings.section(TuneConfig).kto.batch_tokens // longest)),
         data_collator=collate,
         train_dataset=rows,
         processing_class=trainer.processing_class,
@@ -88,7 +88,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
 
 def kto_config(trainer: LightningTrainer, directory: Path, rows: int) -> KTOConfig:
     """Return TRL's settings of a run whose optimizer steps have so many rows, in one pass: KTO's KL is their mean."""
-    config = TuneKeys.of(trainer.settings).kto
+    config = trainer.settings.section(TuneConfig).kto
     return KTOConfig(
         **arguments(trainer, "kto", directory, together=rows),
         **given(trainer),

@@ -47,7 +47,7 @@ class PairReader(SampledReader):
         if not differing:
             raise NothingToLearn(
                 f"nothing to prefer: in none of {len(tasks)} tasks do two rewarded rollouts differ by "
-                f"{self._dpo.margin:g} or more (trainer.dpo.margin)"
+                f"{self._dpo.margin:g} or more (tune.dpo.margin)"
             )
         ordered = self._rollouts.in_order(differing)
         found = [pairs for task in ordered if (pairs := await self._of_task(differing[task], seen))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...core.config.trainer import TrainerConfig
 from ...store.store import Store
 from ...trainer.types import Sift
-from .config import TuneKeys
+from .config import TuneConfig
 from .rollouts import RolloutReader, as_sampled
 
 
@@ -21,5 +21,5 @@ class SampledReader:
         sift: Sift | None = None,
     ) -> None:
         """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
-        self._dpo, self._kto = TuneKeys.of(config).dpo, TuneKeys.of(config).kto
+        self._dpo, self._kto = config.section(TuneConfig).dpo, config.section(TuneConfig).kto
         self._rollouts = RolloutReader(config, store, as_sampled, max_tokens, vocabulary, sift)

@@ -23,6 +23,7 @@ from ...trainer.publish import NoPublisher
 from ...trainer.step.trainer import LightningTrainer
 from ...trainer.types import Batch, Show, Sift, show_nothing
 from ...trainer.waiting import in_thread, pause
+from .config import TuneConfig
 from .fit import Recipe, tune
 from .lessons import Lessons, T
 
@@ -50,7 +51,7 @@ class TuningRun(Generic[T]):
                 f"--method {self._method} trains one adapter for all agents: it is not for policy.adapters yet"
             )
         if config.trainer.has_guide:
-            log.warning("trainer.teacher is for RL: --method %s does without it", self._method)
+            log.warning("teacher is for RL: --method %s does without it", self._method)
         self._config = config.trainer
         self._store = store
         self._trainer = trainer
@@ -117,7 +118,7 @@ class TuningRun(Generic[T]):
 
     async def _lessons(self, directory: Path) -> Lessons[T]:
         """The lessons of an unfinished run in `directory`, if it can be resumed; else new ones."""
-        section = getattr(self._config, self._method).model_dump(mode="json")
+        section = getattr(self._config.section(TuneConfig), self._method).model_dump(mode="json")
         settings = {"base": self._loop.base, "seed": self._config.seed, **section}
         if (directory / NOTE).is_file():
             note = json.loads((directory / NOTE).read_text())

@@ -14,7 +14,7 @@ from trl import SFTConfig, SFTTrainer
 from ...store.store import Store
 from ...trainer.step.trainer import LightningTrainer
 from ...trainer.types import Sample, Sift
-from .config import TuneKeys
+from .config import TuneConfig
 from .fit import FitCallback, Recipe, arguments
 from .traces import TraceReader, Traces
 
@@ -32,7 +32,7 @@ async def _read(store: Store, trainer: LightningTrainer, sift: Sift | None, amon
 def _tuner(
     trainer: LightningTrainer, traces: Sequence[Sample], directory: Path, watch: FitCallback
 ) -> tuple[SFTTrainer, int]:
-    packing = Packing.of(traces, TuneKeys.of(trainer.settings).sft.batch_tokens)
+    packing = Packing.of(traces, trainer.settings.section(TuneConfig).sft.batch_tokens)
     sft = SFTTrainer(
         model=trainer.model,
         args=_sft_config(trainer, directory, packing),

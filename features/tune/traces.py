@@ -17,7 +17,7 @@ from ...core.config.trainer import TrainerConfig
 from ...store.store import Store
 from ...trainer.report.batch_metrics import Seen
 from ...trainer.types import Sample, Sift
-from .config import TuneKeys
+from .config import TuneConfig
 from .lessons import Lessons, lessons_of
 from .rollouts import NothingToLearn, RewardedRollout, RolloutReader, what_was_left_out
 from .trace_tokens import as_trace
@@ -38,7 +38,7 @@ class TraceReader:
         sift: Sift | None = None,
     ) -> None:
         """A row has at most `max_tokens` tokens. `vocabulary` is the number of the model's tokens (None: any)."""
-        self._config = TuneKeys.of(config).sft
+        self._config = config.section(TuneConfig).sft
         as_lesson = partial(as_trace, tokenizer=tokenizer)
         self._rollouts = RolloutReader(config, store, as_lesson, max_tokens, vocabulary, sift)
 
@@ -86,6 +86,6 @@ class TraceReader:
         wanted = "above 0" if least is None else f"of at least {least:g}"
         return (
             f"nothing to learn from: none of {len(rewards)} rollouts has a reward {wanted}; theirs are from "
-            f"{min(rewards):g} to {max(rewards):g}, {fmean(rewards):.3g} on average (trainer.sft.min_reward, "
+            f"{min(rewards):g} to {max(rewards):g}, {fmean(rewards):.3g} on average (tune.sft.min_reward, "
             "--min-reward)"
         )

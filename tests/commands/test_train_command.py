@@ -52,7 +52,7 @@ def test_a_judge_without_litellm_is_refused_before_anything_starts(
         "trainer": {"credit": "judge", "judge": {"model": "openai/m"}},
     }
     monkeypatch.setattr(engine.importlib.util, "find_spec", lambda name: None if name == "litellm" else ...)
-    with pytest.raises(ConfigError, match=r"trainer.judge needs litellm: pip install 'lightning-proxy\[providers\]'"):
+    with pytest.raises(ConfigError, match=r"judge.calls needs litellm: pip install 'lightning-proxy\[providers\]'"):
         train(Config.model_validate(settings), once=True)
 
 

@@ -46,6 +46,7 @@ class System(Served):
     def __init__(
         self, directory: Path, model: Path, publish: str, *, others: Callable[[int], list[Json]] = lambda _: [],
         policy: Json | None = None, trainer: Json | None = None, vllm: Json | None = None,
+        evaluation: Json | None = None,
     ) -> None:  # fmt: skip
         """`others`: further upstreams, by the port of vLLM."""
         self.port, self.vllm_port = free_port(), free_port()
@@ -61,6 +62,7 @@ class System(Served):
                 "group_size": GROUP, "tasks_per_step": TASKS, "learning_rate": 5e-3, "report_to": [], "poll_s": 0.1,
                 "group_timeout_s": 30,
             } | (trainer or {}),
+            evaluation=evaluation or {},
         )  # fmt: skip
 
     def start(self, **environment: str) -> None:
@@ -137,9 +139,9 @@ def _running(publish: str, model: Path, directory: Path) -> Iterator[System]:
     template = directory / "template.jinja"
     template.write_text(TEMPLATE.strip())
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(template)]
-    trainer = {"eval": _evaluation(directory)} if publish == "merged" else {}
+    evaluation = _evaluation(directory) if publish == "merged" else {}
     vllm = {"max_model_len": 1024, "extra_args": tools}
-    system = System(directory, model, publish, trainer=trainer, vllm=vllm, others=_through_litellm)
+    system = System(directory, model, publish, vllm=vllm, evaluation=evaluation, others=_through_litellm)
     try:
         system.start()
         yield system

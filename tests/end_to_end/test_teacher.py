@@ -21,6 +21,7 @@ async def test_a_policy_that_was_moved_away_comes_back_to_its_teacher(
 ) -> None:
     import torch
 
+    from lightning_proxy.features.teacher.config import TeacherConfig
     from lightning_proxy.features.teacher.teacher import Teacher
     from lightning_proxy.trainer.step.trainer import LightningTrainer
     from lightning_proxy.trainer.types import Batch, Sample
@@ -30,6 +31,7 @@ async def test_a_policy_that_was_moved_away_comes_back_to_its_teacher(
         "teacher": {"base_url": f"http://127.0.0.1:{merged.vllm_port}/v1"}, "reward_weights": {"reward": 0},
         "learning_rate": 2e-3, "report_to": [], "dtype": "float32",
     })  # fmt: skip
+    given = config.section(TeacherConfig)
     learner = LightningTrainer(config, PolicyConfig(model=str(speller), directory=tmp_path))
     letters = learner.processing_class(list(LETTERS), add_special_tokens=False)["input_ids"]
     prompts = [tuple(token for (token,) in random.Random(i).sample(letters, 6)) for i in range(8)]
@@ -49,9 +51,7 @@ async def test_a_policy_that_was_moved_away_comes_back_to_its_teacher(
 
     torch.manual_seed(0)
     async with operator_session() as session:
-        teacher = Teacher(
-            config.teacher, VllmServer(session, str(config.teacher.base_url), {}), learner.processing_class
-        )
+        teacher = Teacher(given, VllmServer(session, str(given.base_url), {}), learner.processing_class)
         first = await teacher.guided(batch(0))
         own = learner.logprobs([sample.token_ids for sample in first.samples])  # the adapter adds nothing yet
         for sample, said in zip(first.samples, own, strict=True):

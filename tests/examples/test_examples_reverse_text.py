@@ -56,4 +56,4 @@ def test_the_teacher_is_right_more_often_than_not(tasks: ModuleType) -> None:
     train, _ = tasks.split(0, 200, 5)
     rewards = [tasks.score(task, teacher.reply({}, task, source)["content"])[0] for task in train]
     assert 0.5 < sum(reward == 1 for reward in rewards) / len(rewards) < 0.7
-    assert max(reward for reward in rewards if reward < 1) < 0.9, "what trainer.sft.min_reward leaves out"
+    assert max(reward for reward in rewards if reward < 1) < 0.9, "what tune.sft.min_reward leaves out"

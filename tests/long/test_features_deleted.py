@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_proxy.core.config.feature import feature_sections
 from lightning_proxy.features import FEATURES
 from support.paths import ROOT, TOPS
 
@@ -23,12 +24,8 @@ for top in {tops!r}:
         if not module.endswith("ray.driver"):
             importlib.import_module(module)
 """
-# A key of each feature that has some. A feature that was taken out leaves none behind.
-KEYS = {
-    "otel": "telemetry", "promotion": "policy.gate", "judge": "trainer.judge", "teacher": "trainer.teacher",
-    "algorithms": "trainer.mask", "evaluation": "trainer.eval", "contexts": "trainer.rejected", "tune": "trainer.sft",
-    "tinker": "trainer.tinker",
-}  # fmt: skip
+# Features with a section of the configuration. A feature that was taken out leaves none behind.
+SECTIONS = feature_sections()
 UNKNOWN = """
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.errors import ConfigError
@@ -77,7 +74,7 @@ class Copy:
 def test_features_can_be_deleted(tmp_path: Path, features: list[str]) -> None:
     copy = Copy(tmp_path, features)
     copy.run("-W", "ignore", "-c", LEFT.format(place=str(copy.tree), tops=TOPS))
-    copy.run("-c", UNKNOWN.format(keys=[KEYS[name] for name in features if name in KEYS]))
+    copy.run("-c", UNKNOWN.format(keys=[name for name in features if name in SECTIONS]))
     copy.run("-m", "ruff", "check", "-q", ".")
     assert "train" in copy.run("-m", "lightning_proxy.cli", "--help")
     assert "2 passed" in copy.run("-m", "pytest", "-q", "-p", "no:cacheprovider", LEARNS)

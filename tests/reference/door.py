@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import ModelCall, Reward
 from lightning_proxy.features.tune.dpo import DPO
 from lightning_proxy.features.tune.fit import tune
@@ -35,6 +34,7 @@ from lightning_proxy.features.tune.thumbs import Thumb
 from lightning_proxy.trainer.credit.strategies import group_credit, training_rules
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, RolloutRewards, Sample, Sampling, Sibling, Sifted
+from support.sections import with_features
 
 Json = dict[str, Any]
 Weights = dict[str, Tensor]
@@ -60,10 +60,11 @@ class Trainer:
         full = settings.get("weights") == "full"
         policy = {"model": str(model), "directory": str(model.parent / "policy"), "adapters": adapters or {}}
         policy["publish"] = "merged" if full else "lora"
-        config = Config.model_validate({"trainer": PLAIN | settings, "policy": policy})
+        config = with_features(trainer=PLAIN | settings, policy=policy)
         self._trainer = LightningTrainer(config.trainer, config.policy)
         self._trainer.entropy.load({"coef": config.trainer.entropy.coef, "is_low": True})
-        self.settings: Json = config.trainer.model_dump()
+        own = config.model_dump(include={"algorithms", "tune"})
+        self.settings: Json = config.trainer.model_dump() | own["algorithms"] | own["tune"]
 
     def move(self, seed: int, scale: float) -> dict[str, Weights]:
         """Add noise to the weights that are trained; return them in float64, by adapter and name in the base model."""
@@ -119,7 +120,7 @@ class Trainer:
 
 def advantages(settings: Json, group: Sequence[Json]) -> list[list[float | None]]:
     """Return the advantages of a group's calls, rollout by rollout."""
-    config = Config.model_validate({"trainer": PLAIN | settings}).trainer
+    config = with_features(trainer=PLAIN | settings).trainer
     rules = training_rules(config)
     siblings = []
     for number, one in enumerate(group):

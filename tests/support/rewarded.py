@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
+from lightning_proxy.features.judge.config import judges_calls
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.types import Batch
-from support.sections import TrainerConfig
+from support.sections import TrainerConfig, with_features
 
 from .stores import store_url
 
@@ -83,10 +83,10 @@ class Traffic:
         settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
         config = TrainerConfig.model_validate(settings)
         judge = None
-        if getattr(config, "judged", False):
+        if judges_calls(config):
             from lightning_proxy.features.judge.step_judge import StepJudge
 
-            judge = StepJudge(Config.model_validate({"trainer": settings}), self.store).missing
+            judge = StepJudge(with_features(trainer=settings), self.store).missing
         collector = Collector(config, self.store, judge=judge)
         return await collector.next_batch(0, fewer=True)
 

@@ -20,6 +20,8 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.config.upstreams import UpstreamConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.features.judge.config import judges_calls
+from lightning_proxy.features.promotion.config import PromotionConfig
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.serving.swap import Swap
 from lightning_proxy.serving.vllm import VllmFleet, operator_session
@@ -31,7 +33,7 @@ from lightning_proxy.trainer.plugins import plugins_of
 from lightning_proxy.trainer.publish import Publisher
 from lightning_proxy.trainer.train import engine_of
 from lightning_proxy.trainer.verify import SURE
-from support.sections import PolicyConfig, TrainerConfig
+from support.sections import with_features
 from support.small_model import VOCABULARY
 from support.stores import store_url
 
@@ -115,17 +117,17 @@ class RestartingServer(HonestServer):
 class Bench:
     """A store, a server and a trainer; `loop()` is the trainer's process as it is after a start."""
 
-    def __init__(self, config: Config, database: Database, vllm: Any, servers: list[HonestServer]) -> None:
-        self.config, self.vllm = config, vllm
+    def __init__(self, given: dict[str, Any], database: Database, vllm: Any, servers: list[HonestServer]) -> None:
+        self._given, self.config, self.vllm = given, with_features(**given), vllm
         self.server, *self.replicas = servers
         self.store = Store(database)
         self.random = random.Random(0)
 
     def loop(self, runs: Any = TrainingLoop, **trainer: Any) -> Any:
-        config = self.config.model_copy(update={"trainer": self.config.trainer.model_copy(update=trainer)})
+        config = with_features(**self._given | {"trainer": self._given["trainer"] | trainer})
         self.trainer: Any = engine_of(config, plugins_of(config))
         judge: dict[str, Any] = {}
-        if getattr(config.trainer, "judged", False):
+        if judges_calls(config.trainer):
             from lightning_proxy.features.judge.step_judge import StepJudge
 
             judge = {"judge": StepJudge(config, self.store).missing}
@@ -133,7 +135,7 @@ class Bench:
 
     def _publisher(self, config: Config) -> Publisher:
         directory = config.policy.directory
-        if not getattr(config.policy, "is_gated", False):
+        if not config.section(PromotionConfig).is_gated:
             return Publisher(config.policy, self.store, Swap(self.store, self.vllm, self.mode, directory), self.trainer)
         from lightning_proxy.features.promotion.gated import CandidateSwap, GatedPublisher
         from lightning_proxy.features.promotion.promotions import Promotions
@@ -216,18 +218,16 @@ async def bench(
         await web.TCPSite(runners[-1], "127.0.0.1", 0).start()
     url, *others = (f"http://127.0.0.1:{runner.addresses[0][1]}/v1" for runner in runners)
     settings = {"group_size": 4, "tasks_per_step": 2, "learning_rate": 0.05, "report_to": [], "dtype": "float32"}
-    config = Config(
-        store=StoreConfig(url=store_url(tmp_path), busy_timeout_s=busy_timeout_s),
-        upstreams=[UpstreamConfig(name="policy", base_url=url, replicas=others)],
-        policy=PolicyConfig.model_validate(
-            {"model": str(base), "publish": publish, "directory": tmp_path / "policy", **(policy or {})}
-        ),
-        trainer=TrainerConfig.model_validate({**settings, **trainer}),
-    )
-    database = await open_database(config.store)
+    given: dict[str, Any] = {
+        "store": StoreConfig(url=store_url(tmp_path), busy_timeout_s=busy_timeout_s),
+        "upstreams": [UpstreamConfig(name="policy", base_url=url, replicas=others)],
+        "policy": {"model": str(base), "publish": publish, "directory": tmp_path / "policy", **(policy or {})},
+        "trainer": {**settings, **trainer},
+    }
+    database = await open_database(given["store"])
     try:
         async with operator_session() as session:
-            yield Bench(config, database, VllmFleet(session, config.upstreams[0].urls), servers)
+            yield Bench(given, database, VllmFleet(session, given["upstreams"][0].urls), servers)
     finally:
         await database.close()
         for runner in runners:

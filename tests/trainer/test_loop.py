@@ -289,7 +289,7 @@ class AwayTwice:
     async def guided(self, batch: Batch) -> Batch:
         self.asked.append(len(batch.samples))
         if len(self.asked) < 3:
-            raise GuideError("trainer.teacher: away")
+            raise GuideError("teacher: away")
         return batch
 
 
@@ -302,7 +302,7 @@ async def test_a_step_waits_for_its_guide_and_takes_what_the_guide_teaches(
         equal = [await b.rollout("t1", 0.5) for _ in range(4)]
         await b.loop(partial(TrainingLoop, guide=guide)).run(asyncio.Event(), once=True)
         assert await b.steps_of(equal) == {1}
-        assert guide.asked == [4, 4, 4] and caplog.text.count("step 1 waits: trainer.teacher: away") == 2
+        assert guide.asked == [4, 4, 4] and caplog.text.count("step 1 waits: teacher: away") == 2
 
 
 async def test_a_trainer_that_is_stopped_while_its_guide_is_away_loses_no_rollout(base: Path, tmp_path: Path) -> None:

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ....core.config.core import CoreConfig
-from ....core.config.policy import PolicyConfig
 from ....core.config.root import Config
-from ....core.config.section import Section
 from ....core.config.trainer import TrainerConfig
 from ....serving.mode import publish_mode
 from ....serving.operator import key_file, operator_headers
@@ -64,16 +61,15 @@ def second_system(config: Config, *, own_agent: bool) -> Iterator[Setup]:
 def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) -> Config:
     """The user's configuration, but for what would reach the user's own store, servers' names or trackers.
 
-    Of the side rooms' keys only the trainer's service is kept: no judge, teacher, gate, prompts or telemetry.
+    Of the features' sections only that of a service that trains is kept: no judge, teacher, gate or telemetry.
     """
-    sections: dict[str, Any] = _kept(config.model_dump(), CoreConfig)
+    services = {section.name for section in config.sections if not section.trains_here}
+    sections: dict[str, Any] = config.model_dump(include={*Config.model_fields, *services})
     sections["proxy"] = {"port": free_port()}
     sections["store"] = {"url": f"sqlite:///{directory / 'store.db'}"}
     sections["rewards"], sections["rollouts"] = {}, {}
-    sections["policy"] = _kept(sections["policy"], PolicyConfig) | {
-        "directory": weights, "publish": publish_mode(config), "adapters": {},
-    }  # fmt: skip
-    sections["trainer"] = _kept(sections["trainer"], TrainerConfig, "backend", "tinker") | {
+    sections["policy"] |= {"directory": weights, "publish": publish_mode(config), "adapters": {}}
+    sections["trainer"] |= {
         "group_size": GROUP_SIZE, "tasks_per_step": TASKS, "learning_rate": rate(config), "reward_weights": {REWARD: 1},
         "schedule": {}, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": None, "dynamic_sampling": False,
         "lone_rollouts": "drop", "context_loss": None, "air": {}, "collapse": {"action": "off"}, "report_to": [],
@@ -81,14 +77,9 @@ def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) 
     }  # fmt: skip
     credit = config.trainer.credit
     named = [credit] if isinstance(credit, str) else credit.values()
-    if not own_agent or not all(name in TrainerConfig.names["credit"] or ":" in name for name in named):
+    if not own_agent or not all(name in TrainerConfig.functions["credit"] or ":" in name for name in named):
         sections["trainer"]["credit"] = "uniform"
     return Config.model_validate(sections)
-
-
-def _kept(keys: dict[str, Any], core: type[Section], *others: str) -> dict[str, Any]:
-    """The keys that are the core's, and `others`."""
-    return {name: value for name, value in keys.items() if name in core.model_fields or name in others}
 
 
 def own_rate(config: Config) -> float:

@@ -7,7 +7,7 @@ import { html, useMemo, useState } from "./html.mjs";
 import { Badge, Empty, Loaded, Panel, Reward, Stat, Table, Time, link } from "./parts.mjs";
 
 const SHOWN = 100;
-const ELSEWHERE = html`The intervals of <code>lightning-proxy eval</code> are in its report; those of <code>trainer.eval</code> are here.`;
+const ELSEWHERE = html`The intervals of <code>lightning-proxy eval</code> are in its report; those of <code>evaluation</code> are here.`;
 
 export const key = "e";
 
@@ -27,7 +27,7 @@ function Found({ versions, best }) {
   const done = evaluated.map(({ evaluation }) => evaluation).filter((one) => typeof one?.reward === "number");
   const first = done.find(({ difference }) => difference === null);
   const newest = [...evaluated].reverse();
-  if (evaluated.length === 0) return html`<${Empty}>${ELSEWHERE} Without <code>trainer.eval</code> there are none.<//>`;
+  if (evaluated.length === 0) return html`<${Empty}>${ELSEWHERE} Without <code>evaluation</code> there are none.<//>`;
   const columns = columnsFor(first);
   return html`<dl class="stats">
       <${Stat} label="best version" value=${best?.version ?? "–"} note=${best ? `by ${best.judged === "evaluation" ? "held-out tasks" : "its training reward"}` : "none that can be served is known yet"} />

@@ -74,7 +74,7 @@ const SPENT = [
 ];
 
 function Rewarders({ spent }) {
-  if (spent.length === 0) return html`<${Empty}>No model has judged. <code>rewards.use</code> names those that do.<//>`;
+  if (spent.length === 0) return html`<${Empty}>No model has judged. <code>judge.use</code> names those that do.<//>`;
   return html`<${Table} label="Rewarders" columns=${SPENT} rows=${spent} rowKey=${({ name }) => name} />`;
 }
 

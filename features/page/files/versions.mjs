@@ -66,7 +66,7 @@ function Version({ version, near, graph, count, onPromote }) {
   </tr>`;
 }
 
-// How sure an evaluation beside training was (`trainer.eval`), or why it has no result.
+// How sure an evaluation beside training was (`evaluation`), or why it has no result.
 const interval = (found) => found && (found.reward === null ? (found.error ?? "is evaluated now") : `evaluated: ${number(found.reward)}, 95 %: ${number(found.low)} to ${number(found.high)}`);
 
 // Whether vLLM was seen to serve it, and how near.

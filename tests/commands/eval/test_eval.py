@@ -247,5 +247,5 @@ async def test_a_reward_that_only_compares_siblings_is_refused_at_once(running: 
         assert (
             err == "lightning-proxy: rank only compares siblings; `eval` needs an absolute reward, such as `rubric`\n"
         )
-    posted = Config.model_validate({"rewards": {"use": [rank | {"name": "order"}]}})
-    assert posted.rewards.not_absolute(["order"]) and not posted.rewards.not_absolute(["order", "reward"])
+    posted = Config.model_validate({"judge": {"use": [rank | {"name": "order"}]}})
+    assert posted.not_absolute(["order"]) and not posted.not_absolute(["order", "reward"])

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
-from lightning_proxy.features.contexts.config import ContextKeys
+from lightning_proxy.features.contexts.config import ContextsConfig
 from lightning_proxy.features.contexts.sift import sifted
 from lightning_proxy.features.tune.dpo import DPO
 from lightning_proxy.features.tune.fit import Recipe
@@ -61,9 +61,9 @@ HALF, DOWN = Credited(1.0, 0.5), Credited(1.0, -0.5)
 
 def credited(calls: list[ModelCall], reward: float, **settings: Any) -> list[Credited | None]:
     """The credit of a rollout's calls; its sibling has as many, none of them rejected, and no reward."""
-    config = ContextKeys(baseline="dr_grpo", **settings)
+    config = TrainerConfig.model_validate({"baseline": "dr_grpo", **settings})
     other = [call(f"s{place}", seq=place) for place in range(3)]
-    found = [sifted(config, of) for of in (calls, other)]
+    found = [sifted(config.section(ContextsConfig), of) for of in (calls, other)]
     group = [Sibling(one.calls, RolloutRewards(at), one) for one, at in zip(found, (reward, 0.0), strict=True)]
     return group_credit(group, config)[0]
 
@@ -79,7 +79,7 @@ def credited(calls: list[ModelCall], reward: float, **settings: Any) -> list[Cre
 )
 def test_a_rejected_attempt_and_a_summary_get_the_credit_of_the_settings(settings: Any, credit: Any) -> None:
     assert credited(CALLS, 1.0, **settings) == credit
-    assert sifted(ContextKeys(**settings), CALLS).counts == {"calls_rejected": 1, "calls_summaries": 1}
+    assert sifted(ContextsConfig(**settings), CALLS).counts == {"calls_rejected": 1, "calls_summaries": 1}
 
 
 def test_a_rejected_attempt_is_never_pulled_up() -> None:
@@ -140,7 +140,7 @@ async def test_no_method_teaches_an_attempt_that_was_rejected(
         store = Store(database)
         await recorded(store, "good", 1.0, 30)
         await recorded(store, "bad", 0.0, 32)
-        lessons = await recipe.read(store, trainer, partial(sifted, ContextKeys.of(settings)), None)
+        lessons = await recipe.read(store, trainer, partial(sifted, settings.section(ContextsConfig)), None)
     taught = {token for row in lessons.rows for token in compress(row.token_ids, row.mask)}
     assert (21 in taught) == is_taught and (30 in taught) != (recipe is DPO and is_taught)
     assert lessons.metrics["calls_rejected"] == (1 if recipe is SFT else 2)
@@ -184,7 +184,7 @@ def test_a_rollout_weighs_the_same_however_many_contexts_it_has(weighting: str) 
             [replace(one, rollout_id=name) for one in calls], [0.5] * len(calls), task_id="t", max_tokens=1000
         ).samples
     ]
-    weights = token_weights(rows, ContextKeys(weighting=weighting))
+    weights = token_weights(rows, TrainerConfig.model_validate({"weighting": weighting}))
     total = {
         name: sum(weights[name] * row.trained_tokens for row in rows if row.rollout_id == name) for name in weights
     }
@@ -194,8 +194,8 @@ def test_a_rollout_weighs_the_same_however_many_contexts_it_has(weighting: str) 
 def test_a_sub_agents_calls_get_their_parents_return_or_what_agent_credit_says() -> None:
     rewards = [RolloutRewards(1.0, {"t2": 3.0}), RolloutRewards(0.0)]
     group = [Sibling(CONTEXTS, one) for one in rewards]
-    team = group_credit(group, ContextKeys(baseline="dr_grpo"))[0]
+    team = group_credit(group, TrainerConfig.model_validate({"baseline": "dr_grpo"}))[0]
     assert team == [Credited(1.0, 0.5)] * 4
     settings = {"agents": ["lead", "helper"], "agent_credit": "own", "credit": "discounted"}
-    own = group_credit(group, ContextKeys(baseline="dr_grpo", **settings))[0]
+    own = group_credit(group, TrainerConfig.model_validate({"baseline": "dr_grpo", **settings}))[0]
     assert [one and one.returned for one in own] == [1.0, 4.0, 4.0, 1.0]  # only the helper has the reward of its call

@@ -60,7 +60,7 @@ class Evaluating:
         section = {"tasks": str(tasks), "command": command, "every_steps": every_steps, "samples": samples, **more}
         settings = self.system.config.model_dump(mode="json")
         settings["proxy"]["port"] = int(self.system.url.rsplit(":", 1)[1])
-        settings["trainer"]["eval"] = section
+        settings["evaluation"] = section
         settings["policy"]["directory"] = str(self.directory)
         file.write_text(json.dumps(settings))
         engine: Any = SimpleNamespace(trackers=SimpleNamespace(report=self.reported.append))
@@ -235,15 +235,15 @@ async def test_rollouts_wait_while_agents_work_but_not_for_ever(
 @pytest.mark.parametrize(
     ("command", "wrong"),
     [
-        ("no-such-program x", "trainer.eval.command: there is no program 'no-such-program' to start"),
-        ("python nowhere.py", "trainer.eval.command: there is no file 'nowhere.py' for python to run"),
+        ("no-such-program x", "evaluation.command: there is no program 'no-such-program' to start"),
+        ("python nowhere.py", "evaluation.command: there is no file 'nowhere.py' for python to run"),
     ],
 )
 def test_a_command_that_cannot_be_started_is_refused_at_the_start(tmp_path: Path, command: str, wrong: str) -> None:
     tasks = tmp_path / "tasks.jsonl"
     section = {"tasks": str(tasks), "command": command}
-    config = Config.model_validate({"trainer": {"eval": section}})
-    with pytest.raises(ConfigError, match="trainer.eval.tasks: there is no file"):
+    config = Config.model_validate({"evaluation": section})
+    with pytest.raises(ConfigError, match="evaluation.tasks: there is no file"):
         check(config, Run())
     tasks.write_text("{}")
     with pytest.raises(ConfigError, match=wrong.replace(".", r"\.")):
@@ -253,5 +253,5 @@ def test_a_command_that_cannot_be_started_is_refused_at_the_start(tmp_path: Path
 
 @pytest.mark.parametrize("section", [{"tasks": "t.jsonl"}, {"command": "python agent.py"}])
 def test_tasks_and_a_command_go_together(section: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="eval needs both"):
-        Config.model_validate({"trainer": {"eval": section}})
+    with pytest.raises(ValueError, match="evaluation needs both"):
+        Config.model_validate({"evaluation": section})

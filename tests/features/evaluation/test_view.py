@@ -43,7 +43,7 @@ async def evaluated(system: Any, directory: Path) -> None:
 async def test_each_version_is_seen_with_its_interval_and_the_best_is_named(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, browsing(f"{system.url}/#/evaluations") as (page, wrong):
         await expect(page.locator(".empty")).to_contain_text(
-            "lightning-proxy eval are in its report; those of trainer.eval"
+            "lightning-proxy eval are in its report; those of evaluation"
         )
         await evaluated(system, tmp_path)
         await page.reload()

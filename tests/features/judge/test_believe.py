@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.features.judge.agreement import Agreement, Labelled, agreement, same_order
+from lightning_proxy.features.judge.config import JudgeConfig
 from support.judging import ScriptedJudge, judging, ordered
 from support.rewarded_by import completed
 
@@ -43,7 +44,7 @@ async def test_try_shows_scores_and_reasons_and_posts_nothing(running: Running, 
     async with judging(by_number) as judge, running(tmp_path) as system:
         await completed(system, "a", "worth 1")
         await completed(system, "b", "worth 2")
-        system.config = system.config.model_copy(update={"rewards": type(system.config.rewards)(**rank(judge))})
+        system.config = system.config.model_copy(update={"judge": JudgeConfig(**rank(judge))})
         done = await system.lightning("rewards", "try", "rank", "a", "b")
         assert done.returncode == 0, done.stderr
         assert re.sub("  [AB]: ", "  ", done.stdout).splitlines() == [
@@ -54,14 +55,14 @@ async def test_try_shows_scores_and_reasons_and_posts_nothing(running: Running, 
         assert await rewards(system, "a") == []
         done = await system.lightning("rewards", "try", "rubric", "a")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-        assert "rewards.use has no rubric; there is rank (reward)" in done.stderr
+        assert "judge.use has no rubric; there is rank (reward)" in done.stderr
 
 
 async def test_rescore_asks_a_rewarder_about_the_rollouts_of_each_task(running: Running, tmp_path: Path) -> None:
     async with judging(by_number) as judge, running(tmp_path) as system:
         for task in ("t", "u"):
             await labelled(system, 0, 1, 2, task=task)
-        system.config = system.config.model_copy(update={"rewards": type(system.config.rewards)(**rank(judge))})
+        system.config = system.config.model_copy(update={"judge": JudgeConfig(**rank(judge))})
         done = await system.lightning("rescore", "--rewarder", "rank", "--json")
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["asked"] == 6 and len(judge.asked) == 2
@@ -99,7 +100,7 @@ async def test_a_judge_that_goes_by_the_place_is_found_out(running: Running, tmp
     async with judging(first_is_best) as judge, running(tmp_path) as system:
         for task in range(6):
             await labelled(system, 0, 1, 2, 3, task=f"t{task}-")
-        system.config = system.config.model_copy(update={"rewards": type(system.config.rewards)(**rank(judge))})
+        system.config = system.config.model_copy(update={"judge": JudgeConfig(**rank(judge))})
         found = json.loads((await system.lightning("rewards", "check", "rank", "--json")).stdout)
         assert found["again"]["first_half"] == pytest.approx(2 / 3) and found["again"]["alike"] < 0.9
         assert found["verdict"].startswith("it should not be trained on")
@@ -112,7 +113,7 @@ async def test_rollouts_without_a_score_are_said_with_the_reason(running: Runnin
         return "I would rather not say." if "Attempt C" in text else by_number(system, text, shape)
 
     async with judging(cannot_order_three) as judge, running(tmp_path) as system:
-        system.config = system.config.model_copy(update={"rewards": type(system.config.rewards)(**rank(judge))})
+        system.config = system.config.model_copy(update={"judge": JudgeConfig(**rank(judge))})
         await labelled(system, 0, 1, 2, task="three")
         done = await system.lightning("rewards", "check", "rank")
         assert done.returncode == 2
@@ -133,7 +134,7 @@ async def unchecked(system: Any) -> list[str]:
 async def test_without_labels_one_line_says_how_to_make_some(running: Running, tmp_path: Path) -> None:
     async with judging(by_number) as judge, running(tmp_path) as system:
         await completed(system, "a", "worth 1")
-        system.config = system.config.model_copy(update={"rewards": type(system.config.rewards)(**rank(judge))})
+        system.config = system.config.model_copy(update={"judge": JudgeConfig(**rank(judge))})
         done = await system.lightning("rewards", "check", "rank")
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert "`lightning-proxy reward ID 1 --name human`" in done.stderr
@@ -162,7 +163,7 @@ async def test_labels_of_different_tasks_are_no_pairs_for_a_judge_of_siblings(ru
     async with judging(by_number) as judge, running(tmp_path) as system:
         for i in range(3):
             await labelled(system, i, task=f"t{i}")
-        system.config = system.config.model_copy(update={"rewards": type(system.config.rewards)(**rank(judge))})
+        system.config = system.config.model_copy(update={"judge": JudgeConfig(**rank(judge))})
         done = await system.lightning("rewards", "check", "rank")
         assert "no two rollouts of one task have different rewards named human" in done.stderr and judge.asked == []
 
@@ -171,7 +172,7 @@ async def test_a_judge_that_is_away_for_a_moment_is_asked_again(running: Running
     async with judging(by_number) as judge, running(tmp_path) as system:
         for task in range(2):
             await labelled(system, 0, 1, task=f"t{task}-")
-        system.config = system.config.model_copy(update={"rewards": type(system.config.rewards)(**rank(judge))})
+        system.config = system.config.model_copy(update={"judge": JudgeConfig(**rank(judge))})
         judge.status = 429
         waiting = asyncio.ensure_future(system.lightning("rewards", "check", "rank"))
         while len(judge.asked) < 2:

@@ -61,7 +61,7 @@ async def test_once_waits_for_a_judge_that_is_away(
 ) -> None:
     async def ask(self: Judge, question: str) -> str:
         if "the step waits" not in caplog.text:
-            raise Away("trainer.judge: no answer")
+            raise Away("judge.calls: no answer")
         return "8"
 
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)

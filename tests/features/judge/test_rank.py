@@ -22,7 +22,7 @@ from lightning_proxy.features.judge.rank import by_place, overlapping, strengths
 from lightning_proxy.trainer.collect.collector import Collector
 from support.judging import ScriptedJudge, judging, ordered
 from support.rewarded_by import completed, group, rewards, values
-from support.sections import TrainerConfig
+from support.sections import TrainerConfig, with_features
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 Logged = pytest.LogCaptureFixture
@@ -82,7 +82,7 @@ async def test_no_step_takes_a_group_before_its_judge_has_spoken_and_it_is_waite
             judge.status = 200
             assert await values(system, ids) == [0.0, 1.0]
     (line,) = [r.getMessage() for r in caplog.records if "wait for it" in r.getMessage()]
-    assert line.startswith("rewards.use: rank: openai/m gives no answer: HTTP 503")
+    assert line.startswith("judge.use: rank: openai/m gives no answer: HTTP 503")
 
 
 async def test_a_group_waits_for_its_last_sibling_but_not_for_ever(running: Running, tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ async def test_what_was_answered_is_asked_once_even_after_a_restart_and_goes_wit
         async with running(tmp_path, rewards=settings) as system, system.store() as store:
             assert await values(system, ids) == [0.0, 1.0]
             assert len(judge.asked) == 1
-            assert re.search(r"rewards\.use: rank: 2 rollouts: about \d+ tokens", caplog.text)
+            assert re.search(r"judge\.use: rank: 2 rollouts: about \d+ tokens", caplog.text)
             assert len(await store.database.all("SELECT * FROM rewarder_answers")) == 2
             await system.call("DELETE", f"/rollouts/{ids[0]}")
             assert await store.database.all("SELECT * FROM rewarder_answers") == []
@@ -237,7 +237,7 @@ async def test_the_budget_stops_it_and_a_larger_one_lets_it_go_on(
             assert await values(system, await group(system, "worth 1", "worth 2")) == [0.0, 1.0]
             ids = await group(system, "worth 3", "worth 4", task="later")
             async with asyncio.timeout(10):
-                while "rewards.budget.usd is spent (0.0002 of 0.0002)" not in caplog.text:
+                while "judge.budget.usd is spent (0.0002 of 0.0002)" not in caplog.text:
                     await asyncio.sleep(0.05)
         async with running(tmp_path, rewards=settings | {"budget": {"usd": 1}}) as system:
             assert await values(system, ids) == [0.0, 1.0]
@@ -267,7 +267,7 @@ async def test_secrets_are_not_read_elsewhere_and_the_log_names_the_reader(
                 text = f"{'x' * (4000 - cut)} {secret} {'y ' * 9000} worth 1"
                 await values(system, await group(system, text, "worth 2"))
         assert secret[:12] not in str(judge.asked) and "[redacted]" in judge.asked[0]["messages"][-1]["content"]
-    assert "rewards.use: rank: openai/m at 127.0.0.1 reads rollouts" in caplog.text
+    assert "judge.use: rank: openai/m at 127.0.0.1 reads rollouts" in caplog.text
 
 
 async def test_what_is_redacted_takes_no_mark_away(
@@ -337,7 +337,7 @@ async def test_what_was_perhaps_paid_counts_for_the_budget(
         async with running(tmp_path, rewards=settings) as system:
             await group(system, "worth 1", "worth 2")
             async with asyncio.timeout(10):
-                while "rewards.budget.tokens is spent" not in caplog.text:
+                while "judge.budget.tokens is spent" not in caplog.text:
                     await asyncio.sleep(0.05)
             assert len(judge.asked) < 10
 
@@ -362,7 +362,7 @@ JUDGED = {"kind": "rank", "model": "openai/gpt-5-mini"}
     ("section", "said"),
     [
         ({"use": [JUDGED]}, "openai/gpt-5-mini needs a key: set OPENAI_API_KEY"),
-        ({"use": [JUDGED | {"api_key": "k"}]}, "costs money: set rewards.budget.tokens or rewards.budget.usd"),
+        ({"use": [JUDGED | {"api_key": "k"}]}, "costs money: set judge.budget.tokens or judge.budget.usd"),
         (
             {"use": [{"kind": "rank", "model": "hosted_vllm/policy", "api_base": "http://localhost:8100/v1"}]},
             "hosted_vllm/policy is the policy, and would judge itself",
@@ -390,7 +390,7 @@ async def test_a_rewarder_that_cannot_work_is_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scoring.py").write_text("def reward(rollout): ...")
     with pytest.raises(ConfigError) as refused:
-        await check(Config.model_validate({"rewards": section}))
+        await check(with_features(rewards=section))
     assert said in refused.value.message and "\n" not in refused.value.message
 
 
@@ -407,12 +407,12 @@ async def test_a_rewarder_that_cannot_work_is_refused_in_one_line(
 )
 def test_wrong_keys_are_named(use: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Config.model_validate({"rewards": {"use": [use]}})
+        Config.model_validate({"judge": {"use": [use]}})
 
 
 def test_a_judges_key_is_secret() -> None:
     use = JUDGED | {"api_key": "the-judges-key"}
-    secrets = Config.model_validate({"rewards": {"use": [use]}}).keys()
+    secrets = Config.model_validate({"judge": {"use": [use]}}).keys()
     assert "the-judges-key" in secrets
 
 

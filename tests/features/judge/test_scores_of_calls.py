@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.features.judge.config import BudgetConfig, JudgeConfig, RewarderConfig
+from lightning_proxy.features.judge.config import BudgetConfig, CallsConfig, RewarderConfig
 from lightning_proxy.features.judge.judge import Judge, usd_of
 from lightning_proxy.features.judge.rewarder import Away
 from lightning_proxy.features.judge.table import KeptAnswers
@@ -45,7 +45,7 @@ async def test_the_judge_of_calls_is_asked_once_for_each_and_stops_at_the_budget
     async def ask(self: Judge, question: str) -> str:
         asked.append(question.rpartition("\n")[2])
         if asked.count("The number for step 2:") in (1, 2):
-            raise Away("trainer.judge: busy")
+            raise Away("judge.calls: busy")
         return "8"
 
     monkeypatch.setattr("lightning_proxy.features.judge.scoring.RETRY_S", 0.05)
@@ -59,7 +59,7 @@ async def test_the_judge_of_calls_is_asked_once_for_each_and_stops_at_the_budget
         assert asked.count("The number for step 1:") == 1 and asked.count("The number for step 2:") == 3
         await completed(system, "later", "a")
         async with asyncio.timeout(10):
-            while "rewards.budget.tokens is spent" not in caplog.text:
+            while "judge.budget.tokens is spent" not in caplog.text:
                 await asyncio.sleep(0.05)
         assert len(asked) == 4
 
@@ -73,7 +73,7 @@ async def test_questions_to_the_judge_of_calls_that_are_under_way_count_for_the_
 
     monkeypatch.setattr(Judge, "_ask", ask)
     answers = KeptAnswers("judge", RewarderConfig(kind="judge"), BudgetConfig(tokens=100))
-    judge = Judge(JudgeConfig(model="scripted", concurrency=2), str, answers)
+    judge = Judge(CallsConfig(model="scripted", concurrency=2), str, answers)
     found = await asyncio.gather(*(judge.score("a" * 400, i) for i in (0, 1)), return_exceptions=True)
     assert [type(one).__name__ for one in found] == ["GivenScore", "Away"]
     assert answers.under_way == []

@@ -10,7 +10,7 @@ from typing import Any
 from playwright.async_api import expect
 
 from lightning_proxy.features.judge.beside import source
-from lightning_proxy.features.judge.config import RewarderKeys
+from lightning_proxy.features.judge.config import JudgeConfig
 from lightning_proxy.features.judge.table import SPENT_MORE, Checked, keep_check
 from support.browser import browsing, needs_browser
 
@@ -31,9 +31,9 @@ SETTINGS: dict[str, Any] = {
 
 async def judged(system: Any) -> None:
     """One rewarder that agrees with people and has spent its budget; a rollout that waits for it, and has a label."""
-    keys = RewarderKeys.of(system.config.rewards)
+    keys = system.config.section(JudgeConfig)
     async with system.store() as store:
-        by = await source(system.config, *keys.rewarders[0])
+        by = await source(system.config, *keys.rewarders(system.config.rewards)[0])
         await keep_check(store.database, Checked(by, 1_700_000_000.0, 24, 0.81, 0.66, 0.93))
         spent = {"rewarder": HOSTILE, "tokens": 1000, "usd": 0.0}
         await store.database.commit([(SPENT_MORE, [spent])])

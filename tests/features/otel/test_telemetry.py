@@ -61,7 +61,7 @@ async def test_a_recorded_call_is_a_span_below_the_agents_own(running: Running, 
     collector, trace, parent = Collector(), "ab" * 16, "cd" * 8
     async with serving(collecting(collector)) as at:
         telemetry = {"otlp_endpoint": at, "otlp_headers": {"X-Team": "agents"}}
-        async with running(tmp_path, telemetry=telemetry) as system:
+        async with running(tmp_path, otel=telemetry) as system:
             got = await chat(
                 system, X_Rollout_Id="r1", X_Task_Id="t", X_Agent_Name="a", traceparent=f"00-{trace}-{parent}-01"
             )
@@ -99,7 +99,7 @@ async def test_what_was_said_goes_out_only_when_asked_for_and_redacted(running: 
     recording = {"redact": {"patterns": [r"\d{6}"]}}
     async with (
         serving(collecting(collector)) as at,
-        running(tmp_path, telemetry={"otlp_endpoint": at, "content": True}, recording=recording) as system,
+        running(tmp_path, otel={"otlp_endpoint": at, "content": True}, recording=recording) as system,
     ):
         await chat(system, "my pin is 123456")
     (span,) = collector.spans
@@ -201,7 +201,7 @@ async def test_a_collector_that_is_away_costs_no_call(running: Running, tmp_path
         taken.bind(("127.0.0.1", 0))  # nobody listens
         async with serving(collecting(collector)) as there:
             at = there if how == "hangs" else f"http://127.0.0.1:{taken.getsockname()[1]}"
-            async with running(tmp_path, telemetry={"otlp_endpoint": at, "timeout_s": 600}) as system:
+            async with running(tmp_path, otel={"otlp_endpoint": at, "timeout_s": 600}) as system:
                 answers = [await chat(system) for _ in range(20)]
     assert {answer["status"] for answer in answers} == {"200"}
     for thread in threading.enumerate():
@@ -212,7 +212,7 @@ async def test_a_collector_that_is_away_costs_no_call(running: Running, tmp_path
 
 async def test_its_own_spans_sent_back_to_it_are_no_further_calls(running: Running, tmp_path: Path) -> None:
     collector = Collector()
-    async with serving(collecting(collector)) as at, running(tmp_path, telemetry={"otlp_endpoint": at}) as system:
+    async with serving(collecting(collector)) as at, running(tmp_path, otel={"otlp_endpoint": at}) as system:
         await chat(system, X_Rollout_Id="r1")
         while not collector.spans:
             await asyncio.sleep(0.05)
@@ -235,11 +235,11 @@ def test_without_the_sdk_the_configuration_is_refused_with_what_to_install(monke
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", missing)
-    config = Config.model_validate({"telemetry": {"otlp_endpoint": "http://127.0.0.1:4318"}})
+    config = Config.model_validate({"otel": {"otlp_endpoint": "http://127.0.0.1:4318"}})
     with pytest.raises(ConfigError, match=r"pip install 'lightning-proxy\[otel\]'"):
         create_app(config)
 
 
 def test_an_endpoint_that_is_no_url_is_refused() -> None:
     with pytest.raises(ValueError, match="an http"):
-        Config.model_validate({"telemetry": {"otlp_endpoint": "localhost:4318"}})
+        Config.model_validate({"otel": {"otlp_endpoint": "localhost:4318"}})

@@ -271,7 +271,7 @@ async def test_a_gate_that_is_opened_ends_the_test(running: Any, tmp_path: Path)
     async with running(tmp_path, publish="lora") as system:
         found = (await system.call("GET", "/policy/versions"))[1]["data"][version]
         assert (found["status"], found["promotion"]["status"]) == ("ready", "ended")
-        assert found["promotion"]["reason"] == "policy.promotion was set to immediate"
+        assert found["promotion"]["reason"] == "promotion.mode was set to immediate"
         assert {await served(system, f"r{i}", "t") for i in range(4)} == {0}
 
 

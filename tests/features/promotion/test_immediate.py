@@ -43,17 +43,17 @@ async def test_an_open_gate_asks_for_no_test(
 @pytest.mark.parametrize("command", ["serve", "train"])
 def test_one_merged_server_is_refused_in_one_line(tmp_path: Path, command: str) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({"policy": {"publish": "merged", "promotion": "gated"}, "upstreams": ONE}))
+    path.write_text(yaml.safe_dump({"policy": {"publish": "merged"}, "promotion": {"mode": "gated"}, "upstreams": ONE}))
     done = lightning("--config", path, command)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
-    assert "policy.promotion gated needs a second server where weights are published merged" in done.stderr
+    assert "promotion.mode gated needs a second server where weights are published merged" in done.stderr
 
 
 async def test_where_the_machine_decides_how_to_publish_the_trainer_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"store": {"url": store_url(tmp_path)}, "policy": {"promotion": "gated"}}
+    settings = {"store": {"url": store_url(tmp_path)}, "promotion": {"mode": "gated"}}
     one, two = (Config.model_validate(settings | {"upstreams": upstreams}) for upstreams in (ONE, TWO))
     database = await open_database(one.store)
     store = Store(database)
@@ -67,17 +67,20 @@ async def test_where_the_machine_decides_how_to_publish_the_trainer_refuses(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"policy": {"promotion": "gated", "publish": "lora", "pin_rollouts": False}}, "it needs policy.pin_rollouts"),
-        ({"trainer": {"promote_every": 2}}, "set policy.promotion to gated"),
-        ({"policy": {"gate": {"reward_range": [1, 0]}}}, "the lowest and the highest reward"),
-        ({"policy": {"gate": {"reward_ranges": {"reward": [1, 0]}}}}, "reward_ranges: reward is the lowest and the hi"),
-        ({"policy": {"gate": {"reward_ranges": {"human": [-1, 1]}}}}, "human is no reward in metrics"),
         (
-            {"policy": {"gate": {"metrics": {"latency": 0.1}, "reward_ranges": {"latency": [0, 9]}}}},
+            {"policy": {"publish": "lora", "pin_rollouts": False}, "promotion": {"mode": "gated"}},
+            "it needs policy.pin_rollouts",
+        ),
+        ({"promotion": {"every_steps": 2}}, "set promotion.mode to gated"),
+        ({"promotion": {"reward_range": [1, 0]}}, "the lowest and the highest reward"),
+        ({"promotion": {"reward_ranges": {"reward": [1, 0]}}}, "reward_ranges: reward is the lowest and the hi"),
+        ({"promotion": {"reward_ranges": {"human": [-1, 1]}}}, "human is no reward in metrics"),
+        (
+            {"promotion": {"metrics": {"latency": 0.1}, "reward_ranges": {"latency": [0, 9]}}},
             "latency is no reward in metrics",
         ),
-        ({"policy": {"gate": {"share": 0.6}}}, "less than or equal to 0.5"),
-        ({"policy": {"gate": {"metrics": {}}}}, "at least 1 item"),
+        ({"promotion": {"share": 0.6}}, "less than or equal to 0.5"),
+        ({"promotion": {"metrics": {}}}, "at least 1 item"),
     ],
 )
 def test_what_a_gate_cannot_do_is_refused(settings: dict[str, Any], said: str) -> None:

@@ -36,7 +36,8 @@ async def tested(tmp_path: Path) -> AsyncIterator[Tested]:
     config = Config.model_validate(
         {
             "store": {"url": store_url(tmp_path)},
-            "policy": {"promotion": "gated", "publish": "lora"},
+            "policy": {"publish": "lora"},
+            "promotion": {"mode": "gated"},
             "trainer": {"group_size": 2},
         }
     )

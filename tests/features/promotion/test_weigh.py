@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.core.records import Reward
-from lightning_proxy.features.promotion.config import GateConfig
+from lightning_proxy.features.promotion.config import PromotionConfig
 from lightning_proxy.features.promotion.metrics import metrics
 from lightning_proxy.features.promotion.sides import choose
 from lightning_proxy.features.promotion.tests import Observed, Promotion
@@ -19,7 +19,7 @@ NOW = 1_000.0
 
 
 def rules(margins: dict[str, float] | None = None, size: int = 4, **changed: Any) -> GateRules:
-    found = metrics(GateConfig(metrics=margins or {"reward": 0.1}), {"reward": 1.0})
+    found = metrics(PromotionConfig(metrics=margins or {"reward": 0.1}), {"reward": 1.0})
     told = {"level": 0.05, "max_rollouts": 1000, "reward_timeout_s": 100.0, "group_timeout_s": 50.0, **changed}
     return GateRules(metrics=found, group_size=size, **told)
 
@@ -150,7 +150,7 @@ def test_rewards_beyond_the_range_count_as_its_ends_and_are_counted() -> None:
 def test_the_newest_reward_of_each_name_counts_times_its_weight() -> None:
     posted = (Reward("r", 0.0, created_at=21.0), Reward("r", 1.0, created_at=22.0), Reward("r", 1.0, name="style"))
     one = [seen("t", place, None, 2, rewards=posted if place else (Reward("r", 0.0),)) for place in range(2)]
-    (metric,) = metrics(GateConfig(reward_range=(0.0, 2.0)), {"reward": 1.0, "style": 0.5})
+    (metric,) = metrics(PromotionConfig(reward_range=(0.0, 2.0)), {"reward": 1.0, "style": 0.5})
     told = GateRules([metric], 0.05, 1000, 100.0, 2, 50.0)
     assert abs(reward(weigh(TEST, one, told, NOW))["difference"]) == pytest.approx(0.75)
 

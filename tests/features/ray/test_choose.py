@@ -44,10 +44,10 @@ def test_the_options_are_those_of_the_configuration(tmp_path: Path) -> None:
     unknown = lightning("run", "--tasks", tasks, "--executor", "slurm", "--", "true")
     assert unknown.returncode == 2
     assert "'slurm' is not one of 'local', 'ray'" in " ".join(unknown.stderr.split())
-    (tmp_path / "config.yaml").write_text("run: {ray: {options: {cpus: 1}}}\n")
+    (tmp_path / "config.yaml").write_text("ray: {options: {cpus: 1}}\n")
     wrong = lightning("run", "--tasks", tasks, "--", "true", cwd=tmp_path)
-    assert (wrong.returncode, "run.ray.options" in wrong.stderr, "num_cpus" in wrong.stderr) == (2, True, True)
-    (tmp_path / "config.yaml").write_text("run: {ray: {address: 'ray://head:10001'}}\n")
+    assert (wrong.returncode, "ray.options" in wrong.stderr, "num_cpus" in wrong.stderr) == (2, True, True)
+    (tmp_path / "config.yaml").write_text("ray: {address: 'ray://head:10001'}\n")
     client = lightning("run", "--tasks", tasks, "--", "true", cwd=tmp_path)
     assert (client.returncode, "ray:// cannot be used" in client.stderr or "(ray://)" in client.stderr) == (2, True)
 

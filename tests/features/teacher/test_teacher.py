@@ -23,6 +23,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
+from lightning_proxy.features.teacher.config import TeacherConfig
 from lightning_proxy.features.teacher.teacher import Teacher
 from lightning_proxy.features.tune.data import STORE_FILE
 from lightning_proxy.features.tune.offline import train_offline
@@ -34,7 +35,7 @@ from lightning_proxy.trainer.plugins import Offline, Run
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample, Sampling
 from lightning_proxy.trainer.waiting import GuideError
-from support.sections import PolicyConfig, TrainerConfig
+from support.sections import PolicyConfig, TrainerConfig, with_features
 from support.small_model import save_small_model
 
 PROMPT = (0, 5, 6)
@@ -86,7 +87,7 @@ async def server(tmp_path: Path) -> AsyncIterator[TeacherServer]:
 @asynccontextmanager
 async def asked(played: TeacherServer, **changed: Any) -> AsyncIterator[Teacher]:
     given = {"base_url": played.url, "api_key": "secret", "concurrency": 2, **changed}
-    config = TrainerConfig.model_validate({"teacher": given}).teacher
+    config = with_features(teacher=given).section(TeacherConfig)
     async with operator_session() as session:
         server = VllmServer(session, str(config.base_url), config.credentials)
         yield Teacher(config, server, played.tokenizer)
@@ -133,7 +134,7 @@ async def test_a_teacher_with_other_tokens_is_refused_and_one_that_is_away_is_wa
     async with asked(server) as teacher:
         server.wrong = "away"
         for ask in (teacher.check, lambda: teacher.guided(Batch(1, (row((7,)),), ()))):
-            with pytest.raises(GuideError, match=r"trainer.teacher: vLLM answered 503 to GET /v1/models"):
+            with pytest.raises(GuideError, match=r"teacher: vLLM answered 503 to GET /v1/models"):
                 await ask()
         server.wrong = "tokens"
         with pytest.raises(ConfigError, match=r"large at http.*has other tokens than policy.model"):
@@ -179,10 +180,10 @@ async def test_recorded_rollouts_of_equal_rewards_are_learned_from_offline(
             choice = Choice(0, (7, 8 + i), (-3.0, -3.0), "stop")
             await recorder.end(CallEnd(name, name, "ok", {}, 200, PROMPT, (choice,)))
             await store.rewards.post([Reward(name, 0.0)])
-    trainer = {"teacher": {"base_url": server.url, "api_key": "secret"}, "report_to": []}
     config = Config.model_validate({
         "policy": {"model": str(save_small_model(tmp_path / "base")), "directory": tmp_path, "publish": "lora"},
-        "trainer": {"group_size": 4, "dtype": "float32", **trainer}, "store": source.model_dump(),
+        "trainer": {"group_size": 4, "dtype": "float32", "report_to": []}, "store": source.model_dump(),
+        "teacher": {"base_url": server.url, "api_key": "secret"},
     })  # fmt: skip
     server.wrong = "tokens"
     with pytest.raises(ConfigError, match="other tokens"):
@@ -205,6 +206,6 @@ def test_what_a_teacher_needs_is_said_before_it_is_asked() -> None:
         TrainerConfig.model_validate({"reward_weights": {}, "teacher": {"base_url": "http://h/v1"}})
     with pytest.raises(ValidationError, match="a teacher needs a base_url"):
         TrainerConfig.model_validate({"teacher": {"model": "large"}})
-    config = Config.model_validate({"trainer": {"teacher": {"base_url": "http://h/v1", "api_key": "k1"}}})
+    config = Config.model_validate({"teacher": {"base_url": "http://h/v1", "api_key": "k1"}})
     keys = config.keys()
     assert keys == ["k1"] and "k1" not in config.model_dump_json()

@@ -23,6 +23,7 @@ from lightning_proxy.features.tinker import refusals
 from lightning_proxy.features.tinker.refusals import check_backend
 from lightning_proxy.features.tinker.tinker_trainer import TinkerTrainer
 from support.played_tinker import SIGNATURE, PlayedTinker, played_tinker
+from support.sections import with_features
 from support.training import bench
 
 # The client leaves connections to the collector, and threads that a process of tests had better not share with others.
@@ -54,9 +55,9 @@ def trainer(base: Path, directory: Path, service: PlayedTinker, **settings: Any)
 
 
 def configured(base: Path, directory: Path, service: PlayedTinker, **settings: Any) -> Config:
-    ours = {"backend": "tinker", "tinker": {"base_url": service.url}, "report_to": [], "lora_rank": 4}
+    ours = {"backend": True, "tinker": {"base_url": service.url}, "report_to": [], "lora_rank": 4}
     policy = {"model": str(base), "publish": "lora", "directory": directory}
-    return Config.model_validate({"policy": policy, "trainer": {**ours, "learning_rate": 0.05, **settings}})
+    return with_features(policy=policy, trainer={**ours, "learning_rate": 0.05, **settings})
 
 
 def sample(name: str, advantage: float, temperature: float = 1.0) -> Sample:
@@ -183,7 +184,7 @@ async def test_after_a_fault_the_step_is_taken_again_from_the_last_state(
 
 
 def _settings(service: PlayedTinker) -> dict[str, Any]:
-    return {"backend": "tinker", "tinker": {"base_url": service.url}, "lora_rank": 4}
+    return {"backend": True, "tinker": {"base_url": service.url}, "lora_rank": 4}
 
 
 def test_what_the_service_refuses_is_one_clear_error(base: Path, tmp_path: Path, service: PlayedTinker) -> None:
@@ -244,7 +245,7 @@ def test_a_wrong_key_is_one_clear_error(base: Path, tmp_path: Path, service: Pla
         ("trainer", {"importance_level": "sequence"}, "trainer.importance_level sequence"),
         ("trainer", {"kl_coef": 0.1}, "trainer.kl_coef 0.1"),
         ("trainer", {"entropy": {"coef": 0.1}}, "trainer.entropy"),
-        ("trainer", {"teacher": {"base_url": "http://127.0.0.1:1/v1"}}, "trainer.teacher"),
+        ("trainer", {"teacher": {"base_url": "http://127.0.0.1:1/v1"}}, "teacher"),
         ("trainer", {"weights": "full"}, "trainer.weights full"),
         ("trainer", {"loss": "mine.py:loss"}, "trainer.loss mine.py:loss"),
         ("trainer", {"lora_alpha": 64}, "trainer.lora_alpha 64"),
@@ -253,16 +254,16 @@ def test_a_wrong_key_is_one_clear_error(base: Path, tmp_path: Path, service: Pla
     ],
 )
 def test_what_cannot_be_done_there_is_refused_by_name(section: str, settings: dict[str, Any], named: str) -> None:
-    values: dict[str, Any] = {"trainer": {"backend": "tinker"}, "policy": {}}
+    values: dict[str, Any] = {"trainer": {}, "policy": {}, "tinker": {"enabled": True}}
     values[section] |= settings
     with pytest.raises(ConfigError) as refused:
-        check_backend(Config.model_validate(values))
+        check_backend(with_features(**values))
     assert named in refused.value.message
     assert refused.value.exit_code == 2
 
 
 def test_other_methods_and_several_processes_are_refused() -> None:
-    config = Config.model_validate({"trainer": {"backend": "tinker"}})
+    config = Config.model_validate({"tinker": {"enabled": True}})
     with pytest.raises(ConfigError, match=r"--method dpo; several trainer processes"):
         check_backend(config, "dpo", launched=True)
     check_backend(Config(), "dpo", launched=True)
@@ -271,4 +272,4 @@ def test_other_methods_and_several_processes_are_refused() -> None:
 def test_without_the_client_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'lightning-proxy\[tinker\]'"):
-        check_backend(Config.model_validate({"trainer": {"backend": "tinker"}}))
+        check_backend(Config.model_validate({"tinker": {"enabled": True}}))

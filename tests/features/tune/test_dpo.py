@@ -241,7 +241,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(base: Path, tmp_path: Path) -
 
 def test_a_run_that_diverges_keeps_nothing(base: Path, tmp_path: Path) -> None:
     trainer = made(base, tmp_path, learning_rate=1e30, batch_tokens=1)
-    with pytest.raises(LightningError, match=r"diverged .* lower trainer.dpo.learning_rate"):
+    with pytest.raises(LightningError, match=r"diverged .* lower tune.dpo.learning_rate"):
         tune(DPO, trainer, Pairs((TOOLS, PLAIN), (), {}), tmp_path / "run", never)
     assert not (tmp_path / "run").exists()
 
@@ -288,7 +288,7 @@ async def test_offline_it_needs_no_server_and_keeps_the_weights(base: Path, tmp_
             await rollout(Store(database), f"r{sibling}", "t1", sibling % 2, (9 + sibling, 1))
     config = Config.model_validate({
         "store": store, "policy": {"model": str(base), "directory": tmp_path / "policy"},
-        "trainer": {"report_to": [], "dtype": "float32", "dpo": {"epochs": 1, "learning_rate": 0.02}},
+        "trainer": {"report_to": [], "dtype": "float32"}, "tune": {"dpo": {"epochs": 1, "learning_rate": 0.02}},
     })  # fmt: skip
     await train_offline(config, Run("dpo"), Offline(None, tmp_path / "out"), asyncio.Event())
     assert (tmp_path / "out" / "adapter" / "COMPLETE").is_file()

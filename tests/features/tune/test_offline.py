@@ -42,7 +42,7 @@ from lightning_proxy.trainer.plugins import Offline, check
 from lightning_proxy.trainer.plugins import Run as Asked
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from support.paths import TESTS
-from support.sections import TrainerConfig
+from support.sections import TrainerConfig, placed
 from support.small_model import VOCABULARY
 
 KILLED = TESTS / "support" / "killed.py"
@@ -107,7 +107,7 @@ class Run:
     def settings(self) -> dict[str, Any]:
         trainer = {"group_size": SIBLINGS, "tasks_per_step": 2, "learning_rate": 0.02, "report_to": [], "threads": 1,
                    "keep_checkpoints": 2, "dtype": "float32", **self.trainer}  # fmt: skip
-        return {"policy": {"model": str(self.base), "publish": "merged"}, "trainer": trainer}
+        return placed(policy={"model": str(self.base), "publish": "merged"}, trainer=trainer)
 
     def start(self, *arguments: str | Path, script: Path | None = None, **env: str) -> subprocess.Popen[str]:
         path = self.directory / "config.yaml"
@@ -376,7 +376,7 @@ async def test_a_judge_that_is_away_ends_no_epoch(
 
     async def ask(self: Judge, question: str) -> str:
         if 20 < next(asked) < 30:  # for the second step
-            raise Away("trainer.judge: no answer")
+            raise Away("judge.calls: no answer")
         return "8"
 
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)

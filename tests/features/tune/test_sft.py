@@ -43,7 +43,7 @@ from lightning_proxy.trainer.publish import NoPublisher
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
 from support.paths import TESTS
-from support.sections import PolicyConfig, TrainerConfig
+from support.sections import PolicyConfig, TrainerConfig, placed
 
 KILLED = TESTS / "support" / "killed.py"
 PROMPT = (0, 5, 6)
@@ -353,7 +353,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(base: Path, tmp_path: Path) -
 
 def test_a_run_that_diverges_keeps_nothing(base: Path, tmp_path: Path) -> None:
     trainer = made(base, tmp_path, learning_rate=1e30, epochs=8)
-    with pytest.raises(LightningError, match=r"diverged .* lower trainer.sft.learning_rate"):
+    with pytest.raises(LightningError, match=r"diverged .* lower tune.sft.learning_rate"):
         tune(SFT, trainer, Traces(ROWS, (), {}), tmp_path / "run", never)
     assert not (tmp_path / "run").exists()
 
@@ -404,7 +404,11 @@ async def test_a_store_that_cannot_be_written_at_the_end_of_a_run_is_waited_for(
             await r.rollout(name, 1.0, (10, 11, 1))
         trainer = made(base, tmp_path, epochs=20, held_out=0.5)
         untuned = mean_loss(trainer, [row("a", PROMPT, (10, 11, 1))])
-        config = Config(policy=PolicyConfig(model=str(base), directory=tmp_path), trainer=trainer.settings)
+        config = Config(
+            policy=PolicyConfig(model=str(base), directory=tmp_path),
+            trainer=trainer.settings,
+            **{one.name: one for one in trainer.settings.sections},
+        )
         claim, failures = r.store.steps.claim, [StoreUnavailable("database is locked")]
 
         async def locked_once(*args: Any) -> int:
@@ -431,7 +435,7 @@ class Run:
         directory.mkdir(exist_ok=True)
         trainer = {"learning_rate": 0.02, "report_to": [], "threads": 1, "dtype": "float32", "group_size": 2,
                    "sft": {"epochs": 4, "learning_rate": 0.02, "batch_tokens": 16, "held_out": 0.25}}  # fmt: skip
-        config = {"policy": {"model": str(base), "publish": "lora"}, "trainer": trainer}
+        config = placed(policy={"model": str(base), "publish": "lora"}, trainer=trainer)
         (directory / "config.yaml").write_text(yaml.safe_dump(config))
         asyncio.run(self._record())
 

@@ -46,7 +46,7 @@ async def test_what_a_method_makes_of_all_weights_is_published(
         await b.loop(RUNS[method]).run(asyncio.Event(), **once)
         if method != "rl":
             assert "the learning rate 0.005 is high for trainer.weights: full" in caplog.text
-            assert f"trainer.teacher is for RL: --method {method} does without it" in caplog.text
+            assert f"teacher is for RL: --method {method} does without it" in caplog.text
         live = await b.store.versions.live()
         assert (live.version, live.publish, live.verified) == (1, "merged", True)
         (step,) = await b.store.steps.all()
@@ -70,8 +70,9 @@ async def test_offline_leaves_a_model_and_no_adapter(
         "policy": {"model": str(base), "directory": tmp_path / "policy"},
         "trainer": {
             "weights": "full", "group_size": 4, "tasks_per_step": 2, "learning_rate": 0.005, "report_to": [],
-            "dtype": "float32", **RATES,
+            "dtype": "float32",
         },
+        "tune": RATES,
     })  # fmt: skip
     out = tmp_path / "out"
     await train_offline(config, Run(method), Offline(tmp_path / "store.db", out), asyncio.Event())

@@ -397,7 +397,7 @@ async def test_a_rollout_alone_in_its_task_is_compared_with_earlier_ones_of_it(t
     assert advantages(found) == {"first-0": 104.0 - fmean([104.0, 3.0, 1.0, 0.0, 1.0])}
 
 
-@pytest.mark.parametrize("text", ["best", {"planner": "best"}, "judge"])
+@pytest.mark.parametrize("text", ["best", {"planner": "best"}])
 def test_a_strategy_that_cannot_be_is_refused(text: Any) -> None:
     with pytest.raises(ValueError, match="credit"):
         TrainerConfig(credit=text)

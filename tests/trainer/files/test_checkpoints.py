@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_proxy.core.config.feature import feature_sections
 from lightning_proxy.core.errors import ConfigError, NotSaved
-from lightning_proxy.features.judge.config import JudgeConfig
+from lightning_proxy.features.judge.config import CallsConfig
 from lightning_proxy.trainer.checkpoint import atomic_directory, fingerprint
 from lightning_proxy.trainer.step.trainer import STATE_FILE, LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
@@ -134,13 +135,13 @@ def test_training_goes_on_with_fewer_or_more_gpus(
 
 
 def test_no_secret_is_in_a_checkpoint(base: Path, tmp_path: Path) -> None:
-    judge = JudgeConfig(model="openai/gpt").model_dump()
+    judge = CallsConfig(model="openai/gpt").model_dump()
     teacher = {"base_url": "http://h/v1", "api_key": "sk-of-the-teacher"}
     trainer(base, tmp_path, judge=judge, teacher=teacher).save(tmp_path / "1")
     text = (tmp_path / "1" / "config.json").read_text()
     saved = json.loads(text)
     assert "sk-of-the-teacher" not in text
-    assert {key.split(".")[0] for key in saved} == {"trainer", "policy", "weights of policy"}
+    assert {key.split(".")[0] for key in saved} == {"trainer", "policy", "weights of policy", *feature_sections()}
     assert not [key for key in saved if "key" in key]
 
 

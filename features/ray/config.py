@@ -1,0 +1,42 @@
+"""The section `ray`: the cluster, and what each program is given of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import field_validator
+
+from ...core.config.feature import FeatureSection
+
+OPTIONS = (
+    "num_cpus",
+    "num_gpus",
+    "memory",
+    "resources",
+    "accelerator_type",
+    "label_selector",
+    "scheduling_strategy",
+)
+
+
+class RayConfig(FeatureSection):
+    name = "ray"
+    moved = {"run.ray": "ray"}
+
+    address: str = "auto"
+    options: dict[str, Any] = {"num_cpus": 1}
+    runtime_env: dict[str, Any] = {}
+
+    @field_validator("address")
+    @classmethod
+    def _is_of_this_cluster(cls, address: str) -> str:
+        if address.startswith("ray://"):
+            raise ValueError("Ray's client (ray://) cannot be used: start the command on a machine of the cluster")
+        return address
+
+    @field_validator("options")
+    @classmethod
+    def _are_rays(cls, options: dict[str, Any]) -> dict[str, Any]:
+        if unknown := sorted(options.keys() - set(OPTIONS)):
+            raise ValueError(f"unknown: {', '.join(unknown)}; there are {', '.join(OPTIONS)}")
+        return options
