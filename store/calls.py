@@ -1,17 +1,18 @@
-"""The calls: the statements that record them, and how their rows are read back."""
+"""The calls, and the events that agents report between them: recorded by these statements, and read back."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..core.json_text import dumps, loads_or_none
-from ..core.records import CallStatus, Choice, ModelCall, ToolCall
+from ..core.json_text import dumps, dumps_or_none, loads_or_none
+from ..core.records import CallStatus, Choice, Event, ModelCall, RolloutName, ToolCall
 from .database import Database, Row, Sql, Transaction, read
 from .requests import FullParts, Parent, ShortParts, pack_ids, unpack_floats, unpack_ids
-from .rewards import Rewards
-from .rollouts import Rollouts
+from .rewards import Answer, Rewards, answer_once
+from .rollouts import ROLLOUT_SEEN, Rollouts
 
 # A row is written twice: by CALL_START when the request goes upstream, as `incomplete`, and by CALL_END. SQLite writes
 # all of a changed row anew: a request that is large is in a table of its own. Requests come as the bytes that the agent
@@ -191,6 +192,17 @@ WHERE at >= (SELECT MIN(started_at) FROM calls WHERE rollout_id = :rollout_id) O
 """
 REPEATED = 64  # calls of a rollout that are looked at for one that a request repeats
 PARENTS = 16  # calls of a rollout that are kept to read later ones
+EVENT_JSON = ("value", "arguments", "result")
+
+EVENT = """
+INSERT INTO events (rollout_id, seq, kind, agent, name, value, arguments, result, is_error, created_at)
+VALUES (
+    :rollout_id, (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls
+                  WHERE rollout_id = :rollout_id AND (:comes_last OR started_at <= :at)),
+    :kind, :agent, :name, :value, :arguments, :result, :is_error, :at
+)
+RETURNING event_id
+"""
 
 
 class Giver(NamedTuple):
@@ -386,3 +398,49 @@ def _read_choices(row: Row) -> tuple[Choice, ...]:
 def _read_tool_call(row: Row) -> ToolCall:
     is_error = None if row["is_error"] is None else bool(row["is_error"])
     return ToolCall(row["tool_call_id"], row["name"], row["arguments"], loads_or_none(row["result"]), is_error)
+
+
+class Events:
+    """The table of events. Events are context and are never trained on."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    async def post(
+        self,
+        rollout: RolloutName,
+        events: Sequence[Event],
+        key: str | None = None,
+        body: bytes = b"",
+        at: float | None = None,
+    ) -> Answer:
+        """Record all of `events` or none, after all calls that have begun: by the time `at`, or else by now.
+
+        Opens a rollout that is unknown so far. `key` as in `Rewards.post`.
+        """
+        row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "agent": rollout.agent}
+        row |= {"mode": rollout.mode, "pin": None, "key_id": rollout.key_id, "at": time.time() if at is None else at}
+        row |= {"evidence": rollout.evidence, "comes_last": at is None}
+
+        async def work(db: Transaction) -> Answer:
+            await db.run(ROLLOUT_SEEN, row)
+            recorded = await db.many(EVENT, [row | _event_row(event, rollout.agent) for event in events])
+            answer = {"rollout_id": rollout.rollout_id, "status": "recorded"}
+            return [{"event_id": one["event_id"]} | answer for one in recorded]
+
+        request = rollout.rollout_id.encode() + b"\n" + body
+        return await self._db.write(lambda db: answer_once(db, key, request, lambda: work(db)))
+
+    async def of(self, rollout_id: str) -> list[Event]:
+        """Return the rollout's events in order."""
+        statement = "SELECT * FROM events WHERE rollout_id = :rollout_id ORDER BY seq, created_at, event_id"
+        return [_read_event(row) for row in await self._db.all(statement, {"rollout_id": rollout_id})]
+
+
+def _event_row(event: Event, agent: str | None) -> dict[str, Any]:
+    texts = {name: dumps_or_none(getattr(event, name)) for name in EVENT_JSON}
+    return {"kind": event.kind, "name": event.name, "is_error": event.is_error, "agent": event.agent or agent} | texts
+
+
+def _read_event(row: Row) -> Event:
+    return read(Event, row, is_error=bool(row["is_error"]), **{name: loads_or_none(row[name]) for name in EVENT_JSON})

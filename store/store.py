@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from .calls import Calls
+from .calls import Calls, Events
 from .conversations import ConversationIndex
 from .database import Database
-from .events import Events
 from .keys import Keyring
-from .reports.credit import Credit
-from .reports.recent import Summaries, Tasks, Traffic
-from .reports.versions import VersionReport
+from .reports import Credit, Summaries, Tasks, Traffic
 from .rewards import Returns, Rewards
 from .rollouts import Endings, Rollouts
 from .training import TrainingSteps
 from .trust import Trust
-from .versions import PolicyVersions, Probes, Publishing
+from .versions import PolicyVersions, Probes, Publishing, VersionReport
 from .waiting import Waiting
 
 

@@ -23,7 +23,7 @@ from ...core.records import Event, Mode, ModelCall, Reward, Rollout, RolloutStat
 from ...proxy.api.transitions import transitions
 from ...proxy.api.views import beside_calls, record_view
 from ...store.opening import opened
-from ...store.reports.credit import CreditBySeq
+from ...store.reports import CreditBySeq
 from ...store.sqlite.file import IdleFile, is_in_use, make_private
 from ...store.store import Store
 from ..formats import progress_bar

@@ -17,9 +17,9 @@ from ...core.errors import ConfigError, LightningError
 from ...core.json_text import dumps
 from ...core.records import PolicyVersion
 from ...store.opening import opened
-from ...store.reports.versions import MeanReward
 from ...store.store import Store
 from ...store.training import Step, TrainedData
+from ...store.versions import MeanReward
 
 Form = Literal["adapter", "merged"]
 MARKER = "COMPLETE"

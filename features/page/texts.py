@@ -16,7 +16,7 @@ from ...proxy.api.door import AgentRoute
 from ...proxy.api.parts import Parts
 from ...proxy.api.requests import large_response, parts_for
 from ...proxy.api.training_rows import rows_of
-from ...store.reports.credit import CallWithCredit
+from ...store.reports import CallWithCredit
 from .tokenizer import policy_texts
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], responses=ERRORS, route_class=AgentRoute)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ...core.records import PolicyVersion
-from ...store.reports.versions import Ancestor
+from ...store.versions import Ancestor
 from .tests import Promotion
 
 TAKEN_BACK = ("rejected", "failed")

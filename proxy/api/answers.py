@@ -20,10 +20,10 @@ from ...core.records import (
     ToolCall,
     Transition,
 )
-from ...store.reports.recent import RecentTraffic
-from ...store.reports.versions import MeanReward
+from ...store.reports import RecentTraffic
 from ...store.training import Collapse, Step
 from ...store.trust import Uncounted
+from ...store.versions import MeanReward
 from .verified import Verified
 
 

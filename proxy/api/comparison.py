@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.records import Mode
 from ...core.statistics import bootstrap_mean, mean_and_spread
-from ...store.reports.versions import TaskMean
+from ...store.versions import TaskMean
 
 SEED = 0  # of the bootstrap, so that the same rewards always give the same interval
 

@@ -15,7 +15,7 @@ from ...core.http import in_thread_if_large
 from ...core.json_text import dumps
 from ...core.records import Event, Rollout, RolloutName, check_id
 from ...store.keys import hash_key, new_key
-from ...store.reports.recent import Summary
+from ...store.reports import Summary
 from ...store.rollouts import RolloutSearch
 from ..gateway.relay import DataPath, name_rollout
 from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, Transitions, answers

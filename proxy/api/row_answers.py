@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from ...store.reports.credit import ComparedRollout
+from ...store.reports import ComparedRollout
 
 
 class CreditedCall(BaseModel):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request, Response
 
 from ...core.statistics import mean_and_spread
-from ...store.reports.recent import TaskRollout, TaskSum
+from ...store.reports import TaskRollout, TaskSum
 from .answers import ERRORS, TaskPage, answers
 from .bodies import Cursor, Id
 from .door import AgentRoute

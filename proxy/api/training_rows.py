@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...store.reports.credit import CallTokens, TokenIds
+from ...store.reports import CallTokens, TokenIds
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.on_board import modules
 from ...core.records import Event, ModelCall, PolicyVersion, Reward, Rollout
-from ...store.reports.credit import CallWithCredit
+from ...store.reports import CallWithCredit
 from .answers import Call
 
 _OF_CALL = tuple(name for name in Call.model_fields if name != "choices")

@@ -6,7 +6,7 @@ from typing import Any
 
 from ...core.json_text import loads_or_none
 from ...core.tools import dicts
-from ...store.reports.recent import Summary, Words
+from ...store.reports import Summary, Words
 from ..dialects.transcript import called, text
 from .transitions import answer_in
 

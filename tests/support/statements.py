@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from lightning_proxy import store
-from lightning_proxy.store.reports.recent import TASK_SUMS
+from lightning_proxy.store.reports import TASK_SUMS
 from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
 
 TEMPLATE = re.compile(r"\{\w+\}")

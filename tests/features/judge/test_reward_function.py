@@ -18,7 +18,7 @@ import yaml
 
 from lightning_proxy.core.records import Event, Reward
 from lightning_proxy.features.judge.table import Spoken
-from lightning_proxy.store.events import Events
+from lightning_proxy.store.calls import Events
 from lightning_proxy.trainer.collect.collector import Collector
 from support.command_line import lightning
 from support.paths import ROOT

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.api.words import words_in, words_view
-from lightning_proxy.store.reports.recent import Summary
+from lightning_proxy.store.reports import Summary
 
 USER = {"role": "user", "content": "a  b"}
 ASKED = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "x"}, USER]
