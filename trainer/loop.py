@@ -29,12 +29,11 @@ from .collect.collector import Collector
 from .collect.groups import Order
 from .collect.sampled import AsChat, Sampled
 from .collect.schedule import Schedule
-from .collect.siblings import AskJudge
 from .publish import NoPublisher, Publisher
 from .rate import warn_of_rate
 from .report.metric_schema import scalars
 from .step.engine import TrainingEngine
-from .types import Batch, Guide, Sample, Show, Sift, show_nothing
+from .types import AskJudge, Batch, Guide, Sample, Show, Sift, show_nothing
 from .waiting import GuideError, JudgeError, Stopped, all_of, before_retry, in_thread, pause, pause_until_changed
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,9 @@ from ..core.on_board import modules
 from ..serving.swap import Swap
 from ..store.store import Store
 from ..store.training import Step
-from .types import BesideSteps, Guide, Show, Sift, show_nothing
+from .types import AskJudge, BesideSteps, Guide, Show, Sift, show_nothing
 
 if TYPE_CHECKING:
-    from .collect.siblings import AskJudge
     from .publish import NoPublisher, Publisher
     from .step.engine import TrainingEngine
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -14,6 +14,9 @@ from ..core.returns import Earned, Rules, earned, return_of
 
 # Called with every finished step: its number and its metrics (`metric_schema`).
 Show = Callable[[int, Mapping[str, Any]], None]
+
+# Takes a rollout's calls and rewards, and returns scores of the calls that have none yet. Raises JudgeError.
+AskJudge = Callable[[Sequence[ModelCall], Sequence[Reward]], Awaitable[list[Reward]]]
 
 
 def show_nothing(step: int, metrics: Mapping[str, Any]) -> None: ...
@@ -225,7 +228,7 @@ class Guide(Protocol):
 
 
 class BesideSteps:
-    """What a side room does beside the steps of a run. A method that is not overridden does nothing."""
+    """What a feature does beside the steps of a run. A method that is not overridden does nothing."""
 
     async def run(self) -> None:
         """Work until `finish` has returned."""

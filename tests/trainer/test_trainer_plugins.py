@@ -1,4 +1,4 @@
-"""The trainer's side rooms: what they are asked before anything is loaded, and who may have a hook."""
+"""The trainer's features: what they are asked before anything is loaded, and who may have a hook."""
 
 from __future__ import annotations
 

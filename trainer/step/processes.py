@@ -81,7 +81,7 @@ class Processes:
 
     def follow(self, trainer: object) -> None:
         """Repeat the work of process 0 until it ends."""
-        raise ConfigError("this process is one of several, which needs the trainer's side room `distributed`")
+        raise ConfigError("this process is one of several, which needs the feature `distributed`")
 
     def end(self) -> None:
         """Let the other processes end."""

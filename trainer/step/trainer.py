@@ -56,7 +56,6 @@ from .processes import Pass, Processes, on_every_process, on_every_shard
 from .scoring import ScoredTokens, attention_cost, check_tree_support, fully_scored, logprobs_of, longest_sample, score
 from .shaping import Shaper
 from .shortage import give_back, make_what_fits, too_large
-from .state import State, restore, state_of, without_values
 from .step_metrics import StepMetrics, fault_of_loss, some_rollouts
 from .tree_attention import use_tree_attention
 from .trl_config import ENDLESS, checkpoint_layers, grpo_config, rewards_come_from_the_store
@@ -70,6 +69,8 @@ finally:
 
 log = logging.getLogger(__name__)
 STATE_FILE = "state.pt"
+State = dict[str, Any]
+SHARDED = ("adapters", "optimizer")
 
 
 class LightningTrainer(GRPOTrainer):
@@ -80,6 +81,7 @@ class LightningTrainer(GRPOTrainer):
 
     model: Any
     optimizer: Any
+    lr_scheduler: Any
     accelerator: Any
 
     def __init__(self, config: TrainerConfig, policy: PolicyConfig, processes: Processes | None = None) -> None:
@@ -391,3 +393,61 @@ class LightningTrainer(GRPOTrainer):
     def close(self) -> None:
         """Let the trackers finish their files."""
         self.trackers.close()
+
+
+def state_of(trainer: LightningTrainer) -> State:
+    """Return the state from which a trainer can resume exactly here."""
+    return {
+        "step": trainer.state.global_step,
+        "adapters": trainer.weight_sets.all_weights(),
+        "optimizer": trainer.weight_sets.optimizer_state(trainer.optimizer),
+        "scheduler": trainer.lr_scheduler.state_dict(),
+        "entropy": trainer.entropy.state(),
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state_all(),
+    }
+
+
+def restore(trainer: LightningTrainer, state: State, rate: float) -> None:
+    """Give a trainer the state and the rate; without the optimizer's state, its moments and the schedule begin anew."""
+    trainer.weight_sets.set(state["adapters"])
+    if "optimizer" in state:
+        trainer.weight_sets.load_optimizer_state(trainer.optimizer, state["optimizer"])
+        trainer.lr_scheduler.load_state_dict(state["scheduler"])
+    else:
+        trainer.optimizer.state.clear()
+        trainer.lr_scheduler.last_epoch = 0
+    _set_learning_rate(trainer, rate)
+    trainer.entropy.load(state.get("entropy", {}))
+    _set_random_state(state)
+    trainer.state.global_step = state["step"]
+
+
+def without_values(state: State) -> State:
+    """Return a state for processes that get their parts of sharded weights and moments from process 0."""
+    large = {key: state[key] for key in SHARDED if key in state}
+    return state | _on_meta(large)
+
+
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("meta") if value.dim() else value
+    if isinstance(value, dict):
+        return {key: _on_meta(inner) for key, inner in value.items()}
+    return [_on_meta(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _set_random_state(state: State) -> None:
+    """Devices that were not there when the state was written keep the random state that they have."""
+    torch.set_rng_state(state["rng"])
+    for device, rng in zip(range(torch.cuda.device_count()), state.get("cuda_rng", ()), strict=False):
+        torch.cuda.set_rng_state(rng, device)
+
+
+def _set_learning_rate(trainer: LightningTrainer, rate: float) -> None:
+    optimizer, schedule = trainer.optimizer, trainer.lr_scheduler
+    rates = [rate] * len(optimizer.param_groups)
+    schedule.base_lrs = rates
+    for group, rate, factor in zip(optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
+        group["initial_lr"] = rate
+        group["lr"] = rate * factor(schedule.last_epoch)
