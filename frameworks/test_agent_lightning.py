@@ -14,8 +14,8 @@ from pyarrow import Table, parquet
 from contract.system import in_this_process
 from contract.vllm import PlayedVllm
 from lightning_proxy.commands.api_client import ApiClient
-from lightning_proxy.commands.run.programs import LocalRunner
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
+from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.commands.run.tasks import read_tasks
 from support.environments import ENVIRONMENTS
 

@@ -26,13 +26,11 @@ from ..api_client import ApiClient, ApiError
 from ..eval.report import save
 from ..export.policy import where
 from ..formats import share
-from ..run.backlog import POLL_S, Backlog, PolicyCollapsed
 from ..run.journal import KILLED
-from ..run.programs import LocalRunner
-from ..run.progress import ProgressView
+from ..run.limits import POLL_S, Backlog, PolicyCollapsed
+from ..run.report import ProgressView, Totals, totals
 from ..run.run import RolloutResult, RunOptions, run_tasks
-from ..run.runner import Runner
-from ..run.summary import Totals, totals
+from ..run.runner import LocalRunner, Runner
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
 from ..system.processes import free_port, make_directory

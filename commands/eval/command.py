@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 import time
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,14 +18,13 @@ from ...core.errors import ConfigError
 from ..api_client import ApiClient
 from ..formats import print_json
 from ..run.command import logs_directory, score_timeout_s
-from ..run.executors.choose import runner_for
-from ..run.progress import Bar, ProgressView
+from ..run.limits import BacklogGate
+from ..run.report import Bar, ProgressView
 from ..run.run import RolloutResult, RunOptions, require_success
-from ..run.runner import Runner
+from ..run.runner import Runner, runner_for
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
 from .eval import EvalRow, Evaluation, parse_models
-from .paced import PacedGate
 from .report import Scoring, check_writable, print_tables, report, save
 
 
@@ -110,3 +112,33 @@ def _show(evaluation: Evaluation, request: EvalRequest) -> None:
         print_tables(found)
         numbers = f"; all numbers: {request.out}" if request.out is not None else ""
         print(f"passed: reward >= {request.scoring.pass_at:g}; a rollout without a reward counts as 0{numbers}")
+
+
+class PacedGate(BacklogGate):
+    """Lets one group begin for each line of standard input. At its end the command ends, as by SIGTERM."""
+
+    def __init__(self) -> None:
+        self._lines = asyncio.Semaphore(0)
+
+    async def __aenter__(self) -> None:
+        try:
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._read)
+        except PermissionError:  # a file, or /dev/null
+            raise ConfigError("--paced: standard input must be a pipe or a terminal") from None
+
+    async def __aexit__(self, *_: object) -> None:
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+
+    async def wait(self) -> None:
+        await self._lines.acquire()
+
+    def ended(self, rollout_id: str) -> None:
+        print(rollout_id, flush=True)
+
+    def _read(self) -> None:
+        data = os.read(sys.stdin.fileno(), 4096)
+        for _ in range(data.count(b"\n")):
+            self._lines.release()
+        if not data:
+            asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+            os.kill(os.getpid(), signal.SIGTERM)

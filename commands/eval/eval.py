@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.errors import ConfigError, LightningError
 from ..api_client import ApiClient, ApiError
-from ..run.backlog import BacklogGate
+from ..run.limits import BacklogGate
 from ..run.run import RolloutResult, RunOptions, run_tasks
 from ..run.runner import Runner
 from ..run.tasks import Task

@@ -18,11 +18,10 @@ from rich.table import Table
 
 from ...core.errors import ConfigError, LightningError
 from ...core.statistics import bootstrap_mean
+from ..run.report import by_name, by_task, names_table
 from ..run.run import RolloutResult
-from ..run.summary import by_name, by_task, names_table
 from .eval import LIVE, EvalRow
-from .evidence import comparison_line, same_version, weigh
-from .stats import compare, ks, pass_at_k
+from .stats import compare, comparison_line, ks, pass_at_k, same_version, weigh
 
 Json = dict[str, Any]
 

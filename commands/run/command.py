@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -13,22 +15,20 @@ from typing import cast
 from rich.console import Console
 
 from ...core.config.root import Config
+from ...core.config.trainer import TrainerConfig
 from ...core.errors import ConfigError
 from ...core.records import Mode
+from ...trainer.credit.strategies import ACROSS_TASKS
 from ..api_client import ApiClient, ApiError
-from ..formats import print_json
+from ..formats import duration, print_json
 from ..signals import run_until_signal
 from ..system.processes import make_directory
-from .backlog import Backlog, BacklogGate
-from .budget import Budget
-from .executors.choose import runner_for
-from .group_size import too_few, too_small
 from .journal import fail_left
-from .progress import Bar, ProgressView
+from .limits import Backlog, BacklogGate, Budget
+from .report import Bar, ProgressView, begun_anew, by_name, names_table, no_calls, sentence, summarize
 from .resume import KeptResults, kept_results
 from .run import RolloutResult, RunOptions, require_success, run_tasks
-from .runner import Runner
-from .summary import begun_anew, by_name, names_table, no_calls, sentence, summarize
+from .runner import Runner, runner_for
 from .tasks import Task, read_tasks
 
 START_S = 5.0
@@ -174,3 +174,40 @@ class _Run:
                     f"{missing} completed rollouts of the newest 200 have no reward, so no step takes them: none "
                     "came, or a rewarder failed: the proxy's log says where"
                 )
+
+
+def too_small(config: TrainerConfig, tasks: Sequence[Task], group_size: int) -> str | None:
+    """Return the problem with groups of this size, and its fix. None if each rollout gets enough siblings.
+
+    Several that are opened together are a group. Single ones become groups of `trainer.group_size` of a task.
+    """
+    siblings = group_size * min(Counter(task.task_id for task in tasks).values())
+    if group_size > 1 or siblings >= config.group_size or config.baseline in ACROSS_TASKS:
+        return None
+    way_out = f"leave --group-size out, or give {config.group_size} (trainer.group_size)"
+    if siblings == 1:
+        if config.takes_lone_rollouts:
+            return None
+        return f"no step will be taken: each task gets one rollout, with nothing to compare it with; {way_out}"
+    return (
+        f"a task gets {siblings} rollouts, fewer than the {config.group_size} that the trainer compares: "
+        f"the trainer waits {duration(config.group_timeout_s)} for the others; {way_out}"
+    )
+
+
+def too_few(config: TrainerConfig, tasks: Sequence[Task], group_size: int, waiting: int = 0) -> str | None:
+    """Return what to do where there are fewer groups than a step takes; None if there are enough of them.
+
+    `waiting`: rollouts of complete groups that wait for the trainer already.
+    """
+    siblings, there = Counter(task.task_id for task in tasks).values(), waiting // config.group_size
+    groups = len(tasks) if group_size > 1 else sum(of_task // config.group_size for of_task in siblings)
+    missing = config.tasks_per_step - there
+    if not 0 < groups < missing or config.schedule.when in ("rollouts", "times"):  # a round's last step may be small
+        return None
+    comes = f"{groups} {'group comes' if groups == 1 else 'groups come'} of this" + f", {there} wait" * (there > 0)
+    return (
+        f"{comes}, and a step takes {config.tasks_per_step} "
+        f"(trainer.tasks_per_step): if no others come, it waits {duration(config.group_timeout_s)} for them; "
+        f"add tasks, or --repeat {math.ceil(missing / groups)}"
+    )

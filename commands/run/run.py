@@ -15,9 +15,8 @@ from ...core.errors import LightningError
 from ...core.records import Mode
 from ..api_client import ApiClient, ApiError, OpenRollout
 from ..command_line import variables
-from .backlog import BacklogGate
-from .budget import Budget
 from .journal import Journal
+from .limits import BacklogGate, Budget
 from .output import last_line
 from .runner import RunLost, Runner, RunTimedOut, ServerDied
 from .tasks import Task

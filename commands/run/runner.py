@@ -1,13 +1,30 @@
-"""The interface for running the agent program: here (programs.py), or on a cluster (executors/)."""
+"""Runs the agent program: on this machine, each run forked from a server; or where `run.executor` says."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import itertools
+import json
+import sys
+from abc import ABC, abstractmethod
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
 
-from ...core.errors import LightningError
-from ...core.guard import CANNOT_START as CANNOT_START
+from ...client.program import variables
+from ...core import guard
+from ...core.config.file import inherited
+from ...core.config.root import Config
+from ...core.config.run import is_script, require_program
+from ...core.errors import ConfigError, LightningError
+from ..command_line import brought
+from ..formats import how_it_ended
+from .output import Keeping, last_line, piped
+
+SERVER = Path(__file__).with_name("fork_server.py")
 
 
 class RunLost(LightningError):
@@ -34,3 +51,180 @@ class Runner(Protocol):
         """
 
     async def close(self) -> None: ...
+
+
+class ServedRunner(ABC):
+    """The parent's side. The child is started by the first run, and ends when its stdin closes.
+
+    The child's first line says that it is ready. It then gets a request with an `id` for each run, or {"kill": id}.
+    Its reports are {"id", "code"}, {"id", "lost": why}, {"id", "late": true}, {"say": what} for a person, or
+    {"failed": why}, which fails all runs. If it dies, the next run starts another one.
+    """
+
+    name = "server"
+    setup = b""  # what it reads before it is ready
+
+    def __init__(
+        self, argv: Sequence[str], say: Callable[[str], None] = lambda _: None, keeping: Keeping | None = None
+    ) -> None:
+        self._argv, self._say, self._keeping = tuple(argv), say, keeping or Keeping()
+        self._child: Process | None = None
+        self._life: asyncio.Task[LightningError] | None = None  # of the child
+        self._running: dict[str, asyncio.Future[int]] = {}
+        self._ids = itertools.count()
+        self._starting = asyncio.Lock()
+
+    @abstractmethod
+    def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
+        """Return the request to the child for a run."""
+
+    def _ready(self, said: Mapping[str, Any]) -> None:  # noqa: B027 - most need nothing of it
+        """Take the child's first line."""
+
+    async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
+        async with piped(log, self._keeping) as pipe:
+            async with self._starting:
+                if self._life is None or self._life.done():
+                    ready = asyncio.get_running_loop().create_future()
+                    self._life = asyncio.create_task(self._live(ready))
+                    await asyncio.wait({ready, self._life}, return_when=asyncio.FIRST_COMPLETED)
+                    if self._life.done():
+                        raise self._life.result()
+            return await self._run(env, pipe, limit_s)
+
+    async def _run(self, env: Mapping[str, str], pipe: Path, limit_s: float | None) -> int:
+        name = str(next(self._ids))
+        request = {"id": name, "limit_s": limit_s, **self._request(env, pipe)}
+        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._running[name] = ended
+        self._send(request)
+        try:
+            return await ended
+        except asyncio.CancelledError:
+            self._send({"kill": name})
+            raise
+        finally:
+            del self._running[name]
+
+    async def close(self) -> None:
+        if self._life is not None:
+            self._life.cancel()
+            await asyncio.wait({self._life})
+
+    async def _live(self, ready: asyncio.Future[None]) -> LightningError:
+        """Start a child and take its reports to its end. Then fail what it was running, and return the error."""
+        with TemporaryDirectory(prefix="lightning-server-") as directory:
+            log = Path(directory) / "output.log"
+            async with piped(log, self._keeping) as pipe:
+                with pipe.open("wb") as output:
+                    child = self._child = await asyncio.create_subprocess_exec(
+                        *self._argv, stdin=PIPE, stdout=PIPE, stderr=output, env=inherited(), start_new_session=True
+                    )
+                assert child.stdin is not None and child.stdout is not None
+                try:
+                    child.stdin.write(self.setup)
+                    first = json.loads(await child.stdout.readline() or "{}")
+                    if first and "failed" not in first:
+                        self._ready(first)
+                        ready.set_result(None)
+                    why = first.get("failed") or await self._read(child.stdout)
+                finally:
+                    if not ready.done():
+                        with suppress(ProcessLookupError):
+                            child.kill()
+                    child.stdin.close()
+                    code = await child.wait()
+            last = last_line(log)
+            if not (ready.done() or why):
+                sys.stderr.write(log.read_text(errors="replace"))
+        error: LightningError
+        if why is not None:
+            error = LightningError(why)
+        elif ready.done():
+            error = ServerDied(f"the {self.name} died ({how_it_ended(code)}), last output: {last}")
+            self._say(f"{error.message}: {len(self._running)} programs failed; it is started again")
+        else:
+            error = LightningError(f"{self.cannot_start}: {last}")
+        for ended in self._running.values():
+            if not ended.done():
+                ended.set_exception(error)
+        return error
+
+    @property
+    def cannot_start(self) -> str:
+        """What to say if the child ends before it is ready."""
+        return f"the {self.name} cannot be started"
+
+    async def _read(self, reports: asyncio.StreamReader) -> str | None:
+        """Take reports until the child ends. Return why no run can go on, if it says so."""
+        async for line in reports:
+            report = json.loads(line)
+            if "say" in report:
+                self._say(report["say"])
+                continue
+            if "failed" in report:
+                return str(report["failed"])
+            ended = self._running.get(report["id"])
+            if ended is None or ended.done():
+                continue
+            if "lost" in report:
+                ended.set_exception(RunLost(report["lost"]))
+            elif "late" in report:
+                ended.set_exception(RunTimedOut("the program was ended"))
+            else:
+                ended.set_result(report["code"])
+        return None
+
+    def _send(self, request: Mapping[str, Any]) -> None:
+        assert self._child is not None and self._child.stdin is not None
+        self._child.stdin.write(json.dumps(request).encode() + b"\n")
+
+
+class LocalRunner(ServedRunner):
+    """Starts the command anew for each run; or, with `modules`, forks `python script.py …` once they are imported.
+
+    ConfigError if there is no such program, or no such script.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        modules: Sequence[str] = (),
+        keeping: Keeping | None = None,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        if not command:
+            raise ConfigError("run: no command given; put it after `--`")
+        require_program(command)
+        if modules and not is_script(command):
+            raise ConfigError(f"--preload needs a command of the form `python script.py …`, got: {' '.join(command)}")
+        python, warm = [sys.executable, "-I", "-S"], list[str]()
+        if modules:
+            python, warm = [command[0]], [command[1], *modules]
+        super().__init__([*python, str(SERVER), guard.__file__, *warm], say, keeping)
+        self._command, self._modules = tuple(command), tuple(modules)
+        self.name = "preload server" if modules else "fork server"
+
+    @property
+    def cannot_start(self) -> str:
+        if not self._modules:
+            return super().cannot_start
+        return f"--preload: {self._command[0]} cannot import {', '.join(self._modules)}"
+
+    def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
+        found = variables(env, inherited(), log.with_name("task.json"))
+        return {"argv": self._command, "cwd": str(Path.cwd()), "env": found, "log": str(log)}
+
+
+def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], say: Callable[[str], None]) -> Runner:
+    """Make the runner for a command line. ConfigError if it cannot work. `say` prints what the run waits for."""
+    if config.run.executor == "local":
+        return LocalRunner(command, preload, Keeping.of(config), say)
+    if not command:
+        raise ConfigError("run: no command given; put it after `--`")
+    if preload:
+        raise ConfigError(f"--preload goes with executor local only, not with {config.run.executor}")
+    for make in brought("executor"):
+        if (runner := make(config, command, say)) is not None:
+            return runner
+    raise ConfigError(f"run.executor: there is no executor {config.run.executor}")

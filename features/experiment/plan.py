@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from ...commands.run.executors.choose import runner_for
+from ...commands.run.runner import runner_for
 from ...commands.run.tasks import read_tasks
 from ...commands.vllm import other_port, require_model
 from ...core.config.file import ENV_NOT_CONFIG, config_of, read_config, read_yaml

@@ -18,10 +18,9 @@ from ...commands.api_client import ApiClient
 from ...commands.eval.stats import Comparison, compare
 from ...commands.formats import print_json
 from ...commands.run.command import logs_directory, score_timeout_s
-from ...commands.run.executors.choose import runner_for
-from ...commands.run.progress import Bar, ProgressView
+from ...commands.run.report import Bar, ProgressView
 from ...commands.run.run import RunOptions
-from ...commands.run.runner import Runner
+from ...commands.run.runner import Runner, runner_for
 from ...commands.run.tasks import Task, read_tasks
 from ...commands.signals import run_until_signal
 from ...commands.system.processes import make_directory

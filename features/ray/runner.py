@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ...commands.run.output import Keeping
-from ...commands.run.served import ServedRunner
+from ...commands.run.runner import ServedRunner
 from ...core.config.root import Config
 from ...core.errors import ConfigError
 from .config import RayConfig

@@ -20,8 +20,8 @@ import yaml
 from traffic.server import config_of
 
 from lightning_proxy.commands.api_client import ApiClient
-from lightning_proxy.commands.run.programs import LocalRunner
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
+from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.commands.system.processes import free_port
 from lightning_proxy.core.config.upstreams import UpstreamConfig

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_proxy.commands.api_client import ApiClient
-from lightning_proxy.commands.run.executors.choose import runner_for
 from lightning_proxy.commands.run.run import RolloutResult, RunOptions, run_tasks
-from lightning_proxy.commands.run.runner import Runner
+from lightning_proxy.commands.run.runner import Runner, runner_for
 from lightning_proxy.commands.run.tasks import Task
 from lightning_proxy.core.config.root import Config
 

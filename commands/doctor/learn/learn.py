@@ -29,8 +29,7 @@ from ....trainer.plugins import Run
 from ...api_client import ApiClient, ApiError
 from ...formats import print_json
 from ...put_back import FRESH, LearnJournal, alone, forget, journal_path, put_back, put_back_if_left
-from ...run.executors.choose import runner_for
-from ...run.runner import Runner
+from ...run.runner import Runner, runner_for
 from ...run.tasks import Task, read_tasks
 from ...signals import Interrupted, run_until_signal
 from ...train import prepared, quiet

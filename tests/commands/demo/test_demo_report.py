@@ -23,7 +23,7 @@ from lightning_proxy.commands.demo.demo import (
     write_config,
 )
 from lightning_proxy.commands.eval.report import save
-from lightning_proxy.commands.run.summary import Totals
+from lightning_proxy.commands.run.report import Totals
 from lightning_proxy.commands.signals import Interrupted
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.errors import ConfigError, LightningError

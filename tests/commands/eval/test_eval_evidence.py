@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.eval.evidence import comparison_line, same_version, weigh
+from lightning_proxy.commands.eval.stats import comparison_line, same_version, weigh
 
 
 def tasks(differences: list[float], live: float = 0.5) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

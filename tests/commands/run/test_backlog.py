@@ -12,7 +12,7 @@ import pytest
 from traffic.server import config_of
 
 from lightning_proxy.commands.api_client import ApiClient
-from lightning_proxy.commands.run.backlog import Backlog, PolicyCollapsed
+from lightning_proxy.commands.run.limits import Backlog, PolicyCollapsed
 from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
@@ -165,7 +165,7 @@ async def test_as_many_groups_are_opened_as_there_is_room_for(work: Work) -> Non
 
 
 async def test_more_rollouts_than_a_page_are_all_counted(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_proxy.commands.run.backlog.PAGE", 2)
+    monkeypatch.setattr("lightning_proxy.commands.run.limits.PAGE", 2)
     backlog = work.backlog(3 * GROUP)
     groups = [await work.group(backlog, task) for task in ("first", "second", "third")]
     await work.stays_shut(backlog)
@@ -190,7 +190,7 @@ async def test_a_collapse_ends_the_wait_and_says_why(work: Work) -> None:
 
 
 async def test_it_says_what_it_waits_for(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_proxy.commands.run.backlog.PATIENCE_S", 0.0)
+    monkeypatch.setattr("lightning_proxy.commands.run.limits.PATIENCE_S", 0.0)
     backlog = work.backlog()
     await work.group(backlog, "first")
     await work.stays_shut(backlog)

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_proxy.commands.api_client import ApiClient
-from lightning_proxy.commands.run.budget import Budget
+from lightning_proxy.commands.run.limits import Budget
+from lightning_proxy.commands.run.report import begun_anew, summarize
 from lightning_proxy.commands.run.run import LOST, RESTARTS, RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import RunLost
-from lightning_proxy.commands.run.summary import begun_anew, summarize
 from support.control_api import ControlApi
 from support.running import run_all, task
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.commands.run.executors.choose import runner_for
 from lightning_proxy.commands.run.output import Keeping, ProgramLog
 from lightning_proxy.commands.run.run import RunOptions
+from lightning_proxy.commands.run.runner import runner_for
 from lightning_proxy.core.config.root import Config
 from support.control_api import ControlApi
 from support.running import Program, run_all, task

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.api_client import ApiClient, ApiError
-from lightning_proxy.commands.run.backlog import BacklogGate
-from lightning_proxy.commands.run.programs import LocalRunner
+from lightning_proxy.commands.run.limits import BacklogGate
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
+from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.core.errors import ConfigError, LightningError
 from support.control_api import ControlApi

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_proxy.commands.run.group_size import too_few, too_small
-from lightning_proxy.commands.run.progress import ProgressView
+from lightning_proxy.commands.run.command import too_few, too_small
+from lightning_proxy.commands.run.report import ProgressView
 from lightning_proxy.commands.run.resume import kept_results
 from lightning_proxy.commands.run.run import RolloutResult
 from lightning_proxy.commands.run.tasks import Task

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.api_client import ApiClient
-from lightning_proxy.commands.run.budget import Budget
+from lightning_proxy.commands.run.limits import Budget
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.commands.run.executors import choose
-from lightning_proxy.commands.run.programs import LocalRunner
+from lightning_proxy.commands.run.runner import LocalRunner, runner_for
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.features.ray import commands
@@ -21,21 +20,21 @@ RAY = Config.model_validate({"run": {"executor": "ray"}})
 
 def test_programs_run_here_unless_something_else_is_asked_for() -> None:
     command = [sys.executable, __file__]
-    assert isinstance(choose.runner_for(Config(), command, [], print), LocalRunner)
-    assert isinstance(choose.runner_for(Config(), command, ["json"], print), LocalRunner)
+    assert isinstance(runner_for(Config(), command, [], print), LocalRunner)
+    assert isinstance(runner_for(Config(), command, ["json"], print), LocalRunner)
 
 
 def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=re.escape("pip install 'lightning-proxy[ray]'")):
-        choose.runner_for(RAY, ["agent"], [], print)
+        runner_for(RAY, ["agent"], [], print)
 
 
 def test_what_does_not_go_with_other_machines_is_refused() -> None:
     with pytest.raises(ConfigError, match="--preload goes with executor local only"):
-        choose.runner_for(RAY, ["python", "agent.py"], ["json"], print)
+        runner_for(RAY, ["python", "agent.py"], ["json"], print)
     with pytest.raises(ConfigError, match="no command given"):
-        choose.runner_for(RAY, [], [], print)
+        runner_for(RAY, [], [], print)
 
 
 def test_the_options_are_those_of_the_configuration(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from lightning_proxy.commands.run.programs import LocalRunner
+from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import Conflict, NotFound
 from lightning_proxy.core.records import Limits
