@@ -36,8 +36,7 @@ from ...train import prepared, quiet
 from ..checks import Broken, Check, Tell, checks_table, failed, ok
 from ..doctor import REACH_S, TIMEOUT_S, check_server
 from ..vllm import VllmChecks
-from .server import served
-from .setup import TASKS, Setup, own_rate, second_system
+from .setup import TASKS, Setup, own_rate, second_system, served
 
 ACTIVE_S = 600.0  # a rollout that did nothing for so long was forgotten, not ended
 # So much nearer to the first answer than the trained weights' answer is the one that weights of before give.

@@ -1,23 +1,27 @@
-"""Derives a second system from the user's configuration: a proxy, a store and a policy directory of its own."""
+"""A second system, derived from the user's configuration: a proxy, a store and a policy directory of its own."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ....core.config.root import Config
 from ....core.config.trainer import TrainerConfig
+from ....core.errors import LightningError
 from ....serving.mode import publish_mode
 from ....serving.operator import key_file, operator_headers
 from ....trainer.plan.memory import shape_of
 from ....trainer.plan.settle import model_config
 from ....trainer.rate import WIDTH, rate_of
+from ...serve import uvicorn_options
 from ...system.processes import free_port
 
 REWARD = "doctor"  # the name of its rewards: those that an agent posts for itself do not count
@@ -25,6 +29,7 @@ GROUP_SIZE, TASKS = 8, 4
 # A few steps with less are too small for a server's answers to show.
 LEAST_RATE = {"lora": 1e-4, "full": 1e-5}
 TINY = 1e-9  # a rate that is as good as none is not raised: it is what there is to find
+POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +97,25 @@ def rate(config: Config) -> float:
     """Return the learning rate of the second system: the user's, but at least one that a few steps can show."""
     own = own_rate(config)
     return own if own < TINY else max(own, LEAST_RATE[config.trainer.weights])
+
+
+@asynccontextmanager
+async def served(config: Config) -> AsyncIterator[None]:
+    """Serve the proxy of this configuration until the block is left."""
+    from uvicorn import Config as Settings
+    from uvicorn import Server
+
+    from ....proxy.app import create_app
+
+    server = Server(Settings(create_app(config), loop="asyncio", **uvicorn_options(config.proxy)))
+    thread = threading.Thread(target=server.run, daemon=True)  # signals are this process's own
+    thread.start()
+    try:
+        while not server.started:
+            if not thread.is_alive():
+                raise LightningError("the second proxy could not start; see the lines above")
+            await asyncio.sleep(POLL_S)
+        yield
+    finally:
+        server.should_exit = True
+        await asyncio.to_thread(thread.join)
