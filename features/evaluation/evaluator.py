@@ -1,30 +1,41 @@
-"""Evaluates new versions on held-out tasks beside training (`evaluation`). What is owed is read off the store."""
+"""Evaluates new versions on held-out tasks beside training (`evaluation`). What is owed is read off the store.
+
+`lightning-proxy eval` runs as a process of its own, and begins a rollout whenever it is allowed to.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import os
+import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from ...core.errors import StoreUnavailable
+from ...core.errors import LightningError, StoreUnavailable
 from ...core.records import PolicyVersion
 from ...core.statistics import bootstrap_mean
+from ...store.store import Store
 from ...trainer.plugins import TrainerCore
+from ...trainer.types import BesideSteps
 from ...trainer.waiting import Stopped, pause
-from .best import BestVersion
-from .child import EvalProcess, NotEvaluated
 from .config import EvaluationConfig
-from .evaluations import HeldOut
+from .evaluations import Evaluations, HeldOut
 
 log = logging.getLogger(__name__)
-
 LOOK_S = 0.5
 QUIET_S = 60.0  # a rollout that has called nothing for so long holds no evaluation up
 SHARE = 0.5  # of `timeout_s`, over which an evaluation is spread while agents work
+CONCURRENCY = 4
+NICE = 10  # agents' programs and the trainer have the processors first
+GRACE_S = 10.0  # to discard its rollouts
+TRACKED = ("WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID")  # say which run is the trainer's: no agent goes on with it
 
 
 class Owed(NamedTuple):
@@ -32,6 +43,18 @@ class Owed(NamedTuple):
 
     version: int
     step: int
+
+
+class BestVersion(BesideSteps):
+    """Knows the best version, whoever evaluated it."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.evaluations = Evaluations(store)
+
+    async def keep(self) -> set[int]:
+        best = await self.evaluations.best()
+        return await self.evaluations.under_way() | (set() if best is None else {best.version})
 
 
 class Evaluator(BestVersion):
@@ -167,3 +190,79 @@ def _beside(by_task: Mapping[str, float], first: tuple[int, Mapping[str, float]]
         "difference_low": interval.low,
         "difference_high": interval.high,
     }
+
+
+class NotEvaluated(LightningError):
+    """The command failed, or was not done in time."""
+
+
+class EvalProcess:
+    """Evaluates a version. The directory gets the command's log and its result."""
+
+    def __init__(self, config: EvaluationConfig, file: Path | None, directory: Path) -> None:
+        """`file`: the configuration's."""
+        self._config, self._file = config, file
+        self._log, self._out = directory / "evaluation.log", directory / "evaluation.json"
+
+    def argv(self, version: int) -> Sequence[str]:
+        config = ["--config", str(self._file)] if self._file is not None else []
+        which = ["--tasks", str(self._config.tasks), "--models", str(version), "--samples", str(self._config.samples)]
+        how = ["--concurrency", str(CONCURRENCY), "--out", str(self._out), "--paced", "--"]
+        return [sys.executable, "-m", "lightning_proxy.cli", *config, "eval", *which, *how, *self._config.command]
+
+    async def run(self, version: int, allowed: Callable[[], Awaitable[None]]) -> dict[str, Any]:
+        """Return the version's row of the result. It awaits `allowed` before each rollout. Raises NotEvaluated."""
+        self._out.unlink(missing_ok=True)
+        env = {name: value for name, value in os.environ.items() if name not in TRACKED}
+        with self._log.open("wb") as log:
+            process = await asyncio.create_subprocess_exec(
+                *self.argv(version), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=log,
+                env=env, start_new_session=True,
+            )  # fmt: skip
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+        letting_in = asyncio.create_task(_let_in(process, allowed))
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                code = await process.wait()
+        except TimeoutError:
+            raise NotEvaluated(f"it was not done after {self._config.timeout_s:g} s (evaluation.timeout_s)") from None
+        finally:
+            letting_in.cancel()
+            await asyncio.gather(letting_in, return_exceptions=True)
+            await asyncio.shield(_end(process))
+        if code != 0 or not self._out.is_file():
+            raise NotEvaluated(f"{self._last_line()} (exit code {code}); see {self._log}")
+        row: dict[str, Any] = json.loads(self._out.read_text())["rows"][0]
+        return row
+
+    def _last_line(self) -> str:
+        lines = [line.strip() for line in self._log.read_text(errors="replace").splitlines()]
+        return next((line[:300] for line in reversed(lines) if line), "no output")
+
+
+async def _let_in(process: asyncio.subprocess.Process, allowed: Callable[[], Awaitable[None]]) -> None:
+    """Let a rollout in when it is allowed, and while fewer than `CONCURRENCY` have begun and not ended."""
+    assert process.stdin is not None and process.stdout is not None
+    begun = 0
+    with suppress(ConnectionError):
+        while True:
+            await allowed()
+            process.stdin.write(b"\n")
+            await process.stdin.drain()
+            begun += 1
+            if begun >= CONCURRENCY:
+                await process.stdout.readline()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """End the command if it runs. It ends by itself, and discards its rollouts, when its input does."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        async with asyncio.timeout(GRACE_S):
+            await process.communicate()
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()

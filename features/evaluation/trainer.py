@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from ...core.config.run import require_program
 from ...core.errors import ConfigError
 from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
-from .best import BestVersion
 from .config import EvaluationConfig
+from .evaluator import BestVersion, Evaluator
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +36,6 @@ class EvaluatingPlugin(TrainerPlugin):
         if core.swap is None:
             yield TrainerHooks()
             return
-        from .evaluator import Evaluator  # here, since the module is read before torch may be loaded
-
         evaluates = core.config.section(EvaluationConfig).tasks is not None
         beside = Evaluator(core) if evaluates else BestVersion(core.store)
         yield TrainerHooks(beside=beside)

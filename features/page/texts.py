@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from ...core.errors import NotFound
+from ...core.config.root import Config
+from ...core.errors import LightningError, NotFound
 from ...core.records import ModelCall
 from ...proxy.api.answers import ERRORS, answers
 from ...proxy.api.bodies import Id, PathId
@@ -16,10 +22,19 @@ from ...proxy.api.door import AgentRoute
 from ...proxy.api.parts import Parts
 from ...proxy.api.requests import large_response, parts_for
 from ...proxy.api.training_rows import rows_of
+from ...serving.mode import trained_model
+from ...serving.vllm import VllmFleet
 from ...store.reports import CallWithCredit
-from .tokenizer import policy_texts
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], responses=ERRORS, route_class=AgentRoute)
+Ids = tuple[int, ...]
+Decode = Callable[[Sequence[int]], Awaitable[str]]
+Encode = Callable[[str], Awaitable[list[int]]]
+MARK = "␞␟␞"  # stands between tokens that are decoded together
+BROKEN = "�"  # what decodes to it is a part of a character
+LONGEST = 6  # tokens that may share characters; a character has at most four bytes
+MOST = 4096  # different runs of them that are decoded: most texts have fewer, and noise would have five for each token
+PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +102,108 @@ async def _of_row(
         runs.append(_answer(calls[call_id], credit[call_id]))
         before = end
     return runs
+
+
+class Undecodable(Exception):
+    """The tokenizer's texts cannot be told apart."""
+
+
+async def token_texts(token_ids: Sequence[int], decode: Decode, encode: Encode) -> list[str | None]:
+    """Return each token's text. None: the token before it begins a character that this one ends, and has its text.
+
+    Example: if "€" is three tokens, ids of "5 €" have the texts "5", " ", "€", None, None. Raise Undecodable.
+    """
+    mark = await encode(MARK)
+    alone = [(token,) for token in dict.fromkeys(token_ids)]
+    known = await _decoded(alone, mark, decode)
+    windows = [*islice(dict.fromkeys(_windows(token_ids, known)), MOST)]
+    known |= await _decoded(windows, mark, decode) if windows else {}
+    texts: list[str | None] = []
+    while len(texts) < len(token_ids):
+        window = _whole(token_ids[len(texts) : len(texts) + LONGEST], known)
+        texts += [known[window], *[None] * (len(window) - 1)]
+    return texts
+
+
+async def _decoded(parts: Sequence[Ids], mark: Sequence[int], decode: Decode) -> dict[Ids, str]:
+    """The text of each part, as it is inside a sequence: tokenizers may leave out a first blank."""
+    first, twice = await decode(mark), await decode([*mark, *mark])
+    between = twice[len(first) :]
+    marked = await decode([*mark, *(token for part in parts for token in (*part, *mark))])
+    texts = marked[len(first) :].split(between)
+    if not between or len(texts) != len(parts) + 1:
+        raise Undecodable
+    return dict(zip(parts, texts, strict=False))
+
+
+def _windows(token_ids: Sequence[int], known: dict[Ids, str]) -> Iterator[Ids]:
+    """The tokens that may be a character together: several, none of them whole."""
+    for start in range(len(token_ids)):
+        for end in range(start + 1, min(start + LONGEST, len(token_ids)) + 1):
+            if BROKEN not in known[(token_ids[end - 1],)]:
+                break
+            if end > start + 1:
+                yield tuple(token_ids[start:end])
+
+
+def _whole(token_ids: Sequence[int], known: dict[Ids, str]) -> Ids:
+    """The fewest of the first tokens that have whole characters together, or the first alone."""
+    tokens = tuple(token_ids)
+    windows = (tokens[:n] for n in range(1, len(tokens) + 1))
+    return next((one for one in windows if BROKEN not in known.get(one, BROKEN)), tokens[:1])
+
+
+async def policy_texts(p: Parts, token_ids: Sequence[int]) -> list[str | None] | None:
+    """Return the text of each token, as `token_texts` does; None where no tokenizer is at hand."""
+    if p.swap is not None and p.watch is not None:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                return await _from_vllm(p.swap.vllm, token_ids)
+        except (LightningError, TimeoutError, Undecodable):
+            pass
+    return await asyncio.to_thread(_from_files, p.config, token_ids)
+
+
+async def _from_vllm(vllm: VllmFleet, token_ids: Sequence[int]) -> list[str | None]:
+    """Ask a server from here, and find the texts in a thread: long answers would hold up the calls under way."""
+    server, loop = (await vllm.reachable())[0], asyncio.get_running_loop()
+
+    async def decode(ids: Sequence[int]) -> str:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.decoded(ids), loop))
+
+    async def encode(text: str) -> list[int]:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(server.encoded(text), loop))
+
+    return await asyncio.to_thread(lambda: asyncio.run(token_texts(token_ids, decode, encode)))
+
+
+def _from_files(config: Config, token_ids: Sequence[int]) -> list[str | None] | None:
+    model = config.policy.model or trained_model(config.store)
+    tokenizer = None if model is None else _loaded(model)
+    if tokenizer is None:
+        return None
+
+    async def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
+    async def encode(text: str) -> list[int]:
+        return [*tokenizer.encode(text, add_special_tokens=False).ids]
+
+    try:
+        return asyncio.run(token_texts(token_ids, decode, encode))
+    except (Undecodable, OverflowError):
+        return None
+
+
+@lru_cache(1)
+def _loaded(model: str) -> Any:
+    """The tokenizer of a directory or of a model that was fetched before; None without it."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from tokenizers import Tokenizer
+
+        path = Path(model)
+        file = path / "tokenizer.json" if path.is_dir() else try_to_load_from_cache(model, "tokenizer.json")
+        return Tokenizer.from_file(str(file)) if isinstance(file, str | Path) else None
+    except Exception:  # no such package or file, or one that it cannot read: ids are shown
+        return None

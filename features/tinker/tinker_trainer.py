@@ -12,8 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, TrainerControl, TrainerState, get_scheduler
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from ...core.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...core.config.trainer import TrainerConfig
@@ -24,16 +27,14 @@ from ...trainer.report.trackers import Trackers
 from ...trainer.step.losses import token_weights
 from ...trainer.step.scoring import longest_sample
 from ...trainer.step.step_metrics import SAMPLER_TOKENS, nats_apart, some_rollouts, wrong_sampler
+from ...trainer.step.trl_config import ENDLESS, grpo_config
 from ...trainer.types import Batch, Sample
 from ...trainer.weights import tolerance
-from .adapter_files import Weights, read_adapter, write_adapter
 from .config import TinkerConfig
-from .reporting import Reporter, rate_after
 from .rows import Datum, is_plain, loss_config, loss_of, numbers_of, rows_of
-from .service import TinkerService
+from .service import TinkerService, Weights, read_adapter, write_adapter
 
 log = logging.getLogger(__name__)
-
 STATE_FILE = "tinker.json"
 # transformers' defaults, which the local trainer takes.
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
@@ -253,3 +254,22 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _tokens(rows: Sequence[Datum]) -> float:
     return float(sum(len(row.tokens) for row in rows))
+
+
+class Reporter:
+    """What `Trackers` uses of a Trainer: callbacks, arguments and state."""
+
+    def __init__(self, config: TrainerConfig, rate: float, trackers: Trackers, directory: Path) -> None:
+        self.args = grpo_config(config, rate, directory, trackers.run_name)
+        callbacks = get_reporting_integration_callbacks(self.args.report_to)
+        self.callback_handler = CallbackHandler([DefaultFlowCallback, *callbacks], None, None, None, None)
+        self.state, self.control = TrainerState(), TrainerControl()
+        trackers.attach(self)
+
+
+def rate_after(config: TrainerConfig, rate: float, updates: int) -> float:
+    """Return the learning rate of the next update, after so many, by `trainer.lr_scheduler`; `rate` is its greatest."""
+    nothing = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
+    steps = config.max_steps or ENDLESS
+    schedule: Any = get_scheduler(config.lr_scheduler, nothing, config.warmup_steps, steps)
+    return float(rate * schedule.lr_lambdas[0](updates))

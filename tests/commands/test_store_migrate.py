@@ -19,7 +19,7 @@ from lightning_proxy.commands.migrate.migrate import _tables as all_tables
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import LightningError, StoreUnavailable
 from lightning_proxy.core.records import Reward, RolloutName
-from lightning_proxy.features.page.events import FeedEvents
+from lightning_proxy.features.page.feed import FeedEvents
 from lightning_proxy.store.opening import open_database, opened
 from lightning_proxy.store.store import Store
 from support.command_line import Done, lightning

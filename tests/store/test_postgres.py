@@ -15,7 +15,7 @@ import pytest
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import ConfigError, NotFound, StoreUnavailable
 from lightning_proxy.core.records import CallEnd, CallStart, Reward, RolloutName
-from lightning_proxy.features.page.events import FeedEvents
+from lightning_proxy.features.page.feed import FeedEvents
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT
 from lightning_proxy.store.database import ConstraintRefused, Database, Transaction

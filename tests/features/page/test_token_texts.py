@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_proxy.features.page import tokenizer
-from lightning_proxy.features.page.decoding import MARK, Decode, Encode, Undecodable, token_texts
+from lightning_proxy.features.page import texts as page_texts
+from lightning_proxy.features.page.texts import MARK, Decode, Encode, Undecodable, token_texts
 from lightning_proxy.trainer.types import Sifted
 from support.byte_tokens import record, train
 
@@ -101,7 +101,7 @@ async def test_no_call_waits_while_texts_are_found(
         loops.append(asyncio.get_running_loop())
         return await token_texts(ids, decode, encode)
 
-    monkeypatch.setattr(tokenizer, "token_texts", found)
+    monkeypatch.setattr(page_texts, "token_texts", found)
     async with running(tmp_path) as system, system.store() as store:
         await record(store, "good", ["a€"], 1.0)
         (run,) = await shown(system)
