@@ -153,7 +153,9 @@ class VllmServer:
     async def tokens(self, model: str, text: str) -> list[int]:
         """Return the tokens of a text, with only those special tokens that it names."""
         body = {"model": model, "prompt": text, "max_tokens": 1, "add_special_tokens": False, "return_token_ids": True}
-        return await self._request("POST", "/v1/completions", body, _prompt_tokens)
+        return await self._request(
+            "POST", "/v1/completions", body, lambda answer: [*map(int, answer["choices"][0]["prompt_token_ids"])]
+        )
 
     async def encoded(self, text: str) -> list[int]:
         """Return the tokens of a text, without any that its tokenizer adds. It is not computed with."""
@@ -228,10 +230,6 @@ def _model(model: Any) -> dict[str, Any]:
 def _sampled(answer: Any) -> tuple[list[int], list[float]]:
     choice = answer["choices"][0]
     return list(map(int, choice["token_ids"])), list(map(float, choice["logprobs"]["token_logprobs"]))
-
-
-def _prompt_tokens(answer: Any) -> list[int]:
-    return list(map(int, answer["choices"][0]["prompt_token_ids"]))
 
 
 def _scored(answer: Any, token_ids: Sequence[int]) -> list[float]:

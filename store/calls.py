@@ -434,13 +434,12 @@ class Events:
     async def of(self, rollout_id: str) -> list[Event]:
         """Return the rollout's events in order."""
         statement = "SELECT * FROM events WHERE rollout_id = :rollout_id ORDER BY seq, created_at, event_id"
-        return [_read_event(row) for row in await self._db.all(statement, {"rollout_id": rollout_id})]
+        return [
+            read(Event, row, is_error=bool(row["is_error"]), **{name: loads_or_none(row[name]) for name in EVENT_JSON})
+            for row in await self._db.all(statement, {"rollout_id": rollout_id})
+        ]
 
 
 def _event_row(event: Event, agent: str | None) -> dict[str, Any]:
     texts = {name: dumps_or_none(getattr(event, name)) for name in EVENT_JSON}
     return {"kind": event.kind, "name": event.name, "is_error": event.is_error, "agent": event.agent or agent} | texts
-
-
-def _read_event(row: Row) -> Event:
-    return read(Event, row, is_error=bool(row["is_error"]), **{name: loads_or_none(row[name]) for name in EVENT_JSON})

@@ -6,7 +6,7 @@ import hashlib
 import secrets
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Literal
 from uuid import uuid4
 
 from ..core.config.root import Config
@@ -97,7 +97,7 @@ class Keyring:
             key_id, key_hash, check_id(name, "name"), role, limits, recording, time.time(), None, scope, evaluator
         )
         try:
-            await self._db.commit([(KEY_NEW, [_row(stored)])])
+            await self._db.commit([(KEY_NEW, [asdict(stored) | asdict(limits)])])
         except ConstraintRefused:
             raise Conflict(f"there is a key named {name!r}: revoke it first, or choose another name") from None
         return key, stored
@@ -129,10 +129,6 @@ async def require_keys(config: Config) -> None:
                 f"proxy.host {proxy.host!r} is reachable from other machines, and there is no key: make one with "
                 "`lightning-proxy keys create NAME`, set proxy.api_keys, or keep proxy.host on 127.0.0.1"
             )
-
-
-def _row(key: StoredKey) -> dict[str, Any]:
-    return asdict(key) | asdict(key.limits)
 
 
 def _read(row: Row) -> StoredKey:

@@ -37,7 +37,7 @@ CREATE FUNCTION feed_newest() RETURNS BIGINT LANGUAGE plpgsql AS $$ BEGIN
     RETURN (SELECT MAX(n) FROM feed);
 END $$;
 
--- Who waits for what is seldom written is told of it, by the transaction that writes it (`store/postgres/connections.py`).
+-- Who waits for what is seldom written is told of it, by the transaction that writes it (`store/postgres/database.py`).
 CREATE FUNCTION tell() RETURNS TRIGGER LANGUAGE plpgsql AS $$ BEGIN
     PERFORM pg_notify('lightning_store', TG_TABLE_SCHEMA || '.' || TG_ARGV[0]);
     RETURN NULL;

@@ -13,7 +13,7 @@ from lightning_proxy.features.prompts.table import PromptTable
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.database import Changes, Database, Topic
 from lightning_proxy.store.opening import opened
-from lightning_proxy.store.postgres.connections import Heard
+from lightning_proxy.store.postgres.database import Heard
 from lightning_proxy.store.store import Store
 from support.postgres import Server, postgres_server
 

@@ -195,7 +195,7 @@ async def test_what_was_begun_alone_is_not_written_once_the_lock_is_lost(config:
 
 
 async def test_a_cut_way_to_the_lock_is_noticed(config: StoreConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["lightning_proxy.store.postgres.connections"], "BEAT_S", 0.1)
+    monkeypatch.setattr(sys.modules["lightning_proxy.store.postgres.database"], "BEAT_S", 0.1)
     async with opened(config) as database:
         with pytest.raises(StoreUnavailable, match="the lock of the keeper"):
             async with database.alone("keeper"):
