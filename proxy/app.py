@@ -34,7 +34,7 @@ from ..store.store import Store
 from .access.auth import Keys, require_local
 from .access.limits import Turns
 from .api import health, policy, rewards, rollouts, status, tasks
-from .api.parts import Parts
+from .api.requests import Parts
 from .gateway.asgi import Bodies, Reply
 from .gateway.attempts import Upstreams
 from .gateway.call import Gateway, OnCall

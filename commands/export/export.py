@@ -20,8 +20,7 @@ from ...core.errors import ConfigError, LightningError, NotFound
 from ...core.json_text import dumps
 from ...core.on_board import modules
 from ...core.records import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
-from ...proxy.api.transitions import transitions
-from ...proxy.api.views import beside_calls, record_view
+from ...proxy.api.views import beside_calls, record_view, transitions
 from ...store.opening import opened
 from ...store.reports import CreditBySeq
 from ...store.sqlite.file import IdleFile, is_in_use, make_private

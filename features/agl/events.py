@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from ...core.errors import Unprocessable
 from ...proxy.api.answers import ERRORS
 from ...proxy.api.bodies import NoteBody, PathId, RewardBody
-from ...proxy.api.door import AgentRoute
+from ...proxy.api.requests import AgentRoute
 from ...proxy.api.rewards import post_reward
 from ...proxy.api.rollouts import post_events
 

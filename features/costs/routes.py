@@ -7,8 +7,7 @@ from pydantic import BaseModel
 
 from ...proxy.api.answers import ERRORS, answers
 from ...proxy.api.bodies import Finite
-from ...proxy.api.door import AgentRoute
-from ...proxy.api.requests import Limit, caller_of, large_response, parts_for_all
+from ...proxy.api.requests import AgentRoute, Limit, caller_of, large_response, parts_for_all
 from .beside import CostsBeside
 from .table import By
 

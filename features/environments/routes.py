@@ -7,8 +7,7 @@ from pydantic import BaseModel
 
 from ...core.records import Mode
 from ...proxy.api.answers import ERRORS, answers
-from ...proxy.api.door import AgentRoute
-from ...proxy.api.requests import caller_of, large_response, parts_for_all
+from ...proxy.api.requests import AgentRoute, caller_of, large_response, parts_for_all
 from .table import EnvironmentTable
 
 router = APIRouter(tags=["tasks"], responses=ERRORS, route_class=AgentRoute)

@@ -12,7 +12,7 @@ from typing import Any
 from ...core.errors import ConfigError
 from ...core.http import in_thread_if_large
 from ...core.prices import import_litellm, require_litellm
-from ...proxy.api.transitions import answer_in
+from ...proxy.api.views import answer_in
 from .config import CallsConfig
 from .rewarder import Away, GivenScore, Json, Rewarder, decisions, together
 from .table import KeptAnswers, Used

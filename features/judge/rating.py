@@ -10,8 +10,7 @@ from pydantic import BaseModel
 from ...core.errors import Forbidden
 from ...proxy.api.answers import ERRORS, answers
 from ...proxy.api.bodies import PathId
-from ...proxy.api.door import AgentRoute
-from ...proxy.api.requests import Limit, caller_of, json_response, parts_for, parts_for_all
+from ...proxy.api.requests import AgentRoute, Limit, caller_of, json_response, parts_for, parts_for_all
 from .people import Order, PeopleTable
 
 router = APIRouter(tags=["rewards"], responses=ERRORS, route_class=AgentRoute)

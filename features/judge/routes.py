@@ -8,9 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from ...proxy.api.answers import ERRORS, answers
-from ...proxy.api.door import AgentRoute
-from ...proxy.api.parts import Parts
-from ...proxy.api.requests import caller_of, parts_for_all
+from ...proxy.api.requests import AgentRoute, Parts, caller_of, parts_for_all
 from .beside import called, source, warning
 from .config import JudgeConfig, RewarderConfig
 from .rewarder import Away

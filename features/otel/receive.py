@@ -19,8 +19,7 @@ from ...core.errors import InvalidRequest, LightningError, StoreUnavailable
 from ...core.records import CallEnd, CallStart, Event, Mode, RolloutName, check_id
 from ...core.tools import tool_calls
 from ...proxy.access.auth import Caller
-from ...proxy.api.door import require_may_reward
-from ...proxy.api.parts import Parts
+from ...proxy.api.requests import Parts, require_may_reward
 from ...proxy.gateway.asgi import ClientDisconnected, read_headers, unpack
 from .genai_read import action_of, is_action, is_call, request_of, response_of, tokens_of
 from .otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused

@@ -20,8 +20,7 @@ from ...proxy.access.sight import Sight
 from ...proxy.api.answers import ERRORS
 from ...proxy.api.beside import Beside
 from ...proxy.api.bodies import Cursor
-from ...proxy.api.door import AgentRoute
-from ...proxy.api.requests import parts, parts_for_all
+from ...proxy.api.requests import AgentRoute, parts, parts_for_all
 from ...proxy.gateway.asgi import read_headers
 from ...proxy.gateway.server import is_stopping
 from ...store.database import Database, Feed, Row

@@ -18,9 +18,7 @@ from ...core.errors import LightningError, NotFound
 from ...core.records import ModelCall
 from ...proxy.api.answers import ERRORS, answers
 from ...proxy.api.bodies import Id, PathId
-from ...proxy.api.door import AgentRoute
-from ...proxy.api.parts import Parts
-from ...proxy.api.requests import large_response, parts_for
+from ...proxy.api.requests import AgentRoute, Parts, large_response, parts_for
 from ...proxy.api.training_rows import rows_of
 from ...serving.mode import trained_model
 from ...serving.vllm import VllmFleet

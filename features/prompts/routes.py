@@ -12,9 +12,17 @@ from ...core.records import check_id
 from ...proxy.access.auth import Caller
 from ...proxy.api.answers import ERRORS, answers
 from ...proxy.api.bodies import Body, Id, PathId
-from ...proxy.api.door import AdminRoute, AgentRoute
-from ...proxy.api.parts import Parts
-from ...proxy.api.requests import Limit, caller_of, large_response, parts, parts_for, parts_for_all
+from ...proxy.api.requests import (
+    AdminRoute,
+    AgentRoute,
+    Limit,
+    Parts,
+    caller_of,
+    large_response,
+    parts,
+    parts_for,
+    parts_for_all,
+)
 from ...proxy.api.views import record_view
 from .fields import Version
 from .table import Kept, Prompt, PromptTable, Role, TriedOut

@@ -6,11 +6,12 @@ import hashlib
 import logging
 import secrets
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic
+from typing import Any
 
 from pydantic import SecretStr
 
@@ -21,11 +22,11 @@ from ...core.records import Limits, RolloutName, Sender
 from ...store.keys import ROLLOUT_KEY_PREFIX, StoredKey, hash_key
 from ...store.rollouts import RolloutKey
 from ...store.store import Store
-from .audit import log_change, log_keys
 from .limits import Limiter
 from .sight import Sight
 
 log = logging.getLogger(__name__)
+audit = logging.getLogger("lightning_proxy.audit")  # what people change, by name and id of a key, never the key itself
 
 CACHED_KEYS = 20_000
 CACHED_S = 2.0  # then every worker refuses the key of a rollout that was deleted, and calls with that of an ended one
@@ -251,3 +252,23 @@ def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
 def credentials(headers: Mapping[str, str]) -> str:
     """Return the proof of identity in a request. Requests with different credentials never share a rollout."""
     return "\n".join(headers.get(name, "") for name in ("authorization", "x-api-key", "api-key"))
+
+
+def log_change(change: str, *, once: bool = False, **fields: Any) -> None:
+    """Log a change; `fields` are for JSON. `once`: every worker sees it, and one of them logs it."""
+    audit.info("%s", change, extra={"fields": {"event": "audit"} | fields, "once": once})
+
+
+def log_keys(before: Sequence[StoredKey], after: Sequence[StoredKey]) -> None:
+    """Log the keys that commands on the store made, revoked or purged meanwhile."""
+    old, new = {key.key_id: key for key in before}, {key.key_id: key for key in after}
+    for key_id, key in (old | new).items():
+        was, now = old.get(key_id), new.get(key_id)
+        rights = f"{key.role}, scope {key.scope}{', evaluator' * key.evaluator}"
+        changes = {
+            f"was created ({rights})": was is None,
+            "was revoked": now is not None and not now.live and (was is None or was.live),
+            "was purged": now is None,
+        }
+        for change in (change for change, is_so in changes.items() if is_so):
+            log_change(f"key {key.name} (id {key_id}) {change}", once=True, key_id=key_id)

@@ -14,8 +14,7 @@ from ...core.errors import LightningError, StoreUnavailable
 from ...serving.health import replica_name
 from ...store.retention import over_bound
 from .answers import ERRORS, Ready, answers
-from .parts import Parts
-from .requests import parts
+from .requests import Parts, parts
 from .status import waiting
 from .verified import verified
 

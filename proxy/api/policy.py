@@ -1,21 +1,21 @@
-"""`/policy`: the live version, the history of versions and steps, and changing what is live."""
+"""`/policy`: the live version, the history of versions and steps, comparing versions, and changing what is live."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
 from ...core.errors import Conflict
 from ...core.records import Mode, PolicyVersion
+from ...core.statistics import bootstrap_mean, mean_and_spread
 from ...serving.swap import Swap, obstacle
+from ...store.versions import TaskMean
 from .answers import ERRORS, Compared, Policy, Steps, Versions, answers
 from .bodies import Cursor, PromoteBody
-from .comparison import compared
-from .door import AdminRoute, AgentRoute
-from .parts import Parts
-from .requests import Limit, caller_of, large_response, parts, parts_for_all, position_of
+from .requests import AdminRoute, AgentRoute, Limit, Parts, caller_of, large_response, parts, parts_for_all, position_of
 from .views import record_view, version_view
 
 NO_SERVER = "no upstream of kind vllm is configured"
@@ -24,6 +24,10 @@ router = APIRouter(prefix="/policy", tags=["policy"], responses=ERRORS, route_cl
 admins = APIRouter(route_class=AdminRoute)
 
 Number = Annotated[int, Query(ge=0, lt=2**63)]
+
+SEED = 0  # of the bootstrap, so that the same rewards always give the same interval
+
+ByTask = Mapping[str, TaskMean]
 
 
 @router.get("", response_model=None, responses=answers(Policy))
@@ -128,3 +132,36 @@ def _swap(p: Parts) -> Swap:
     if p.swap is None:
         raise Conflict(f"{NO_SERVER}: there are no policy versions to serve")
     return p.swap
+
+
+def compared(means: Sequence[TaskMean], a: int, b: int, mode: Mode | None) -> dict[str, Any]:
+    """Return the comparison as JSON: how far `b` is above `a`, as a mean over tasks, paired.
+
+    Without a mode, rollouts of `eval` are compared if both versions have some of a common task, else those of `train`.
+    """
+    mode = mode or ("eval" if _by_task(means, a, "eval").keys() & _by_task(means, b, "eval").keys() else "train")
+    of_a, of_b = _by_task(means, a, mode), _by_task(means, b, mode)
+    tasks = sorted(of_a.keys() & of_b.keys())
+    differences = [of_b[task].mean - of_a[task].mean for task in tasks]
+    return {
+        "a": a,
+        "b": b,
+        "mode": mode,
+        "rollouts_a": sum(mean.rollouts for mean in of_a.values()),
+        "rollouts_b": sum(mean.rollouts for mean in of_b.values()),
+        "tasks": len(tasks),
+        "mean_a": mean_and_spread([of_a[task].mean for task in tasks])[0] if tasks else None,
+        "mean_b": mean_and_spread([of_b[task].mean for task in tasks])[0] if tasks else None,
+        "difference": mean_and_spread(differences)[0] if tasks else None,
+        "interval": astuple(bootstrap_mean(differences, SEED)) if tasks else None,
+        "data": [{"task_id": task, "a": _side_view(of_a[task]), "b": _side_view(of_b[task])} for task in tasks],
+    }
+
+
+def _by_task(means: Sequence[TaskMean], version: int, mode: Mode) -> ByTask:
+    return {one.task_id: one for one in means if (one.version, one.mode) == (version, mode) and one.task_id is not None}
+
+
+def _side_view(mean: TaskMean) -> dict[str, Any]:
+    costs = {"tokens": mean.tokens, "latency_ms": mean.latency_ms}
+    return {"mean": mean.mean, "rollouts": mean.rollouts} | (costs if mean.tokens is not None else {})

@@ -14,9 +14,7 @@ from ...core.http import in_thread_if_large
 from ...core.records import Reward
 from .answers import ERRORS, Rewarded, answers
 from .bodies import RewardBody, RewardList
-from .door import AgentRoute
-from .parts import Parts
-from .requests import caller_of, json_response, own_key, parts, redacted_text
+from .requests import AgentRoute, Parts, caller_of, json_response, own_key, parts, redacted_text
 
 router = APIRouter(tags=["rewards"], responses=ERRORS, route_class=AgentRoute)
 

@@ -20,10 +20,11 @@ from ...store.rollouts import RolloutSearch
 from ..gateway.relay import DataPath, name_rollout
 from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, Transitions, answers
 from .bodies import Count, Cursor, EndBody, EventBody, EventList, Finite, Id, Named, PathId, RolloutsBody
-from .door import AdminRoute, AgentRoute
-from .parts import Parts
 from .requests import (
+    AdminRoute,
+    AgentRoute,
     Limit,
+    Parts,
     caller_of,
     large_response,
     own_key,
@@ -33,11 +34,8 @@ from .requests import (
     position_of,
     redacted_text,
 )
-from .row_answers import TrainingRows
-from .training_rows import rows_of
-from .transitions import transitions
-from .views import credit_view, record_view, rollout_detail
-from .words import words_in, words_view
+from .training_rows import TrainingRows, rows_of
+from .views import credit_view, record_view, rollout_detail, transitions, words_in, words_view
 
 Requests = Literal["short", "whole"]
 

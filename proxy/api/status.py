@@ -10,9 +10,7 @@ from fastapi import APIRouter, Request
 
 from ..access.sight import Sight
 from .answers import ERRORS, Status, answers
-from .door import AgentRoute
-from .parts import Parts
-from .requests import caller_of, parts_for_all
+from .requests import AgentRoute, Parts, caller_of, parts_for_all
 from .verified import verified
 
 router = APIRouter(tags=["status"], responses=ERRORS, route_class=AgentRoute)

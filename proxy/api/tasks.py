@@ -12,8 +12,7 @@ from ...core.statistics import mean_and_spread
 from ...store.reports import TaskRollout, TaskSum
 from .answers import ERRORS, TaskPage, answers
 from .bodies import Cursor, Id
-from .door import AgentRoute
-from .requests import Limit, caller_of, large_response, parts_for_all, position_of
+from .requests import AgentRoute, Limit, caller_of, large_response, parts_for_all, position_of
 
 router = APIRouter(tags=["tasks"], responses=ERRORS, route_class=AgentRoute)
 

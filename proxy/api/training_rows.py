@@ -1,4 +1,4 @@
-"""The training rows of a rollout, by its calls. Pure.
+"""The training rows of a rollout, by its calls, and as `GET /rollouts/{id}/rows` answers them. Pure.
 
 A row is the prompt of its last call and that call's answer; the answers of its calls lie in it.
 """
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...store.reports import CallTokens, TokenIds
+from pydantic import BaseModel, Field
+
+from ...store.reports import CallTokens, ComparedRollout, TokenIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +63,40 @@ def rows_of(calls: Sequence[CallTokens]) -> list[TrainedRow]:
 def _sortable(token_ids: TokenIds) -> bytes:
     """Bytes that sort as the tokens do."""
     return token_ids.astype(">i4").tobytes()
+
+
+class CreditedCall(BaseModel):
+    """How a call was trained, by the newest step that took its rollout: null where it has no credit.
+
+    `row`: the index of the rollout's training row. `placed`: `first` of its rollout; `merged` into a row; `drift`,
+    `edited`, `repeated`, `adjoining` or `new`: why it opened a row; otherwise why it is in none.
+    """
+
+    call_id: str
+    seq: int
+    agent: str | None
+    step: int | None
+    # `return` is a word of Python's own.
+    returned: float | None = Field(alias="return")
+    advantage: float | None
+    row: int | None
+    placed: str | None
+
+
+class TrainingRow(BaseModel):
+    row: int
+    call_ids: list[str]
+    tokens: int
+    trained_tokens: int
+
+
+class TrainingRows(BaseModel):
+    """`group`: the rollouts it was or will be compared with, itself among them, at most 256, oldest first."""
+
+    rollout_id: str
+    task_id: str | None
+    step: int | None
+    dropped: str | None
+    group: list[ComparedRollout]
+    calls: list[CreditedCall]
+    rows: list[TrainingRow]

@@ -18,7 +18,7 @@ from ...core.config.root import Config
 from ...core.errors import ConfigError
 from ...core.json_text import encode
 from ...core.records import CallEnd, CallStart, RolloutName
-from ..api.door import AgentRoute
+from ..api.requests import AgentRoute
 from ..gateway.call import OnCall, Question, Rewrite
 from .hooks import Core, Hooks, ProxyPlugin, Work
 

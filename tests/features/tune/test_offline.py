@@ -32,7 +32,7 @@ from lightning_proxy.features.judge.judge import Judge
 from lightning_proxy.features.judge.rewarder import Away
 from lightning_proxy.features.tune.data import prepare
 from lightning_proxy.features.tune.offline import train_offline
-from lightning_proxy.proxy.api.transitions import message_of
+from lightning_proxy.proxy.api.views import message_of
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store

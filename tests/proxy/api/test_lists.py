@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.proxy.api.words import words_in, words_view
+from lightning_proxy.proxy.api.views import words_in, words_view
 from lightning_proxy.store.reports import Summary
 
 USER = {"role": "user", "content": "a  b"}

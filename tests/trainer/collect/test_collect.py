@@ -15,7 +15,7 @@ import pytest
 from lightning_proxy.core.records import Choice, Reward, RolloutName
 from lightning_proxy.core.returns import Rules
 from lightning_proxy.core.tokens import NOT_FOLLOWED
-from lightning_proxy.proxy.api.transitions import message_of
+from lightning_proxy.proxy.api.views import message_of
 from lightning_proxy.trainer.collect.collector import Collector
 from support.calls import call
 from support.rewarded import Traffic, advantages, traffic
