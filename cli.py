@@ -21,10 +21,10 @@ from .commands.command_line import (
     brought,
     config_file,
     configuration,
+    task_ids,
     telemetry_off,
     versions,
 )
-from .commands.export import command as data
 from .commands.show import policy, rollouts
 
 app = typer.Typer(
@@ -40,7 +40,6 @@ app.add_typer(rollouts.app, name="rollouts", rich_help_panel=RECORD)
 app.add_typer(policy.app, name="policy", rich_help_panel=RECORD)
 app.add_typer(keys.app, name="keys", rich_help_panel=SYSTEM)
 app.add_typer(store.app, name="store", rich_help_panel=SYSTEM)
-policy.app.command("export")(data.export_version)
 app.command(rich_help_panel=START)(init.init)
 # Without this setting a negative reward would be read as an option.
 app.command(rich_help_panel=WORK, context_settings={"ignore_unknown_options": True})(rollouts.reward)
@@ -290,6 +289,25 @@ def evaluate(
     )
 
 
+@policy.app.command("export")
+def export_version(
+    context: typer.Context,
+    version: Annotated[int, typer.Argument(metavar="N", autocompletion=versions)],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="a new directory")],
+    form: Annotated[
+        str | None,
+        typer.Option("--as", help="adapter (PEFT), or merged: a full model", show_default="as it was published"),
+    ] = None,
+) -> None:
+    """Write a version as a directory that PEFT, transformers and vLLM load. The proxy need not run."""
+    from .commands.export.policy import export_policy
+    from .commands.signals import run_until_signal
+
+    written = run_until_signal(export_policy(configuration(context), version, directory, form))
+    what = "a LoRA adapter" if written == "adapter" else "a full model"
+    typer.echo(f"policy version {version} is in {directory}: {what}, with a model card (README.md)")
+
+
 @policy.app.command("compare")
 def compare_versions(
     context: typer.Context,
@@ -337,8 +355,54 @@ def status(context: typer.Context, as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-app.command(rich_help_panel=RECORD)(data.export)
-app.command(name="import", rich_help_panel=RECORD)(data.import_)
+@app.command(rich_help_panel=RECORD)
+def export(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="the file to write; `-` is standard output")],
+    kind: Annotated[
+        str, typer.Option(help="`transitions`, `sft`: conversations, or `atif`: Harbor's trajectories")
+    ] = "transitions",
+    format: Annotated[str | None, typer.Option(help="jsonl or parquet", show_default="by the file's suffix")] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="only rollouts of this mode: train, eval or all", show_default="all; sft: train")
+    ] = None,
+    status: Annotated[
+        str | None,
+        typer.Option(
+            help="only running, completed, failed or discarded ones, or all",
+            show_default="all; sft: completed and failed",
+        ),
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="only rollouts of this task id", autocompletion=task_ids)] = None,
+    min_reward: Annotated[float | None, typer.Option(help="only rollouts with at least this reward")] = None,
+    since: Annotated[
+        str | None, typer.Option(help="only rollouts opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
+    ] = None,
+) -> None:
+    """Write what was recorded as JSON Lines or Parquet. The proxy need not run."""
+    from .commands.export.export import export_command
+
+    filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since}
+    export_command(configuration(context), file, format, kind, filters)
+
+
+@app.command(name="import", rich_help_panel=RECORD)
+def import_(
+    context: typer.Context,
+    file: Annotated[
+        Path, typer.Argument(help="JSON Lines, a chat conversation or a trajectory per line; or a trajectory.json")
+    ],
+    model: Annotated[str, typer.Option(help="the model of lines without `model`")] = "imported",
+    reward: Annotated[float, typer.Option(help="the reward of lines without `reward`")] = 1.0,
+) -> None:
+    """Record conversations of others, to imitate. The proxy need not run.
+
+    `train --method sft` learns from them.
+    """
+    from .commands.export.bring_in import import_command
+
+    _write_for_the_owner_only()
+    import_command(configuration(context), file, model, reward)
 
 
 @app.command(rich_help_panel=START)

@@ -104,10 +104,7 @@ def configuration(options: InitOptions) -> str:
 
 def _line(name: str, value: object, comment: str, indent: int) -> str:
     text = str(value)
-    shown = text if isinstance(value, int) or _is_plain(text) else json.dumps(text)
+    is_plain = text[:1].isalpha() and not text.endswith(":") and all(character in _PLAIN for character in text)
+    shown = text if isinstance(value, int) or is_plain else json.dumps(text)
     line = f"{' ' * indent}{name}: {shown}"
     return f"{line:<{COLUMN - 1}} # {comment}" if comment else line
-
-
-def _is_plain(text: str) -> bool:
-    return text[:1].isalpha() and not text.endswith(":") and all(character in _PLAIN for character in text)

@@ -78,7 +78,8 @@ def plan_line(plan: Plan) -> str:
 
 def _settings(settled: Settled, plan: Plan) -> list[tuple[str, Any, str]]:
     vllm, trainer = settled.config.vllm, settled.config.trainer
-    gib = {number: f"{plan.cards[place]:.0f} GiB" for number, place in _places(settled, plan)}
+    numbers, places = (*settled.vllm_devices, *settled.trainer_devices), (*plan.vllm_devices, *plan.trainer_devices)
+    gib = {number: f"{plan.cards[place]:.0f} GiB" for number, place in zip(numbers, places, strict=True)}
     return [
         ("vllm.devices", list(settled.vllm_devices), gib[settled.vllm_devices[0]]),
         ("vllm.max_model_len", vllm.max_model_len, f"{count(plan.kv_tokens)} tokens fit into the KV cache"),
@@ -88,11 +89,6 @@ def _settings(settled: Settled, plan: Plan) -> list[tuple[str, Any, str]]:
         ("trainer.max_sample_tokens", trainer.max_sample_tokens, ""),
         *([("trainer.learning_rate", settled.rate.value, settled.rate.reason)] if settled.rate else []),
     ]
-
-
-def _places(settled: Settled, plan: Plan) -> list[tuple[int, int]]:
-    numbers = (*settled.vllm_devices, *settled.trainer_devices)
-    return list(zip(numbers, (*plan.vllm_devices, *plan.trainer_devices), strict=True))
 
 
 def _gib(needs: float | None) -> str:

@@ -132,13 +132,8 @@ def _tell(config: Config, port: int) -> None:
     say(f"serving: OPENAI_BASE_URL={url}; records in {kept}; Ctrl-C stops", event="serving", url=url)
     files = files_allowed()
     calls = calls_at_once(files) * config.proxy.workers
-    say(
-        f"{calls:,} calls at once: {files:,} files may be open{_in_each(config)} (ulimit -Hn)", calls=calls, files=files
-    )
-
-
-def _in_each(config: Config) -> str:
-    return f" in each of {config.proxy.workers} workers" if config.proxy.workers > 1 else ""
+    where = f" in each of {config.proxy.workers} workers" if config.proxy.workers > 1 else ""
+    say(f"{calls:,} calls at once: {files:,} files may be open{where} (ulimit -Hn)", calls=calls, files=files)
 
 
 def _tell_of_stopping(proxy: ProxyConfig, running: int) -> None:

@@ -114,7 +114,7 @@ async def read_info(config: StoreConfig) -> dict[str, Any]:
         pages = await read_pages(database)
         counts = {f"{mode} {status}": n for (mode, status), n in (await Rollouts(database).counts()).items() if n}
         totals = await read_totals(database)
-    log = None if config.is_postgres else _beside(config.path, "-wal")
+    log = None if config.is_postgres else Path(f"{config.path.expanduser()}-wal")
     return {
         "path": database.where,
         **asdict(pages),
@@ -139,13 +139,9 @@ def info_text(found: dict[str, Any], now: float) -> str:
     ]
     if found["oldest"] is not None:
         lines.append(f"the oldest rollout was opened {duration(now - found['oldest'])} ago")
-    kept = [f"{limits['max_age_days']:g} days" if limits["max_age_days"] else "", _gib(limits["max_gib"])]
-    lines.append(f"kept: {' and '.join(filter(None, kept)) or 'everything'} (store.retention)")
+    kept = [f"{limits[name]:g} {unit}" for name, unit in (("max_age_days", "days"), ("max_gib", "GiB")) if limits[name]]
+    lines.append(f"kept: {' and '.join(kept) or 'everything'} (store.retention)")
     return "\n".join(lines)
-
-
-def _gib(value: float | None) -> str:
-    return f"{value:g} GiB" if value else ""
 
 
 async def shorten(config: StoreConfig) -> tuple[Pages, Pages]:
@@ -170,7 +166,3 @@ def _store_of(context: typer.Context) -> StoreConfig:
     if not config.may_be_there:
         raise LightningError(f"there is no store at {config.where} (store.url)")
     return config
-
-
-def _beside(path: Path, suffix: str) -> Path:
-    return path.expanduser().with_name(path.name + suffix)

@@ -330,7 +330,8 @@ def show(result: DemoResult, console: Console) -> None:
     for column in ("", "policy version", "rollouts", "exact answers", "mean reward"):
         table.add_column(column, justify="left" if not column else "right")
     for name, version, found in (("before", 0, result.before), ("after", result.version, result.after)):
-        table.add_row(name, str(version), str(found.rollouts), share(found.solved), _number(found.mean_reward))
+        mean = "-" if found.mean_reward is None else f"{found.mean_reward:.3f}"
+        table.add_row(name, str(version), str(found.rollouts), share(found.solved), mean)
     console.print(table)
     if len(result.curve) > 1:
         console.print(terminal_curve(result.curve, min(console.width, 100)), markup=False, highlight=False)
@@ -371,7 +372,3 @@ def save_png(result: DemoResult, path: Path) -> None:
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f}"

@@ -103,13 +103,9 @@ async def collect(
         if cursor is None or len(found) >= wanted:
             break
     if ordered:
-        found.sort(key=lambda rollout: _rank(rollout, sort), reverse=not reverse)
+        column = "created_at" if sort == "newest" else sort
+        found.sort(key=lambda rollout: (rollout[column] is not None, rollout[column] or 0.0), reverse=not reverse)
     return found[:limit], cursor
-
-
-def _rank(rollout: dict[str, Any], sort: str) -> tuple[bool, float]:
-    value = rollout["created_at" if sort == "newest" else sort]
-    return value is not None, value if value is not None else 0.0
 
 
 def checked(mode: str | None, status: str | None) -> None:

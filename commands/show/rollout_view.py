@@ -104,12 +104,13 @@ def _header(rollout: dict[str, Any]) -> Table:
     versions = sorted({v for call in rollout["calls"] for v in call["policy_versions"]})
     not_yet = rollout["dropped"] or ("never: an evaluation" if rollout["mode"] == "eval" else "not yet")
     trained = f"by step {rollout['step']}" if rollout["step"] is not None else not_yet
+    is_of_calls = rollout["reward"] is not None and rollout.get("own_reward", 0.0) is None
     facts = [
         ("rollout", rollout["rollout_id"]),
         ("task", rollout["task_id"] or "-"),
         ("mode", rollout["mode"]),
         ("status", " · ".join(filter(None, (rollout["status"], rollout["reason"])))),
-        ("reward", number(rollout["reward"]) + (", that of its calls" if _is_of_calls(rollout) else "")),
+        ("reward", number(rollout["reward"]) + ", that of its calls" * is_of_calls),
         ("trained", trained),
         ("policy version", ", ".join(map(str, versions)) or "-"),
         ("calls, tokens", f"{len(rollout['calls'])}, {rollout['tokens']}"),
@@ -121,10 +122,6 @@ def _header(rollout: dict[str, Any]) -> Table:
     for reward in rollout["rewards"]:
         table.add_row("  posted", plain(_reward(reward)))
     return table
-
-
-def _is_of_calls(rollout: dict[str, Any]) -> bool:
-    return rollout["reward"] is not None and rollout.get("own_reward", 0.0) is None
 
 
 def _reward(reward: dict[str, Any]) -> str:
