@@ -1,12 +1,110 @@
-"""Whether there is a GPU is told by device files, of which a container may have any."""
+"""How new weights are published is decided once, in the store; processes that were told otherwise say so."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lightning_proxy.core.config.root import Config
 from lightning_proxy.serving import mode
+from lightning_proxy.serving.mode import decide, publish_mode
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
+
+Running = Callable[..., AbstractAsyncContextManager[Any]]
+
+
+def told(config: Config, publish: str) -> Config:
+    """The configuration with another way to publish."""
+    return config.model_copy(update={"policy": config.policy.model_copy(update={"publish": publish})})
+
+
+async def decided_on(gpu: bool, config: Config, store: Store, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What a trainer decides on a machine with a GPU, or without."""
+    with monkeypatch.context() as patch:
+        patch.setattr(mode, "has_gpu", lambda: gpu)
+        return await decide(config, store, "trainer")
+
+
+async def published(store: Store, as_what: Any, directory: Path) -> None:
+    number = await store.versions.new(as_what, 1, {})
+    path = directory / f"v{number}"
+    path.mkdir()
+    await store.versions.saved(number, str(path), f"policy-v{number}" if as_what == "lora" else "base")
+    await store.versions.set_live(number, 1, verified=True)
+
+
+async def test_a_proxy_without_a_gpu_serves_what_a_trainer_with_one_publishes(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mode, "has_gpu", lambda: False)
+    async with running(tmp_path, publish="auto") as system, system.store() as store:
+        assert (await system.call("GET", "/policy"))[1]["publish"] == "merged"
+        assert await decided_on(True, system.config, store, monkeypatch) == "lora"
+        await published(store, "lora", tmp_path)
+        while (await system.call("GET", "/policy"))[1]["publish"] != "lora":
+            await asyncio.sleep(0.02)  # the proxy looks every second
+        assert (await system.call("GET", "/readyz"))[0] == 200
+        status, answer = await system.chat("r1")
+        assert (status, answer["choices"][0]["message"]["content"].split(" with")[0]) == (200, "by policy-v1")
+
+
+async def test_what_one_machine_has_decided_holds_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config.model_validate({"store": {"url": f"sqlite:///{tmp_path}/s.db"}})
+    async with opened(config.store) as database:
+        store = Store(database)
+        assert await decided_on(True, config, store, monkeypatch) == "lora"
+        assert await decided_on(False, config, store, monkeypatch) == "lora"
+        assert await decided_on(True, told(config, "merged"), store, monkeypatch) == "merged"
+        assert await decided_on(True, config, store, monkeypatch) == "merged"
+    assert publish_mode(config) == "merged", "vLLM is started as the store says"
+    elsewhere = Config.model_validate({"store": {"url": f"sqlite:///{tmp_path}/other.db"}})
+    assert publish_mode(elsewhere) == ("lora" if mode.has_gpu() else "merged")
+    assert not (tmp_path / "other.db").exists()
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_all_weights_are_published_merged_on_any_machine(gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mode, "has_gpu", lambda: gpu)
+    assert publish_mode(Config.model_validate({"trainer": {"weights": "full"}})) == "merged"
+
+
+@pytest.mark.parametrize(
+    ("policy", "named"),
+    [
+        ({"publish": "lora"}, "set policy.publish to merged"),
+        ({"adapters": {"w": ["w"]}}, "policy.adapters"),
+    ],
+)
+def test_all_weights_and_adapters_are_refused_together(policy: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"trainer.weights full .*{named}"):
+        Config.model_validate({"trainer": {"weights": "full"}, "policy": policy})
+
+
+async def test_a_proxy_and_a_trainer_that_were_told_otherwise_say_so(
+    running: Running, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(tmp_path, publish="merged") as system, system.store() as store:
+        await decide(told(system.config, "merged"), store, "trainer")
+        assert "policy.publish" not in caplog.text
+        await decide(told(system.config, "lora"), store, "trainer")
+        (line,) = [r.getMessage() for r in caplog.records if "policy.publish" in r.getMessage()]
+        assert line.startswith("policy.publish is lora for this trainer, and merged for the proxy since ")
+        while "publish" not in (found := await system.call("GET", "/readyz"))[1]:
+            await asyncio.sleep(0.02)
+        status, ready = found
+        assert (status, ready["status"]) == (200, "degraded"), "calls are still answered"
+        assert ready["publish"].startswith("policy.publish is merged for this proxy, and lora for the trainer since ")
+        code, out, _ = await system.lightning("doctor", "--json")
+        (check,) = [check for check in json.loads(out) if check["name"] == "publish mode"]
+        assert (code, check["outcome"]) == (1, "failed")
+        assert check["found"] == "merged by this configuration, but the store has lora"
 
 
 @pytest.mark.parametrize(

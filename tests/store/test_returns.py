@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -9,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.core.records import CallEnd, CallStart, Reward, RolloutName
+from lightning_proxy.core.records import CallEnd, CallStart, Reward, RolloutName, Sender
 from lightning_proxy.core.returns import Rules, earned
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.database import Database
-from lightning_proxy.store.opening import open_database
+from lightning_proxy.store.opening import open_database, opened
 from lightning_proxy.store.store import Store
 from support.stores import do_again, store_url
 
@@ -29,10 +30,10 @@ VALUES = (0.1, 0.2, 0.3, -0.1, 1.0, 0.0, 1e-12, -9999.9, 1e300, 5e-324)
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = await open_database(StoreConfig(url=store_url(tmp_path)))
-    do_again(opened)
-    yield opened
-    await opened.close()
+    database = await open_database(StoreConfig(url=store_url(tmp_path)))
+    do_again(database)
+    yield database
+    await database.close()
 
 
 async def record(store: Store, rollouts: Sequence[str], calls: int) -> None:
@@ -104,3 +105,15 @@ async def test_a_reward_costs_the_same_after_many_and_what_is_stale_is_counted_i
     await store.returns.use(Rules({"style": 1.0}))
     assert writes == 1 + 3
     assert {(await store.rollouts.get(name)).reward for name in rollouts} == {2.0}
+
+
+async def test_a_change_of_rules_forgets_no_evaluator(tmp_path: Path) -> None:
+    async with opened(StoreConfig(url=store_url(tmp_path))) as database:
+        store = Store(database)
+        await store.rollouts.open([(RolloutName("r"), "hash")], {})
+        for evidence in (True, False):
+            await store.rewards.post([Reward("r", 1.0, final=False)], by=Sender("key", evidence=evidence))
+        for i in range(10):
+            await store.returns.use(Rules({"reward": 1.0, f"style-{i}": 1.0}))
+            await asyncio.gather(*(store.trust.whose() for _ in range(4)))
+            assert await store.trust.whose() == "evaluators'"
