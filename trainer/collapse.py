@@ -364,9 +364,9 @@ class Monitor:
         sign = reward_sign(await self._scored(line[-1]), line, self._watched)
         if sign is None:
             return None
-        return await self._tell(sign, live, last, await self._stopped([sign], live, line))
+        return await self._report(sign, live, last, await self._stopped([sign], live, line))
 
-    async def _tell(self, sign: Sign, live: PolicyVersion, last: Step, stopped: dict[str, Any]) -> Collapse | None:
+    async def _report(self, sign: Sign, live: PolicyVersion, last: Step, stopped: dict[str, Any]) -> Collapse | None:
         warnings = last.metrics.get("warnings", {})
         if sign.name not in warnings or stopped:
             log.warning("policy version %d may be collapsing: %s", live.version, sign.what)

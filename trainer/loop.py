@@ -88,7 +88,7 @@ class TrainingLoop:
         self._show = show
         self._stop = asyncio.Event()
         self._waited_for: str | None = None  # at the last look: logged when a wait begins
-        self._told_standing = False
+        self._standstill_logged = False
         self._other_weights: str | None = None
         self._fresh = True  # nothing has changed the trainer's weights yet
         self._are_base = True  # the trainer's weights are those of version `base`
@@ -113,7 +113,7 @@ class TrainingLoop:
         changes = self._store.database.changes("rewards", "live")
         while not stop.is_set() and not await self.is_done():
             trained = False
-            await self.settle(idle=True)
+            await self.verify_live(idle=True)
             if not await self.is_stopped():
                 await self.follow_live_version()
                 await self._publisher.attend(self.collector.samples_of, self._stop)
@@ -123,12 +123,12 @@ class TrainingLoop:
             if not trained:
                 await pause_until_changed(stop, changes, self._config.poll_s)
         if not stop.is_set():
-            await self.settle()
+            await self.verify_live()
 
-    async def settle(self, *, idle: bool = False) -> Mapping[str, Any]:
+    async def verify_live(self, *, idle: bool = False) -> Mapping[str, Any]:
         """Have the live version verified, if it is not yet. Return the metrics about it; none if stopped before."""
         try:
-            return await self._publisher.settle(self.base, self.collector.samples_of, self._stop, idle=idle)
+            return await self._publisher.verify_live(self.base, self.collector.samples_of, self._stop, idle=idle)
         except Stopped:
             log.warning("stopped before the live version was verified: the next start does it")
             return {}
@@ -148,13 +148,13 @@ class TrainingLoop:
         except (JudgeError, UpstreamUnreachable, UpstreamTimeout) as error:
             await self.pause_after(error)
             return True  # there is more to do, also with `once`
-        self._tell_standing(None if trained else await self.collector.why_no_step())
+        self._report_standstill(None if trained else await self.collector.why_no_step())
         return trained
 
-    def _tell_standing(self, why: str | None) -> None:
-        if why is not None and not self._told_standing:
+    def _report_standstill(self, why: str | None) -> None:
+        if why is not None and not self._standstill_logged:
             log.warning("no step, though rollouts have waited for minutes: %s", why)
-        self._told_standing = why is not None
+        self._standstill_logged = why is not None
 
     async def pause_after(self, error: LightningError) -> None:
         """Wait before the next batch is tried: for a judge, or for a vLLM that knows a grammar."""
@@ -212,7 +212,7 @@ class TrainingLoop:
         Raises Stopped, or the PublishError of a version that does not verify: then no weight has moved.
         """
         gradients = in_thread(self._trainer.forward_backward, batch)
-        verification = self._publisher.settle(self.base, self.collector.samples_of, self._stop)
+        verification = self._publisher.verify_live(self.base, self.collector.samples_of, self._stop)
         computed, verified = await all_of(map(_end_of, (gradients, verification)))
         metrics: dict[str, Any] = {**await in_thread(self._trainer.optim_step), "reward_by_task": batch.tasks}
         metrics["verify_s"] = max(0.0, verified - computed)
@@ -265,7 +265,7 @@ class TrainingLoop:
             metrics["version"] = self.base = published.version
             self._are_base = True
             metrics |= self._publisher.measured
-            kept = await self._monitor.keep() | await self._publisher.beside.keep()
+            kept = await self._monitor.keep() | await self._publisher.background.keep()
             await self._publisher.files.prune(kept)
         except Superseded as error:
             log.warning("step %d is not published: %s", step, error)

@@ -18,7 +18,7 @@ from ..core.on_board import modules
 from ..serving.swap import Swap
 from ..store.store import Store
 from ..store.training import Step
-from .types import AskJudge, BesideSteps, Guide, Show, Sift, show_nothing
+from .types import AskJudge, BackgroundWork, Guide, Show, Sift, show_nothing
 
 if TYPE_CHECKING:
     from .publish import NoPublisher, Publisher
@@ -69,14 +69,15 @@ class TrainerHooks:
 
     `judge` scores the calls of a rollout before its group is compared. `guide` says more of a step's tokens than their
     rewards do. `publisher` decides whether and how new weights go live. `tune` is a method of fine-tuning.
-    `sift` leaves calls of a rollout out, or pushes them down. `beside` works beside the steps, and keeps versions.
+    `sift` leaves calls of a rollout out, or pushes them down. `background` works while steps are taken, and keeps
+    versions.
     """
 
     judge: AskJudge | None = None
     guide: Guide | None = None
     publisher: Publisher | None = None
     tune: Tune | None = None
-    beside: BesideSteps | None = None
+    background: BackgroundWork | None = None
     sift: Sift | None = None
 
 

@@ -36,7 +36,7 @@ from ..store.store import Store
 from ..store.training import Step
 from ..store.versions import Decided
 from .step.engine import TrainingEngine
-from .types import BesideSteps, Sample
+from .types import BackgroundWork, Sample
 from .verify import MORE_ANSWERS, Verifier, WeightEvidence
 from .waiting import before_retry, in_thread
 
@@ -77,7 +77,7 @@ class NoPublisher:
     async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
         """Run between two steps. `samples_of` gives the rows of rollouts that were trained on."""
 
-    async def settle(
+    async def verify_live(
         self, base: int, samples_of: SamplesOf, stop: asyncio.Event, *, idle: bool = False
     ) -> Mapping[str, Any]:
         """Have version `base` verified, if it is live and was not. Return the step's metrics about it.
@@ -147,7 +147,7 @@ class Publisher(NoPublisher):
         self._verifier = Verifier(config, swap, trainer)
         self.files = VersionFiles(config, store, swap)
         self.vllm = swap.vllm
-        self.beside = BesideSteps()
+        self.background = BackgroundWork()
         self.measured: dict[str, Any] = {}  # the step's metrics about the verification of what was published last
         self._decided: Decided | None = None
         self._unverified: Unverified | None = None
@@ -157,12 +157,12 @@ class Publisher(NoPublisher):
     ) -> PolicyVersion:
         """Make the weights of `step`, which began with version `base`, live, however long vLLM is away.
 
-        The version is verified, unless it replaces the only server's merged weights: `settle` has that done.
+        The version is verified, unless it replaces the only server's merged weights: `verify_live` has that done.
         Raises Superseded if another version was made live; PublishError, with `base` live again, if vLLM does not serve
         the weights; Stopped if `stop` is set meanwhile; VllmFault, and the version is abandoned, if vLLM is there but
         meets an error of its own `FAULTS` times; TrainingUnavailable, and the version is forgotten.
         """
-        await self.beside.before_publishing(stop)
+        await self.background.before_publishing(stop)
         work = partial(self._publish, step, samples, metrics, base, stop)
         return await self._until_done(f"publishing step {step}", work, stop)
 
@@ -195,9 +195,9 @@ class Publisher(NoPublisher):
         self.measured = {}
         try:
             if self._swap.mode == "lora":
-                await self._beside(version, samples, base, stop)
+                await self._add(version, samples, base, stop)
             elif len(await self._swap.vllm.reachable()) > 1:
-                await self._rolling(version, samples, base, stop)
+                await self._roll(version, samples, base, stop)
             else:
                 await self._swap.activate(version, version.step, expected=base)
                 self._unverified = self._new(version, samples)
@@ -208,20 +208,20 @@ class Publisher(NoPublisher):
         self.measured = self._verifier.measured
         return await self._store.versions.get(version.version)
 
-    async def _beside(self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event) -> None:
+    async def _add(self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event) -> None:
         """Load adapters beside the live ones: they are verified, then live."""
         await self._swap.unload(version)  # adapters of this name from another store, perhaps
         await self._verifier.load_and_verify(version, samples, stop)
         await self._swap.activate(version, version.step, expected=base, verified=True)
 
-    async def _rolling(self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event) -> None:
+    async def _roll(self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event) -> None:
         """Replace the merged weights of one server after another: they are verified there, then live."""
         roll = partial(self._swap.roll, version, version.step, base)
         await self._verifier.give_checked(version, samples, roll, stop)
 
     # Verifying what is live -----------------------------------------------------------------------------------------
 
-    async def settle(
+    async def verify_live(
         self, base: int, samples_of: SamplesOf, stop: asyncio.Event, *, idle: bool = False
     ) -> Mapping[str, Any]:
         live = await self._store.versions.live()

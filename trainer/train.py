@@ -65,7 +65,7 @@ async def _train(
 ) -> None:
     config, store, engine = core.config, core.store, core.engine
     publisher = hooks.publisher or Publisher(config.policy, store, swap, engine)
-    publisher.beside = hooks.beside or publisher.beside
+    publisher.background = hooks.background or publisher.background
     if hooks.tune is not None:
         await hooks.tune(publisher, stop, hooks.sift)
         return
@@ -75,9 +75,9 @@ async def _train(
 
     async def steps() -> None:
         await loop.run(stop, once=core.run.once)
-        await publisher.beside.finish(stop)
+        await publisher.background.finish(stop)
 
-    await all_of([steps(), publisher.beside.run()])
+    await all_of([steps(), publisher.background.run()])
 
 
 def follow(config: Config) -> None:

@@ -227,8 +227,8 @@ class Guide(Protocol):
         """Return the batch with its guidance in the samples. Raise GuideError if it cannot answer now."""
 
 
-class BesideSteps:
-    """What a feature does beside the steps of a run. A method that is not overridden does nothing."""
+class BackgroundWork:
+    """What a feature does while steps are taken. A method that is not overridden does nothing."""
 
     async def run(self) -> None:
         """Work until `finish` has returned."""

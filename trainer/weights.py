@@ -72,7 +72,7 @@ class Trained(ABC):
     def parameters(self, *names: str) -> list[nn.Parameter]:
         """Return the parameters of these sets, by default of all."""
 
-    def set_aside(self, name: str) -> list[nn.Parameter]:
+    def undoable(self, name: str) -> list[nn.Parameter]:
         """Return the parameters whose gradients a pass sets aside, to undo it if memory runs out; may be none."""
         return self.parameters(name)
 
@@ -295,7 +295,7 @@ class FullModel(Trained):
     def parameters(self, *names: str) -> list[nn.Parameter]:
         return list(self.model.parameters())
 
-    def set_aside(self, name: str) -> list[nn.Parameter]:
+    def undoable(self, name: str) -> list[nn.Parameter]:
         """Return none: the gradients of all weights are not kept twice."""
         return []
 

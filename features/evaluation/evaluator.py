@@ -23,7 +23,7 @@ from ...core.records import PolicyVersion
 from ...core.statistics import bootstrap_mean
 from ...store.store import Store
 from ...trainer.plugins import TrainerCore
-from ...trainer.types import BesideSteps
+from ...trainer.types import BackgroundWork
 from ...trainer.waiting import Stopped, pause
 from .config import EvaluationConfig
 from .evaluations import Evaluations, HeldOut
@@ -45,7 +45,7 @@ class Owed(NamedTuple):
     step: int
 
 
-class BestVersion(BesideSteps):
+class BestVersion(BackgroundWork):
     """Knows the best version, whoever evaluated it."""
 
     def __init__(self, store: Store) -> None:

@@ -37,9 +37,9 @@ class EvaluatingPlugin(TrainerPlugin):
             yield TrainerHooks()
             return
         evaluates = core.config.section(EvaluationConfig).tasks is not None
-        beside = Evaluator(core) if evaluates else BestVersion(core.store)
-        yield TrainerHooks(beside=beside)
-        if (best := await beside.evaluations.best()) is not None:
+        background = Evaluator(core) if evaluates else BestVersion(core.store)
+        yield TrainerHooks(background=background)
+        if (best := await background.evaluations.best()) is not None:
             log.info("the best is %s; `lightning-proxy policy promote best` makes it live", best.story)
 
 

@@ -77,7 +77,7 @@ class TuningRun(Generic[T]):
         await self._loop.resume(stop)
         if self._publisher.publishes:
             await self._go_on_from_what_is_live()
-            await self._loop.settle()
+            await self._loop.verify_live()
         last = await self._store.steps.last()
         directory = self._runs / str(last.step if last else 0)
         if self._forget_other_runs(directory) and last is not None and last.metrics.get("method") == self._method:
@@ -112,7 +112,7 @@ class TuningRun(Generic[T]):
         step = await self._store.steps.claim((), self._loop.base)
         self._trainer.adopt(step)
         await self._loop.conclude(Batch(step, lessons.samples, ()), metrics)
-        await self._loop.settle()
+        await self._loop.verify_live()
         if "publish_s" in metrics:  # not stopped before
             shutil.rmtree(directory, ignore_errors=True)
 

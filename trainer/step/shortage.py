@@ -29,13 +29,13 @@ def make_what_fits(
     todo, done = list(passes)[::-1], list[Pass]()
     while todo and metrics.fault is None:
         one, tried = todo.pop(), replace(metrics)
-        aside = trained.set_aside(one.micro_batch.adapter)
-        if fits(partial(make, one, tried), aside):
+        undoable = trained.undoable(one.micro_batch.adapter)
+        if fits(partial(make, one, tried), undoable):
             metrics = tried
             done.append(one)
             continue
         todo += [Pass(half, one.counts) for half in smaller(one.micro_batch, metrics)]
-        if not aside:
+        if not undoable:
             for parameter in trained.parameters():
                 parameter.grad = None
             todo, done, metrics = todo + done, [], metrics.begun_anew()

@@ -218,7 +218,7 @@ class LearnSteps:
         try:
             async with asyncio.timeout(PUBLISH_S):
                 await self.loop.conclude(batch, metrics)
-                metrics |= await self.loop.settle()
+                metrics |= await self.loop.verify_live()
         except TimeoutError:
             self.tell(failed(name, f"they are not live after {PUBLISH_S:.0f} s", fix))
         except LightningError as error:

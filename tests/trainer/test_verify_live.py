@@ -105,9 +105,9 @@ async def test_no_answer_is_scored_twice_while_answers_do_not_tell(
             for more in (0, 8, 16):  # and 8 that are there
                 for _ in range(more):
                     await b.sampled("t3", version=1)
-                assert not await loop.settle(idle=True)
+                assert not await loop.verify_live(idle=True)
         assert sum(scored) == 24, "8 at first, then 16 a look"
-        assert await loop.settle(), "vLLM is asked"
+        assert await loop.verify_live(), "vLLM is asked"
         await require_seen_clearly(b.store, 1)
 
 
@@ -132,10 +132,10 @@ async def test_vllm_is_not_asked_while_agents_still_answer(
         for _ in range(3):
             await b.sampled("t3", version=1)
             now[0] += 4.0
-            assert not await loop.settle(idle=True)
+            assert not await loop.verify_live(idle=True)
         now[0] += 6.0
         with pytest.raises(AssertionError, match="vLLM was asked"):
-            await loop.settle(idle=True)
+            await loop.verify_live(idle=True)
 
 
 async def test_a_version_made_live_by_hand_while_the_old_one_is_verified_stays_live(
