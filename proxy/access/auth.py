@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from ...core.config.server import LimitsConfig, ProxyConfig
+from ...core.config.server import ProxyConfig
 from ...core.errors import Forbidden, NotFound, StoreUnavailable, Unauthorized
 from ...core.http import foreign
 from ...core.records import Limits, RolloutName, Sender
@@ -120,7 +120,8 @@ class Keys:
 
     def __init__(self, config: ProxyConfig, store: Store) -> None:
         self._store = store
-        self._default = _limits(config.limits)
+        limits = config.limits
+        self._default = Limits(limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent)
         # Keys are looked up by a keyed digest, so the time of a look-up reveals nothing about them.
         self._salt = secrets.token_bytes(32)
         self._configured = self._of_config(config.api_keys, "proxy.api_keys", is_admin=False)
@@ -227,10 +228,6 @@ def _keys(headers: Mapping[str, str]) -> list[str]:
     bearer = headers.get("authorization", "")
     found = [bearer[7:].strip()] if bearer[:7].lower() == "bearer " else []
     return found + [headers[name] for name in ("x-api-key", "api-key") if name in headers]
-
-
-def _limits(config: LimitsConfig) -> Limits:
-    return Limits(config.requests_per_minute, config.tokens_per_minute, config.concurrent)
 
 
 def _limiter(limits: Limits) -> Limiter | None:

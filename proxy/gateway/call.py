@@ -186,7 +186,7 @@ class CallUnderWay:
         # No method of this object: it would keep the call, with its request, until Python looks for cycles.
         self.attempts = Attempts(gateway.upstreams, route, partial(_target, self._request, question, decision, route))
         self._start = CallStart(
-            call_id=new_call_id(),
+            call_id=f"{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}",  # ids sort by time
             rollout=rollout,
             endpoint=question.endpoint,
             model=model_of(self.attempts.target.sent),
@@ -460,8 +460,3 @@ def _target(
     if (chat := decision.chat) and (chat.continues or (route is first and not plain)):
         return chat_target(request, chat, route, plain)
     return target_of(request, question.body, question.dialect, route, plain)
-
-
-def new_call_id() -> str:
-    """Return a new call id. Ids sort by time, to the millisecond."""
-    return f"{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}"

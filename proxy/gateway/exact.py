@@ -133,7 +133,8 @@ class ExactCall:
             return await open_upstream(self._upstream, request)
         try:
             prompt, rendered = await self._exact_prompt(request)
-            answer = await open_upstream(self._upstream, _with_prompt(request, prompt))
+            added = orjson.dumps({"kv_transfer_params": {"prompt_token_ids": prompt}})  # instead of rendering
+            answer = await open_upstream(self._upstream, request.with_members(added))
             if answer.status in (400, 422):  # whatever is wrong, the agent shall see vLLM's answer to its own request
                 answer.release()
                 raise AsText("refused")
@@ -291,12 +292,6 @@ def _sharing(turn: TokenTurn, known: Sequence[TokenTurn]) -> TokenTurn:
     before = max((t.messages for t in known), key=lambda m: common_prefix(turn.messages, m), default=[])
     same = common_prefix(turn.messages, before)
     return replace(turn, messages=before[:same] + turn.messages[same:])
-
-
-def _with_prompt(request: Request, prompt: list[int]) -> Request:
-    """The same bytes with the tokens added, which vLLM takes instead of rendering the messages."""
-    added = orjson.dumps({"kv_transfer_params": {"prompt_token_ids": prompt}})
-    return request.with_members(added)
 
 
 class AsText(Exception):

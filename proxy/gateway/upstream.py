@@ -356,11 +356,9 @@ def in_order(upstream: UpstreamConfig, health: Health, rollout_id: str, servers:
         return upstream.urls
     allowed = servers or upstream.urls
     up = [url for url in allowed if not health.problems.get((upstream.name, url))]
-    return sorted(up or allowed, key=lambda url: _weight(url, rollout_id), reverse=True)
-
-
-def _weight(url: str, rollout_id: str) -> bytes:
-    return blake2b(f"{url} {rollout_id}".encode(), digest_size=8).digest()
+    return sorted(
+        up or allowed, key=lambda url: blake2b(f"{url} {rollout_id}".encode(), digest_size=8).digest(), reverse=True
+    )
 
 
 class HttpAnswer:
