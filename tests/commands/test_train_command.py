@@ -49,7 +49,8 @@ def test_a_judge_without_litellm_is_refused_before_anything_starts(
 ) -> None:
     settings = {
         "policy": {"model": str(save_small_model(tmp_path / "model"))},
-        "trainer": {"credit": "judge", "judge": {"model": "openai/m"}},
+        "trainer": {"credit": "judge"},
+        "judge": {"calls": {"model": "openai/m"}},
     }
     monkeypatch.setattr(upstream.importlib.util, "find_spec", lambda name: None if name == "litellm" else ...)
     with pytest.raises(ConfigError, match=r"judge.calls needs litellm: pip install 'lightning-proxy\[providers\]'"):

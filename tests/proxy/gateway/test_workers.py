@@ -135,7 +135,7 @@ async def test_after_the_supervisor_was_killed_under_load_the_next_serve_gets_it
 def test_workers_that_cannot_start_end_the_proxy_with_an_error(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     settings = {"proxy": {"workers": 2, "port": 0}, "store": {"url": f"sqlite:///{tmp_path}/store.db"}}
-    config.write_text(yaml.safe_dump(settings | {"telemetry": {"otlp_endpoint": "http://127.0.0.1:9"}}))
+    config.write_text(yaml.safe_dump(settings | {"otel": {"otlp_endpoint": "http://127.0.0.1:9"}}))
     command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(config), "serve"]
     broken = os.environ | {"OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "99999"}  # larger than the queue
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=broken)
