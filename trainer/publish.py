@@ -195,9 +195,12 @@ class Publisher(NoPublisher):
         self.measured = {}
         try:
             if self._swap.mode == "lora":
-                await self._add(version, samples, base, stop)
-            elif len(await self._swap.vllm.reachable()) > 1:
-                await self._roll(version, samples, base, stop)
+                await self._swap.unload(version)  # adapters of this name from another store, perhaps
+                await self._verifier.load_and_verify(version, samples, stop)
+                await self._swap.activate(version, version.step, expected=base, verified=True)
+            elif len(await self._swap.vllm.reachable()) > 1:  # one server after another: verified there, then live
+                roll = partial(self._swap.roll, version, version.step, base)
+                await self._verifier.give_checked(version, samples, roll, stop)
             else:
                 await self._swap.activate(version, version.step, expected=base)
                 self._unverified = self._new(version, samples)
@@ -207,17 +210,6 @@ class Publisher(NoPublisher):
             raise
         self.measured = self._verifier.measured
         return await self._store.versions.get(version.version)
-
-    async def _add(self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event) -> None:
-        """Load adapters beside the live ones: they are verified, then live."""
-        await self._swap.unload(version)  # adapters of this name from another store, perhaps
-        await self._verifier.load_and_verify(version, samples, stop)
-        await self._swap.activate(version, version.step, expected=base, verified=True)
-
-    async def _roll(self, version: PolicyVersion, samples: Sequence[Sample], base: int, stop: asyncio.Event) -> None:
-        """Replace the merged weights of one server after another: they are verified there, then live."""
-        roll = partial(self._swap.roll, version, version.step, base)
-        await self._verifier.give_checked(version, samples, roll, stop)
 
     # Verifying what is live -----------------------------------------------------------------------------------------
 

@@ -471,15 +471,11 @@ def _write_atomically(
         return
     with atomic_directory(directory) as temporary:
         _write_model(model, state, tokenizer, temporary)
-        if dtype is not None:
-            _note_dtype(temporary / "config.json", dtype)
+        if dtype is not None:  # transformers writes the dtype of the model in memory
+            config = temporary / "config.json"
+            about = json.loads(config.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+            config.write_text(json.dumps(about, indent=2) + "\n")
         (temporary / MARKER).touch()
-
-
-def _note_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Write which dtype the weights are in: transformers writes that of the model in memory."""
-    about = json.loads(config.read_text())
-    config.write_text(json.dumps(about | {"dtype": str(dtype).removeprefix("torch.")}, indent=2) + "\n")
 
 
 def _write_model(

@@ -32,7 +32,7 @@ def sampling_of(parameters: Json) -> Sampling | None:
     grammar is not read here: vLLM makes it of more than one field.
     """
     grammar = parameters.get("structured_outputs")
-    allowed = parameters.get("allowed_token_ids")
+    allowed, biases = parameters.get("allowed_token_ids"), parameters.get("logit_bias") or {}
     try:
         return Sampling(
             temperature=_temperature(parameters),
@@ -41,7 +41,7 @@ def sampling_of(parameters: Json) -> Sampling | None:
             min_tokens=int(parameters.get("min_tokens") or 0),
             stop_tokens=tuple(sorted(map(int, parameters.get("stop_token_ids") or ()))),
             # vLLM bounds a bias to what OpenAI's API allows.
-            bias=tuple(sorted((int(k), _bounded(float(v))) for k, v in (parameters.get("logit_bias") or {}).items())),
+            bias=tuple(sorted((int(k), min(100.0, max(-100.0, float(v)))) for k, v in biases.items())),
             repetition_penalty=_number(parameters, "repetition_penalty", 1.0),
             frequency_penalty=_number(parameters, "frequency_penalty", 0.0),
             presence_penalty=_number(parameters, "presence_penalty", 0.0),
@@ -62,10 +62,6 @@ def _temperature(parameters: Json) -> float:
 def _number(parameters: Json, name: str, neutral: float) -> float:
     value = parameters.get(name)
     return neutral if value is None else float(value)
-
-
-def _bounded(bias: float) -> float:
-    return min(100.0, max(-100.0, bias))
 
 
 def is_installed() -> bool:

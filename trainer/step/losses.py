@@ -252,8 +252,8 @@ def add_guidance(
     guide spoke; and `guide_gap`, the clipped difference there. All are (A, L).
     """
     there = inputs["completion_mask"].bool()
-    said = [s.guidance.logprobs if s.guidance else (math.nan,) * len(s.mask) for s in samples]
-    guide = answers.take(padded(said, there.device))
+    scores = [s.guidance.logprobs if s.guidance else (math.nan,) * len(s.mask) for s in samples]
+    guide = answers.take(padded(scores, there.device))
     weights = torch.tensor([s.guidance.weight if s.guidance else 0.0 for s in samples], device=there.device)
     inputs["guided"] = ~guide.isnan() & there
     inputs["guide_gap"] = (guide - logprobs.detach()).clamp(-limit, limit).where(inputs["guided"], 0.0)

@@ -351,7 +351,15 @@ class LightningTrainer(GRPOTrainer):
     @on_every_shard
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, scheduler, random state and step; `directory` appears atomically."""
-        state = state_of(self)
+        state = {
+            "step": self.state.global_step,
+            "adapters": self.weight_sets.all_weights(),
+            "optimizer": self.weight_sets.optimizer_state(self.optimizer),
+            "scheduler": self.lr_scheduler.state_dict(),
+            "entropy": self.entropy.state(),
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state_all(),
+        }
         if self.processes.rank == 0:
             with atomic_directory(directory) as temporary:
                 torch.save(state, temporary / STATE_FILE)
@@ -379,7 +387,26 @@ class LightningTrainer(GRPOTrainer):
 
     @on_every_process
     def _restore(self, state: State, rate: float) -> None:
-        restore(self, self._read or state, rate)
+        """Take the state and the rate; without the optimizer's state, its moments and the schedule begin anew."""
+        state = self._read or state
+        self.weight_sets.set(state["adapters"])
+        if "optimizer" in state:
+            self.weight_sets.load_optimizer_state(self.optimizer, state["optimizer"])
+            self.lr_scheduler.load_state_dict(state["scheduler"])
+        else:
+            self.optimizer.state.clear()
+            self.lr_scheduler.last_epoch = 0
+        self._set_learning_rate(rate)
+        self.entropy.load(state.get("entropy", {}))
+        _set_random_state(state)
+        self.state.global_step = state["step"]
+
+    def _set_learning_rate(self, rate: float) -> None:
+        rates = [rate] * len(self.optimizer.param_groups)
+        self.lr_scheduler.base_lrs = rates
+        for group, factor in zip(self.optimizer.param_groups, self.lr_scheduler.lr_lambdas, strict=True):
+            group["initial_lr"] = rate
+            group["lr"] = rate * factor(self.lr_scheduler.last_epoch)
 
     @on_every_shard
     def save_weights(self, directory: Path, *, merged: bool) -> None:
@@ -393,34 +420,6 @@ class LightningTrainer(GRPOTrainer):
     def close(self) -> None:
         """Let the trackers finish their files."""
         self.trackers.close()
-
-
-def state_of(trainer: LightningTrainer) -> State:
-    """Return the state from which a trainer can resume exactly here."""
-    return {
-        "step": trainer.state.global_step,
-        "adapters": trainer.weight_sets.all_weights(),
-        "optimizer": trainer.weight_sets.optimizer_state(trainer.optimizer),
-        "scheduler": trainer.lr_scheduler.state_dict(),
-        "entropy": trainer.entropy.state(),
-        "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state_all(),
-    }
-
-
-def restore(trainer: LightningTrainer, state: State, rate: float) -> None:
-    """Give a trainer the state and the rate; without the optimizer's state, its moments and the schedule begin anew."""
-    trainer.weight_sets.set(state["adapters"])
-    if "optimizer" in state:
-        trainer.weight_sets.load_optimizer_state(trainer.optimizer, state["optimizer"])
-        trainer.lr_scheduler.load_state_dict(state["scheduler"])
-    else:
-        trainer.optimizer.state.clear()
-        trainer.lr_scheduler.last_epoch = 0
-    _set_learning_rate(trainer, rate)
-    trainer.entropy.load(state.get("entropy", {}))
-    _set_random_state(state)
-    trainer.state.global_step = state["step"]
 
 
 def without_values(state: State) -> State:
@@ -442,12 +441,3 @@ def _set_random_state(state: State) -> None:
     torch.set_rng_state(state["rng"])
     for device, rng in zip(range(torch.cuda.device_count()), state.get("cuda_rng", ()), strict=False):
         torch.cuda.set_rng_state(rng, device)
-
-
-def _set_learning_rate(trainer: LightningTrainer, rate: float) -> None:
-    optimizer, schedule = trainer.optimizer, trainer.lr_scheduler
-    rates = [rate] * len(optimizer.param_groups)
-    schedule.base_lrs = rates
-    for group, rate, factor in zip(optimizer.param_groups, rates, schedule.lr_lambdas, strict=True):
-        group["initial_lr"] = rate
-        group["lr"] = rate * factor(schedule.last_epoch)
