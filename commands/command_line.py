@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ..core.on_board import modules
+from ..core.features import modules
 
 if TYPE_CHECKING:
     from ..core.config.root import Config

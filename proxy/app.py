@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
@@ -46,8 +46,8 @@ from .gateway.routing import ModelCheck, PolicyRouter, Prober, Watch
 from .gateway.through_chat import ChatRoute
 from .gateway.unnamed import UnnamedRollouts
 from .gateway.upstream import make_session
-from .plugins.hooks import Core, ProxyPlugin, Work
-from .plugins.on_board import makers_of, open_plugins, plugins_of
+from .hooks import Core, ProxyPlugin, Work
+from .plugins.opening import makers_of, open_plugins, plugins_of, with_fields
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
@@ -59,7 +59,8 @@ def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
     control = control_api(partial(open_parts, config, plugins, heard_by))
     for routers in (CORE, *(plugin.routers for plugin in plugins)):
         add_routes(control, *routers)
-    control.openapi = partial(rewards.with_range, control.openapi, config.rewards)  # type: ignore[method-assign]
+    document = partial(rewards.with_range, control.openapi, config.rewards)
+    control.openapi = cache(partial(with_fields, document, plugins))  # type: ignore[method-assign]
     return Dispatch(control)
 
 
@@ -139,7 +140,7 @@ async def open_parts(
         parts = Parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
             pins=pins, keys=keys, metrics=metrics, redactor=redactor, bodies=bodies, reads=Turns(), exact=exact,
-            relay=Relay(config, keys, gateway, bodies), beside=[one.beside(config, store) for one in plugins],
+            relay=Relay(config, keys, gateway, bodies), plugins=plugins,
             model_check=ModelCheck(config, store, swap), health=upstreams.health, reach=Reach(session),
             also_forget=plugged.on_deleted,
         )  # fmt: skip

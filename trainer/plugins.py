@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..core.config.root import Config
 from ..core.errors import ConfigError
-from ..core.on_board import modules
+from ..core.features import modules
 from ..serving.swap import Swap
 from ..store.store import Store
 from ..store.training import Step

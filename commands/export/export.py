@@ -17,8 +17,8 @@ from rich.console import Console
 from ...core.config.root import Config
 from ...core.config.server import StoreConfig
 from ...core.errors import ConfigError, LightningError, NotFound
+from ...core.features import modules
 from ...core.json_text import dumps
-from ...core.on_board import modules
 from ...core.records import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
 from ...proxy.api.views import beside_calls, record_view, transitions
 from ...store.opening import opened

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from typing import ClassVar, TypeVar
 
-from ..on_board import modules
+from ..features import modules
 from .section import Section
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...proxy.plugins.hooks import ProxyPlugin
+from ...proxy.hooks import ProxyPlugin
 from . import events
 
 

@@ -8,8 +8,7 @@ from pydantic import BaseModel
 from ...proxy.api.answers import ERRORS, answers
 from ...proxy.api.bodies import Finite
 from ...proxy.api.requests import AgentRoute, Limit, caller_of, large_response, parts_for_all
-from .beside import CostsBeside
-from .table import By
+from .table import By, CostTable
 
 router = APIRouter(tags=["costs"], responses=ERRORS, route_class=AgentRoute)
 
@@ -51,8 +50,7 @@ async def get_costs(request: Request, by: By = "day", since: Finite = 0.0, limit
     `since` is Unix time. A key that sees only its own rollouts gets the costs of these.
     """
     p = await parts_for_all(request)
-    table = next(one.table for one in p.beside if isinstance(one, CostsBeside))
-    costs = await table.newest(by, since, caller_of(request).sight.key_id)
+    costs = await CostTable(p.store.database, p.config).newest(by, since, caller_of(request).sight.key_id)
     parts = sorted(costs.parts.items(), key=lambda part: (part[1].usd, part[1].used.input), reverse=True)
     if by == "day":
         parts.sort(key=lambda part: part[0] or "", reverse=True)

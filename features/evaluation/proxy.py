@@ -2,14 +2,88 @@
 
 from __future__ import annotations
 
-from ...proxy.plugins.hooks import ProxyPlugin
-from .beside import EvaluationBeside
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Literal
+
+from prometheus_client import Gauge
+from pydantic import BaseModel
+
+from ...proxy.api.answers import Policy, VersionSeen
+from ...proxy.gateway.metrics import Metrics
+from ...proxy.hooks import Fields, ProxyPlugin
+from ...store.store import Store
+from .evaluations import Best, Evaluations, HeldOut
+
+
+class BestSeen(BaseModel):
+    """The best version. `judged`: by held-out rollouts, or by those of training. `story` says it to people."""
+
+    version: int
+    judged: Literal["evaluation", "reward"]
+    reward: float
+    low: float | None
+    high: float | None
+    story: str
+
+
+class PolicyEvaluation(BaseModel):
+    """`best`: the best version; `evaluation`: the one that began last."""
+
+    best: BestSeen | None
+    evaluation: HeldOut | None
+
+
+class VersionEvaluation(BaseModel):
+    """`evaluation`: on held-out tasks; null without one. `best`: it is the best that can be served."""
+
+    evaluation: HeldOut | None
+    best: bool
 
 
 class EvaluationPlugin(ProxyPlugin):
-    """Shows evaluations and the best version beside policy versions."""
+    """Shows evaluations and the best version to who sees everybody's rollouts."""
 
-    beside = EvaluationBeside
+    fields = ((Policy, PolicyEvaluation), (VersionSeen, VersionEvaluation))
+    _best: Gauge | None = None
+
+    async def policy_fields(self, store: Store, key_id: str | None) -> Fields:
+        best, last = await _found(store) if key_id is None else (None, None)
+        return {
+            "best": None if best is None else asdict(best) | {"story": best.story},
+            "evaluation": None if last is None else asdict(last),
+        }
+
+    async def version_fields(self, store: Store, key_id: str | None) -> Callable[[int], Fields]:
+        if key_id is not None:
+            return lambda _: {"best": False, "evaluation": None}
+        evaluations = Evaluations(store)
+        best, seen = await evaluations.best(), await evaluations.with_rewards([*(await evaluations.all()).values()])
+        found = {one.version: one for one in seen}
+
+        def fields(version: int) -> Fields:
+            one = found.get(version)
+            is_best = best is not None and best.version == version
+            return {"best": is_best, "evaluation": None if one is None else asdict(one)}
+
+        return fields
+
+    async def measure(self, store: Store, metrics: Metrics) -> None:
+        if self._best is None:
+            self._best = metrics.gauge("best_version", "The best policy version; -1 while none is known")
+            self._held_out = metrics.gauge("evaluation", "The last evaluation on held-out tasks", "metric")
+        best, last = await _found(store)
+        self._best.set(-1 if best is None else best.version)
+        if last is not None and last.reward is not None:
+            for name in ("version", "step", "reward", "low", "high"):
+                self._held_out.labels(name).set(getattr(last, name))
+
+
+async def _found(store: Store) -> tuple[Best | None, HeldOut | None]:
+    """The best version, and the evaluation beside training that began last."""
+    evaluations = Evaluations(store)
+    best, last = await evaluations.best(), await evaluations.last()
+    return best, None if last is None else (await evaluations.with_rewards([last]))[0]
 
 
 plugin = EvaluationPlugin

@@ -7,23 +7,45 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
+from pydantic import BaseModel
+
 from ...core.prices import Prices
-from ...proxy.plugins.hooks import Core, Hooks, ProxyPlugin
+from ...proxy.api.answers import Policy, Status
+from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
+from ...store.store import Store
 from . import rating, routes
-from .beside import RewardersBeside
 from .config import JudgeConfig
 from .kinds import check, made, readers
 from .scoring import Scorer
-from .table import StoredAnswers
+from .table import StoredAnswers, last_check, spent_by_each
 
 log = logging.getLogger(__name__)
+
+
+class PolicyWarnings(BaseModel):
+    """`warnings`: what to know of rewarders that train, and that nobody has found to agree with people."""
+
+    warnings: list[str]
+
+
+class Spent(BaseModel):
+    name: str
+    tokens: int
+    usd: float
+
+
+class StatusSpent(BaseModel):
+    """`spent`: what the models of each rewarder have used and cost so far."""
+
+    spent: list[Spent]
 
 
 class RewardersPlugin(ProxyPlugin):
     """Asks `rewards.function` and `judge.use` about completed rollouts."""
 
     routers = (routes.router, rating.router)
-    beside = RewardersBeside
+    fields = ((Policy, PolicyWarnings), (Status, StatusSpent))
+    _sources: dict[str, str] | None = None  # of those that train, by what `rewards check` calls them
 
     async def check(self) -> None:
         await check(self.config)
@@ -42,6 +64,21 @@ class RewardersPlugin(ProxyPlugin):
             yield Hooks(work=(Scorer(self.config, core.store, rewarders, core.metrics.rewards.inc).run,))
         else:
             yield Hooks()
+
+    async def status_fields(self, store: Store, key_id: str | None) -> Fields:
+        return {"spent": [] if key_id is not None else await spent_by_each(store.database)}
+
+    async def policy_fields(self, store: Store, key_id: str | None) -> Fields:
+        if self._sources is None:
+            weights = self.config.trainer.reward_weights
+            rewarders = self.config.section(JudgeConfig).rewarders(self.config.rewards)
+            self._sources = {
+                routes.called(self.config, name, one): await routes.source(self.config, name, one)
+                for name, one in rewarders
+                if weights.get(name) and one.judges
+            }
+        found = {kind: await last_check(store.database, by) for kind, by in self._sources.items()}
+        return {"warnings": [line for kind, check in found.items() if (line := routes.warning(kind, check))]}
 
 
 plugin = RewardersPlugin

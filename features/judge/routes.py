@@ -7,12 +7,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
+from ...core.config.root import Config
 from ...proxy.api.answers import ERRORS, answers
 from ...proxy.api.requests import AgentRoute, Parts, caller_of, parts_for_all
-from .beside import called, source, warning
 from .config import JudgeConfig, RewarderConfig
+from .kinds import made
 from .rewarder import Away
-from .table import labels, last_check, spent_by_each, wait_for
+from .table import ENOUGH, Checked, KeptAnswers, labels, last_check, spent_by_each, wait_for
 
 router = APIRouter(tags=["rewards"], responses=ERRORS, route_class=AgentRoute)
 
@@ -113,3 +114,30 @@ async def _seen(p: Parts, name: str, one: RewarderConfig, spent: dict[str, Any],
         return view | {"away": str(error)}
     about = None if check is None else {part: getattr(check, part) for part in CheckSeen.model_fields}
     return view | {"check": about, "warning": warning(who, check) if weight else None}
+
+
+def called(config: Config, name: str, one: RewarderConfig) -> str:
+    """Return what commands call a rewarder: its kind, or its name where there are several of the kind."""
+    kinds = [other.kind for _, other in config.section(JudgeConfig).rewarders(config.rewards)]
+    return one.kind if kinds.count(one.kind) == 1 else name
+
+
+async def source(config: Config, name: str, one: RewarderConfig) -> str:
+    """Return the `source` that a rewarder's checks are kept by."""
+    return await made(name, one, config, KeptAnswers(name, one, config.section(JudgeConfig).budget)).source()
+
+
+def warning(kind: str, check: Checked | None) -> str | None:
+    """Return what to know of a rewarder that trains; None if it was found to agree with people."""
+    if check is None or check.labels < ENOUGH:
+        why = "nobody checked it" if check is None else f"was checked with {check.labels} labels"
+        return (
+            f"{kind} trains, and {why}: label {ENOUGH} rollouts (`lightning-proxy rollouts rate`),"
+            f" then run `lightning-proxy rewards check {kind}`"
+        )
+    if check.low <= 0.5:
+        return (
+            f"{kind} trains, and its order may be chance: {check.alike:.2f} of pairs are as labels say"
+            f" (`lightning-proxy rewards try {kind} ID` shows what it gives)"
+        )
+    return None

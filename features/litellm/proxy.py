@@ -8,7 +8,7 @@ from typing import ClassVar
 from ...core.config.upstreams import UpstreamConfig
 from ...core.prices import require_litellm
 from ...proxy.gateway.upstream import Upstream
-from ...proxy.plugins.hooks import ProxyPlugin
+from ...proxy.hooks import ProxyPlugin
 from .upstream import LitellmUpstream
 
 

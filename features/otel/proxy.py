@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ...core.config.root import Config
-from ...proxy.plugins.hooks import Core, Hooks, ProxyPlugin
+from ...proxy.hooks import Core, Hooks, ProxyPlugin
 from . import receive
 from .config import OtelConfig
 from .export import Telemetry, require_sdk

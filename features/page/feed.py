@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from time import monotonic
 from typing import Annotated, Any, Literal
 
@@ -18,7 +17,6 @@ from ...core.errors import InvalidRequest, LightningError
 from ...core.json_text import dumps, loads_rounded
 from ...proxy.access.sight import Sight
 from ...proxy.api.answers import ERRORS
-from ...proxy.api.beside import Beside
 from ...proxy.api.bodies import Cursor
 from ...proxy.api.requests import AgentRoute, parts, parts_for_all
 from ...proxy.gateway.asgi import read_headers
@@ -82,13 +80,22 @@ async def feed(
     longer kept: look at everything again. Of events about one thing that come at once, only the last is sent.
     """
     p = await parts_for_all(request)
-    looks = next(one.looks for one in p.beside if isinstance(one, FeedBeside))
+    looks = _looks(request, p.store.database)
     # A browser sends an empty Last-Event-ID before the first.
     given = [_number(one) for one in (cursor, last_event_id or None) if one is not None]
     newest = await looks.events.newest()  # first: it is what numbers and forgets events in PostgreSQL
     nothing_missed = not given or await looks.events.knows(given[0])
     frames = _frames(request, looks, given[0] if given and nothing_missed else newest, nothing_missed)
     return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
+
+
+def _looks(request: Request, database: Database) -> Looks:
+    """The one look at the store for all feeds."""
+    state = request.app.state
+    if not hasattr(state, "looks"):
+        state.looks = Looks(database)
+    looks: Looks = state.looks
+    return looks
 
 
 def _number(cursor: str) -> int:
@@ -198,20 +205,12 @@ class Looks:
         self._woken = asyncio.Event()
 
 
-class FeedBeside(Beside):
-    """The one look at the store for all feeds."""
-
-    @cached_property
-    def looks(self) -> Looks:
-        return Looks(self.store.database)
-
-
 def _is_seen(one: Happened, sight: Sight) -> bool:
     return not sight.own or one.kind in ("step", "version") or one.key_id == sight.key_id
 
 
 def _frame(one: Happened, sight: Sight) -> bytes:
-    data = sight.of("step event", one.data) if one.kind == "step" else one.data
+    data = one.data | {"reward": None} if sight.own and one.kind == "step" else one.data
     return b"id: %d\nevent: %s\ndata: %s\n\n" % (one.n, one.kind.encode(), dumps(data).encode())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...proxy.plugins.hooks import ProxyPlugin
+from ...proxy.hooks import ProxyPlugin
 from . import feed, page, texts
 
 
@@ -10,7 +10,6 @@ class PagePlugin(ProxyPlugin):
     """Serves the page at `/`, its events at `/feed`, and what was sampled as text."""
 
     routers = (feed.router, page.router, texts.router)
-    beside = feed.FeedBeside
 
 
 plugin = PagePlugin

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from ...core.records import check_id
 from ...proxy.access.auth import Caller
 from ...proxy.api.answers import ERRORS, answers
-from ...proxy.api.bodies import Body, Id, PathId
+from ...proxy.api.bodies import INTEGER, Body, Id, PathId
 from ...proxy.api.requests import (
     AdminRoute,
     AgentRoute,
@@ -24,13 +24,13 @@ from ...proxy.api.requests import (
     parts_for_all,
 )
 from ...proxy.api.views import record_view
-from .fields import Version
 from .table import Kept, Prompt, PromptTable, Role, TriedOut
 
 router = APIRouter(tags=["prompts"], responses=ERRORS, route_class=AgentRoute)
 admins = APIRouter(route_class=AdminRoute)
 
 MOST_CHARACTERS = 1_000_000
+Version = Annotated[int, Field(strict=True, ge=1, lt=2**31), INTEGER]
 
 
 class Match(Body):
@@ -198,7 +198,7 @@ async def _view(p: Parts, prompt: Prompt, version: int, caller: Caller) -> dict[
         rewards = await _table(p).rewards(prompt.name, own=sight.own, key_id=sight.key_id)
         for one in prompt.versions:
             facts = {"live": one.version == prompt.live, "rewards": rewards.get(one.version, {})}
-            views.append(sight.of("prompt version", asdict(one) | facts))
+            views.append(asdict(one) | facts | ({"metrics": {}, "comment": None} if sight.own else {}))
     return {
         "name": prompt.name,
         "match": {"agent": prompt.agent, "role": prompt.role},

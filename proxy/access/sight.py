@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-Kind = Literal["policy", "version", "step", "status", "prompt version", "step event"]
+Kind = Literal["policy", "version", "step", "status"]
 
-# By kind: the fields about everybody's rollouts, and paths, with the values for a caller who sees only its own.
+# By kind: the core's fields about everybody's rollouts, and paths, with the values for a caller who sees only its own.
 OF_ALL: Mapping[Kind, dict[str, Any]] = {
-    "policy": {"last_step": None, "collapse": None, "test": None, "best": None, "evaluation": None},
-    "version": {"path": None, "metrics": {}, "error": None, "promotion": None, "evaluation": None, "best": False},
+    "policy": {"last_step": None, "collapse": None},
+    "version": {"path": None, "metrics": {}, "error": None},
     "step": {"checkpoint": None, "metrics": {}},
     "status": {
         "per_step": None,
@@ -26,8 +26,6 @@ OF_ALL: Mapping[Kind, dict[str, Any]] = {
         "plugins": [],
         "recent": None,
     },
-    "prompt version": {"metrics": {}, "comment": None},
-    "step event": {"reward": None},
 }  # fmt: skip
 
 

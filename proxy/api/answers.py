@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from ...core.extended import extended
 from ...core.records import (
     CallStatus,
     Choice,
@@ -338,6 +337,5 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 def answers(model: Any, status: int = 200) -> dict[int | str, dict[str, Any]]:
-    """Return the value of a route's `responses`, with the fields of side rooms."""
-    is_model = isinstance(model, type) and issubclass(model, BaseModel)
-    return {status: {"model": extended(model, "fields") if is_model else model}}
+    """Return the value of a route's `responses`. Fields of features come to it later, from `ProxyPlugin.fields`."""
+    return {status: {"model": model}}

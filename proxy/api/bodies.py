@@ -57,7 +57,7 @@ def _not_too_many(rewards: Any) -> Any:
 RewardList = Annotated[list[RewardBody], BeforeValidator(_not_too_many)]
 
 
-class RolloutsBody(Body):
+class RolloutsBody(Body, extra="allow", json_schema_extra={"additionalProperties": False}):
     """Opens `n` sibling rollouts of one task. With `n` 0 it only checks that the model can be had.
 
     `policy_version` or `model`: what answers the policy's alias in them, if not the live version. Without

@@ -109,8 +109,8 @@ async def _measure_store(p: Parts) -> None:
         p.metrics.step_ended(last.step, last.metrics)
     for (mode, status), count in (await p.store.rollouts.counts()).items():
         p.metrics.rollouts.labels(mode, status).set(count)
-    for one in p.beside:
-        await one.measure(p.metrics)
+    for plugin in p.plugins:
+        await plugin.measure(p.store, p.metrics)
 
 
 def _measure_disks(p: Parts) -> None:

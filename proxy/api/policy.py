@@ -37,7 +37,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
     And the test of the version that may go live next (docs/promotion.md).
     """
     p, sight = await parts_for_all(request), caller_of(request).sight
-    beside = [await one.of_policy() for one in p.beside]
+    added = [await plugin.policy_fields(p.store, sight.key_id) for plugin in p.plugins]
     live, last, collapse = await p.store.versions.live(), await p.store.steps.last(), await p.store.steps.collapse()
     view = {
         "alias": p.config.policy.alias,
@@ -50,7 +50,7 @@ async def get_policy(request: Request) -> dict[str, Any]:
         "last_step": asdict(last) if last else None,
         "collapse": asdict(collapse) if collapse else None,
     }
-    for fields in beside:
+    for fields in added:
         view |= fields
     return sight.of("policy", view)
 
@@ -63,7 +63,7 @@ async def get_versions(request: Request) -> Response:
     step started from.
     """
     p, sight = await parts_for_all(request), caller_of(request).sight
-    beside = [await one.of_versions() for one in p.beside]
+    added = [await plugin.version_fields(p.store, sight.key_id) for plugin in p.plugins]
     live, versions = (await p.store.versions.live()).version, await p.store.versions.all()
     parents = await p.store.version_report.parents()
     earned = await p.store.version_report.rewards([v.version for v in versions], sight.key_id)
@@ -73,7 +73,7 @@ async def get_versions(request: Request) -> Response:
 
     def view(v: PolicyVersion) -> dict[str, Any]:
         facts: dict[str, Any] = {"rewards": rewards.get(v.version, {}), "parent": parents.get(v.version)}
-        for fields in beside:
+        for fields in added:
             facts |= fields(v.version)
         why_not = obstacle(v, p.mode.mode) or (NO_SERVER if p.swap is None else None)
         return sight.of("version", version_view(v, live, why_not) | facts)

@@ -36,7 +36,7 @@ from ..gateway.metrics import Metrics
 from ..gateway.recorder import Recorder
 from ..gateway.relay import Relay
 from ..gateway.routing import ModelCheck, PolicyRouter, Watch
-from .beside import Beside
+from ..hooks import ProxyPlugin
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
@@ -80,8 +80,8 @@ class Parts:
     model_check: ModelCheck
     health: Health
     reach: Reach
-    beside: Sequence[Beside]  # what side rooms keep beside rollouts and versions
-    also_forget: tuple[Callable[[str], None], ...]  # memories of side rooms
+    plugins: Sequence[ProxyPlugin]
+    also_forget: tuple[Callable[[str], None], ...]  # memories of plugins
 
     def forget(self, rollout_id: str, why: str) -> None:
         """Drop all memory of a rollout that was deleted."""

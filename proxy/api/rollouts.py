@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, ValidationError
 
 from ...core.errors import TooLarge, Unprocessable
-from ...core.extended import extended
 from ...core.http import in_thread_if_large
 from ...core.json_text import dumps
 from ...core.records import Event, Rollout, RolloutName, check_id
@@ -18,8 +19,9 @@ from ...store.keys import hash_key, new_key
 from ...store.reports import Summary
 from ...store.rollouts import RolloutSearch
 from ..gateway.relay import DataPath, name_rollout
+from ..hooks import ProxyPlugin
 from .answers import ERRORS, EventRecorded, Opened, RolloutDetail, RolloutPage, Transitions, answers
-from .bodies import Count, Cursor, EndBody, EventBody, EventList, Finite, Id, Named, PathId, RolloutsBody
+from .bodies import Body, Count, Cursor, EndBody, EventBody, EventList, Finite, Id, Named, PathId, RolloutsBody
 from .requests import (
     AdminRoute,
     AgentRoute,
@@ -39,9 +41,6 @@ from .views import credit_view, record_view, rollout_detail, transitions, words_
 
 Requests = Literal["short", "whole"]
 
-if not TYPE_CHECKING:
-    RolloutsBody = extended(RolloutsBody, "fields")
-
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], responses=ERRORS, route_class=AgentRoute)
 admins = APIRouter(route_class=AdminRoute)
 
@@ -49,26 +48,41 @@ admins = APIRouter(route_class=AdminRoute)
 @router.post("", response_model=None, responses=answers(list[Opened]))
 async def open_rollouts(request: Request, body: RolloutsBody) -> list[dict[str, str]]:
     """Open n sibling rollouts, each with a base URL and a key of its own."""
+    added = _added(parts(request).plugins, body)
     p = await parts_for_all(request)
     task_id = await _task_of(p, request, body)
     names = [RolloutName(uuid4().hex, task_id, None, body.mode) for _ in range(body.n)]
     keys = [new_key("rollout") for _ in names]
     hashed = [(n, hash_key(key)) for n, key in zip(names, keys, strict=True)]
     await p.model_check.require(body.policy_version, body.model)
-    for one in p.beside:
-        await one.check(body)
+    for plugin, fields in added:
+        await plugin.check_rollouts(p.store, fields)
     metadata = await in_thread_if_large(len(await request.body()), partial(_metadata, p, body))
     chosen: dict[str, Any] = {"policy_version": body.policy_version, "model": body.model}
     caller = caller_of(request)
     chosen |= {"may_reward": body.may_reward, "evidence": caller.evidence, "sibling_of": body.sibling_of}
     await p.store.rollouts.open(hashed, metadata, caller.key_id, **chosen)
-    for one in p.beside:
-        await one.opened([n.rollout_id for n in names], body)
+    for plugin, fields in added:
+        await plugin.rollouts_opened(p.store, [n.rollout_id for n in names], fields)
     root = str(request.base_url).rstrip("/")
     return [
         {"rollout_id": n.rollout_id, "base_url": f"{root}/rollouts/{n.rollout_id}/v1", "api_key": key}
         for n, key in zip(names, keys, strict=True)
     ]
+
+
+def _added(plugins: Sequence[ProxyPlugin], body: RolloutsBody) -> list[tuple[ProxyPlugin, BaseModel]]:
+    """The fields of each plugin that adds some, checked by its model. Raise RequestValidationError."""
+    given, found = dict(body.model_extra or {}), list[tuple[ProxyPlugin, BaseModel]]()
+    try:
+        for plugin in plugins:
+            if (model := dict(plugin.fields).get(RolloutsBody)) is not None:
+                own = {name: given.pop(name) for name in model.model_fields if name in given}
+                found.append((plugin, model.model_validate(own)))
+        Body.model_validate(given)  # refuses what is nobody's
+    except ValidationError as error:
+        raise RequestValidationError(error.errors()) from None
+    return found
 
 
 async def _task_of(p: Parts, request: Request, body: RolloutsBody) -> str | None:
@@ -154,8 +168,8 @@ async def get_rollout(request: Request, rollout_id: PathId, requests: Requests =
     rewards = await p.store.rewards.of(rollout_id)
     events = await p.store.events.of(rollout_id)
     also: dict[str, Any] = {"awaits_reward": awaits}
-    for one in p.beside:
-        also |= await one.of_rollout(rollout_id)
+    for plugin in p.plugins:
+        also |= await plugin.rollout_fields(p.store, rollout_id)
     return await large_response(lambda: rollout_detail(rollout, calls, rewards, events) | also)
 
 

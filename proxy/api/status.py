@@ -57,8 +57,8 @@ async def get_status(request: Request) -> dict[str, Any]:
         "plugins": p.config.plugins,
         "recent": asdict(await p.store.traffic.recent(RECENT_CALLS)),
     }
-    for one in p.beside:
-        view |= await one.of_status(sight.key_id)
+    for plugin in p.plugins:
+        view |= await plugin.status_fields(p.store, sight.key_id)
     return sight.of("status", view)
 
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from typing import Any
 
+from ...core.features import modules
 from ...core.json_text import loads_or_none
-from ...core.on_board import modules
 from ...core.records import Event, ModelCall, PolicyVersion, Reward, Rollout, ToolCall, Transition
 from ...core.tools import dicts
 from ...store.reports import CallWithCredit, Summary, Words

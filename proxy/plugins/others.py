@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -18,9 +18,11 @@ from ...core.config.root import Config
 from ...core.errors import ConfigError
 from ...core.json_text import encode
 from ...core.records import CallEnd, CallStart, RolloutName
+from ...store.store import Store
 from ..api.requests import AgentRoute
 from ..gateway.call import OnCall, Question, Rewrite
-from .hooks import Core, Hooks, ProxyPlugin, Work
+from ..gateway.metrics import Metrics
+from ..hooks import Core, Fields, Hooks, ProxyPlugin, Work
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +52,11 @@ def plugin_of(name: str, config: Config) -> ProxyPlugin | None:
 
 
 class OthersPlugin(ProxyPlugin):
-    """Runs the plugin of somebody else. It may choose no weights: `choose` and `placed` are the side rooms' own."""
+    """Runs the plugin of somebody else. It may choose no weights: `choose` and `placed` are the features' own."""
 
     def __init__(self, name: str, plugin: ProxyPlugin) -> None:
         super().__init__(plugin.config)
-        self.routers = plugin.routers  # type: ignore[misc]
+        self.routers, self.fields = plugin.routers, plugin.fields  # type: ignore[misc]
         self._name = name
         self._plugin = plugin
 
@@ -75,6 +77,27 @@ class OthersPlugin(ProxyPlugin):
             )
             if listener is not None:
                 listener.cancel()
+
+    async def check_rollouts(self, store: Store, added: Any) -> None:
+        await self._plugin.check_rollouts(store, added)
+
+    async def rollouts_opened(self, store: Store, rollout_ids: Sequence[str], added: Any) -> None:
+        await self._within("rollouts_opened", lambda: self._plugin.rollouts_opened(store, rollout_ids, added), None)
+
+    async def rollout_fields(self, store: Store, rollout_id: str) -> Fields:
+        return await self._within("rollout_fields", lambda: self._plugin.rollout_fields(store, rollout_id), {})
+
+    async def status_fields(self, store: Store, key_id: str | None) -> Fields:
+        return await self._within("status_fields", lambda: self._plugin.status_fields(store, key_id), {})
+
+    async def policy_fields(self, store: Store, key_id: str | None) -> Fields:
+        return await self._within("policy_fields", lambda: self._plugin.policy_fields(store, key_id), {})
+
+    async def version_fields(self, store: Store, key_id: str | None) -> Callable[[int], Fields]:
+        return await self._within("version_fields", lambda: self._plugin.version_fields(store, key_id), lambda _: {})
+
+    async def measure(self, store: Store, metrics: Metrics) -> None:
+        await self._within("measure", lambda: self._plugin.measure(store, metrics), None)
 
     def _rewrite(self, hook: Rewrite) -> Rewrite:
         async def rewrite(question: Question, rollout: RolloutName) -> Question:

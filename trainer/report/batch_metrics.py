@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from statistics import fmean, pstdev
 
-from ...core.on_board import modules
+from ...core.features import modules
 from ..rows.samples import CALL_COUNTS, merge_rate
 from ..types import Sample
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ...core.on_board import modules
+from ...core.features import modules
 
 
 @dataclass(frozen=True, slots=True)

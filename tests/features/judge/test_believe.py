@@ -124,10 +124,10 @@ async def test_rollouts_without_a_score_are_said_with_the_reason(running: Runnin
 
 
 async def unchecked(system: Any) -> list[str]:
-    from lightning_proxy.features.judge.beside import RewardersBeside
+    from lightning_proxy.features.judge.proxy import RewardersPlugin
 
     async with system.store() as store:
-        fields = await RewardersBeside(system.config, store).of_policy()
+        fields = await RewardersPlugin(system.config).policy_fields(store, None)
         return list(fields["warnings"])
 
 

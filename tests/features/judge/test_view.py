@@ -9,8 +9,8 @@ from typing import Any
 
 from playwright.async_api import expect
 
-from lightning_proxy.features.judge.beside import source
 from lightning_proxy.features.judge.config import JudgeConfig
+from lightning_proxy.features.judge.routes import source
 from lightning_proxy.features.judge.table import SPENT_MORE, Checked, keep_check
 from support.browser import browsing, needs_browser
 

@@ -121,6 +121,55 @@ async def test_the_model_is_shown_a_plugins_rewrite_and_the_record_is_what_it_wa
     assert shown == [call["request"]["messages"] for call in calls] == [polite] * 2
 
 
+async def test_a_plugin_adds_fields_to_bodies_and_answers_of_the_core(
+    running: Running, tmp_path: Path, install: Install, caplog: Any
+) -> None:
+    install(
+        "labels",
+        """
+        from pydantic import BaseModel
+        from lightning_proxy.core.errors import Unprocessable
+        from lightning_proxy.proxy.api.answers import RolloutDetail
+        from lightning_proxy.proxy.api.bodies import RolloutsBody
+        from lightning_proxy.proxy.plugins import ProxyPlugin
+
+        class Label(BaseModel):
+            label: str | None = None
+
+        class proxy(ProxyPlugin):
+            fields = ((RolloutsBody, Label), (RolloutDetail, Label))
+            labels = {}
+
+            async def check_rollouts(self, store, added):
+                if added.label == "":
+                    raise Unprocessable("label: it is empty", param="label")
+
+            async def rollouts_opened(self, store, rollout_ids, added):
+                self.labels |= dict.fromkeys(rollout_ids, added.label)
+
+            async def rollout_fields(self, store, rollout_id):
+                return {"label": self.labels.get(rollout_id)}
+
+            async def status_fields(self, store, key_id):
+                raise RuntimeError("broken")
+        """,
+    )
+    async with running(tmp_path, plugins=["labels"]) as system:
+        _, (opened,) = await system.call("POST", "/rollouts", {"label": "a"})
+        assert (await system.call("GET", f"/rollouts/{opened['rollout_id']}"))[1]["label"] == "a"
+        for wrong, why in (
+            ({"label": ""}, "label: it is empty"),
+            ({"label": 1}, "label: Input should be a valid string"),
+            ({"lable": "a"}, "lable: Extra inputs are not permitted"),
+        ):
+            status, answer = await system.call("POST", "/rollouts", wrong)
+            assert (status, answer["error"]["message"]) == (422, why)
+        schemas = (await system.call("GET", "/openapi.json"))[1]["components"]["schemas"]
+        assert all("label" in schemas[name]["properties"] for name in ("RolloutsBody", "RolloutDetail"))
+        assert (await system.call("GET", "/status"))[0] == 200
+        assert "plugin labels: its hook status_fields failed" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("hook", "why"),
     [

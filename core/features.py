@@ -1,4 +1,4 @@
-"""Finds what features bring: their keys, and what they plug into the proxy, the trainer and the commands."""
+"""Finds the modules of features: their keys, their plugins of the proxy and the trainer, their commands."""
 
 from __future__ import annotations
 

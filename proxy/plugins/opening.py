@@ -1,22 +1,25 @@
-"""Opens the side rooms that are on board, and the plugins that the configuration names."""
+"""Opens the plugins of the features, and those that the configuration names."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from pydantic.json_schema import JsonSchemaMode
 
 from ...core.config.root import Config
 from ...core.config.upstreams import UpstreamConfig
 from ...core.errors import ConfigError
-from ...core.on_board import modules
+from ...core.features import modules
 from ...core.records import RolloutName
 from ...serving.swap import Placed
+from ..api.bodies import Body
 from ..gateway.call import OnCall, Question, Rewrite, unchanged
 from ..gateway.routing import Choose
 from ..gateway.upstream import Upstream
-from .hooks import Core, OnDeleted, ProxyPlugin, Work
+from ..hooks import Core, OnDeleted, ProxyPlugin, Work
 from .others import plugin_of
 
 T = TypeVar("T")
@@ -35,10 +38,10 @@ class Plugged:
 
 
 def plugins_of(config: Config) -> list[ProxyPlugin]:
-    """Return the plugins of the side rooms and of the configuration. Raise ConfigError if one cannot run."""
-    rooms = [module.plugin(config) for module in modules("proxy")]
+    """Return the plugins of the features and of the configuration. Raise ConfigError if one cannot run."""
+    features = [module.plugin(config) for module in modules("proxy")]
     others = [plugin_of(name, config) for name in config.plugins]
-    return [*rooms, *(plugin for plugin in others if plugin is not None)]
+    return [*features, *(plugin for plugin in others if plugin is not None)]
 
 
 async def check_plugins(config: Config) -> None:
@@ -50,6 +53,24 @@ async def check_plugins(config: Config) -> None:
 def makers_of(plugins: Sequence[ProxyPlugin]) -> dict[str, Callable[[UpstreamConfig], Upstream]]:
     """Return the makers of upstreams by kind."""
     return {kind: make for plugin in plugins for kind, make in plugin.upstreams.items()}
+
+
+def with_fields(document: Callable[[], dict[str, Any]], plugins: Sequence[ProxyPlugin]) -> dict[str, Any]:
+    """Return the OpenAPI document with the fields of plugins in the core's bodies and answers."""
+    made = document()
+    schemas = made["components"]["schemas"]
+    for core, model in (pair for plugin in plugins for pair in plugin.fields):
+        mode: JsonSchemaMode = "validation" if issubclass(core, Body) else "serialization"
+        added = model.model_json_schema(ref_template="#/components/schemas/{model}", mode=mode)
+        for name, schema in added.pop("$defs", {}).items():
+            schemas.setdefault(name, schema)
+        described = schemas[core.__name__]
+        described["properties"] |= added["properties"]
+        if "description" in added:
+            described["description"] += f"\n\n{added['description']}"
+        if "required" in added:
+            described.setdefault("required", []).extend(added["required"])
+    return made
 
 
 @asynccontextmanager

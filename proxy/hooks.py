@@ -1,0 +1,101 @@
+"""Defines what a plugin of the proxy is: routes, fields, and hooks that are named after what happens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+
+from ..core.config.root import Config
+from ..core.config.upstreams import UpstreamConfig
+from ..core.redact import Redactor
+from ..serving.swap import Placed
+from ..store.store import Store
+from .gateway.call import OnCall, Rewrite
+from .gateway.metrics import Metrics
+from .gateway.routing import Choose
+from .gateway.upstream import Upstream
+
+Fields = Mapping[str, Any]  # of JSON
+OnDeleted = Callable[[str], None]  # hears the id of each rollout that was deleted
+Work = Callable[[], Coroutine[Any, Any, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """The parts that a plugin gets when the proxy opens. `redactor` removes secrets from texts that are kept."""
+
+    config: Config
+    store: Store
+    redactor: Redactor
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """The additions of a plugin to an open proxy. A hook that no plugin has costs a call nothing.
+
+    `choose` says which version of the policy answers a rollout that begins. `placed` says which servers have merged
+    weights of another version than the live one. `rewrite` changes what the model is shown, and the
+    record has what the model was shown. `work` runs beside the calls until the proxy closes.
+    """
+
+    choose: Choose | None = None
+    placed: Placed | None = None
+    rewrite: Rewrite | None = None
+    on_call: OnCall | None = None
+    on_deleted: OnDeleted | None = None
+    work: Sequence[Work] = ()
+
+
+class ProxyPlugin:
+    """A feature of the proxy, or a package of somebody else. Raise ConfigError in `__init__` if it cannot run.
+
+    `upstreams` makes those of kinds that do not speak as OpenAI does. `fields`: models of the core's bodies and
+    answers, each with the model of what the plugin adds to it, which bodies are checked by. `key_id`: the caller sees
+    only the rollouts that were opened with this key, and nothing made of others; None: it sees all.
+    """
+
+    routers: ClassVar[Sequence[APIRouter]] = ()
+    upstreams: ClassVar[Mapping[str, Callable[[UpstreamConfig], Upstream]]] = {}
+    fields: ClassVar[Sequence[tuple[type[Any], type[BaseModel]]]] = ()
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    async def check(self) -> None:
+        """Raise ConfigError if the plugin cannot do what is configured. Called before anything starts."""
+
+    @asynccontextmanager
+    async def opened(self, core: Core) -> AsyncIterator[Hooks]:
+        """Yield the hooks. What it opened closes at the block's end, after the last call."""
+        yield Hooks()
+
+    async def check_rollouts(self, store: Store, added: Any) -> None:
+        """Raise LightningError if rollouts cannot be opened so. `added`: its own fields of a `RolloutsBody`."""
+
+    async def rollouts_opened(self, store: Store, rollout_ids: Sequence[str], added: Any) -> None:
+        """Keep its own fields of the request that opened rollouts."""
+
+    async def rollout_fields(self, store: Store, rollout_id: str) -> Fields:
+        """Return fields for `GET /rollouts/{rollout_id}`."""
+        return {}
+
+    async def status_fields(self, store: Store, key_id: str | None) -> Fields:
+        """Return fields for `GET /status`."""
+        return {}
+
+    async def policy_fields(self, store: Store, key_id: str | None) -> Fields:
+        """Return fields for `GET /policy`."""
+        return {}
+
+    async def version_fields(self, store: Store, key_id: str | None) -> Callable[[int], Fields]:
+        """Return what has the fields of each version for `GET /policy/versions`. The versions are read after it."""
+        return lambda _: {}
+
+    async def measure(self, store: Store, metrics: Metrics) -> None:
+        """Set its gauges, before the metrics are shown."""
