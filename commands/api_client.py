@@ -194,9 +194,9 @@ def up_runs(store: StoreConfig) -> bool:
     path = None if store.is_postgres else store.path.expanduser()
     if path is None or not Path(f"{path}-up").exists():
         return False
-    from ..store.sqlite.file import keeping
+    from ..store.sqlite.file import lock_file
 
-    with suppress(OSError), keeping(path, "up") as nobody_does:
+    with suppress(OSError), lock_file(path, "up") as nobody_does:
         return not nobody_does
     return False
 

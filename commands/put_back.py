@@ -123,5 +123,5 @@ async def alone(config: Config) -> AsyncIterator[None]:
             return
         async with opened(config.store) as database:
             await require_free(config, database)
-            async with database.alone("trainer"):
+            async with database.lock("trainer"):
                 yield

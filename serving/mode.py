@@ -105,10 +105,10 @@ class ModeInUse:
             live = (await self._store.versions.live()).publish
             self.mode = live or (self.mode if decided is None else decided.mode)
         elif decided is not None:
-            self._tell(None if decided.mode == self.mode else otherwise("proxy", self.mode, decided))
+            self._log_new(None if decided.mode == self.mode else otherwise("proxy", self.mode, decided))
         return self.mode
 
-    def _tell(self, problem: str | None) -> None:
+    def _log_new(self, problem: str | None) -> None:
         if problem is not None and self.problem is None:
             log.warning("%s", problem)
         self.problem = problem

@@ -193,7 +193,7 @@ class Database(ABC):
         """Do the upkeep that the database needs now and then."""
 
     @abstractmethod
-    def alone(self, work: str) -> AbstractAsyncContextManager[bool]:
+    def lock(self, work: str) -> AbstractAsyncContextManager[bool]:
         """Yield whether no other process does this work. If so, none will until the block or this process ends.
 
         Where that is a lock on a server, and the way to it breaks, the block is cancelled: StoreUnavailable.

@@ -115,11 +115,11 @@ class Keeper:
         """Tidy up every minute, until cancelled."""
         while True:
             try:
-                async with self._db.alone("keeper") as alone:
-                    if alone:
+                async with self._db.lock("keeper") as ours:
+                    if ours:
                         await self.tidy()
             except (LightningError, OSError) as error:  # the next round may succeed
-                self._tell(f"the store could not be tidied up: {error}")
+                self._log_change(f"the store could not be tidied up: {error}")
             await asyncio.sleep(every_s)
 
     async def tidy(self) -> None:
@@ -134,9 +134,9 @@ class Keeper:
             await self._delete_until(Cut(now, now - ABANDONED_S), gib * 2**30 * (1 - SPARE))
         await give_back(self._db, SPARE)
         await self._db.tidy()
-        self._tell(await over_bound(self._db, self._retention))
+        self._log_change(await over_bound(self._db, self._retention))
 
-    def _tell(self, problem: str | None) -> None:
+    def _log_change(self, problem: str | None) -> None:
         """Log a problem once, not every minute, and when it is over."""
         if problem is not None and self._problem is None:
             log.warning("%s", problem)

@@ -167,7 +167,7 @@ class Returns:
         return _read_counting(await self._db.quick(COUNTING)).rules
 
     async def adopt(self, rules: Rules) -> None:
-        """Count by these rules from now on. `settle` counts existing returns anew."""
+        """Count by these rules from now on. `recount` brings existing returns up to date."""
 
         async def work(db: Transaction) -> None:
             if _read_counting(await db.one(COUNTING)).rules != rules:
@@ -178,22 +178,22 @@ class Returns:
         if await self.rules() != rules:
             await self._db.write(work)
 
-    async def settle(self) -> None:
+    async def recount(self) -> None:
         """Count returns anew that are not counted by the rules yet, in small steps. Several processes may do so."""
         while _read_counting(await self._db.quick(COUNTING)).stale_to:
             await in_passing(self._db, lambda db, _: _count_some(db))
 
     async def keep(self) -> None:
-        """Settle again and again, until cancelled: whoever changes the rules may end before all is counted."""
+        """Recount again and again, until cancelled: whoever changes the rules may end before all is counted."""
         while True:
             with suppress(StoreUnavailable):  # the next look may succeed
-                await self.settle()
+                await self.recount()
             await asyncio.sleep(LOOK_S)
 
     async def use(self, rules: Rules) -> None:
         """Adopt these rules, and return once all is counted by them."""
         await self.adopt(rules)
-        await self.settle()
+        await self.recount()
 
 
 async def read_counting(db: Transaction) -> Counting:

@@ -478,8 +478,8 @@ async def end_idle_rollouts(database: Database, config: RolloutsConfig) -> None:
     endings = Endings(database)
     while True:
         try:
-            async with database.alone("ender") as alone:
-                if alone and (ended := await endings.end_idle(idle_s)):
+            async with database.lock("ender") as ours:
+                if ours and (ended := await endings.end_idle(idle_s)):
                     log.info("%d idle rollouts were ended", ended)
         except (LightningError, OSError) as error:  # the next round may succeed
             log.warning("idle rollouts could not be ended: %s", error)

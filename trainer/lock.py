@@ -40,8 +40,8 @@ def only_trainer(directory: Path, store: Path | None) -> Iterator[None]:
 
 async def require_free(config: Config, database: Database) -> None:
     """Raise ConfigError while another trainer works on a store that is no file, on whichever machine."""
-    async with database.alone("trainer") as alone:
-        if not alone:
+    async with database.lock("trainer") as ours:
+        if not ours:
             raise ConfigError(f"another trainer works on {config.store.where}; stop it first")
 
 
@@ -52,8 +52,8 @@ async def while_alone(
     held = False
     while not stop.is_set():
         try:
-            async with database.alone("trainer") as alone:
-                if alone:
+            async with database.lock("trainer") as ours:
+                if ours:
                     held = True
                     await work()
                     return

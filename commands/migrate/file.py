@@ -16,7 +16,7 @@ from ...store.sqlite.file import (
     IdleFile,
     connect_to_read,
     is_in_use,
-    keeping,
+    lock_file,
     make_private,
     make_tables,
     remove_store,
@@ -140,8 +140,8 @@ async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
     _require_none(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    with keeping(part, "lock") as alone:
-        if not alone:
+    with lock_file(part, "lock") as ours:
+        if not ours:
             raise LightningError(f"another process moves a store to {path} now")
         remove_store(part)
         try:

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from ...core.config.root import Config
 from ...core.json_text import dumps_readable
-from ...store.sqlite.file import keeping
+from ...store.sqlite.file import lock_file
 from ...trainer.plan.settle import settle
 from ..formats import address, plain
 from ..lines import LogFormat, time_format
@@ -62,7 +62,7 @@ async def _told_to_others(config: Config) -> AsyncIterator[None]:
         if not config.store.is_postgres:
             path = config.store.path.expanduser()
             path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(keeping(path, "up"))
+            stack.enter_context(lock_file(path, "up"))
         yield
 
 

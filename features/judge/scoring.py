@@ -59,8 +59,8 @@ class Scorer:
 
     async def _score_until_a_fault(self) -> None:
         try:
-            async with self._store.database.alone("scorer") as alone:
-                if alone:
+            async with self._store.database.lock("scorer") as ours:
+                if ours:
                     await self._spoken.begin()
                     async with asyncio.TaskGroup() as group:
                         for rewarder in self._rewarders:

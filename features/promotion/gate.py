@@ -47,8 +47,8 @@ class Gate:
             self._read = 0
             try:
                 if await self._tests.under_way():
-                    async with self._store.database.alone("gate") as alone:
-                        if alone:
+                    async with self._store.database.lock("gate") as ours:
+                        if ours:
                             await self.look()
             except (LightningError, OSError) as error:  # the next look may succeed
                 log.warning("candidates cannot be weighed now: %s", error)

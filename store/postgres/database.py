@@ -100,8 +100,8 @@ LOST = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
 CHANNEL = "lightning_store"
 # Triggers of `postgres.sql` tell of what is seldom written. The server commits transactions that tell something one
 # after the other, so recorders do it after their commits.
-TELL = f"SELECT pg_notify('{CHANNEL}', current_schema() || '.calls')"
-TELL_EVERY_S = 0.1  # at most
+NOTIFY = f"SELECT pg_notify('{CHANNEL}', current_schema() || '.calls')"
+NOTIFY_EVERY_S = 0.1  # at most
 LISTEN_AGAIN_S = 1.0  # until the next attempt to listen
 
 
@@ -292,7 +292,7 @@ class PostgresDatabase(Database):
         await self.quick("SELECT feed_newest()")
         await self.write(lambda db: db.run(FOLD_COUNTS))
 
-    def alone(self, work: str) -> AbstractAsyncContextManager[bool]:
+    def lock(self, work: str) -> AbstractAsyncContextManager[bool]:
         """The lock is that of a connection of its own. When that breaks, the block is cancelled: StoreUnavailable."""
         return locked(self._config, work, SESSION)
 
@@ -485,7 +485,7 @@ class Listener:
                 async with self._connection() as connection:
                     self.hears = True
                     self._wake()  # what was written before it listened
-                    await self._tell(connection)
+                    await self._notify(connection)
             self.hears = False
             self._wake()
             await asyncio.sleep(LISTEN_AGAIN_S)
@@ -511,16 +511,16 @@ class Listener:
             with suppress(*LOST):
                 await asyncio.shield(connection.close(timeout=timeout))
 
-    async def _tell(self, connection: asyncpg.Connection) -> None:
+    async def _notify(self, connection: asyncpg.Connection) -> None:
         """Send notifications of records, and probe the server now and then, until it is gone."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await self._recorded.wait()
-            statement = TELL if self._recorded.is_set() else "SELECT 1"
+            statement = NOTIFY if self._recorded.is_set() else "SELECT 1"
             self._recorded.clear()
             await connection.execute(statement, timeout=BEAT_S)
-            await asyncio.sleep(TELL_EVERY_S)
+            await asyncio.sleep(NOTIFY_EVERY_S)
 
     def _wake(self, topic: str | None = None) -> None:
         """Wake those that wait for a topic; all of them without one."""

@@ -18,7 +18,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 from ...core.config.server import StoreConfig
 from ...core.errors import StoreUnavailable
 from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Work, Writing
-from .file import connect_to_read, keeping, make_private, make_tables, missing_in, only_read
+from .file import connect_to_read, lock_file, make_private, make_tables, missing_in, only_read
 
 log = logging.getLogger(__name__)
 
@@ -232,9 +232,9 @@ class SqliteDatabase(Database):
         return row
 
     @asynccontextmanager
-    async def alone(self, work: str) -> AsyncIterator[bool]:
-        with keeping(self.path, work) as alone:
-            yield alone
+    async def lock(self, work: str) -> AsyncIterator[bool]:
+        with lock_file(self.path, work) as ours:
+            yield ours
 
 
 def _not_opened(path: Path, error: Exception) -> StoreUnavailable:

@@ -138,7 +138,7 @@ def only_read(store: Path, wait_s: float = 5.0) -> sqlite3.Connection:
 
 
 @contextmanager
-def keeping(store: Path, work: str = "keeper") -> Iterator[bool]:
+def lock_file(store: Path, work: str = "keeper") -> Iterator[bool]:
     """Yield whether no other process does this work on the store. If so, none will until the block or this one ends."""
     with Path(f"{store}-{work}").open("w") as file:
         try:

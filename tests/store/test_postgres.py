@@ -145,9 +145,9 @@ async def test_versions_that_are_promoted_at_once_leave_one_live(config: StoreCo
 
 async def test_one_process_at_a_time_does_a_work(config: StoreConfig) -> None:
     async with opened(config) as one, opened(config) as two:
-        async with one.alone("keeper") as first, two.alone("keeper") as second, two.alone("ender") as other:
+        async with one.lock("keeper") as first, two.lock("keeper") as second, two.lock("ender") as other:
             assert (first, second, other) == (True, False, True)
-        async with two.alone("keeper") as third:
+        async with two.lock("keeper") as third:
             assert third
 
 
@@ -156,8 +156,8 @@ async def test_who_loses_the_lock_of_a_work_stops_before_another_begins(server: 
 
     async def holder(database: Database) -> None:
         nonlocal ended
-        async with database.alone("trainer") as alone:
-            assert alone
+        async with database.lock("trainer") as ours:
+            assert ours
             begun.set()
             try:
                 await asyncio.Event().wait()
@@ -167,15 +167,15 @@ async def test_who_loses_the_lock_of_a_work_stops_before_another_begins(server: 
     async with opened(config) as one, opened(config) as two:
         holding = asyncio.create_task(holder(one))
         await begun.wait()
-        async with two.alone("trainer") as second:
+        async with two.lock("trainer") as second:
             assert not second
         await two.all(END_LOCKS)
         with pytest.raises(StoreUnavailable, match="the lock of the trainer"):
             await holding
         assert ended
-        async with two.alone("trainer") as second:
+        async with two.lock("trainer") as second:
             assert second
-        async with one.alone("trainer") as first:
+        async with one.lock("trainer") as first:
             assert first
 
 
@@ -188,7 +188,7 @@ async def test_what_was_begun_alone_is_not_written_once_the_lock_is_lost(config:
             await asyncio.sleep(0.1)
 
         with pytest.raises(StoreUnavailable, match="the lock of the trainer"):
-            async with database.alone("trainer"):
+            async with database.lock("trainer"):
                 await database.write(work)
         await database.write(lambda db: db.all("SELECT 1"))  # after it
         assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [0.0]
@@ -198,7 +198,7 @@ async def test_a_cut_way_to_the_lock_is_noticed(config: StoreConfig, monkeypatch
     monkeypatch.setattr(sys.modules["lightning_proxy.store.postgres.database"], "BEAT_S", 0.1)
     async with opened(config) as database:
         with pytest.raises(StoreUnavailable, match="the lock of the keeper"):
-            async with database.alone("keeper"):
+            async with database.lock("keeper"):
                 (holder,) = await database.all(END_LOCKS.replace("pg_terminate_backend(pid)", "pid"))
                 os.kill(holder["pid"], signal.SIGSTOP)  # it is there, and says nothing
                 try:

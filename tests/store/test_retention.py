@@ -27,7 +27,7 @@ from lightning_proxy.store.retention import (
     over_bound,
     read_pages,
 )
-from lightning_proxy.store.sqlite.file import keeping
+from lightning_proxy.store.sqlite.file import lock_file
 from lightning_proxy.store.store import Store
 from support.sections import TrainerConfig
 from support.stores import do_again, store_url
@@ -220,9 +220,9 @@ async def test_answers_to_repeated_posts_are_forgotten_after_a_week(recorded: Re
 
 
 async def test_one_process_at_a_time_keeps_a_store(tmp_path: Path) -> None:
-    with keeping(tmp_path / "store.db") as first, keeping(tmp_path / "store.db") as second:
+    with lock_file(tmp_path / "store.db") as first, lock_file(tmp_path / "store.db") as second:
         assert (first, second) == (True, False)
-    with keeping(tmp_path / "store.db") as third:
+    with lock_file(tmp_path / "store.db") as third:
         assert third
 
 
@@ -232,7 +232,7 @@ async def test_compact_gives_back_what_is_free_while_the_proxy_serves(recorded: 
         await recorded.rollout(f"r{i}", ended=0, size=2**18)
     for i in range(20):
         await recorded.store.rollouts.delete(f"r{i}")
-    with keeping(Path(recorded.database.where)):  # as the proxy does
+    with lock_file(Path(recorded.database.where)):  # as the proxy does
         before, after = await shorten(StoreConfig(url=store_url(tmp_path)))
     assert before.bytes > 5 * 2**20
     assert (after.bytes < 2**20, after.free) == (True, 0)

@@ -78,9 +78,9 @@ async def test_it_is_the_pure_functions_after_any_history(database: Database, se
                     for name in some
                 ])  # fmt: skip
         if chance.random() < 0.2:
-            await store.returns.settle()
+            await store.returns.recount()
             await agrees(store, rollouts)
-    await store.returns.settle()
+    await store.returns.recount()
     await agrees(store, rollouts)
 
 

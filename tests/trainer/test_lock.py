@@ -48,7 +48,7 @@ async def test_a_trainer_that_loses_its_lock_waits_while_another_has_it(
         await two.all(END_LOCKS)
         while running:
             await asyncio.sleep(0.01)
-        async with two.alone("trainer") as other:
+        async with two.lock("trainer") as other:
             assert other
             again.release()
             await asyncio.sleep(0.3)

@@ -25,7 +25,7 @@ from lightning_proxy.commands.show.status import next_step
 from lightning_proxy.commands.show.steps import step_line
 from lightning_proxy.commands.system.steps import tell_steps, teller
 from lightning_proxy.proxy.dialects.transcript import additions, read
-from lightning_proxy.store.sqlite.file import keeping
+from lightning_proxy.store.sqlite.file import lock_file
 from lightning_proxy.store.training import Collapse
 from support.command_line import lightning
 from support.sections import TrainerConfig
@@ -308,6 +308,6 @@ def test_without_a_proxy_one_line_says_what_to_start(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     line = "lightning-proxy: no proxy answers at http://127.0.0.1:9; start it with `lightning-proxy serve`\n"
     assert (done.returncode, done.stderr) == (1, line)
-    with keeping(tmp_path / "lightning.db", "up"):
+    with lock_file(tmp_path / "lightning.db", "up"):
         said = lightning("--config", tmp_path / "config.yaml", "status", cwd=tmp_path).stderr
     assert said.endswith("; `up` is under way, and starts it once vLLM answers\n")
