@@ -20,7 +20,7 @@ from lightning_proxy.commands.system.processes import ChildSpec, Supervisor, fre
 from lightning_proxy.core.config.file import config_of
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.features.experiment.lesson import Lesson
+from lightning_proxy.features.experiment.experiment import Lesson
 from lightning_proxy.features.experiment.plan import Experiment, LessonPlan, merged
 
 Json = dict[str, Any]

@@ -2,6 +2,10 @@
 
 Weights and optimizer are the same on every rank, or sharded over them. The samples of a step are shared out, and
 gradients are summed before anybody uses them, so a step's update does not depend on the number of ranks.
+
+A sharded model (FSDP2) has a part of each layer on every rank. Embeddings, head and LoRA adapters stay unsharded. If
+layers are trained, FSDP2 gathers their weights when they are needed, and sums and shares out their gradients; each rank
+has the optimizer's state of its own parts.
 """
 
 from __future__ import annotations
@@ -15,23 +19,25 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from peft import PeftModel
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from ...core.errors import ConfigError, LightningError
-from ...trainer.rows.prefix_tree import MicroBatch, TreeCost
+from ...trainer.rows.prefix_tree import MicroBatch, TreeCost, halves
 from ...trainer.step.processes import Pass, Processes
-from . import shards
-from .shares import share_out
 
 T = TypeVar("T")
-
 SUPPORTED = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP}
 # How long the others may wait for rank 0 between two steps. The end of a process is noticed at once.
 IDLE = timedelta(days=365)
 # How far one rank may be behind another within a step.
 STEP = timedelta(minutes=30)
+Shares = list[list[MicroBatch]]
 
 
 class RankLost(LightningError):
@@ -40,7 +46,7 @@ class RankLost(LightningError):
 
 def launched() -> bool:
     """Return whether a launcher (torchrun, `accelerate launch`) asks for several processes, or for a sharded model."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1 or shards.is_sharded()
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 or is_sharded()
 
 
 class Ranks(Processes):
@@ -60,7 +66,7 @@ class Ranks(Processes):
         """
         self._join(accelerator)
         if self.sharded:
-            shards.shard(model, accelerator.device)
+            shard(model, accelerator.device)
         else:
             model = accelerator.prepare_model(model, evaluation_mode=True)
         if self.size > 1:
@@ -72,7 +78,7 @@ class Ranks(Processes):
         if self._joined:
             return
         self._joined = True
-        self.sharded = shards.is_sharded()
+        self.sharded = is_sharded()
         if accelerator.num_processes == 1 and not self.sharded:
             return
         if accelerator.distributed_type not in SUPPORTED:
@@ -151,17 +157,17 @@ class Ranks(Processes):
             p.grad = piece.view_as(p).to(p.dtype)
 
     def gather(self, weight: Tensor) -> Tensor:
-        return shards.gathered(weight)
+        return gathered(weight)
 
     def part(self, weight: Tensor, like: Tensor) -> Tensor:
-        return shards.scattered(weight, like) if self.sharded else weight
+        return scattered(weight, like) if self.sharded else weight
 
     def local(self, weight: Tensor) -> Tensor:
-        return shards.local(weight)
+        return local(weight)
 
     def clip(self, accelerator: Accelerator, parameters: Sequence[nn.Parameter], limit: float) -> float:
         if any(isinstance(parameter, DTensor) for parameter in parameters):
-            return shards.clip(parameters, limit)
+            return clip(parameters, limit)
         return super().clip(accelerator, parameters, limit)
 
     def _tell(self, what: object) -> None:
@@ -179,3 +185,119 @@ def _lost_ranks_named() -> Iterator[None]:
             "another process of the trainer has ended, or cannot be reached; its own output says why. The last "
             f"finished step is kept: start the trainer again to resume from it ({str(error).splitlines()[0][:200]})"
         ) from error
+
+
+def is_sharded() -> bool:
+    """Return whether the launcher's configuration asks for a sharded base model."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def shard(model: nn.Module, device: torch.device) -> None:
+    """Shard the decoder layers of `model` (on the CPU, perhaps with adapters), and move everything to `device`."""
+    plugin = FullyShardedDataParallelPlugin()
+    check(plugin)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    bare = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(bare, PreTrainedModel)
+    layers, body = _layers(bare), bare.base_model
+    spread = {
+        p for layer in layers for p in layer.parameters() if not (isinstance(model, PeftModel) and p.requires_grad)
+    }
+    rest = {p for p in body.parameters() if p not in spread}
+    for layer in layers:
+        shared = fully_shard(layer, mesh=mesh, ignored_params=rest, reshard_after_forward=plugin.reshard_after_forward)
+        # Gradients are summed, not averaged. Gloo knows no sum that is scaled on the way.
+        shared.set_gradient_divide_factor(1.0)
+        shared.set_force_sum_reduction_for_comms(True)
+    # The root: it starts gathering the next layer while one is computed.
+    fully_shard(body, mesh=mesh, ignored_params=rest)
+    for tensor in (*bare.parameters(), *bare.buffers()):
+        if not isinstance(tensor, DTensor):
+            tensor.data = tensor.data.to(device)
+
+
+def gathered(weight: Tensor) -> Tensor:
+    """Gather a sharded weight, which needs every rank; return any other weight as it is."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def scattered(weight: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's part of a weight, or the weight itself if `like` is not sharded. Rank 0 has the values."""
+    value = (
+        torch.empty(weight.shape, dtype=weight.dtype, device=like.device) if weight.is_meta else weight.to(like.device)
+    )
+    if isinstance(like, DTensor):
+        return distribute_tensor(value, like.device_mesh, like.placements)
+    dist.broadcast(value, src=0)
+    return value
+
+
+def local(weight: Tensor) -> Tensor:
+    """Return the part of a weight that is on this rank."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+@torch.no_grad()
+def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
+    """Clip the norm of all gradients together, of sharded and of unsharded parameters; return it as it was."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    spread, unsharded = ([g for g in gradients if isinstance(g, DTensor) is one] for one in (True, False))
+    squares = torch.stack([gathered(torch.nn.utils.get_total_norm(part)) for part in (spread, unsharded) if part]) ** 2
+    norm = squares.sum().sqrt()
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
+    for gradient in gradients:
+        local(gradient).mul_(factor)
+    return float(norm)
+
+
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
+    names = set(model._no_split_modules or ())
+    layers = [module for module in model.base_model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise ConfigError(f"policy.model: {type(model).__name__} names no layers to shard; run it without FSDP")
+    return layers
+
+
+def check(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Raise ConfigError if the launcher's configuration asks for something that is not supported."""
+    problems = {
+        "fsdp_version: only 2 is supported": plugin.fsdp_version != 2,
+        "fsdp_offload_params: must be false": isinstance(plugin.cpu_offload, CPUOffloadPolicy),
+        "fsdp_cpu_ram_efficient_loading: must be false": plugin.cpu_ram_efficient_loading,
+        "fsdp_activation_checkpointing: must be false; on a GPU the trainer does it anyway": (
+            plugin.activation_checkpointing
+        ),
+    }
+    if wrong := [problem for problem, is_so in problems.items() if is_so]:
+        raise ConfigError(f"the launcher's configuration, fsdp_config.{wrong[0]}")
+
+
+def share_out(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares:
+    """Return micro-batches by rank. The slowest rank's largest one is halved while that makes the step shorter.
+
+    Every half computes their shared prefix anew, so the total work grows; what counts is the slowest rank.
+    """
+    if ranks == 1:
+        return [list(parts)]
+    shares = _longest_first(parts, cost, ranks)
+    while parts:
+        slowest = max(shares, key=lambda share: _work(share, cost))
+        largest = max(slowest, key=lambda part: cost(part.tree))
+        parts = [part for part in parts if part is not largest] + list(halves(largest))
+        finer = _longest_first(parts, cost, ranks)
+        if max(_work(share, cost) for share in finer) >= _work(slowest, cost):
+            break
+        shares = finer
+    return shares
+
+
+def _longest_first(parts: Sequence[MicroBatch], cost: TreeCost, ranks: int) -> Shares:
+    """The longest part first, each to the rank with the least so far (Graham 1969): at most 4/3 of the best."""
+    shares: Shares = [[] for _ in range(ranks)]
+    for part in sorted(parts, key=lambda part: cost(part.tree), reverse=True):
+        min(shares, key=lambda share: _work(share, cost)).append(part)
+    return shares
+
+
+def _work(share: Sequence[MicroBatch], cost: TreeCost) -> float:
+    return sum(cost(part.tree) for part in share)

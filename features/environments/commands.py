@@ -38,7 +38,7 @@ def environments(
 ) -> None:
     """List environments that others wrote, a line each; without KIND, the kinds."""
     from ...core.errors import ConfigError
-    from .install import KINDS, KindsEnvironment
+    from .source import KINDS, KindsEnvironment
 
     if (install and kind is None) or (further and not install):
         raise ConfigError("--install needs a KIND, and --with needs --install")

@@ -1,11 +1,19 @@
-"""Turns `--environment KIND:NAME` into what `run` takes: a tasks file, a command, and modules to import once."""
+"""Turns `--environment KIND:NAME` into what `run` takes: a tasks file, a command, and modules to import once.
+
+Each kind has a Python environment of its own, `.venv-environments/KIND`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -14,8 +22,25 @@ import typer
 import yaml
 
 from ...core.config.file import read_yaml
-from ...core.errors import ConfigError
-from .install import KindsEnvironment
+from ...core.errors import ConfigError, LightningError
+from .inside.alone import KEPT, OF_ROLLOUT, ROLLOUT, SET
+from .inside.arguments import Wrong, require_known
+
+KINDS = ("reasoning_gym", "textarena", "verifiers")
+ROOT = Path(__file__).parents[2]
+CLIENT = "tenacity>=9,<10"
+OF_PACKAGES = ("bin", "include", "lib")  # all else in the folder stays
+# It stands for the kind's Python. Packages may look at the variables that their process began with.
+PYTHON = f"""#!/bin/sh
+exec "${{0%/*}}/bin/python" -I -S -c 'import os, sys
+kept = {json.dumps(sorted(KEPT))}
+if "{ROLLOUT}" in os.environ:
+    kept += {json.dumps(sorted(OF_ROLLOUT))}
+env = {{name: value for name, value in os.environ.items() if name in kept or name.startswith("LC_")}}
+env.update({json.dumps(SET)})
+os.execve(sys.executable, [sys.executable, *sys.argv[1:]], env)' "$@"
+"""
+PROGRAM = "from lightning_proxy.features.environments.inside.play import main\n\nmain()\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +102,84 @@ def _write(file: Path, text: str) -> None:
     with NamedTemporaryFile("w", dir=file.parent, delete=False) as beside:
         beside.write(text)
     Path(beside.name).replace(file)
+
+
+class KindsEnvironment:
+    """The environment of one kind. ConfigError if there is no such kind."""
+
+    def __init__(self, kind: str) -> None:
+        try:
+            require_known(kind, KINDS, "kind of environments")
+        except Wrong as error:
+            raise ConfigError(f"{error}; there are {', '.join(KINDS)}") from None
+        module = import_module(f".inside.{kind}", __package__)
+        self.kind, self.packages = kind, tuple(module.PACKAGES)
+        self.requires = (*module.REQUIRES, CLIENT)
+        self.directory = Path(".venv-environments") / kind
+        self.program = [str(self.directory / "python"), str(self.directory / "play.py"), kind]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it was made by this installation of ours, and for what it needs now."""
+        stamp = self.directory / "installed.txt"
+        return stamp.is_file() and {*self.requires, str(ROOT)} <= set(stamp.read_text().split("\n"))
+
+    def require(self) -> None:
+        """Raise ConfigError if it is not there. Write our files anew if another version of ours wrote them."""
+        if not self.is_there:
+            do = f"lightning-proxy environments {self.kind} --install"
+            raise ConfigError(f"{self.kind} is not installed in {self.directory} of this folder; run `{do}`")
+        self._write()
+
+    def make(self, further: Sequence[str]) -> None:
+        """Make it anew, with `further` packages or those of before. LightningError has pip's last words.
+
+        Tasks, and data that a user fetched, are kept.
+        """
+        stamp = self.directory / "installed.txt"
+        if stamp.is_file():
+            _, _, before = stamp.read_text().partition("\n\n")
+            further = further or before.splitlines()
+        wanted = [*self.requires, *further]
+        typer.echo(f"installing into {self.directory}, with their dependencies: {', '.join(wanted)}")
+        for name in OF_PACKAGES:
+            shutil.rmtree(self.directory / name, ignore_errors=True)
+        stamp.unlink(missing_ok=True)
+        _run([sys.executable, "-m", "venv", str(self.directory)])
+        python = str(self.directory / "bin" / "python")
+        _run([python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *wanted])
+        self.finish(further)
+
+    def finish(self, further: Sequence[str] = ()) -> None:
+        """Write what is ours, once the packages are there."""
+        (packages,) = self.directory.glob("lib/python*/site-packages")
+        (packages / "lightning_proxy").symlink_to(ROOT)
+        self._write()
+        (self.directory / "installed.txt").write_text("\n".join([str(ROOT), *self.requires, "", *further]))
+
+    def _write(self) -> None:
+        for path, text in zip(map(Path, self.program), (PYTHON, PROGRAM), strict=False):
+            if not path.is_file() or path.read_text() != text:
+                beside = path.with_suffix(".new")
+                beside.write_text(text)
+                beside.chmod(0o755)
+                beside.replace(path)
+
+    def ask(self, *what: str, given: str = "") -> list[str]:
+        """Return the lines that the kind's program prints, with `given` as its input. ConfigError: what is wrong."""
+        self.require()
+        command, env = [*self.program, *what], {k: v for k, v in os.environ.items() if k != ROLLOUT}
+        done = subprocess.run(command, check=False, capture_output=True, input=given.encode(), env=env)
+        said = done.stderr.decode(errors="replace").strip()
+        if done.returncode:
+            raise ConfigError(f"{self.kind}: {said.splitlines()[-1] if said else f'exit code {done.returncode}'}")
+        if said:
+            typer.echo(said, err=True)
+        return done.stdout.decode().splitlines()
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, check=False, stderr=subprocess.PIPE)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit code {done.returncode}"]
+        raise LightningError(f"{' '.join(command[:4])}: {said[-1]}")

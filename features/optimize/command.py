@@ -27,10 +27,7 @@ from ...commands.system.processes import make_directory
 from ...core.config.root import Config
 from ...core.errors import ConfigError
 from ...core.prices import Prices, require_litellm
-from . import apo, gepa
-from .reflection import Reflection
-from .scores import Candidate, PromptScores
-from .search import Search
+from .search import Candidate, PromptScores, Reflection, Search, Sizes, apo_search, gepa_search
 
 HELD_OUT = 5  # one task in so many, where no file has them
 
@@ -53,7 +50,7 @@ class OptimizeRequest:
     budget: int
     validation: int
     batch: int
-    sizes: apo.Sizes
+    sizes: Sizes
     seed: int
     concurrency: int
     promote: bool
@@ -155,9 +152,9 @@ class _Optimization:
                     if scores.taken:
                         self.view.say(f"run {run} resumes: {scores.taken} of {request.budget} rollouts are done")
                     if request.method == "apo":
-                        await apo.search(job, request.sizes)
+                        await apo_search(job, request.sizes)
                     else:
-                        await gepa.search(job, request.batch)
+                        await gepa_search(job, request.batch)
                     if job.tried:
                         await job.settle()
                     return await self._judge(api, job, run)

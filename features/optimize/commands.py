@@ -45,9 +45,9 @@ def optimize(
     Rollouts are of mode eval: no weights are trained on them. Every prompt that is tried is a version, and the best
     one is compared with the first on held-out tasks. The same command resumes where it was stopped.
     """
-    from .apo import Sizes
     from .command import OptimizeRequest
     from .command import optimize as run
+    from .search import Sizes
 
     modules = preload.split(",") if preload else []
     request = OptimizeRequest(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ...core.errors import InvalidRequest, LightningError, UnsupportedMediaType
 from ...core.json_text import dumps, loads_in_turns
-from .openinference import as_genai
+from .genai_read import as_genai
 
 Encoding = Literal["protobuf", "json"]
 MEDIA = {"protobuf": "application/x-protobuf", "json": "application/json"}

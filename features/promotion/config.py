@@ -11,7 +11,7 @@ from ...core.config.section import Number, Seconds
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
-NO_REWARDS = frozenset({"tool_errors", "truncated", "unrewarded", "answer_tokens", "latency"})  # metrics.py has them
+NO_REWARDS = frozenset({"tool_errors", "truncated", "unrewarded", "answer_tokens", "latency"})  # gate.py has them
 
 ONE_SERVER = (
     "promotion.mode gated needs a second server where weights are published merged: one server has one version. "

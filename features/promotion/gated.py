@@ -22,19 +22,18 @@ from ...serving.swap import Check, Superseded, Swap, labels_of
 from ...serving.vllm import VllmFault
 from ...store.store import Store
 from ...store.training import Step
+from ...store.versions import Ancestor
 from ...trainer.publish import Publisher, SamplesOf
 from ...trainer.step.engine import TrainingEngine
 from ...trainer.types import Sample
 from ...trainer.waiting import Stopped, in_thread
-from . import line
 from .config import PromotionConfig
-from .promotions import Promotions
-from .tests import Promotion
+from .promotions import Promotion, Promotions
 
 log = logging.getLogger(__name__)
-
 AGAIN_S = 10.0  # until a test that could not begin is tried again
 UNSEEN_S = 60.0  # a proxy's gate looks at a test at once
+TAKEN_BACK = ("rejected", "failed")
 
 
 class CandidateSwap(Swap):
@@ -77,9 +76,9 @@ class GatedPublisher(Publisher):
         """Return whether `base` was trained on from the live one, with no rejected or failed one between."""
         if base == live.version:
             return True
-        since = line.chosen_at(live, await self._tests.last_of(live.version))
+        since = chosen_at(live, await self._tests.last_of(live.version))
         found = await self._store.version_report.line(base, live.version, since)
-        return line.builds_on(found, live.version, since)
+        return builds_on(found, live.version, since)
 
     async def waits_for(self, base: int) -> str | None:
         """Return the reason to wait where the weights are so far ahead that rollouts of the live version are stale."""
@@ -182,3 +181,21 @@ class GatedPublisher(Publisher):
                 "a test against version 0 compares a mixture with the candidate; policy.publish merged with two "
                 "servers does not (docs/promotion.md)"
             )
+
+
+def builds_on(line: Sequence[Ancestor], live: int, since: float) -> bool:
+    """Return whether a version was trained on from `live`, with no version between that was taken back or is too old.
+
+    `line`: the version and those that it was trained on from, newest first.
+    """
+    later = [one for one in line if one.version != live]
+    return len(later) < len(line) and all(one.status not in TAKEN_BACK and one.created_at >= since for one in later)
+
+
+def chosen_at(live: PolicyVersion, test: Promotion | None) -> float:
+    """Return when the live version was chosen by hand (Unix time); nothing is trained on from versions made before.
+
+    0 if it was not. `test`: its last one. If that made it live, versions may have been trained on from it before.
+    """
+    by_gate = test is not None and test.status == "promoted" and test.decided_at == live.live_at
+    return 0.0 if by_gate or live.live_at is None else live.live_at

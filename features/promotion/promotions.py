@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from ...core.errors import Conflict
 from ...core.json_text import dumps, loads
-from ...core.records import PolicyVersion, Reward, RolloutName
+from ...core.records import PolicyVersion, Reward, RolloutName, RolloutStatus
 from ...store.database import Database, Row, Transaction, read
 from ...store.rewards import read_reward
 from ...store.rollouts import ROLLOUT_SEEN
 from ...store.trust import IS_EVALUATORS
 from ...store.versions import POLICY_LOG, VERSION_LIVE, VERSION_RETIRE, VERSION_UNTESTED, read_version
-from .tests import Chooser, Observed, Outcome, Promotion
 
 NOT_GATED = "promotion.mode was set to immediate"  # why a test ended
 NO_STORED_KEY = "configured"  # `opened_by` of rollouts opened with one of proxy.api_keys
-
 TESTING = "SELECT n FROM promotions WHERE status = 'testing'"
 PROMOTION_UNDER_WAY = "SELECT * FROM promotions WHERE status = 'testing' ORDER BY n"
 CANDIDATE = "SELECT * FROM policy_versions WHERE version = :version"
@@ -92,6 +91,63 @@ UPDATE promotions SET status = :outcome, reason = :reason, evidence = :evidence,
 WHERE n = :n AND status = 'testing'
 """
 END = "UPDATE promotions SET status = 'ended', decided_at = :at, reason = :reason WHERE status = 'testing'"
+Outcome = Literal["promoted", "rejected"]
+PromotionStatus = Literal["testing", "promoted", "rejected", "ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class Promotion:
+    """A test of version `version` against the live version `against`. `evidence`: its numbers (docs/promotion.md).
+
+    `ended`: not decided, but broken off, because somebody made a version live, for one. `reason` says why.
+    """
+
+    n: int
+    version: int
+    against: int
+    status: PromotionStatus
+    began_at: float
+    decided_at: float | None = None
+    reason: str | None = None
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+class Assigned(NamedTuple):
+    """Where a rollout stands in a test, and the version that answers it. Not `compared`: left to the live version."""
+
+    place: int
+    version: int
+    compared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """A rollout that is evidence in a test, as it is now. `rewards`: those that are evidence.
+
+    `opened_by`: places are counted apart for each. `shown`: so many calls were answered by `version`, `mixed`: so many
+    by another one. `truncated`, `tool_errors`: the share of answers that were cut off, and of tool calls that failed.
+    """
+
+    rollout_id: str
+    task_id: str | None
+    place: int
+    version: int
+    status: RolloutStatus
+    created_at: float
+    ended_at: float | None
+    foreign_calls: int
+    calls: int
+    tokens: int
+    mixed: int
+    truncated: float | None
+    latency_ms: float | None
+    tool_errors: float | None
+    rewards: tuple[Reward, ...] = ()
+    opened_by: str = ""
+    shown: int = 1
+
+
+Chooser = Callable[[str | None, int], Assigned]  # by a rollout's task, and its place among those of the task
 
 
 class Trial(NamedTuple):

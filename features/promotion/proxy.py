@@ -14,9 +14,8 @@ from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
 from ...store.store import Store
 from .config import PromotionConfig
 from .gate import Gate
-from .promotions import NOT_GATED, Promotions
+from .promotions import NOT_GATED, Promotion, Promotions
 from .splitting import PolicySplit, candidates_server
-from .tests import Promotion
 
 
 class PolicyTest(BaseModel):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tenacity
 
-from lightning_proxy.features.environments.install import KindsEnvironment
+from lightning_proxy.features.environments.source import KindsEnvironment
 
 # In place of the real one, which takes a second of work to import.
 OPENAI = """

@@ -19,8 +19,7 @@ from accelerate import FullyShardedDataParallelPlugin  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 from lightning_proxy.core.errors import ConfigError  # noqa: E402
-from lightning_proxy.features.distributed.shards import check  # noqa: E402
-from lightning_proxy.features.distributed.shares import share_out  # noqa: E402
+from lightning_proxy.features.distributed.ranks import check, share_out  # noqa: E402
 from lightning_proxy.trainer.rows.prefix_tree import TreeCost, micro_batches  # noqa: E402
 from lightning_proxy.trainer.step.step_metrics import SUMS, StepMetrics  # noqa: E402
 from support.paths import ROOT  # noqa: E402

@@ -18,8 +18,7 @@ import pytest
 import yaml
 
 from lightning_proxy.features.environments.commands import _checked
-from lightning_proxy.features.environments.install import ROOT, KindsEnvironment
-from lightning_proxy.features.environments.source import experiment_of
+from lightning_proxy.features.environments.source import ROOT, KindsEnvironment, experiment_of
 from support.command_line import lightning
 from tests.conftest import System
 
@@ -248,7 +247,7 @@ def test_an_install_keeps_tasks_and_data_and_the_packages_of_before(monkeypatch:
         if "venv" in command:
             venv.create(command[-1], symlinks=True)
 
-    monkeypatch.setattr("lightning_proxy.features.environments.install._run", ran)
+    monkeypatch.setattr("lightning_proxy.features.environments.source._run", ran)
     kept = [made.directory / name for name in ("tasks/sums.jsonl", "nltk_data/words")]
     for file in kept:
         file.parent.mkdir()

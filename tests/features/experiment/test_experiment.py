@@ -18,8 +18,7 @@ from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.commands.system.processes import ChildDied, ChildSpec
 from lightning_proxy.core.errors import ConfigError, LightningError
 from lightning_proxy.features.experiment import experiment as module
-from lightning_proxy.features.experiment.experiment import run_lessons
-from lightning_proxy.features.experiment.lesson import AgentFails, Lesson
+from lightning_proxy.features.experiment.experiment import AgentFails, Lesson, run_lessons
 from lightning_proxy.features.experiment.plan import LessonPlan, lessons_of, read_experiment
 from support.command_line import Done, lightning
 

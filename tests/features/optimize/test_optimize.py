@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from lightning_proxy.features.optimize.apo import between
-from lightning_proxy.features.optimize.lessons import feedback, inputs, outputs
+from lightning_proxy.features.optimize.search import between, feedback, inputs, outputs
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 WORDS = "amber birch cedar delta ember frost grove hazel".split()  # noqa: SIM905

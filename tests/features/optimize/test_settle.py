@@ -10,9 +10,7 @@ from typing import Any, cast
 import pytest
 
 from lightning_proxy.commands.run.tasks import Task
-from lightning_proxy.features.optimize.reflection import Reflection
-from lightning_proxy.features.optimize.scores import BudgetSpent, PromptScores, Score
-from lightning_proxy.features.optimize.search import Search
+from lightning_proxy.features.optimize.search import BudgetSpent, PromptScores, Reflection, Score, Search
 
 TASKS = [Task(f"t{i}", "{}") for i in range(6)]
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_proxy.features.otel.genai_read import is_action, is_call, request_of, response_of
-from lightning_proxy.features.otel.openinference import as_genai
+from lightning_proxy.features.otel.genai_read import as_genai, is_action, is_call, request_of, response_of
 
 pytest.importorskip("opentelemetry.sdk")
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

@@ -19,7 +19,7 @@ from traffic.server import serving
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.core.records import CallEnd, CallStart, RolloutName
-from lightning_proxy.features.otel.genai_write import attributes_of
+from lightning_proxy.features.otel.export import attributes_of
 from lightning_proxy.features.otel.otlp import Span, read_spans
 from lightning_proxy.proxy.app import create_app
 

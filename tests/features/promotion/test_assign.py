@@ -10,7 +10,7 @@ from pathlib import Path
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import RolloutName
 from lightning_proxy.features.promotion.promotions import Promotions
-from lightning_proxy.features.promotion.sides import choose
+from lightning_proxy.features.promotion.splitting import choose
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 from support.stores import store_url

@@ -15,7 +15,7 @@ import pytest
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import Reward, RolloutName
 from lightning_proxy.features.promotion.promotions import Promotions
-from lightning_proxy.features.promotion.sides import choose
+from lightning_proxy.features.promotion.splitting import choose
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.calls import ANSWERED

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.features.promotion.line import builds_on
+from lightning_proxy.features.promotion.gated import builds_on
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.stores import store_url

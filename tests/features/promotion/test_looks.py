@@ -14,9 +14,8 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import Reward, RolloutName
 from lightning_proxy.features.promotion import gate
 from lightning_proxy.features.promotion.gate import Gate
-from lightning_proxy.features.promotion.promotions import Promotions, Trial
+from lightning_proxy.features.promotion.promotions import Assigned, Promotions, Trial
 from lightning_proxy.features.promotion.splitting import PolicySplit
-from lightning_proxy.features.promotion.tests import Assigned
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.store.training import Collapse

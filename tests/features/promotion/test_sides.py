@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_proxy.features.promotion.sides import choose
-from lightning_proxy.features.promotion.tests import Assigned, Promotion
+from lightning_proxy.features.promotion.promotions import Assigned, Promotion
+from lightning_proxy.features.promotion.splitting import choose
 
 TEST = Promotion(3, version=8, against=5, status="testing", began_at=0.0)
 

@@ -9,10 +9,9 @@ import pytest
 
 from lightning_proxy.core.records import Reward
 from lightning_proxy.features.promotion.config import PromotionConfig
-from lightning_proxy.features.promotion.metrics import metrics
-from lightning_proxy.features.promotion.sides import choose
-from lightning_proxy.features.promotion.tests import Observed, Promotion
-from lightning_proxy.features.promotion.weigh import GateRules, Weighed, weigh
+from lightning_proxy.features.promotion.gate import GateRules, Weighed, metrics, weigh
+from lightning_proxy.features.promotion.promotions import Observed, Promotion
+from lightning_proxy.features.promotion.splitting import choose
 
 TEST = Promotion(1, version=2, against=1, status="testing", began_at=0.0)
 NOW = 1_000.0
