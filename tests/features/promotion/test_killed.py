@@ -52,7 +52,7 @@ async def test_a_decision_survives_a_kill(
 ) -> None:
     monkeypatch.setenv("KILL_AT", moment)
     async with proxy_in_front(tmp_path, DIES) as proxy:
-        proxy.set("policy", promotion="gated")
+        proxy.set("promotion", mode="gated")
         proxy.set("trainer", group_size=2)
         await fill(f"sqlite:///{proxy.store}", worse)
         start = asyncio.create_task(proxy.start())
