@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.trainer import LossType, TrainerConfig
 from lightning_proxy.core.config.wrong import fields_of
-from lightning_proxy.trainer.report.metric_schema import ALL_METRICS
+from lightning_proxy.trainer.report.metric_schema import all_metrics
 
 DOCS = Path(__file__).parent
 SETTINGS, METRICS, COMBINATIONS = (DOCS / f"{name}.md" for name in ("settings", "step-metrics", "combinations"))
@@ -102,7 +102,7 @@ def meanings(page: str) -> dict[str, str]:
 def metrics() -> str:
     """Return the page of all metrics."""
     groups: dict[str, list[str]] = {}
-    for metric in ALL_METRICS.values():
+    for metric in all_metrics().values():
         unit = "" if metric.unit == "count" else f" ({metric.unit})"
         groups.setdefault(metric.group, []).append(f"- `{metric.name}`{unit}: {metric.meaning}")
     parts = [METRICS_BEGIN]

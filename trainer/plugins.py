@@ -6,7 +6,7 @@ This module and the features' `trainer` modules are read before torch may be loa
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -18,6 +18,7 @@ from ..core.features import modules
 from ..serving.swap import Swap
 from ..store.store import Store
 from ..store.training import Step
+from .report.metric_schema import Metric
 from .types import AskJudge, BackgroundWork, Guide, Show, Sift, show_nothing
 
 if TYPE_CHECKING:
@@ -82,9 +83,14 @@ class TrainerHooks:
 
 
 class TrainerPlugin:
-    """What a feature adds to the trainer. `methods` are the values of `--method` that it has the hook `tune` for."""
+    """What a feature adds to the trainer. `methods` are the values of `--method` that it has the hook `tune` for.
+
+    `metrics`: what it adds to the metrics of a step; `counts`: those among them that a step adds up.
+    """
 
     methods: ClassVar[Sequence[str]] = ()
+    metrics: ClassVar[Mapping[str, Metric]] = {}
+    counts: ClassVar[Sequence[str]] = ()
 
     def __init__(self, config: Config) -> None:
         self.config = config

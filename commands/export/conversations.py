@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.records import ModelCall, Rollout
 from ...core.redact import REASON
-from ...proxy.api.views import beside_calls, call_view
+from ...proxy.api.views import call_fields, call_view
 from ...proxy.dialects.transcript import ChatTurn, Digested, beginnings, read
 
 Json = dict[str, Any]
@@ -26,8 +26,7 @@ MEDIA = "images and files are not written as ATIF"
 
 def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
     """Yield a row for each conversation of a rollout; count in `left_out` those that cannot be one, by reason."""
-    beside = zip(calls, beside_calls(calls), strict=True)
-    rejected = {call.call_id for call, one in beside if one.get("rejected")}
+    rejected = {call.call_id for call, one in zip(calls, call_fields(calls), strict=True) if one.get("rejected")}
     for call, turn in whole(answered(calls), left_out):
         if call.call_id in rejected:
             left_out[REJECTED] += 1

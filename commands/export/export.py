@@ -14,13 +14,13 @@ from typing import Any, Literal, Protocol, cast, get_args
 
 from rich.console import Console
 
+from ...core.config.feature import feature_sections
 from ...core.config.root import Config
 from ...core.config.server import StoreConfig
 from ...core.errors import ConfigError, LightningError, NotFound
-from ...core.features import modules
 from ...core.json_text import dumps
 from ...core.records import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
-from ...proxy.api.views import beside_calls, record_view, transitions
+from ...proxy.api.views import call_fields, record_view, transitions
 from ...store.opening import opened
 from ...store.reports import CreditBySeq
 from ...store.sqlite.file import IdleFile, is_in_use, make_private
@@ -45,11 +45,11 @@ NUMBERS = (
     "rollout_reward", "reward", "call_reward", "temperature", "return", "advantage", "started_at", "latency_ms",
 )  # fmt: skip
 WHOLE_NUMBERS = ("t", "policy_version", "step")
-# What side rooms say of each call.
-BESIDE_CALLS = tuple(name for module in modules("calls") for name in module.NAMES)
+# What features say of each call.
+CALL_FIELDS = tuple(name for feature in feature_sections().values() for name in feature.names_of_call_fields)
 # Their shape differs from row to row, so Parquet holds them as JSON text.
 JSON_COLUMNS = {
-    "transitions": ("state", "action", "next_state", "rewards", "usage", "metadata", *BESIDE_CALLS),
+    "transitions": ("state", "action", "next_state", "rewards", "usage", "metadata", *CALL_FIELDS),
     "sft": ("messages", "tools"),
 }
 
@@ -212,7 +212,7 @@ def _transitions(
     """Yield a row for each transition. The first one holds the rollout's rewards, the newest of each name and call."""
     newest = {(r.call_id, r.name): r for r in rewards}.values()
     by_id = {call.call_id: call for call in calls}
-    beside = dict(zip(by_id, beside_calls(calls), strict=True))
+    by_features = dict(zip(by_id, call_fields(calls), strict=True))
     for transition in transitions(rollout, calls, events):
         call = by_id[transition.call_id] if transition.call_id is not None else None
         sampled = call if transition.kind == "llm" else None
@@ -234,7 +234,7 @@ def _transitions(
             "return": trained.returned if trained else None,
             "advantage": trained.advantage if trained else None,
             "step": trained.step if trained else None,
-            **(beside[sampled.call_id] if sampled else dict.fromkeys(BESIDE_CALLS)),
+            **(by_features[sampled.call_id] if sampled else dict.fromkeys(CALL_FIELDS)),
             "started_at": sampled.started_at if sampled else None,
             "latency_ms": sampled.latency_ms if sampled else None,
             "usage": sampled.usage if sampled else None,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ..features import modules
+from ..records import ModelCall
 from .section import Section
 
 
@@ -14,12 +15,19 @@ class FeatureSection(Section):
     """A feature's keys: the section of the configuration that has the feature's name.
 
     `functions`: names of credits, baselines and losses that it adds, by kind. `moved`: where keys once were, and
-    where they are. Each question below is answered as if the feature were not there.
+    where they are. `names_of_call_fields`: what it says of each call. Each question below is answered as if the feature
+    were not there.
     """
 
     name: ClassVar[str]
     functions: ClassVar[Mapping[str, Sequence[str]]] = {}
     moved: ClassVar[Mapping[str, str]] = {}
+    names_of_call_fields: ClassVar[Sequence[str]] = ()
+
+    @classmethod
+    def call_fields(cls, calls: Sequence[ModelCall]) -> Sequence[Mapping[str, Any]]:
+        """Return its fields of each of a rollout's calls, which are all of it, in order."""
+        return [{}] * len(calls)
 
     @property
     def trains_here(self) -> bool:

@@ -15,6 +15,7 @@ it adds to its parent's, so that the tree takes as much work as the rollout has 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ from ...proxy.dialects.atoms import (
     without_thoughts,
 )
 from ...store.requests import begun
+
+log = logging.getLogger(__name__)
 
 Kind = Literal["continues", "edits", "compacts", "delegates", "returns", "retries"]
 SAME: tuple[Kind, ...] = ("continues", "edits", "compacts")  # edges within one context
@@ -564,3 +567,15 @@ def _whole(value: Any, name: str, of: Json, parent: _Placed | None) -> Any:
     if name in WHOLE and not isinstance(value, str):
         return None
     return value if parent is None or name not in of else begun(parent.before[name], of[name], value)
+
+
+def graph_of(calls: Sequence[ModelCall]) -> Graph | None:
+    """Return the graph of a rollout's calls, which are in order; None if they cannot be read."""
+    graph = Graph()
+    try:
+        for call in calls:
+            graph.add(call)
+    except Exception:  # the rollout is shown and trained on whatever its requests look like
+        log.exception("rollout %s: its contexts are not known", calls[0].rollout_id)
+        return None
+    return graph

@@ -15,7 +15,7 @@ from ...core.records import Rollout
 from ...proxy.api.answers import Call, Status
 from ...proxy.hooks import Fields, ProxyPlugin
 from ...store.store import Store
-from .calls import graph_of
+from .graph import graph_of
 
 NEWEST = 20  # rollouts that have ended
 LARGE = 1_000  # calls; larger rollouts are not read

@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from ...core.records import ModelCall
 from ...trainer.types import Sifted
-from .calls import graph_of
 from .config import ContextsConfig
+from .graph import graph_of
 
 
 def sifted(config: ContextsConfig, calls: Sequence[ModelCall]) -> Sifted:

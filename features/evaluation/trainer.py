@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from ...core.config.run import require_program
 from ...core.errors import ConfigError
 from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
+from ...trainer.report.metric_schema import group
 from .config import EvaluationConfig
 from .evaluator import BestVersion, Evaluator
 
@@ -17,6 +18,14 @@ log = logging.getLogger(__name__)
 
 class EvaluatingPlugin(TrainerPlugin):
     """Evaluates new versions where the configuration asks for it, and names the best one at the end."""
+
+    metrics = group(
+        "eval",
+        ("eval_reward", "reward", "mean reward of held-out tasks"),
+        ("eval_low", "reward", "lower end of its 95 % interval"),
+        ("eval_high", "reward", "upper end of its 95 % interval"),
+        ("eval_step", "number", "the step that made the evaluated version"),
+    )
 
     def check(self, run: Run) -> None:
         """Refuse an agent program or held-out tasks that are not there."""

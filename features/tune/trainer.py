@@ -10,17 +10,49 @@ from typing import TYPE_CHECKING, Any
 from ...core.errors import ConfigError
 from ...store.training import Step
 from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
+from ...trainer.report.metric_schema import group
 from ...trainer.types import Sift
 
 if TYPE_CHECKING:
     from ...trainer.publish import NoPublisher
     from .fit import Recipe
 
+METRICS = {
+    **group(
+        "sft",
+        ("held_out_loss_before", "nats", "mean cross-entropy of the answers' tokens of held-out tasks, before the run"),
+        ("held_out_loss", "nats", "the same after the run; both need held-out tasks (`tune.sft.held_out`)"),
+        ("token_accuracy", "share", "trained tokens that were the likeliest; mean over the last epoch"),
+        ("calls_untokenised", "count", "calls of other models left out: the policy's chat template does not show them"),
+    ),
+    **group(
+        "dpo",
+        ("pairs", "count", "pairs that are trained on"),
+        ("pairs_held_out", "count", "pairs of held-out tasks"),
+        ("pairs_other_prompt", "count", "pairs left out: their answers begin after different prompts"),
+        ("preference_margin", "1", "beta times the growth of log-odds, chosen to rejected; mean over the last epoch"),
+        ("preference_accuracy", "share", "pairs whose log-odds grew; mean over the last epoch"),
+    ),
+    **group(
+        "kto",
+        ("thumbs_up", "count", "training rows of rollouts with thumbs up"),
+        ("thumbs_down", "count", "training rows of rollouts with thumbs down"),
+    ),
+    **group(
+        "preferences",
+        ("held_out_accuracy_before", "share", "held-out comparisons whose better answer is likelier, before the run"),
+        ("held_out_accuracy", "share", "the same after the run; these need held-out tasks"),
+        ("held_out_margin_before", "nats", "mean log-probability of better minus worse held-out answers, before"),
+        ("held_out_margin", "nats", "the same after the run"),
+    ),
+}  # fmt: skip
+
 
 class TunePlugin(TrainerPlugin):
     """Learns from recorded rollouts: the best ones, pairs of siblings, thumbs up and down, or all of them by RL."""
 
     methods = ("sft", "dpo", "kto")
+    metrics = METRICS
 
     def check(self, run: Run) -> None:
         if run.method in self.methods and run.launched:

@@ -11,7 +11,7 @@ from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from ...core.features import modules
+from ...core.config.feature import feature_sections
 from ...core.json_text import loads_or_none
 from ...core.records import Event, ModelCall, PolicyVersion, Reward, Rollout, ToolCall, Transition
 from ...core.tools import dicts
@@ -41,17 +41,17 @@ def rollout_detail(
     """Return a rollout with its calls and events in order and every reward ever posted for it."""
     return record_view(rollout) | {
         "call_count": rollout.calls,
-        "calls": [call_view(call) | more for call, more in zip(calls, beside_calls(calls), strict=True)],
+        "calls": [call_view(call) | more for call, more in zip(calls, call_fields(calls), strict=True)],
         "events": [record_view(event) for event in events],
         "rewards": [reward_view(reward) for reward in rewards],
     }
 
 
-def beside_calls(calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
-    """Return what side rooms say of each of a rollout's calls, which are all of it, in order."""
+def call_fields(calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
+    """Return what features say of each of a rollout's calls, which are all of it, in order."""
     found: list[dict[str, Any]] = [{} for _ in calls]
-    for module in modules("calls"):
-        for fields_of_call, more in zip(found, module.fields(calls), strict=True):
+    for feature in feature_sections().values():
+        for fields_of_call, more in zip(found, feature.call_fields(calls), strict=True):
             fields_of_call.update(more)
     return found
 

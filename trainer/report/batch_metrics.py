@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import compress
 from statistics import fmean, pstdev
 
@@ -25,8 +26,13 @@ MOST = 0.5
 COUNTS = (
     "groups", "groups_equal", "groups_incomplete", "rollouts_dropped", "rollouts_stale", "rollouts_failed",
     "rollouts_lone", "calls_of_others", *CALL_COUNTS,
-    *(name for room in modules("step_metrics") for name in getattr(room, "COUNTS", ())),
 )  # fmt: skip
+
+
+@cache
+def all_counts() -> tuple[str, ...]:
+    """Return the names of the counts of the core and of the features."""
+    return (*COUNTS, *(name for module in modules("trainer") for name in module.plugin.counts))
 
 
 @dataclass(slots=True)
@@ -81,7 +87,7 @@ class Seen:
             "counted_std": pstdev(counted),
             "rollouts_counted": float(len(self.counted)),
             "merge_rate": merge_rate(self.counts),
-            **{name: float(self.counts[name]) for name in COUNTS},
+            **{name: float(self.counts[name]) for name in all_counts()},
             "not_followed_share": self._share,
         }
 

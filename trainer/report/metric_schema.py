@@ -1,12 +1,13 @@
 """The metrics of a training step: name, unit and meaning of each. Plain data, no torch.
 
-A new one is a line here, or in `proxy/ROOM/step_metrics.py`. `python docs/generate.py` writes docs/step-metrics.md.
+A new one is a line here, or in a `TrainerPlugin.metrics`. `python docs/generate.py` writes docs/step-metrics.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -28,12 +29,13 @@ class Metric:
         return f"{self.group}/{self.name}"
 
 
-def _group(group: str, *metrics: tuple[str, str, str]) -> dict[str, Metric]:
-    return {name: Metric(name, group, unit, meaning) for name, unit, meaning in metrics}
+def group(name: str, *metrics: tuple[str, str, str]) -> dict[str, Metric]:
+    """Return the metrics of a group, by name; each is a name, a unit and a meaning."""
+    return {metric: Metric(metric, name, unit, meaning) for metric, unit, meaning in metrics}
 
 
 METRICS: Mapping[str, Metric] = MappingProxyType({
-    **_group(
+    **group(
         "reward",
         ("reward_mean", "reward", "mean reward of `rollouts`, also of those that taught nothing"),
         ("reward_std", "reward", "standard deviation of these rewards"),
@@ -44,13 +46,13 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("rollouts_counted", "count", "rollouts whose rewards act on everybody (docs/keys.md)"),
         ("reward_task_std", "reward", "standard deviation of the tasks' mean rewards: how far apart the tasks are"),
     ),
-    **_group(
+    **group(
         "advantage",
         ("advantage_mean", "1", "mean advantage of trained tokens; far from 0 if long answers do better, or worse"),
         ("advantage_std", "1", "standard deviation of these advantages"),
         ("advantage_positive", "share", "trained tokens that the step makes more likely"),
     ),
-    **_group(
+    **group(
         "groups",
         ("groups", "count", "groups looked at since the last step; rollouts without a task are none"),
         ("groups_trained", "count", "groups with a rollout that is trained on"),
@@ -63,7 +65,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("rollouts_failed", "count", "failed rollouts that got a reward by `trainer.failed_rollouts`"),
         ("rollouts_lone", "count", "rollouts compared with earlier ones (`trainer.lone_rollouts: running`)"),
     ),
-    **_group(
+    **group(
         "samples",
         ("samples", "count", "training rows"),
         ("calls", "count", "calls in these rows"),
@@ -84,7 +86,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("rows_too_long", "count", "rows left out: longer than `trainer.max_sample_tokens` or the model's context"),
         ("rows_out_of_memory", "count", "rows left out: memory ran out, even in a pass of their own"),
     ),
-    **_group(
+    **group(
         "policy",
         ("version", "number", "policy version that the step was published as; missing if it was not published"),
         ("verify_difference", "nats", "mean difference of vLLM's log-probabilities from the published weights'"),
@@ -109,14 +111,14 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("entropy", "nats", "entropy of the next token's distribution; mean over trained tokens"),
         ("entropy_coef", "1", "weight of this entropy in the step's loss; needs `trainer.entropy`"),
     ),
-    **_group(
+    **group(
         "optimizer",
         ("loss", "1", "TRL's loss, in which every rollout weighs the same"),
         ("grad_norm", "1", "norm of all adapters' gradients before they are clipped to `trainer.max_grad_norm`"),
         ("lr", "1", "learning rate of the step"),
         ("skipped", "0 or 1", "1: nothing to train on, or loss or gradient not finite; the weights stay as they are"),
     ),
-    **_group(
+    **group(
         "tokens",
         ("trained_tokens", "tokens", "sampled tokens in the loss"),
         ("outside_tokens", "tokens", "sampled tokens left out: top_p and the like leave them out by now's weights"),
@@ -129,7 +131,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("passes_halved", "count", "passes made again as two halves, because memory ran out"),
         ("memory_gib", "GiB", "the trainer's memory at its peak, since its start: on its GPU, or without one all"),
     ),
-    **_group(
+    **group(
         "seconds",
         ("wait_s", "s", "waiting, from the end of the last step until enough rollouts had ended"),
         ("collect_s", "s", "reading, comparing and claiming rollouts, a judge's answers included"),
@@ -142,24 +144,25 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     ),
 })  # fmt: skip
 # What the methods of `train --method` but `rl` share.
-TUNING = _group(
+TUNING = group(
     "tuning",
     ("epochs", "count", "passes over the rows"),
     ("optimizer_steps", "count", "updates of the weights in all epochs"),
     ("groups_held_out", "count", "tasks that are only measured on"),
 )
-OF_ROOMS = {
-    name: metric
-    for room in modules("step_metrics")
-    for group, rows in room.GROUPS.items()
-    for name, metric in _group(group, *rows).items()
-}
-ALL_METRICS: Mapping[str, Metric] = MappingProxyType({**METRICS, **TUNING, **OF_ROOMS})
+
+
+@cache
+def all_metrics() -> Mapping[str, Metric]:
+    """Return those of the core and of the features, by name."""
+    of_features = (metric for module in modules("trainer") for metric in module.plugin.metrics.items())
+    return MappingProxyType({**METRICS, **TUNING, **dict(of_features)})
 
 
 def by_tag(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return a step's numbers under their trackers' tags."""
-    return {ALL_METRICS[name].tag if name in ALL_METRICS else name: value for name, value in scalars(metrics).items()}
+    known = all_metrics()
+    return {known[name].tag if name in known else name: value for name, value in scalars(metrics).items()}
 
 
 def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_proxy.core.records import ModelCall
-from lightning_proxy.features.contexts.calls import graph_of
-from lightning_proxy.features.contexts.graph import Graph
+from lightning_proxy.features.contexts.graph import Graph, graph_of
 from support.calls import call
 
 Json = dict[str, Any]

@@ -15,7 +15,7 @@ from lightning_proxy.commands.export.export import _transitions
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.json_text import dumps
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, ModelCall, RolloutName
-from lightning_proxy.features.contexts.calls import graph_of
+from lightning_proxy.features.contexts.graph import graph_of
 from lightning_proxy.proxy.api.views import rollout_detail
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
