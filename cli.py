@@ -399,7 +399,7 @@ def import_(
 
     `train --method sft` learns from them.
     """
-    from .commands.export.bring_in import import_command
+    from .commands.export.import_ import import_command
 
     _write_for_the_owner_only()
     import_command(configuration(context), file, model, reward)

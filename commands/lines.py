@@ -102,9 +102,9 @@ class CallLines:
         if len(self._waiting) < MOST and (self._each or end.status == "error"):
             self._waiting.append((start, end))
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(EACH_S if self._each else COUNTED_S, self.tell)
+            self._timer = asyncio.get_running_loop().call_later(EACH_S if self._each else COUNTED_S, self.flush)
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         """Log the calls noted since the last time."""
         waiting, counts, self._waiting, self._counts, self._timer = self._waiting, self._counts, [], Counter(), None
         for start, end in waiting:

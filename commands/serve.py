@@ -99,12 +99,12 @@ class Shown(NamedTuple):
 def _serve_here(config: Config, shown: Shown) -> None:
     lines = _lines(config, shown)
     uvicorn = Uvicorn(_app(config, lines), **uvicorn_options(config.proxy))
-    server = OneServer(uvicorn, partial(_tell, config), partial(_tell_of_stopping, config.proxy))
+    server = OneServer(uvicorn, partial(_say_serving, config), partial(_say_stopping, config.proxy))
     # Having ended as it was asked to, uvicorn raises the signal again: SIGTERM is then no failure either.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
         server.run()
-    lines.tell()
+    lines.flush()
     if not server.started:
         raise typer.Exit(STARTUP_FAILURE)
 
@@ -120,13 +120,13 @@ def _serve_in_workers(config: Config, shown: Shown, shared: str) -> None:
     listener = uvicorn.bind_socket()
     listener.listen(uvicorn.backlog)  # clients that come before the workers do wait for them
     supervisor = SeveralServers(uvicorn, sockets=[listener])
-    _tell(config, listener.getsockname()[1])
+    _say_serving(config, listener.getsockname()[1])
     supervisor.run()
     if any(process.exitcode == STARTUP_FAILURE for process in supervisor.processes):
         raise LightningError("a worker of the proxy could not start; see its output above")
 
 
-def _tell(config: Config, port: int) -> None:
+def _say_serving(config: Config, port: int) -> None:
     url = f"http://{address(config.proxy.host, port)}/v1"
     kept = config.store.where if config.store.is_postgres else config.store.path
     say(f"serving: OPENAI_BASE_URL={url}; records in {kept}; Ctrl-C stops", event="serving", url=url)
@@ -136,7 +136,7 @@ def _tell(config: Config, port: int) -> None:
     say(f"{calls:,} calls at once: {files:,} files may be open{where} (ulimit -Hn)", calls=calls, files=files)
 
 
-def _tell_of_stopping(proxy: ProxyConfig, running: int) -> None:
+def _say_stopping(proxy: ProxyConfig, running: int) -> None:
     calls = "1 call is" if running == 1 else f"{running} calls are"
     text = f"stopping: {calls} under way, for at most {proxy.stop_timeout_s:g} s more; another Ctrl-C ends it now"
     say(text, event="stopping", running=running)

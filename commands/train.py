@@ -110,18 +110,18 @@ async def _train(config: Config, run: Run) -> None:
 
     from ..trainer import train as main
     from .export.policy import where
-    from .system.steps import teller
+    from .system.steps import step_printer
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     watch = asyncio.create_task(_stop_without_launcher(stop)) if "RANK" in os.environ else None
     console = Console(stderr=True, highlight=False)
-    tell, taken = teller(console), list[int]()
+    print_step, taken = step_printer(console), list[int]()
 
     def show(step: int, metrics: Mapping[str, Any]) -> None:
         taken.append(step)
-        tell(step, metrics)
+        print_step(step, metrics)
 
     if run.offline is None:
         await put_back_left(config, partial(console.print, markup=False))

@@ -34,7 +34,7 @@ from ..run.runner import LocalRunner, Runner
 from ..run.tasks import Task, read_tasks
 from ..signals import run_until_signal
 from ..system.processes import free_port, make_directory
-from ..system.steps import tell_why_it_stands
+from ..system.steps import report_standstill
 from ..system.system import Launch, System
 from .model import cache_directory, require_packages
 
@@ -152,7 +152,7 @@ class Demo:
         trained = asyncio.ensure_future(system.trainer.process.wait())
         learnt = asyncio.ensure_future(self._until_nothing_is_left_to_learn(api))
         showing = asyncio.ensure_future(self._show_steps(api))
-        telling = asyncio.ensure_future(tell_why_it_stands(system.trainer.log, self._view.say))
+        telling = asyncio.ensure_future(report_standstill(system.trainer.log, self._view.say))
         started: set[asyncio.Future[Any]] = {working, trained, learnt, showing, telling}
         try:
             await asyncio.wait({working, trained, learnt}, return_when=asyncio.FIRST_COMPLETED)
@@ -208,7 +208,7 @@ class Demo:
                     bar.show(self._steps, self._newest_reward(), self._failed)
                 await asyncio.sleep(POLL_S)
         finally:
-            bar.tell()
+            bar.print_line()
 
     async def _until_nothing_is_left_to_learn(self, api: ApiClient) -> None:
         """Return when the newest rollouts of several steps all had equal rewards, or when the policy collapsed."""

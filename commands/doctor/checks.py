@@ -53,7 +53,7 @@ class Broken(Exception):
     """A check failed, and those after it would say nothing."""
 
 
-class Tell:
+class Report:
     """Shows checks, and keeps them."""
 
     def __init__(self, show: Callable[[Check], None]) -> None:

@@ -116,13 +116,13 @@ async def _compare(table: Table, source: Source, target: NewStore, progress: _Pr
     return rows
 
 
-async def _counted(records: AsyncIterator[Record], tell: Callable[[int], None]) -> AsyncIterator[Record]:
+async def _counted(records: AsyncIterator[Record], report: Callable[[int], None]) -> AsyncIterator[Record]:
     for n in itertools.count(1):
         record = await anext(records, None)
         if record is None:
             return
         if n % 100 == 0:
-            tell(n)
+            report(n)
         yield record
 
 

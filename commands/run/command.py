@@ -25,7 +25,7 @@ from ..signals import run_until_signal
 from ..system.processes import make_directory
 from .journal import fail_left
 from .limits import Backlog, BacklogGate, Budget
-from .report import Bar, ProgressView, begun_anew, by_name, names_table, no_calls, sentence, summarize
+from .report import Bar, ProgressView, by_name, names_table, no_calls, restarts_line, sentence, summarize
 from .resume import KeptResults, kept_results
 from .run import RolloutResult, RunOptions, require_success, run_tasks
 from .runner import Runner, runner_for
@@ -89,7 +89,7 @@ def run_command(config: Config, request: RunRequest) -> None:
         console.print(sentence(results), markup=False)
         if (table := names_table({config.policy.alias: by_name(results)})) is not None:
             console.print(table)
-        for line in filter(None, (begun_anew(results), no_calls(results), *run.warnings, budget.line())):
+        for line in filter(None, (restarts_line(results), no_calls(results), *run.warnings, budget.line())):
             console.print(line, markup=False, style="yellow")
     if results or not budget.left_out:
         require_success(results)
@@ -142,7 +142,7 @@ class _Run:
                 finally:
                     await asyncio.shield(self.runner.close())
                     if self.options.mode == "train":
-                        await self._tell()
+                        await self._warn()
 
     async def _left(self, api: ApiClient, size: int) -> tuple[list[Task], list[RolloutResult]]:
         """Return the tasks that are left, and the results of earlier runs."""
@@ -163,7 +163,7 @@ class _Run:
 
         return take
 
-    async def _tell(self) -> None:
+    async def _warn(self) -> None:
         """Say whether the trainer learns nothing any more."""
         with suppress(ApiError):
             status = await self.api.request("GET", "/status")

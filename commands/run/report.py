@@ -49,7 +49,7 @@ class ProgressView:
     ) -> None:
         self.progress.stop()
         for bar in self._bars:
-            bar.tell()
+            bar.print_line()
 
 
 class Bar:
@@ -74,9 +74,9 @@ class Bar:
         self._mean = "-" if mean_reward is None else f"{mean_reward:.3f}"
         self._view.progress.update(self._bar, completed=done, reward=self._mean, failed=failed)
         if done == self._total or time.monotonic() - self._printed_at > LINE_EVERY_S:
-            self.tell()
+            self.print_line()
 
-    def tell(self) -> None:
+    def print_line(self) -> None:
         """Print the progress where no bar shows it, unless it was just printed."""
         if self._view.console.is_terminal or self._done == self._printed:
             return
@@ -175,7 +175,7 @@ def no_calls(results: Sequence[RolloutResult]) -> str | None:
     return f"{silent} of {len(results)} rollouts made no call: does your agent read OPENAI_BASE_URL?"
 
 
-def begun_anew(results: Sequence[RolloutResult]) -> str | None:
+def restarts_line(results: Sequence[RolloutResult]) -> str | None:
     """Return how many runs were begun anew because their machine went away, as a line. None if none was."""
     restarts = totals(results).restarts
     return f"{restarts} runs were begun anew, in other rollouts: their machine went away" if restarts else None

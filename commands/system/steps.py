@@ -28,19 +28,19 @@ WARNED_S, SILENT_S = 20.0, 300.0  # until a trainer that stands still is told: a
 NEWEST = 20
 
 
-def teller(console: Console) -> Callable[[int, Mapping[str, Any]], None]:
+def step_printer(console: Console) -> Callable[[int, Mapping[str, Any]], None]:
     """Make the function that shows a step: a coloured line on a terminal, elsewhere a line of the log."""
 
-    def tell(step: int, metrics: Mapping[str, Any]) -> None:
+    def print_step(step: int, metrics: Mapping[str, Any]) -> None:
         if console.is_terminal:
             console.print(step_line(step, metrics, console.width), soft_wrap=True)
         else:
             log.info("%s", step_line(step, metrics).plain)
 
-    return tell
+    return print_step
 
 
-async def tell_steps(
+async def print_steps(
     config: StoreConfig,
     console: Console,
     show: Callable[[int, Mapping[str, Any]], None] | None = None,
@@ -68,7 +68,7 @@ async def tell_steps(
             await asyncio.sleep(POLL_S)
 
 
-async def tell_why_it_stands(trainer: Path, say: Callable[[str], None], silent_s: float = SILENT_S) -> None:
+async def report_standstill(trainer: Path, say: Callable[[str], None], silent_s: float = SILENT_S) -> None:
     """Say the newest line of the trainer's log once nothing else comes: a warning soon. Runs until cancelled.
 
     `silent_s`: until another line than a warning is said.

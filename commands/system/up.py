@@ -30,7 +30,7 @@ from ..put_back import put_back_left
 from ..show.steps import step_line
 from ..vllm import without_tools
 from .processes import STILL, WAITING, last_line
-from .steps import tell_steps, tell_why_it_stands
+from .steps import print_steps, report_standstill
 from .system import Launch, System
 
 POLL_S = 0.5
@@ -47,7 +47,7 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console, log_f
             view.say(warning, "yellow")
         await put_back_left(config, view.say)
         parts = System(config, launch, logs, view.say, needs_trainer=False, serve_options=view.serve_options)
-        async with _told_to_others(config), parts as system:
+        async with _starting_lock(config), parts as system:
             root = f"http://{address(config.proxy.host, config.proxy.port)}"
             ready = f"ready: OPENAI_BASE_URL={root}/v1, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops"
             view.say(ready, "bold")
@@ -56,7 +56,7 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console, log_f
 
 
 @asynccontextmanager
-async def _told_to_others(config: Config) -> AsyncIterator[None]:
+async def _starting_lock(config: Config) -> AsyncIterator[None]:
     """Hold the lock that tells other commands why the proxy is not there yet."""
     with ExitStack() as stack:
         if not config.store.is_postgres:
@@ -68,8 +68,8 @@ async def _told_to_others(config: Config) -> AsyncIterator[None]:
 
 async def _show(config: Config, logs: Path, view: UpView) -> None:
     say = partial(view.say, style="red")
-    steps = tell_steps(config.store, view.console, view.step, say)
-    standing = tell_why_it_stands(logs / "trainer.log", say, math.inf)  # without rollouts it says nothing
+    steps = print_steps(config.store, view.console, view.step, say)
+    standing = report_standstill(logs / "trainer.log", say, math.inf)  # without rollouts it says nothing
     await asyncio.gather(view.follow(logs / "proxy.log"), steps, standing)
 
 

@@ -30,7 +30,7 @@ from ...commands.eval.report import save
 from ...commands.run.tasks import read_tasks
 from ...commands.signals import Interrupted, run_until_signal
 from ...commands.system.processes import Child, ChildDied, ChildSpec, Supervisor, free_port, make_directory, reason
-from ...commands.system.steps import tell_why_it_stands
+from ...commands.system.steps import report_standstill
 from ...commands.system.system import Launch
 from ...commands.vllm import visible_gpus
 from ...core.config.file import config_of
@@ -355,7 +355,7 @@ class Lesson:
         async with Supervisor(self.logs) as both:
             trainer = await both.start(self.spec("trainer", "train"))
             agents = await both.start(self.spec("agents", "run", *work, *self.agent()))
-            telling = asyncio.ensure_future(tell_why_it_stands(trainer.log, self.say))
+            telling = asyncio.ensure_future(report_standstill(trainer.log, self.say))
             ends = [asyncio.ensure_future(child.process.wait()) for child in (trainer, agents)]
             timeout = minutes * 60 if minutes else None
             try:

@@ -33,7 +33,7 @@ from ...run.runner import Runner, runner_for
 from ...run.tasks import Task, read_tasks
 from ...signals import Interrupted, run_until_signal
 from ...train import prepared, quiet
-from ..checks import Broken, Check, Tell, checks_table, failed, ok
+from ..checks import Broken, Check, Report, checks_table, failed, ok
 from ..doctor import REACH_S, TIMEOUT_S, check_server
 from ..vllm import VllmChecks
 from .setup import TASKS, Setup, own_rate, second_system, served
@@ -73,49 +73,49 @@ def learn_command(path: Path | None, request: LearnRequest) -> bool:
         if not request.as_json:
             console.print(checks_table([check], WIDTHS))
 
-    tell = Tell(show)
+    report = Report(show)
     tasks = own_tasks() if request.tasks is None else read_tasks(request.tasks)[:TASKS]
     with suppress(Broken):
         try:
-            run_until_signal(learn(path, request, tasks, tell))
+            run_until_signal(learn(path, request, tasks, report))
         except Interrupted:
             raise
         except LightningError as error:
-            tell(failed("learn", error.message, "docs/faults.md names what can be wrong"))
+            report(failed("learn", error.message, "docs/faults.md names what can be wrong"))
     if request.as_json:
-        print_json([asdict(check) for check in tell.checks])
-    return not any(check.outcome == "failed" for check in tell.checks)
+        print_json([asdict(check) for check in report.checks])
+    return not any(check.outcome == "failed" for check in report.checks)
 
 
-async def learn(path: Path | None, request: LearnRequest, tasks: Sequence[Task], tell: Tell) -> None:
+async def learn(path: Path | None, request: LearnRequest, tasks: Sequence[Task], report: Report) -> None:
     """Make all checks in their order. Raise Broken at the first that failed; what was changed is put back."""
     try:
         config = load_config(path, {"policy.model": request.model})
     except ConfigError as error:
-        tell(failed("configuration", error.message, "correct it and run doctor again"))
+        report(failed("configuration", error.message, "correct it and run doctor again"))
         raise Broken from None
-    tell(await _own_proxy(config))
+    report(await _own_proxy(config))
     if config.policy_upstream is None:
         names = ", ".join(upstream.name for upstream in config.upstreams)
         fix = "add an upstream with kind: vllm; providers' models are recorded and never trained"
-        tell(failed("policy", f"{names}: no upstream of kind vllm, so nothing can be trained", fix))
+        report(failed("policy", f"{names}: no upstream of kind vllm, so nothing can be trained", fix))
     async with AsyncExitStack() as stack:
         try:
             await stack.enter_async_context(alone(config))
         except ConfigError as error:
-            tell(failed("trainer", error.message, "two trainers would share its memory, and the server"))
+            report(failed("trainer", error.message, "two trainers would share its memory, and the server"))
         try:
             settled = prepared(config, Run())
         except LightningError as error:
-            tell(failed("trainer", error.message, "correct it: `lightning-proxy train` would say the same"))
+            report(failed("trainer", error.message, "correct it: `lightning-proxy train` would say the same"))
             raise Broken from None
         quiet()
-        tell(ok("trainer", "installed, and none works on this store"))
-        await put_back_if_left(config, lambda line: tell(ok("learn", line)))
-        await _check_policy(config, tell)
+        report(ok("trainer", "installed, and none works on this store"))
+        await put_back_if_left(config, lambda line: report(ok("learn", line)))
+        await _check_policy(config, report)
         if publish_mode(config) == "merged":
-            await _check_weights(config, tell, yes=request.yes)
-        await _learn(settled, request, tasks, tell)
+            await _check_weights(config, report, yes=request.yes)
+        await _learn(settled, request, tasks, report)
 
 
 async def _own_proxy(config: Config) -> Check:
@@ -129,19 +129,19 @@ async def _own_proxy(config: Config) -> Check:
     return ok("your proxy", f"{found}; nothing of what follows goes through it")
 
 
-async def _check_policy(config: Config, tell: Tell) -> None:
+async def _check_policy(config: Config, report: Report) -> None:
     """Check the policy's servers as `doctor` does."""
     upstream = config.policy_upstream
     assert upstream is not None
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=REACH_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         for url in dict.fromkeys((*upstream.urls, *upstream.published_to)):
-            tell(await check_server(config, session, upstream, url))
+            report(await check_server(config, session, upstream, url))
         async for check in VllmChecks(config, session, upstream, publish_mode(config)).all():
-            tell(check)
+            report(check)
 
 
-async def _check_weights(config: Config, tell: Tell, *, yes: bool) -> None:
+async def _check_weights(config: Config, report: Report, *, yes: bool) -> None:
     """Check that the server's weights, which will be others for a while, are those to come back to, and not in use."""
     running, found = 0, ""
     async with operator_session() as session:
@@ -158,11 +158,13 @@ async def _check_weights(config: Config, tell: Tell, *, yes: bool) -> None:
         elif (label := await fleet.weight_version()) != FRESH:
             found = f"the server has weights of another store ({label})"
     if found:
-        tell(failed("weights", found, "start `lightning-proxy serve`, which loads what is live, or vLLM again"))
+        report(failed("weights", found, "start `lightning-proxy serve`, which loads what is live, or vLLM again"))
     if running and not yes:
         fix = "wait for them, or add --yes: their calls would be answered by weights of this check for some minutes"
-        tell(failed("weights", f"{running} rollouts run in {config.store.where}", fix))
-    tell(ok("weights", "the server's are replaced for some minutes (policy.publish: merged), and put back at the end"))
+        report(failed("weights", f"{running} rollouts run in {config.store.where}", fix))
+    report(
+        ok("weights", "the server's are replaced for some minutes (policy.publish: merged), and put back at the end")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ async def _seen(fleet: VllmFleet, model: str | None = None) -> list[_Served]:
     ]
 
 
-async def _learn(config: Config, request: LearnRequest, tasks: Sequence[Task], tell: Tell) -> None:
+async def _learn(config: Config, request: LearnRequest, tasks: Sequence[Task], report: Report) -> None:
     """Take the steps in a second system, and put everything back."""
     merged, path = publish_mode(config) == "merged", journal_path(config)
     with second_system(config, own_agent=bool(request.command)) as setup:
@@ -195,15 +197,20 @@ async def _learn(config: Config, request: LearnRequest, tasks: Sequence[Task], t
                 async with AsyncExitStack() as stack:
                     if merged:  # else the user's proxy would load the live weights again
                         await stack.enter_async_context(swap_lock(config.policy.directory))
-                    model = await _steps(setup, config, request, tasks, tell)
+                    model = await _steps(setup, config, request, tasks, report)
                     trained = await _seen(fleet, model)
             finally:
                 with suppress(Broken):
-                    await asyncio.shield(_put_back(config, journal, fleet, before, trained, tell))
+                    await asyncio.shield(_put_back(config, journal, fleet, before, trained, report))
 
 
 async def _put_back(
-    config: Config, journal: LearnJournal, fleet: VllmFleet, before: list[_Served], trained: list[_Served], tell: Tell
+    config: Config,
+    journal: LearnJournal,
+    fleet: VllmFleet,
+    before: list[_Served],
+    trained: list[_Served],
+    report: Report,
 ) -> None:
     """Put everything back, and check that it is."""
     name = "as before"
@@ -211,20 +218,20 @@ async def _put_back(
         await put_back(config, journal)
         after = await _seen(fleet)
     except LightningError as error:
-        tell(failed(name, error.message, "run it again: a journal beside the store says what to put back"))
+        report(failed(name, error.message, "run it again: a journal beside the store says what to put back"))
         raise Broken from None
     forget(journal_path(config), journal)
     apart = max((difference(was.answer, now.answer) for was, now in zip(before, after, strict=False)), default=0.0)
     others = max((difference(was.answer, new.answer) for was, new in zip(before, trained, strict=False)), default=0.0)
     if [was.models for was in before] != [now.models for now in after] or apart > max(ALIKE, others / NEARER):
         fix = "`lightning-proxy status` says what is served; a restart of vLLM has its own weights again"
-        tell(failed(name, f"the server answers otherwise than before, by {apart:.3g} nats", fix))
+        report(failed(name, f"the server answers otherwise than before, by {apart:.3g} nats", fix))
     new = f"; the trained weights were {others:.3g} away" if trained else ""
     left = "no weights or rollouts of this check are left"
-    tell(ok(name, f"the server answers as before (to {apart:.1g} nats{new}); {left}"))
+    report(ok(name, f"the server answers as before (to {apart:.1g} nats{new}); {left}"))
 
 
-async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Sequence[Task], tell: Tell) -> str:
+async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Sequence[Task], report: Report) -> str:
     """Start the second system, and take the steps. Return the name that the trained weights are served under."""
     from ....proxy.dialects.as_chat.dialect import as_chat
     from ....trainer.loop import TrainingLoop
@@ -244,7 +251,7 @@ async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Seq
         publisher = Publisher(second.policy, store, swap, engine, setup.name)
         loop = TrainingLoop(second, store, engine, publisher, as_chat=as_chat)
         own = own_rate(config)
-        await LearnSteps(second, api, runner, tasks, engine, loop, store, swap.vllm, own, tell).run()
+        await LearnSteps(second, api, runner, tasks, engine, loop, store, swap.vllm, own, report).run()
         return str((await store.versions.live()).served_model)
 
 

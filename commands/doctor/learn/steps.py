@@ -27,7 +27,7 @@ from ...api_client import ApiClient
 from ...run.run import RunOptions, run_tasks
 from ...run.runner import Runner
 from ...run.tasks import Task
-from ..checks import Check, Tell, failed, ok, warning
+from ..checks import Check, Report, failed, ok, warning
 from .setup import GROUP_SIZE, REWARD
 
 STEPS = 3
@@ -56,7 +56,7 @@ class LearnSteps:
     store: Store
     vllm: VllmFleet
     rate: float
-    tell: Tell
+    report: Report
     step: int = 0
     _aim: Aim | None = None
     _decode: Callable[[Sequence[int]], str] | None = None
@@ -79,25 +79,25 @@ class LearnSteps:
             apart = await self._publish(batch, metrics)
             if self.step > 1:
                 shown = f"mean reward {self._means[-1]:.2f}; {found}; {apart}"
-                self.tell(ok(f"step {self.step}", shown))
+                self.report(ok(f"step {self.step}", shown))
 
     def _say(self, check: Check) -> None:
         """Tell of the first step's checks, and of those that are not ok."""
         if self.step == 1 or check.outcome == "failed":
-            self.tell(check)
+            self.report(check)
 
     async def _work(self) -> list[Json]:
         """Let the agent work on every task; return its rollouts with their calls."""
         name, options = "agent", RunOptions(GROUP_SIZE, CONCURRENCY, timeout_s=self.config.run.timeout_s)
         results = await run_tasks(self.api, self.tasks, self.runner, options)
         if all(result.failed for result in results):
-            self.tell(failed(name, f"every run failed: {results[0].reason}", "correct it; `run` shows more of it"))
+            self.report(failed(name, f"every run failed: {results[0].reason}", "correct it; `run` shows more of it"))
         ended = [result for result in results if not result.failed]
         rollouts = [await self.api.rollout(result.rollout_id) for result in ended]
         calls = sum(len(rollout["calls"]) for rollout in rollouts)
         if not calls:
             fix = "have it call OPENAI_BASE_URL, which `doctor` and `run` set"
-            self.tell(failed(name, f"{len(ended)} runs ended, and made no call through the proxy", fix))
+            self.report(failed(name, f"{len(ended)} runs ended, and made no call through the proxy", fix))
         lost = "" if len(ended) == len(results) else f"; {len(results) - len(ended)} runs failed"
         self._say(ok(name, f"{len(ended)} rollouts of {len(self.tasks)} tasks made {calls} calls{lost}"))
         return rollouts
@@ -109,7 +109,7 @@ class LearnSteps:
         if not any(call["policy_version"] is not None for call in calls):
             asked = Counter(str(call["request"].get("model")) for call in calls).most_common(1)[0][0]
             found = f"the calls ask for {asked!r}, which is not the policy's model: they cannot be trained on"
-            self.tell(failed(name, found, f"have the agent ask for the model {alias!r}"))
+            self.report(failed(name, found, f"have the agent ask for the model {alias!r}"))
         reasons = Counter(str(call["untrainable_reason"]) for call in calls if not call["trainable"])
         found = f"{len(good)} of {len(calls)} calls have the tokens that were sampled, and how likely each was"
         if reasons:
@@ -142,7 +142,7 @@ class LearnSteps:
         found = f"{self._aim}; "
         if missing := sum(reward is None for reward in arrived):
             found += f"{missing} of {len(given)} rewards did not arrive"
-            self.tell(failed("rewards", found, "look at the lines above: the proxy says why it refused them"))
+            self.report(failed("rewards", found, "look at the lines above: the proxy says why it refused them"))
         self._rewards |= given
         self._means.append(sum(given.values()) / len(given))
         self._say(ok("rewards", f"{found}{len(given)} rewards arrived, {self._means[-1]:.2f} on average"))
@@ -157,9 +157,9 @@ class LearnSteps:
             if why is None or "equal" not in why:
                 fix = "docs/faults.md says what to do"
             if self.step == 1:
-                self.tell(failed(name, f"there is nothing to learn from: {why}", fix))
+                self.report(failed(name, f"there is nothing to learn from: {why}", fix))
             found = f"the answers are all alike after step {self.step - 1}: {why}"
-            self.tell(warning(f"step {self.step}", found, "trainer.learning_rate is high for this model"))
+            self.report(warning(f"step {self.step}", found, "trainer.learning_rate is high for this model"))
             return None
         counts = batch.metrics
         nonzero = sum(any(sample.advantages) for sample in batch.samples)
@@ -186,10 +186,10 @@ class LearnSteps:
         kl, allowed = metrics.get("kl", 0.0), tolerance(self.engine.settings, self.config.policy)
         if fix := wrong_sampler(kl, allowed):
             found = f"{metrics['ratio_mean']:.4f} on average ({nats_apart(kl):.2g} nats off)"
-            self.tell(failed(name, f"with unchanged weights they are not 1, but {found}", fix))
+            self.report(failed(name, f"with unchanged weights they are not 1, but {found}", fix))
         if metrics["skipped"]:
             why = self.engine.skipped_because
-            self.tell(failed("step", f"the step was skipped: {why}", "docs/faults.md says what to do"))
+            self.report(failed("step", f"the step was skipped: {why}", "docs/faults.md says what to do"))
         found = f"{metrics['ratio_mean']:.4f} on average, {metrics['ratio_max']:.3f} at most"
         self._say(ok(name, f"with unchanged weights they are 1: {found}"))
 
@@ -204,10 +204,10 @@ class LearnSteps:
         gained = f"{found.nats:+.3g} nats (p = {found.p:.2g})"
         if not any(change for _, of_task in groups for change in of_task):
             fix = "set a larger trainer.learning_rate (docs/training.md has usual ones)"
-            self.tell(failed("likelier", f"the step moved no weight: trainer.learning_rate is {rate:g}", fix))
+            self.report(failed("likelier", f"the step moved no weight: trainer.learning_rate is {rate:g}", fix))
         if not found.is_sure and self.step == 1:  # later, too few siblings may differ for a test
             fix = "run it again; if it stays so, look at your own trainer.loss or credit, and at trainer.learning_rate"
-            self.tell(failed("likelier", f"a step did not make what was rewarded likelier: {gained}", fix))
+            self.report(failed("likelier", f"a step did not make what was rewarded likelier: {gained}", fix))
         own = "" if rate == self.rate else f", at a learning rate of {rate:g} (yours is {self.rate:g})"
         self._say(ok("likelier", f"a step made what was rewarded likelier than the rest: {gained}{own}"))
         return gained
@@ -220,14 +220,14 @@ class LearnSteps:
                 await self.loop.conclude(batch, metrics)
                 metrics |= await self.loop.verify_live()
         except TimeoutError:
-            self.tell(failed(name, f"they are not live after {PUBLISH_S:.0f} s", fix))
+            self.report(failed(name, f"they are not live after {PUBLISH_S:.0f} s", fix))
         except LightningError as error:
-            self.tell(await self._unpublished(name, error))
+            self.report(await self._unpublished(name, error))
         apart = float(metrics.get("verify_deviations", 0.0))
         shown = f"{apart:.0f} standard deviations apart"
         if apart < SURE:
             found = f"the server has them by name, and its answers do not tell them from the old ones: {shown}"
-            self.tell(warning(name, found, "the step was small: a larger trainer.learning_rate would show"))
+            self.report(warning(name, found, "the step was small: a larger trainer.learning_rate would show"))
         else:
             self._say(ok(name, f"the server answers with them and not with the old ones: {shown}"))
         return shown

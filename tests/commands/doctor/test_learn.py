@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_proxy.commands.doctor.checks import Broken, Check, Tell
+from lightning_proxy.commands.doctor.checks import Broken, Check, Report
 from lightning_proxy.commands.doctor.learn import steps
 from lightning_proxy.commands.doctor.learn.learn import LearnRequest, learn, own_tasks
 from lightning_proxy.commands.doctor.learn.setup import own_rate, rate, second_system
@@ -53,16 +53,16 @@ class Patient:
 
     async def checks(self, *command: str, yes: bool = False, preload: Sequence[str] = ()) -> dict[str, Check]:
         """The checks by name, after a look that nothing is left."""
-        tell, models = Tell(lambda check: None), [*self.server.models]
+        report, models = Report(lambda check: None), [*self.server.models]
         try:
             request = LearnRequest(None, [*command], yes, as_json=False, preload=preload)
-            await learn(self.file, request, own_tasks(), tell)
+            await learn(self.file, request, own_tasks(), report)
         except Broken:
-            assert tell.checks[-1].outcome == "failed" or tell.checks[-1].name == "as before"
+            assert report.checks[-1].outcome == "failed" or report.checks[-1].name == "as before"
         assert [*self.server.models] == models
         assert not [*self.directory.rglob("lightning-doctor*")]
         assert not journal_path(load_config(self.file)).exists()
-        return {check.name: check for check in tell.checks}
+        return {check.name: check for check in report.checks}
 
 
 @asynccontextmanager

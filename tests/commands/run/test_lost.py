@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.limits import Budget
-from lightning_proxy.commands.run.report import begun_anew, summarize
+from lightning_proxy.commands.run.report import restarts_line, summarize
 from lightning_proxy.commands.run.run import LOST, RESTARTS, RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import RunLost
 from support.control_api import ControlApi
@@ -48,7 +48,7 @@ async def test_a_lost_run_is_begun_anew_in_another_rollout(proxy: ControlApi, tm
     }  # fmt: skip
     assert proxy.rollouts["r1"]["task_id"] == "t1"
     assert summarize([result])["restarts"] == 1
-    assert begun_anew([result]) == "1 runs were begun anew, in other rollouts: their machine went away"
+    assert restarts_line([result]) == "1 runs were begun anew, in other rollouts: their machine went away"
 
 
 async def test_what_a_lost_run_cost_counts_for_the_budget(proxy: ControlApi, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ async def test_a_warning_that_only_repeats_is_told_once_until_another_line_comes
     monkeypatch.setattr(steps, "POLL_S", 0.01)
     log, told = tmp_path / "trainer.log", list[str]()
     log.write_text(STEP)
-    telling = asyncio.ensure_future(steps.tell_why_it_stands(log, told.append))
+    telling = asyncio.ensure_future(steps.report_standstill(log, told.append))
     for n, lines in enumerate(("4,016", "6,020", "8,100")):
         with log.open("a") as file:
             file.write(WAITS.format(lines))

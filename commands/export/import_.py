@@ -66,12 +66,12 @@ def import_command(config: Config, file: Path, model: str, reward: float) -> Non
                 config.rewards.require(one.reward, f"{file}, conversation {lines}: reward")
             except Unprocessable as error:
                 raise ConfigError(error.message) from None
-    brought = run_until_signal(bring_in(config, file, model, reward, lines))
+    brought = run_until_signal(import_file(config, file, model, reward, lines))
     known = f", {brought.known} were there already" if brought.known else ""
     Console(stderr=True).print(f"{brought.rollouts} rollouts from {file}{known}", markup=False, soft_wrap=True)
 
 
-async def bring_in(config: Config, file: Path, model: str, reward: float, lines: int) -> ImportCounts:
+async def import_file(config: Config, file: Path, model: str, reward: float, lines: int) -> ImportCounts:
     """Record the file's conversations. One that is in the store already is left as it is."""
     brought = ImportCounts()
     redactor = Redactor(config.recording.redact, config.keys())
