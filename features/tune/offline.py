@@ -102,8 +102,8 @@ class OfflineRun:
             await self._store.steps.end_epoch(own[-1].step, own[-1].metrics, True)
 
     def _order(self, group: Group) -> bytes:
-        """A sort key that looks random, and is the same in every process."""
-        return hashlib.sha256(f"{self._config.seed} {self._done} {group.task_id} {group.first}".encode()).digest()
+        """A sort key that looks random. It is the same in every process, and for a store and its export."""
+        return hashlib.sha256(f"{self._config.seed} {self._done} {group.task_id} {group.after}".encode()).digest()
 
 
 async def train_offline(config: Config, run: Run, offline: Offline, stop: asyncio.Event) -> None:
