@@ -101,8 +101,7 @@ def test_each_listed_part_is_where_the_list_says() -> None:
 def test_no_private_method_of_another_package_is_overridden_unseen() -> None:
     """`defined` takes an overriding method for our own, so the bases of others are asked themselves."""
     from lightning_proxy.commands.serve import OneServer, SeveralServers
-    from lightning_proxy.features.tune.dpo import PairTrainer
-    from lightning_proxy.features.tune.kto import ThumbTrainer
+    from lightning_proxy.features.tune.preferences import PairTrainer, ThumbTrainer
     from lightning_proxy.proxy.gateway.server import ServerProtocol
     from lightning_proxy.proxy.gateway.upstream import _Connector, _Protocol
     from lightning_proxy.trainer.step.trainer import LightningTrainer

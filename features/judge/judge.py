@@ -14,9 +14,9 @@ from ...core.http import in_thread_if_large
 from ...core.prices import import_litellm, require_litellm
 from ...proxy.api.views import answer_in
 from .config import CallsConfig
+from .model import IS_DATA, fenced, mark_for
 from .rewarder import Away, GivenScore, Json, Rewarder, decisions, together
 from .table import KeptAnswers, Used
-from .texts import IS_DATA, fenced, mark_for
 
 JUDGE = "judge"
 MAX_TEXT = 2000  # characters of a message that the judge is shown

@@ -13,7 +13,7 @@ from ...core.prices import Prices
 from ...proxy.api.answers import Policy, Status
 from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
 from ...store.store import Store
-from . import rating, routes
+from . import routes
 from .config import JudgeConfig
 from .kinds import check, made, readers
 from .scoring import Scorer
@@ -43,7 +43,7 @@ class StatusSpent(BaseModel):
 class RewardersPlugin(ProxyPlugin):
     """Asks `rewards.function` and `judge.use` about completed rollouts."""
 
-    routers = (routes.router, rating.router)
+    routers = (routes.router,)
     fields = ((Policy, PolicyWarnings), (Status, StatusSpent))
     _sources: dict[str, str] | None = None  # of those that train, by what `rewards check` calls them
 

@@ -16,7 +16,7 @@ from ...commands.show.find import find
 from ...commands.show.rollout_view import rollout_detail
 from ...core.config.root import Config
 from ...core.errors import ConfigError
-from .people import NAME, Order
+from .table import HUMAN, Order
 
 HELP = "+, - or a number, and a comment; `call 2 -` for a call; Enter: next; u: undo; q: quit"
 _RATED = re.compile(r"(?:call (?P<seq>\d+) )?(?P<value>[+-]|[+-]?\d+(?:\.\d+)?)(?: (?P<comment>.*))?")
@@ -48,7 +48,7 @@ async def _rate(api: ApiClient, ids: Sequence[str], wanted: dict[str, str]) -> N
         rollout = await find(api, ids[at])
         console.print(rollout_detail(rollout, full=False))
         at = await _answered(api, rollout, given, at, wanted["person"])
-    print(f"{len(given)} rewards named {NAME}")
+    print(f"{len(given)} rewards named {HUMAN}")
 
 
 async def _answered(api: ApiClient, rollout: dict[str, Any], given: list[MayTakeBack], at: int, person: str) -> int:
@@ -104,4 +104,4 @@ def _body(rollout: dict[str, Any], rated: re.Match[str], person: str) -> dict[st
             raise ConfigError(f"it has no call {rated['seq']}")
     reward = _THUMBS[value] if value in _THUMBS else float(value)
     body = {"rollout_id": rollout["rollout_id"], "call_id": call_id, "reward": reward, "final": False}
-    return body | {"name": NAME, "source": person, "comment": rated["comment"]}
+    return body | {"name": HUMAN, "source": person, "comment": rated["comment"]}

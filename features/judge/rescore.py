@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from types import TracebackType
+from typing import IO, Any
+from urllib.parse import quote
 
 import typer
 
-from ...commands.api_client import ApiClient
-from ...commands.formats import progress_bar
+from ...commands.api_client import ApiClient, ApiError
+from ...commands.formats import number, print_json, progress_bar
 from ...commands.show.find import PAGE, checked, since_of
 from ...commands.signals import run_until_signal
 from ...core.config.root import Config
 from ...core.errors import ConfigError
-from .ask import opened, read_rollouts, say_price
+from ...core.json_text import dumps_readable
+from ...core.prices import Prices
+from ...store.requests import full_calls
+from .config import JudgeConfig
+from .kinds import check, made, named
 from .process import Function
-from .results import RescoredRollout, ResultFile, failed_in
-from .rewarder import Away, Given, Rewarder, within
-from .summary import show
+from .rewarder import Away, Given, Rewarder, price_line, within
+from .table import KeptAnswers
 
 PATIENCE_S = 60.0
+SHOWN = 5
+GONE = 404
+PRICED = 5  # groups whose questions are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +192,188 @@ class _Work:
                 )
                 found.append((one, given))
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class RescoredRollout:
+    """A rollout: its rewards `before` and the new `values`, by name; or the `error` that the function ended with."""
+
+    rollout_id: str
+    task_id: str | None
+    before: dict[str, float]
+    values: dict[str, float]
+    source: str
+    error: str | None
+
+
+class ResultFile:
+    """`with ResultFile(path) as results:` appends a line for each rollout at once; without a path, nothing."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> ResultFile:
+        if self._path is not None:
+            try:
+                self._file = self._path.open("a", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"cannot write {self._path}: {error.strerror}") from None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def add(self, scored: RescoredRollout) -> None:
+        if self._file is not None:
+            self._file.write(dumps_readable(asdict(scored)) + "\n")
+            self._file.flush()
+
+
+def failed_in(path: Path) -> set[str]:
+    """Return the rollouts whose last line in a results file has an error. Raise ConfigError if it is no such file."""
+    errors: dict[str, str | None] = {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    for n, line in enumerate(lines, 1):
+        try:
+            found = json.loads(line)
+            errors[found["rollout_id"]] = found["error"]
+        except (ValueError, KeyError, TypeError):
+            if n == len(lines):  # cut off when the command was killed
+                continue
+            raise ConfigError(f"{path}:{n}: no line of `rescore --out`") from None
+    return {rollout_id for rollout_id, error in errors.items() if error is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One reward's name: how many rollouts got it, how it compares with their old values, and both means.
+
+    `mean_before` is over the rollouts that had one.
+    """
+
+    name: str
+    rollouts: int
+    new: int
+    higher: int
+    lower: int
+    same: int
+    mean_before: float | None
+    mean_after: float
+
+
+def changes(scored: Sequence[RescoredRollout]) -> list[Change]:
+    """Return the changes by the reward's name."""
+    names = sorted({name for one in scored for name in one.values})
+    return [_change(name, [(one.before.get(name), one.values[name]) for one in scored if name in one.values])
+            for name in names]  # fmt: skip
+
+
+def _change(name: str, pairs: Sequence[tuple[float | None, float]]) -> Change:
+    known = [(before, after) for before, after in pairs if before is not None]
+    higher, lower = sum(after > before for before, after in known), sum(after < before for before, after in known)
+    return Change(
+        name, len(pairs), new=len(pairs) - len(known), higher=higher, lower=lower, same=len(known) - higher - lower,
+        mean_before=fmean(before for before, _ in known) if known else None,
+        mean_after=fmean(after for _, after in pairs),
+    )  # fmt: skip
+
+
+def show(scored: Sequence[RescoredRollout], there_before: int, counted: Mapping[str, float], *, as_json: bool) -> None:
+    """Print the summary. `counted`: the names that count in training."""
+    found = changes(scored)
+    failed = [one for one in scored if one.error is not None]
+    silent = len(scored) - len(failed) - sum(bool(one.values) for one in scored)
+    if as_json:
+        counts: dict[str, Any] = {"asked": len(scored), "failed": len(failed), "without_reward": silent}
+        print_json(counts | {"scored_before": there_before, "rewards": [asdict(change) for change in found]})
+        return
+    _print_table(found, scored)
+    print(f"{len(scored)} rollouts asked about, {len(failed)} failed, {silent} without a reward, "
+          f"{there_before} scored by this version before")  # fmt: skip
+    for one in failed[:SHOWN]:
+        typer.echo(f"lightning-proxy: no reward for rollout {one.rollout_id}: {one.error}", err=True)
+    if len(failed) > SHOWN:
+        typer.echo(f"lightning-proxy: and for {len(failed) - SHOWN} more", err=True)
+    if found and not counted.keys() & {change.name for change in found}:
+        names = " or ".join(change.name for change in found)
+        typer.echo(f"lightning-proxy: {names} does not count in training, only {', '.join(counted)} does: name the "
+                   "function so, or add the name to trainer.reward_weights", err=True)  # fmt: skip
+
+
+def _print_table(found: Sequence[Change], scored: Sequence[RescoredRollout]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not found:
+        return
+    table = Table(box=None, pad_edge=False)
+    for heading in ("reward", "rollouts", "new", "higher", "lower", "same", "mean before", "after"):
+        table.add_column(heading, justify="left" if heading == "reward" else "right")
+    for change in found:
+        counts = map(str, (change.rollouts, change.new, change.higher, change.lower, change.same))
+        table.add_row(change.name, *counts, number(change.mean_before), number(change.mean_after))
+    console = Console()
+    console.print(table)
+    moved = sorted(
+        (
+            (abs(after - one.before[name]), one, name)
+            for one in scored
+            for name, after in one.values.items()
+            if after != one.before.get(name, after)
+        ),
+        key=lambda move: -move[0],
+    )
+    for _, one, name in moved[:SHOWN]:
+        line = f"{name} {number(one.before[name])} -> {number(one.values[name])}  rollout {one.rollout_id}"
+        console.print(line + (f"  task {one.task_id}" if one.task_id else ""), markup=False, highlight=False)
+    if len(moved) > SHOWN:
+        console.print(f"and {len(moved) - SHOWN} more changed", highlight=False)
+
+
+@asynccontextmanager
+async def opened(
+    config: Config, which: str, shuffle: str = "", answers: KeptAnswers | None = None
+) -> AsyncIterator[tuple[Rewarder, KeptAnswers]]:
+    """Yield a rewarder of the configuration, and what its model has used in this run. Raise ConfigError.
+
+    With `answers` of another one, both have one budget.
+    """
+    if which != "function":
+        await check(config)
+    name, one = named(config, which)
+    answers = answers or KeptAnswers(name, one, config.section(JudgeConfig).budget, Prices(config.prices))
+    rewarder = made(name, one, config, answers, shuffle)
+    try:
+        yield rewarder, answers
+    finally:
+        await rewarder.close()
+
+
+async def read_rollouts(api: ApiClient, rollout_ids: Sequence[str]) -> list[dict[str, Any]]:
+    """Return rollouts with full requests, without those that were deleted."""
+    found = []
+    for rollout_id in rollout_ids:
+        try:
+            rollout = await api.rollout(quote(rollout_id, safe=""))
+        except ApiError as error:
+            if error.status_code != GONE:
+                raise
+        else:
+            found.append(rollout | {"calls": full_calls(rollout["calls"])})
+    return found
+
+
+async def say_price(api: ApiClient, rewarder: Rewarder, groups: Sequence[Sequence[str]], times: int = 1) -> None:
+    """Say on standard error about how many tokens a model will read, so many times, by the first few groups."""
+    first = groups[:PRICED]
+    tokens = sum([rewarder.tokens(await read_rollouts(api, group)) for group in first])
+    if tokens:
+        rollouts = sum(map(len, groups))
+        typer.echo(price_line(rollouts, times * tokens * rollouts // sum(map(len, first))), err=True)

@@ -9,10 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import shutil
 import time
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
+
+import torch
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
 from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError, StoreUnavailable
@@ -20,16 +26,17 @@ from ...store.store import Store
 from ...store.training import Step
 from ...trainer.loop import TrainingLoop
 from ...trainer.publish import NoPublisher
+from ...trainer.rate import warn_of_rate
 from ...trainer.step.trainer import LightningTrainer
 from ...trainer.types import Batch, Show, Sift, show_nothing
 from ...trainer.waiting import in_thread, pause
+from ...trainer.weights import MARKER, uses_autocast
 from .config import TuneConfig
-from .fit import Recipe, tune
 from .lessons import Lessons, T
 
 log = logging.getLogger(__name__)
-
 NOTE = "run.json"
+SAVES = 10  # checkpoints in a run
 
 
 class TuningRun(Generic[T]):
@@ -149,3 +156,170 @@ class TuningRun(Generic[T]):
         for path in others:
             shutil.rmtree(path, ignore_errors=True)
         return bool(others)
+
+
+class FitCallback(TrainerCallback):
+    """Ends the run on request, marks complete checkpoints, and logs every epoch.
+
+    Each checkpoint holds the numbers up to its own step, so that a run that is killed ends with the same ones.
+    `measure` returns the numbers of held-out tasks, which go into the log of each epoch.
+    """
+
+    def __init__(self, stopped: Callable[[], bool], measure: Callable[[], dict[str, float]]) -> None:
+        self._stopped = stopped
+        self._measure = measure
+        self._since = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._stopped() and state.global_step < state.max_steps:
+            control.should_save = control.should_training_stop = True
+        control.should_log = control.should_log or control.should_save
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / MARKER).touch()
+        log.info("%d of %d optimizer steps", state.global_step, state.max_steps)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        if "loss" not in logs:  # TRL's summary of the run
+            return
+        entry, now = state.log_history[-1], time.perf_counter()
+        entry["seconds"], self._since = now - self._since, now
+        if float(entry["epoch"]).is_integer():
+            measured = self._measure()
+            entry.update(measured)
+            numbers = ", ".join(f"{name.replace('_', ' ')} {value:.4g}" for name, value in measured.items())
+            held_out = f" ({numbers})" if numbers else ""
+            loss = last_epoch(state.log_history)["loss"]
+            log.info("epoch %.3g of %d: loss %.4g%s", entry["epoch"], args.num_train_epochs, loss, held_out)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe(Generic[T]):
+    """The parts in which methods of fine-tuning differ. The configuration has a section of the method's name.
+
+    `read` returns the lessons of all rollouts, or of some; it raises NothingToLearn without any. `tuner` makes TRL's
+    trainer, and tells how many tokens it computes in an epoch. `measure` returns the numbers of lessons under the
+    present weights, and `learned` further metrics from the last epoch's log.
+    """
+
+    method: str
+    read: Callable[[Store, LightningTrainer, Sift | None, Collection[str] | None], Awaitable[Lessons[T]]]
+    tuner: Callable[[LightningTrainer, Sequence[T], Path, FitCallback], tuple[Trainer, int]]
+    measure: Callable[[LightningTrainer, Sequence[T]], dict[str, float]]
+    learned: Callable[[Mapping[str, float]], dict[str, float]] = lambda last: {}
+
+
+def tune(
+    recipe: Recipe[T], trainer: LightningTrainer, lessons: Lessons[T], directory: Path, stopped: Callable[[], bool]
+) -> dict[str, float] | None:
+    """Train `trainer`'s adapter on the lessons; returns metrics, or None if it was stopped before the end.
+
+    Resumes from the newest checkpoint in `directory`. Raises LightningError if the loss or the weights are not finite.
+    """
+
+    def held_out() -> dict[str, float]:
+        return {f"held_out_{name}": value for name, value in recipe.measure(trainer, lessons.held_out).items()}
+
+    section = getattr(trainer.settings.section(TuneConfig), recipe.method)
+    before = {f"{name}_before": value for name, value in held_out().items()}
+    tuner, computed = recipe.tuner(trainer, lessons.train, directory, FitCallback(stopped, held_out))
+    last = fit(trainer, tuner, directory, f"tune.{recipe.method}.learning_rate")
+    if last is None:
+        return None
+    trained = sum(row.trained_tokens for row in lessons.rows)
+    common = tuning_metrics(last, epochs=section.epochs, rate=section.learning_rate, trained=trained, computed=computed)
+    after = {name: value for name, value in last.items() if name.startswith("held_out_")}
+    return {**common, **recipe.learned(last), **before, **after}
+
+
+def fit(trainer: LightningTrainer, tuner: Trainer, directory: Path, rate: str) -> dict[str, float] | None:
+    """Train to the end, from the newest checkpoint in `directory` on; returns the last epoch's log, or None if stopped.
+
+    Raises LightningError, which names the setting `rate`, if the loss or the weights are not finite.
+    """
+    for callback in (PrinterCallback, ProgressCallback):
+        tuner.remove_callback(callback)
+    tuner.train(resume_from_checkpoint=_newest_checkpoint(directory))
+    if tuner.state.global_step < tuner.state.max_steps:
+        return None
+    last = last_epoch(tuner.state.log_history)
+    if not (math.isfinite(last["loss"]) and all(torch.isfinite(v).all() for v in trainer.adapter().values())):
+        shutil.rmtree(directory, ignore_errors=True)
+        raise LightningError(f"fine-tuning diverged (loss {last['loss']:g}): nothing of it is kept; try a lower {rate}")
+    return {**last, "optimizer_steps": float(tuner.state.max_steps)}
+
+
+def last_epoch(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the newest log, with means over its epoch's steps; `seconds` are the entire run's.
+
+    A log is of the steps since the one before it: two steps with loss 1, then one with loss 4, make a mean of 2.
+    """
+    logs = [entry for entry in history if "loss" in entry]
+    before = [0.0, *(entry["step"] for entry in logs)]
+    epoch = [
+        (entry["step"] - start, entry)
+        for start, entry in zip(before, logs, strict=False)
+        if math.ceil(entry["epoch"]) == math.ceil(logs[-1]["epoch"])
+    ]
+    steps = sum(count for count, _ in epoch)
+    shared = set.intersection(*(set(entry) for _, entry in epoch)) - {"step", "epoch", "grad_norm"}
+    means = {name: math.fsum(count * entry[name] for count, entry in epoch) / steps for name in shared}
+    return {**logs[-1], **means, "seconds": math.fsum(entry.get("seconds", 0.0) for entry in logs)}
+
+
+def tuning_metrics(
+    last: dict[str, float], *, epochs: int, rate: float, trained: int, computed: int
+) -> dict[str, float]:
+    """Return the metrics that every method has; `trained` and `computed` are an epoch's tokens."""
+    seconds = last["seconds"]
+    return {
+        "loss": last["loss"],
+        "grad_norm": last["grad_norm"],
+        "lr": rate,
+        "epochs": float(epochs),
+        "optimizer_steps": last["optimizer_steps"],
+        "skipped": 0.0,
+        "trained_tokens": float(epochs * trained),
+        "computed_tokens": float(epochs * computed),
+        "trained_tokens_per_s": epochs * trained / seconds,
+        "computed_tokens_per_s": epochs * computed / seconds,
+        "step_s": seconds,
+    }
+
+
+def arguments(
+    trainer: LightningTrainer, method: str, directory: Path, *, passes: int = 1, together: int = 1
+) -> dict[str, Any]:
+    """Return TRL's settings of a run of `passes` forward passes in an optimizer step, each of so many rows or pairs."""
+    config, section, cuda = (
+        trainer.settings,
+        getattr(trainer.settings.section(TuneConfig), method),
+        torch.cuda.is_available(),
+    )
+    warn_of_rate(config, section.learning_rate)
+    return {
+        "output_dir": str(directory),
+        "use_cpu": not cuda,
+        "bf16": uses_autocast(config),
+        "gradient_checkpointing": cuda,
+        "per_device_train_batch_size": together,
+        "gradient_accumulation_steps": passes,
+        "num_train_epochs": section.epochs,
+        "learning_rate": section.learning_rate,
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": config.max_grad_norm,
+        "seed": config.seed,
+        "logging_strategy": "epoch",
+        "logging_nan_inf_filter": False,
+        "save_strategy": "steps",
+        "save_steps": 1 / SAVES,
+        "save_total_limit": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+def _newest_checkpoint(directory: Path) -> str | None:
+    """The newest checkpoint that was written to the end."""
+    complete = [path.parent for path in directory.glob(f"checkpoint-*/{MARKER}")]
+    return str(max(complete, key=lambda path: int(path.name.rpartition("-")[2]))) if complete else None

@@ -15,7 +15,7 @@ from ...trainer.types import Sift
 
 if TYPE_CHECKING:
     from ...trainer.publish import NoPublisher
-    from .fit import Recipe
+    from .run import Recipe
 
 METRICS = {
     **group(
@@ -91,13 +91,9 @@ def recipe(method: str) -> Recipe[Any]:
         from .sft import SFT
 
         return SFT
-    if method == "dpo":
-        from .dpo import DPO
+    from .preferences import DPO, KTO
 
-        return DPO
-    from .kto import KTO
-
-    return KTO
+    return DPO if method == "dpo" else KTO
 
 
 plugin = TunePlugin

@@ -8,7 +8,7 @@ import urllib.request
 import pytest
 
 from contract.real import System
-from lightning_proxy.features.judge.rank import pattern_of
+from lightning_proxy.features.judge.kinds import pattern_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
 

@@ -24,13 +24,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_proxy.core.records import ModelCall, Reward
-from lightning_proxy.features.tune.dpo import DPO
-from lightning_proxy.features.tune.fit import tune
-from lightning_proxy.features.tune.kto import KTO
 from lightning_proxy.features.tune.lessons import Lessons
-from lightning_proxy.features.tune.pairs import Pair
+from lightning_proxy.features.tune.preferences import DPO, KTO, Pair, Thumb
+from lightning_proxy.features.tune.run import tune
 from lightning_proxy.features.tune.sft import SFT
-from lightning_proxy.features.tune.thumbs import Thumb
 from lightning_proxy.trainer.credit.strategies import group_credit, training_rules
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Guidance, RolloutRewards, Sample, Sampling, Sibling, Sifted

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.features.tune.traces import TraceReader, Traces
+from lightning_proxy.features.tune.sft import TraceReader, Traces
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from support.command_line import Done, lightning

@@ -14,9 +14,8 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_proxy.features.tune.fit import Recipe
-from lightning_proxy.features.tune.kto import KTO
-from lightning_proxy.features.tune.run import TuningRun
+from lightning_proxy.features.tune.preferences import KTO
+from lightning_proxy.features.tune.run import Recipe, TuningRun
 from lightning_proxy.features.tune.sft import SFT
 from support.command_line import lightning
 from support.small_model import save_small_model

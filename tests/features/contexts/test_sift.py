@@ -16,9 +16,8 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.features.contexts.config import ContextsConfig
 from lightning_proxy.features.contexts.sift import sifted
-from lightning_proxy.features.tune.dpo import DPO
-from lightning_proxy.features.tune.fit import Recipe
-from lightning_proxy.features.tune.kto import KTO
+from lightning_proxy.features.tune.preferences import DPO, KTO
+from lightning_proxy.features.tune.run import Recipe
 from lightning_proxy.features.tune.sft import SFT
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.features.judge.agreement import Agreement, Labelled, agreement, same_order
+from lightning_proxy.features.judge.believe import Agreement, Labelled, agreement, same_order
 from lightning_proxy.features.judge.config import JudgeConfig
 from support.judging import ScriptedJudge, judging, ordered
 from support.rewarded_by import completed

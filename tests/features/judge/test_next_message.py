@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.features.judge.next_message import UserReply, by_rules, replies
+from lightning_proxy.features.judge.kinds import UserReply, by_rules, replies
 from support.judging import attempts, judging
 from support.rewarded_by import answers
 

@@ -17,8 +17,7 @@ import pytest
 
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.features.judge.kinds import check
-from lightning_proxy.features.judge.rank import by_place, overlapping, strengths
+from lightning_proxy.features.judge.kinds import by_place, check, overlapping, strengths
 from lightning_proxy.trainer.collect.collector import Collector
 from support.judging import ScriptedJudge, judging, ordered
 from support.rewarded_by import completed, group, rewards, values

@@ -13,10 +13,9 @@ import pytest
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.features.judge.config import BudgetConfig, RewarderConfig
-from lightning_proxy.features.judge.kinds import made
-from lightning_proxy.features.judge.rubric import read_criteria
+from lightning_proxy.features.judge.kinds import made, read_criteria
+from lightning_proxy.features.judge.model import Said, messages_of
 from lightning_proxy.features.judge.table import KeptAnswers
-from lightning_proxy.features.judge.texts import Said, messages_of
 from support.judging import ScriptedJudge, attempts, judging
 from support.paths import ROOT
 from support.rewarded_by import completed, rewards
@@ -63,7 +62,7 @@ async def test_a_rewarder_that_breaks_is_an_error_of_that_rollout_alone(
             raise KeyError("unheard of")
         return messages_of(rollout, clean)
 
-    monkeypatch.setattr("lightning_proxy.features.judge.rubric.messages_of", read)
+    monkeypatch.setattr("lightning_proxy.features.judge.kinds.messages_of", read)
     async with judging(thinks) as judge:
         use = rubric(tmp_path, judge, "openai/m")
         async with running(tmp_path, rewards={"use": [use]}) as system:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.features.judge.next_message import replies
-from lightning_proxy.features.judge.texts import mark_for, messages_of, written
+from lightning_proxy.features.judge.kinds import replies
+from lightning_proxy.features.judge.model import mark_for, messages_of, written
 
 USER = {"role": "user", "content": "x"}
 

@@ -19,13 +19,20 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import LightningError
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Limits, Reward, RolloutName
-from lightning_proxy.features.tune import dpo
-from lightning_proxy.features.tune.dpo import DPO, PairTrainer, collate, dataset, dpo_config
-from lightning_proxy.features.tune.fit import tune
+from lightning_proxy.features.tune import preferences
+from lightning_proxy.features.tune.lessons import NothingToLearn
 from lightning_proxy.features.tune.offline import train_offline
-from lightning_proxy.features.tune.pairs import Pair, PairReader, Pairs
-from lightning_proxy.features.tune.rollouts import NothingToLearn
-from lightning_proxy.features.tune.run import TuningRun
+from lightning_proxy.features.tune.preferences import (
+    DPO,
+    Pair,
+    PairReader,
+    Pairs,
+    PairTrainer,
+    collate_pairs,
+    dpo_config,
+    pair_dataset,
+)
+from lightning_proxy.features.tune.run import TuningRun, tune
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.serving.vllm import VllmServer
 from lightning_proxy.store.opening import opened
@@ -156,7 +163,7 @@ def answer_logprob(model: Any, sample: Sample) -> torch.Tensor:
 
 def test_loss_and_gradient_are_those_of_dpo_over_the_sampled_tokens_alone(base: Path, tmp_path: Path) -> None:
     trainer = made(base, tmp_path)
-    rows = dataset(trainer, [TOOLS, PLAIN])
+    rows = pair_dataset(trainer, [TOOLS, PLAIN])
     reference = AutoModelForCausalLM.from_pretrained(base)
     with torch.no_grad():
         expected = [[float(answer_logprob(reference, sample)) for sample in pair] for pair in (TOOLS, PLAIN)]
@@ -164,14 +171,14 @@ def test_loss_and_gradient_are_those_of_dpo_over_the_sampled_tokens_alone(base: 
     assert torch.allclose(torch.tensor(found), torch.tensor(expected), atol=1e-4)
 
     tuner = PairTrainer(
-        model=trainer.model, args=dpo_config(trainer, tmp_path, 1), train_dataset=rows, data_collator=collate,
+        model=trainer.model, args=dpo_config(trainer, tmp_path, 1), train_dataset=rows, data_collator=collate_pairs,
         processing_class=trainer.processing_class,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.no_grad():  # away from the reference, where LoRA's gradient is not half zero
         for parameter in trainer.weight_sets.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    loss = tuner.compute_loss(tuner.model.eval(), collate(list(rows)))
+    loss = tuner.compute_loss(tuner.model.eval(), collate_pairs(list(rows)))
     loss.backward()
     gradients = [p.grad.clone() for p in trainer.weight_sets.parameters()]
     trainer.model.zero_grad()
@@ -192,11 +199,11 @@ def test_pairs_that_are_computed_together_train_the_same_weights(
 
     def collated(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         together.append(len(rows))
-        return collate(rows)
+        return collate_pairs(rows)
 
-    monkeypatch.setattr(dpo, "collate", collated)
+    monkeypatch.setattr(preferences, "collate_pairs", collated)
     for most in (1, 2):
-        monkeypatch.setattr(dpo, "PASS_TOKENS", most * longest)
+        monkeypatch.setattr(preferences, "PASS_TOKENS", most * longest)
         trainer = made(base, tmp_path / str(most), batch_tokens=4 * longest, epochs=2)
         assert tune(DPO, trainer, pairs, tmp_path / str(most) / "run", never) is not None
         weights.append(trainer.adapter())

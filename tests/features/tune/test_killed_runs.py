@@ -10,13 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_proxy.features.tune.dpo import DPO
-from lightning_proxy.features.tune.fit import last_epoch, tune
-from lightning_proxy.features.tune.kto import KTO
-from lightning_proxy.features.tune.pairs import Pair, Pairs
-from lightning_proxy.features.tune.sft import SFT
-from lightning_proxy.features.tune.thumbs import Thumb, Thumbs
-from lightning_proxy.features.tune.traces import Traces
+from lightning_proxy.features.tune.preferences import DPO, KTO, Pair, Pairs, Thumb, Thumbs
+from lightning_proxy.features.tune.run import last_epoch, tune
+from lightning_proxy.features.tune.sft import SFT, Traces
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
 from support.sections import PolicyConfig, TrainerConfig

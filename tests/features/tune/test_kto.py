@@ -13,11 +13,18 @@ import torch
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import Choice, Reward
-from lightning_proxy.features.tune.fit import tune
-from lightning_proxy.features.tune.kto import KTO, ThumbTrainer, collate, dataset, kto_config
-from lightning_proxy.features.tune.rollouts import NothingToLearn
-from lightning_proxy.features.tune.run import TuningRun
-from lightning_proxy.features.tune.thumbs import Thumb, ThumbReader, Thumbs
+from lightning_proxy.features.tune.lessons import NothingToLearn
+from lightning_proxy.features.tune.preferences import (
+    KTO,
+    Thumb,
+    ThumbReader,
+    Thumbs,
+    ThumbTrainer,
+    collate_thumbs,
+    kto_config,
+    thumb_dataset,
+)
+from lightning_proxy.features.tune.run import TuningRun, tune
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.step.trainer import LightningTrainer
@@ -79,18 +86,18 @@ def answer_logprob(model: Any, ids: Any, mask: Any) -> torch.Tensor:
 
 def test_loss_and_gradient_are_those_of_kto_over_the_sampled_tokens_alone(base: Path, tmp_path: Path) -> None:
     trainer = made(base, tmp_path, up_weight=2.0, down_weight=3.0)
-    rows = dataset(trainer, ROWS)
+    rows = thumb_dataset(trainer, ROWS)
     assert rows[1]["KL_ids"] == [0, 4, 9, 10, 7, 8, 11, 1] and rows[1]["KL_mask"] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert rows[0]["KL_ids"] == [0, 5, 6, 14, 1]
     kto = ThumbTrainer(
-        model=trainer.model, args=kto_config(trainer, tmp_path, 3), train_dataset=rows, data_collator=collate,
+        model=trainer.model, args=kto_config(trainer, tmp_path, 3), train_dataset=rows, data_collator=collate_thumbs,
         processing_class=trainer.processing_class,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.no_grad():  # away from the reference, where LoRA's gradient is half zero
         for parameter in trainer.weight_sets.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    loss = kto.compute_loss(kto.model.eval(), collate(list(rows)))
+    loss = kto.compute_loss(kto.model.eval(), collate_thumbs(list(rows)))
     loss.backward()
     gradients = [p.grad.clone() for p in trainer.weight_sets.parameters()]
     trainer.model.zero_grad()

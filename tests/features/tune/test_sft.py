@@ -29,12 +29,9 @@ from lightning_proxy.core.errors import LightningError, StoreUnavailable
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.core.tokens import GREEDY, MEDIA, NOT_FOLLOWED, NOT_THE_POLICY
 from lightning_proxy.features.judge.table import Spoken
-from lightning_proxy.features.tune.fit import tune
-from lightning_proxy.features.tune.rollouts import NothingToLearn
-from lightning_proxy.features.tune.run import TuningRun
-from lightning_proxy.features.tune.sft import IGNORED, SFT, dataset, mean_loss
-from lightning_proxy.features.tune.trace_tokens import as_trace
-from lightning_proxy.features.tune.traces import TraceReader, Traces
+from lightning_proxy.features.tune.lessons import NothingToLearn
+from lightning_proxy.features.tune.run import TuningRun, tune
+from lightning_proxy.features.tune.sft import IGNORED, SFT, TraceReader, Traces, as_trace, dataset, mean_loss
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store

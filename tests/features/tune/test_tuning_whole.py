@@ -12,9 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_proxy.core.config.root import Config
-from lightning_proxy.features.tune.dpo import DPO
-from lightning_proxy.features.tune.kto import KTO
 from lightning_proxy.features.tune.offline import train_offline
+from lightning_proxy.features.tune.preferences import DPO, KTO
 from lightning_proxy.features.tune.run import TuningRun
 from lightning_proxy.features.tune.sft import SFT
 from lightning_proxy.trainer.loop import TrainingLoop
