@@ -114,9 +114,9 @@ def _serve_in_workers(config: Config, shown: Shown, shared: str) -> None:
     from ..proxy.gateway.metrics import SHARED
 
     os.environ[SHARED] = shared  # the workers are started anew, not forked
-    # Its classes are put together from the side rooms' at the start, so a pickle cannot name them.
-    app = partial(_worker, config.model_dump(exclude_unset=True), shown)
-    uvicorn = Uvicorn(app, factory=True, workers=config.proxy.workers, **uvicorn_options(config.proxy))
+    uvicorn = Uvicorn(
+        partial(_worker, config, shown), factory=True, workers=config.proxy.workers, **uvicorn_options(config.proxy)
+    )
     listener = uvicorn.bind_socket()
     listener.listen(uvicorn.backlog)  # clients that come before the workers do wait for them
     supervisor = SeveralServers(uvicorn, sockets=[listener])
@@ -142,14 +142,13 @@ def _say_stopping(proxy: ProxyConfig, running: int) -> None:
     say(text, event="stopping", running=running)
 
 
-def _worker(config: dict[str, Any], shown: Shown) -> ASGIApp:
+def _worker(config: Config, shown: Shown) -> ASGIApp:
     from ..proxy.gateway.metrics import SHARED
 
     set_up(shown.format, Path(os.environ[SHARED]))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal reaches all; the supervisor passes it on
-    known = Config.model_validate(config)
-    return _app(known, _lines(known, shown))
+    return _app(config, _lines(config, shown))
 
 
 def _lines(config: Config, shown: Shown) -> CallLines:

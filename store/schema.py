@@ -1,4 +1,4 @@
-"""The tables of a store: `schema.sql` of the core and of each side room that has tables, each with its number.
+"""The tables of a store: `schema.sql` of the core and of each feature that has tables, each with its number.
 
 They are in SQLite's words, and translated for PostgreSQL. `sqlite.sql` or `postgres.sql` beside one has what only that
 database has. A store whose numbers are others is left as it is. What a room that is gone has left in a store stays.
@@ -57,7 +57,7 @@ def parts(database: Literal["sqlite", "postgres"]) -> tuple[Part, ...]:
 
 
 def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int]) -> list[str]:
-    """Return the rooms whose tables a store does not have yet. Raise OtherSchema if it is none, or of another schema.
+    """Return the features whose tables are missing. Raise OtherSchema if it is no store, or of another schema.
 
     `tables`: their names; `numbers`: of the schema of each room.
     """

@@ -3,7 +3,7 @@
 -- has is in `sqlite.sql` and `postgres.sql`. A key that is INTEGER PRIMARY KEY is a number that the database gives; one
 -- that is NOT NULL, too, is given by us. Times are Unix times in seconds. JSON is text.
 
--- Which schema a store has: a row for the core, `store`, and for each side room with tables.
+-- Which schema a store has: a row for the core, `store`, and for each feature with tables.
 CREATE TABLE schema_numbers (
     room   TEXT PRIMARY KEY,
     number INTEGER NOT NULL

@@ -143,7 +143,7 @@ async def _uncounted(api: ApiClient, ended: Sequence[dict[str, Any]]) -> str | N
 
 
 async def check_warnings(api: ApiClient) -> list[Check]:
-    """Return what side rooms warn of."""
+    """Return what features warn of."""
     return [Check("policy", "warning", line) for line in (await api.policy()).get("warnings", ())]
 
 

@@ -47,20 +47,20 @@ class File:
 
 @cache
 def files() -> Mapping[str, File]:
-    """Return the page's files by their paths, and rooms' views. They are read once; no other file is served."""
+    """Return the page's files by their paths, and features' views. They are read once; no other file is served."""
     ours = {path.relative_to(FILES).as_posix(): path for path in sorted(FILES.rglob("*")) if path.suffix in TYPES}
     found = {name: _file(name, path.read_bytes()) for name, path in (ours | views()).items()}
     return found | {"views.mjs": _file("views.mjs", _all_of(views()))}
 
 
 def views() -> dict[str, Path]:
-    """Return the files of the views that side rooms on board bring, in the rooms' order."""
+    """Return the files of the views that features bring, in their order."""
     folders = [Path(__file__).parents[1] / feature for feature in FEATURES]
     return {path.name: path for folder in folders for path in sorted(folder.glob("views/*.mjs"))}
 
 
 def _all_of(names: Iterable[str]) -> bytes:
-    """A module that imports the rooms' views, by their names."""
+    """A module that imports the features' views, by their names."""
     imports = [f'import * as view{n} from "./{name}";' for n, name in enumerate(names)]
     listed = ", ".join(f"{name.partition('.')[0]}: view{n}" for n, name in enumerate(names))
     return "\n".join([*imports, f"export const ROOMS = {{ {listed} }};", ""]).encode()

@@ -54,7 +54,7 @@ Statement = tuple[str, dict[str, Any]]
 GROUP = 512  # records in one commit, at most
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
-# Those of side rooms come last, in the order in which they were put.
+# Those of features come last, in the order in which they were put.
 _ORDER = {
     statement: place
     for place, statement in enumerate((

@@ -325,7 +325,7 @@ def _not_opened(config: StoreConfig, error: BaseException) -> StoreUnavailable:
 
 
 async def missing_in(connection: asyncpg.Connection, where: str) -> list[str]:
-    """Return the rooms whose tables the database does not have yet. Raise OtherSchema if it is none of this schema."""
+    """Return the features whose tables are missing. Raise OtherSchema if the database is none of this schema."""
     tables = {row[0] for row in await connection.fetch(TABLES)}
     rows = await connection.fetch(NUMBERS) if "schema_numbers" in tables else []
     return missing_parts(where, tables, {row["room"]: row["number"] for row in rows})

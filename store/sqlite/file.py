@@ -150,7 +150,7 @@ def lock_file(store: Path, work: str = "keeper") -> Iterator[bool]:
 
 
 def missing_in(connection: sqlite3.Connection, where: str) -> list[str]:
-    """Return the rooms whose tables the file does not have yet. Raise OtherSchema if it is no store of this schema."""
+    """Return the features whose tables are missing. Raise OtherSchema if the file is no store of this schema."""
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     return missing_parts(where, tables, dict(connection.execute(NUMBERS)) if "schema_numbers" in tables else {})
 

@@ -165,7 +165,7 @@ async def test_a_beginning_of_an_id_is_read_off_the_index_of_ids(database: Datab
     assert "rowid" not in steps[0] and "(rollout_id>? AND rollout_id<?)" in steps[0]
 
 
-def test_no_statement_stands_outside_of_the_store_and_the_side_rooms() -> None:
+def test_no_statement_stands_outside_of_the_store_and_the_features() -> None:
     root = Path(store.__path__[0]).parent
     allowed = [root / "commands/migrate", root / "store", root / "features"]
     sources = [file for top in TOPS for file in (root / top).rglob("*.py")]

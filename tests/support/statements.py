@@ -1,4 +1,4 @@
-"""The statements of the store and of side rooms, wherever they stand in their modules."""
+"""The statements of the store and of features, wherever they stand in their modules."""
 
 from __future__ import annotations
 
