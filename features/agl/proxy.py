@@ -1,15 +1,51 @@
-"""Plugs in what agents of Agent Lightning 1.0 post."""
+"""`POST /agl/api/rollouts/{id}/attempt/0/events`: takes the events of agents of Agent Lightning 1.0 (AGL_EVENT_URL).
+
+The event `reward` rewards the rollout, and ends it; the newest counts. Any other becomes a note of its name.
+"""
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, Field, ValidationError
+
+from ...core.errors import Unprocessable
+from ...proxy.api.answers import ERRORS
+from ...proxy.api.bodies import NoteBody, PathId, RewardBody
+from ...proxy.api.requests import AgentRoute
+from ...proxy.api.rewards import post_reward
+from ...proxy.api.rollouts import post_events
 from ...proxy.hooks import ProxyPlugin
-from . import events
+
+router = APIRouter(tags=["agl"], responses=ERRORS, route_class=AgentRoute)
+
+
+class AglEvent(BaseModel):
+    """An event. That of a reward has `data.value`, and may have `data.reason`."""
+
+    event_type: Annotated[str, Field(min_length=1, max_length=200)]
+    data: dict[str, Any] = {}
+
+
+@router.post("/agl/api/rollouts/{rollout_id}/attempt/0/events", response_model=None)
+async def post_event(request: Request, rollout_id: PathId, body: AglEvent) -> Any:
+    """Record an event in the form of Agent Lightning 1.0."""
+    if body.event_type != "reward":
+        return await post_events(request, rollout_id, NoteBody(kind="note", name=body.event_type, value=body.data))
+    given = {"rollout_id": rollout_id, "reward": body.data.get("value"), "comment": body.data.get("reason")}
+    try:
+        reward = RewardBody.model_validate(given | {"source": "agl"})
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        raise Unprocessable(f"{wrong['loc'][0]}: {wrong['msg']}, got {wrong['input']!r:.80}", param="data") from None
+    return await post_reward(request, reward)
 
 
 class AglPlugin(ProxyPlugin):
     """Serves AGL_EVENT_URL."""
 
-    routers = (events.router,)
+    routers = (router,)
 
 
 plugin = AglPlugin

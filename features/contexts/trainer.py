@@ -1,14 +1,47 @@
-"""Plugs in what becomes of rejected attempts and of summaries (`contexts.rejected`, `contexts.summaries`)."""
+"""Decides which calls of a rollout are trained on, by what became of their answers (`contexts`).
+
+A rollout of advantage 0.5: a first answer that was rejected, the answer to the same request that was used, and a
+summary that a later prompt has in place of the history.
+
+    call                   rejected, summary    returned, advantage
+    0 rejected             leave_out            none: it is left out
+                           negative             1.0, -0.5
+                           as_others            1.0, +0.5
+    1 used in its place                         1.0, +0.5
+    2 summary              train                1.0, +0.5: the return of what comes after it
+                           leave_out            none: it is left out
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
+from ...core.records import ModelCall
 from ...trainer.plugins import TrainerCore, TrainerHooks, TrainerPlugin
 from ...trainer.report.metric_schema import group
+from ...trainer.types import Sifted
 from .config import ContextsConfig
+from .graph import graph_of
+
+
+def sifted(config: ContextsConfig, calls: Sequence[ModelCall]) -> Sifted:
+    """Return what becomes of a rollout's calls. An attempt that is left out is no decision: nothing came of it."""
+    if (graph := graph_of(calls)) is None:
+        return Sifted(calls)
+    rejected, summaries = graph.rejected(), graph.summaries()
+    dropped = rejected if config.rejected == "leave_out" else {}
+    return Sifted(
+        [
+            replace(call, superseded_by=calls[dropped[i]].call_id) if i in dropped else call
+            for i, call in enumerate(calls)
+        ],
+        left_out={*dropped, *(summaries if config.summaries == "leave_out" else ())},
+        negative={*(rejected if config.rejected == "negative" else ())},
+        counts={"calls_rejected": len(rejected), "calls_summaries": len(summaries)},
+    )
 
 
 class SiftPlugin(TrainerPlugin):
@@ -23,8 +56,6 @@ class SiftPlugin(TrainerPlugin):
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-        from .sift import sifted
-
         yield TrainerHooks(sift=partial(sifted, core.config.trainer.section(ContextsConfig)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import SecretStr, field_validator
@@ -10,6 +11,8 @@ from ...core.config.feature import FeatureSection
 from ...core.config.section import NOT_SENDABLE, Seconds, check_url, is_sendable
 
 TinkerLoss = Literal["importance_sampling", "ppo", "cispo"]
+# The service's loss for each of ours that it has a term for. They differ in the weights of tokens, which we send.
+LOSSES: Mapping[str, TinkerLoss] = {"cispo": "cispo", "grpo": "ppo", "dapo": "ppo", "bnpo": "ppo", "dr_grpo": "ppo"}
 
 
 class TinkerConfig(FeatureSection):

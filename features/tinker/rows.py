@@ -11,8 +11,7 @@ import numpy as np
 
 from ...core.config.trainer import TrainerConfig
 from ...trainer.types import Sample
-from .config import TinkerConfig, TinkerLoss
-from .refusals import LOSSES
+from .config import LOSSES, TinkerConfig, TinkerLoss
 
 _MAX_LOG_RATIO = 20.0  # exp() of anything larger is useless in a metric and may overflow
 

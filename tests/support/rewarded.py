@@ -84,7 +84,7 @@ class Traffic:
         config = TrainerConfig.model_validate(settings)
         judge = None
         if judges_calls(config):
-            from lightning_proxy.features.judge.step_judge import StepJudge
+            from lightning_proxy.features.judge.trainer import StepJudge
 
             judge = StepJudge(with_features(trainer=settings), self.store).missing
         collector = Collector(config, self.store, judge=judge)

@@ -128,7 +128,7 @@ class Bench:
         self.trainer: Any = engine_of(config, plugins_of(config))
         judge: dict[str, Any] = {}
         if judges_calls(config.trainer):
-            from lightning_proxy.features.judge.step_judge import StepJudge
+            from lightning_proxy.features.judge.trainer import StepJudge
 
             judge = {"judge": StepJudge(config, self.store).missing}
         return runs(config, self.store, self.trainer, self._publisher(config), **judge)

@@ -15,7 +15,7 @@ import pytest
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
 from lightning_proxy.features.contexts.config import ContextsConfig
-from lightning_proxy.features.contexts.sift import sifted
+from lightning_proxy.features.contexts.trainer import sifted
 from lightning_proxy.features.tune.preferences import DPO, KTO
 from lightning_proxy.features.tune.run import Recipe
 from lightning_proxy.features.tune.sft import SFT

@@ -18,7 +18,7 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.prices import Price, Prices, Used, used
 from lightning_proxy.core.records import CallEnd, CallStart, CallStatus, Choice, Limits, RolloutName
 from lightning_proxy.features.costs.command import seconds_of, steps_table
-from lightning_proxy.features.costs.table import CostTable
+from lightning_proxy.features.costs.proxy import CostTable
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
@@ -151,7 +151,7 @@ async def test_a_stream_that_was_cut_after_its_first_usage_is_not_known(tmp_path
 async def test_older_calls_that_were_imported_hide_no_newer_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_proxy.features.costs.table.CHUNK", 2)
+    monkeypatch.setattr("lightning_proxy.features.costs.proxy.CHUNK", 2)
     async with opened(StoreConfig(url=store_url(tmp_path))) as database:
         store = Store(database)
         for at in (NOW, NOW + 1, NOW - 1e6, NOW + 2):
@@ -160,8 +160,8 @@ async def test_older_calls_that_were_imported_hide_no_newer_ones(
 
 
 async def test_calls_of_others_do_not_hide_those_of_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_proxy.features.costs.table.CHUNK", 20)
-    monkeypatch.setattr("lightning_proxy.features.costs.table.MOST", 20)
+    monkeypatch.setattr("lightning_proxy.features.costs.proxy.CHUNK", 20)
+    monkeypatch.setattr("lightning_proxy.features.costs.proxy.MOST", 20)
     async with opened(StoreConfig(url=store_url(tmp_path))) as database:
         store = Store(database)
         for n, key_id in enumerate(["mine", "mine", *["others"] * 20]):

@@ -19,9 +19,9 @@ from lightning_proxy.trainer.types import Batch, Sample
 
 pytest.importorskip("tinker", reason="the client of the Tinker API is not installed")
 
-from lightning_proxy.features.tinker import refusals
-from lightning_proxy.features.tinker.refusals import check_backend
+from lightning_proxy.features.tinker import trainer as plugin
 from lightning_proxy.features.tinker.tinker_trainer import TinkerTrainer
+from lightning_proxy.features.tinker.trainer import check_backend
 from support.played_tinker import SIGNATURE, PlayedTinker, played_tinker
 from support.sections import with_features
 from support.training import bench
@@ -270,6 +270,6 @@ def test_other_methods_and_several_processes_are_refused() -> None:
 
 
 def test_without_the_client_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(plugin.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'lightning-proxy\[tinker\]'"):
         check_backend(Config.model_validate({"tinker": {"enabled": True}}))
