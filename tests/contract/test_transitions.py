@@ -188,8 +188,7 @@ def test_a_retry_of_the_proxy_and_a_fallback_add_no_call(tmp_path: Path, rollout
 FIELDS = {
     "call_id", "seq", "agent", "endpoint", "status", "model", "policy_version", "request", "response",
     "prompt_token_ids", "response_token_ids", "logprobs", "finish_reason", "usage", "tool_calls", "reward", "trainable",
-    "untrainable_reason", "superseded_by", "policy_versions", "started_at", "ttft_ms", "latency_ms", "contexts",
-    "rejected",
+    "untrainable_reason", "superseded_by", "policy_versions", "started_at", "ttft_ms", "latency_ms",
 }  # fmt: skip
 COUNTS = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 COUNTED = {"input_tokens": 3, "output_tokens": 2, "total_tokens": 5}
