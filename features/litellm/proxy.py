@@ -1,15 +1,428 @@
-"""Plugs litellm in: it reaches providers that do not speak as OpenAI does (`kind: litellm`)."""
+"""Calls providers without an OpenAI protocol through litellm (`kind: litellm`). docs/providers.md says what gets lost.
+
+litellm has a thread of its own, in which all of its objects stay. Its errors become HTTP answers without secrets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+import asyncio
+import importlib
+import importlib.util
+import os
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Thread
+from types import ModuleType
+from typing import Any, ClassVar, TypeVar
 
+import orjson
+
+from ...core import sse
+from ...core.config.address import without_addresses
 from ...core.config.upstreams import UpstreamConfig
-from ...core.prices import require_litellm
-from ...proxy.gateway.upstream import Upstream
+from ...core.errors import InvalidRequest, LightningError, NotFound, Unsupported, UpstreamTimeout, UpstreamUnreachable
+from ...core.prices import import_litellm, require_litellm
+from ...core.records import Header
+from ...proxy.dialects.dialects import DIALECTS
+from ...proxy.gateway.upstream import KeyMask, NoConnection, Request, Upstream
 from ...proxy.hooks import ProxyPlugin
-from .upstream import LitellmUpstream
+
+# Of the provider's headers, those about its connection to litellm, or about a body that is made anew.
+_DROPPED = re.compile(rb"(?i)content-.*|transfer-encoding|connection|keep-alive|date|server|set-cookie|alt-svc|vary")
+_HAS_DONE = frozenset({"/v1/chat/completions", "/v1/completions"})
+_JSON: Header = (b"content-type", b"application/json")
+_EVENTS: Header = (b"content-type", b"text/event-stream")
+T = TypeVar("T")
+Json = dict[str, Any]
+FUNCTIONS: Mapping[str, str] = {
+    "/v1/chat/completions": "acompletion",
+    "/v1/completions": "atext_completion",
+    "/v1/responses": "aresponses",
+    "/v1/messages": "anthropic_messages",
+    "/v1/embeddings": "aembedding",
+}
+# Beside the fields that the official clients know for an API; what else an agent sends could steer litellm itself.
+_MORE_FIELDS = {"/v1/chat/completions": {"stream", "thinking", "top_k"}}
+_STEERING = {"metadata", "litellm_metadata"}  # litellm's own use of the name, except in /v1/messages
+# Of aiohttp and httpx; matched by name, so that neither is imported here.
+_NO_CONNECTION = frozenset({"ClientConnectorError", "ClientConnectorDNSError", "ConnectError", "ConnectTimeout"})
+_KEPT = ("retry-after", "request-id", "x-request-id")
+_SECRET_NAME = re.compile(r"(?i)key|token|secret|password|credential")
+_SHORTEST_SECRET = 8
+_LONGEST_MESSAGE = 2000
+_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "invalid_request_error", 422: "invalid_request_error", 429: "rate_limit_error",
+}  # fmt: skip
+
+
+class LitellmUpstream:
+    """Sends the agent's request through litellm, and makes HTTP answers of its objects."""
+
+    def __init__(self, config: UpstreamConfig) -> None:
+        self._config = config
+        self._engine = Engine()
+        named = {model: config.model_map.get(model, model) for model in config.models} | config.model_map
+        self._listed, self._served = sorted(named), frozenset(named.values())
+
+    async def open(self, request: Request) -> LitellmAnswer:
+        """Make one call of litellm, without any retry of its own. Also raise InvalidRequest, NotFound."""
+        if request.method == "GET" and request.path == "/v1/models":
+            models = [{"id": name, "object": "model", "owned_by": self._config.name} for name in self._listed]
+            return LitellmAnswer(200, [_JSON], [orjson.dumps({"object": "list", "data": models})])
+        if request.method != "POST" or request.path not in FUNCTIONS:
+            raise Unsupported(f"upstream {self._config.name}: kind litellm has no {request.method} {request.path}")
+        body, key = self._parsed(request), self._key(request)
+        call = _Call(self._config, self._engine, request.path, key)
+        try:
+            return await call.begin(body)
+        except ProviderError as error:
+            dialect = DIALECTS.get(request.path)
+            shown = dialect.error_body(error) if dialect else error.body()
+            return LitellmAnswer(error.status, [_JSON, *error.headers], [orjson.dumps(shown)])
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+    def _parsed(self, request: Request) -> dict[str, Any]:
+        try:
+            body = orjson.loads(request.sent_body())
+        except orjson.JSONDecodeError as error:
+            raise InvalidRequest(f"the request body is not valid JSON: {error}") from None
+        model = body.get("model") if isinstance(body, dict) else None
+        if model not in self._served:
+            raise NotFound(
+                f"upstream {self._config.name} has no model {model!r}: kind litellm serves what its models and "
+                "model_map name",
+                param="model",
+            )
+        if "messages" in body and not _is_conversation(body["messages"]):
+            raise InvalidRequest("messages must be a list of objects, one at least", param="messages")
+        return dict(body)
+
+    def _key(self, request: Request) -> str | None:
+        """The upstream's own key, else the agent's; None leaves it to the provider's environment variables."""
+        if self._config.api_key is not None:
+            return self._config.api_key.get_secret_value()
+        headers = {name.lower(): value.decode("latin-1") for name, value in request.headers}
+        if not request.forward_authorization:
+            return None
+        bearer = headers.get(b"authorization", "")
+        return headers.get(b"x-api-key") or bearer.removeprefix("Bearer ").strip() or None
+
+
+def _is_conversation(messages: Any) -> bool:
+    """Whether messages are a list of objects; others make litellm fail in ways that look like the provider's."""
+    return isinstance(messages, list) and bool(messages) and all(isinstance(message, dict) for message in messages)
+
+
+class _Call:
+    """One call of litellm within the upstream's time limits, its failures as our errors."""
+
+    def __init__(self, config: UpstreamConfig, engine: Engine, path: str, key: str | None) -> None:
+        self._config = config
+        self._engine = engine
+        self._path = path
+        self._key = key
+        self._mask = KeyMask(*config.masked)
+
+    async def begin(self, body: dict[str, Any]) -> LitellmAnswer:
+        seconds = self._config.first_byte_timeout_s
+        try:
+            async with asyncio.timeout(seconds):
+                return await self._begin(body)
+        except TimeoutError:
+            raise UpstreamTimeout(f"upstream {self._config.name}: no answer within {seconds} s") from None
+        except Exception as error:
+            raise self._translated(error) from None
+
+    async def _begin(self, body: dict[str, Any]) -> LitellmAnswer:
+        result, provided = await self._engine.ask(self._path, body, self._params())
+        headers = [(name, self._masked(value)) for name, value in provided if not _DROPPED.fullmatch(name)]
+        if isinstance(result, bytes):
+            return LitellmAnswer(200, [_JSON, *headers], [self._masked(result)])
+        # What comes first may be litellm's own, ahead of any answer of the provider.
+        held = [await self._engine.next(result)]
+        while held[-1] is not None and b'"message_start"' in held[-1]:
+            held.append(await self._engine.next(result))
+        begun = [self._masked(event) for event in held if event is not None]
+        return LitellmAnswer(
+            200, [_EVENTS, *headers], begun, lambda: self._rest(result), lambda: self._engine.drop(result)
+        )
+
+    async def _rest(self, stream: LitellmStream) -> AsyncIterator[bytes]:
+        seconds = self._config.idle_timeout_s
+        while True:
+            try:
+                async with asyncio.timeout(seconds):
+                    event = await self._engine.next(stream)
+            except TimeoutError:
+                raise UpstreamTimeout(f"upstream {self._config.name}: nothing for {seconds} s") from None
+            except Exception as error:
+                message = self._translated(error).message
+                raise UpstreamUnreachable(f"upstream {self._config.name} broke off: {message}") from None
+            if event is None:
+                break
+            yield self._masked(event)
+        if self._path in _HAS_DONE:
+            yield b"data: [DONE]\n\n"
+
+    def _masked(self, data: bytes) -> bytes:
+        """The data without the upstream's own key, as in the answers of other upstreams."""
+        return self._mask.once(data)
+
+    def _params(self) -> dict[str, Any]:
+        """The operator's settings win over the agent's request; litellm's own time limit is only a net under ours."""
+        timeout = self._config.first_byte_timeout_s + self._config.idle_timeout_s
+        ours = {"api_base": self._config.base_url, "api_key": self._key, "timeout": timeout}
+        given = {name: value for name, value in ours.items() if value is not None}
+        return self._config.litellm_params | given | {"num_retries": 0, "max_retries": 0}
+
+    def _translated(self, error: Exception) -> LightningError:
+        return translated(error, self._config.name, [self._key or "", *self._config.masked])
+
+
+class LitellmAnswer:
+    """An answer of litellm: the bytes received so far, and those to come."""
+
+    def __init__(
+        self,
+        status: int,
+        headers: Iterable[Header],
+        begun: Sequence[bytes],
+        rest: Callable[[], AsyncIterator[bytes]] | None = None,
+        drop: Callable[[], None] | None = None,
+    ) -> None:
+        self.status = status
+        self.is_stream = rest is not None
+        self._headers = list(headers)
+        self._begun = begun
+        self._rest = rest
+        self._drop = drop
+
+    @property
+    def retry_after(self) -> str:
+        return next((value.decode("latin-1") for name, value in self._headers if name == b"retry-after"), "")
+
+    def headers(self, *, keep_length: bool) -> list[Header]:
+        length = [] if self.is_stream or not keep_length else [(b"content-length", str(len(self._begun[0])).encode())]
+        return [*self._headers, *length]
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        for data in self._begun:
+            yield data
+        if self._rest is not None:
+            async for data in self._rest():
+                yield data
+            self._drop = None
+
+    async def read(self) -> bytes:
+        return b"".join([data async for data in self.chunks()])
+
+    def release(self) -> None:
+        if self._drop is not None:
+            self._drop()
+
+
+@dataclass(frozen=True, slots=True)
+class LitellmStream:
+    """A streamed answer that litellm is giving."""
+
+    path: str
+    chunks: AsyncIterator[Any]
+
+
+class Engine:
+    """Runs litellm from the first call on. All of litellm's objects stay in its thread; bytes come out."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: Thread | None = None
+        self._litellm: ModuleType | None = None
+
+    async def ask(self, path: str, body: Json, params: Mapping[str, Any]) -> tuple[bytes | LitellmStream, list[Header]]:
+        """Return litellm's answer to a call of this API, and the provider's headers as far as litellm keeps them.
+
+        `params` win over `body`. Raises whatever litellm raises.
+        """
+        return await self._there(self._ask(path, body, params))
+
+    async def next(self, stream: LitellmStream) -> bytes | None:
+        """Return the next event of a stream; None after the last."""
+        return await self._there(_next(stream))
+
+    def drop(self, stream: LitellmStream) -> None:
+        """Release a stream that is not at its end."""
+        if self._loop is not None and not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(_drop(stream), self._loop)
+
+    async def close(self) -> None:
+        if self._loop is None or self._thread is None:
+            return
+        await self._there(self._wind_up())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = Thread(target=self._loop.run_forever, name="litellm", daemon=True)
+            self._thread.start()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _ask(
+        self, path: str, body: Json, params: Mapping[str, Any]
+    ) -> tuple[bytes | LitellmStream, list[Header]]:
+        if self._litellm is None:
+            self._litellm = import_litellm()
+        if path == "/v1/messages" and body.get("stream"):
+            _require_streamed_messages(self._litellm, body["model"])
+        fields = _fields(path)
+        given = {name: value for name, value in body.items() if name in fields and value is not None}
+        result = await getattr(self._litellm, FUNCTIONS[path])(**{**given, **params})
+        headers = list(_provider_headers(result))
+        if body.get("stream") and hasattr(result, "__aiter__"):
+            return LitellmStream(path, aiter(result)), headers
+        return _json(result), headers
+
+    async def _wind_up(self) -> None:
+        if self._litellm is not None:
+            await self._litellm.close_litellm_async_clients()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+
+
+def _require_streamed_messages(litellm: ModuleType, model: str) -> None:
+    """Raise ImportError, before the provider is asked, where litellm would need the packages of its own proxy."""
+    from litellm.utils import ProviderConfigManager
+
+    provider = litellm.LlmProviders(litellm.get_llm_provider(model)[1])
+    if ProviderConfigManager.get_provider_anthropic_messages_config(model=model, provider=provider) is not None:
+        importlib.import_module("litellm.proxy.pass_through_endpoints.streaming_handler")
+
+
+def _fields(path: str) -> frozenset[str]:
+    """The request fields of an API, as the packages that litellm builds upon declare them."""
+    from litellm.types.llms.anthropic import AnthropicMessagesRequest
+    from openai.types import completion_create_params, embedding_create_params
+    from openai.types.chat import completion_create_params as chat_create_params
+    from openai.types.responses import response_create_params
+
+    declared: Mapping[str, Any] = {
+        "/v1/chat/completions": chat_create_params.CompletionCreateParamsBase,
+        "/v1/completions": completion_create_params.CompletionCreateParamsBase,
+        "/v1/responses": response_create_params.ResponseCreateParamsBase,
+        "/v1/messages": AnthropicMessagesRequest,
+        "/v1/embeddings": embedding_create_params.EmbeddingCreateParams,
+    }
+    steering = _STEERING - ({"metadata"} if path == "/v1/messages" else set())
+    return frozenset({*declared[path].__annotations__, "stream", *_MORE_FIELDS.get(path, ())} - steering)
+
+
+async def _next(stream: LitellmStream) -> bytes | None:
+    async for chunk in stream.chunks:
+        return _event(stream.path, chunk)
+    return None
+
+
+async def _drop(stream: LitellmStream) -> None:
+    if (close := getattr(stream.chunks, "aclose", None)) is not None:
+        await close()
+
+
+def _event(path: str, chunk: Any) -> bytes:
+    """One event in the API's own framing; of /v1/messages litellm gives bytes that are framed already."""
+    if isinstance(chunk, bytes):
+        return chunk
+    if path == "/v1/completions" and not (chunk.usage and chunk.usage.total_tokens):
+        del chunk.usage  # zeros, in every chunk
+    data = sse.encode(_json(chunk))
+    kind = getattr(chunk, "type", None) if path == "/v1/responses" else None
+    return f"event: {getattr(kind, 'value', kind)}\n".encode() + data if kind is not None else data
+
+
+def _json(result: Any) -> bytes:
+    value = result.model_dump(mode="json", exclude_unset=True) if hasattr(result, "model_dump") else result
+    return orjson.dumps(value)
+
+
+def _provider_headers(result: Any) -> Iterable[Header]:
+    hidden: Any = getattr(result, "_hidden_params", None)
+    kept = hidden.get("additional_headers") if hasattr(hidden, "get") else None
+    for name, value in (kept or {}).items():
+        if name.startswith("llm_provider-"):
+            yield name.removeprefix("llm_provider-").encode(), str(value).encode()
+
+
+class ProviderError(LightningError):
+    """The error answer of the provider, or of litellm in its place."""
+
+    def __init__(self, message: str, status: int, headers: list[Header]) -> None:
+        super().__init__(message)
+        self.status = status
+        self.type = _TYPES.get(status, "upstream_error")
+        self.headers = tuple(headers)
+
+
+def translated(error: Exception, upstream: str, secrets: Iterable[str]) -> LightningError:
+    """Return the error to show: ProviderError if the provider answered, else the reason why it did not."""
+    text = str(error).partition("\nTraceback (most recent call last)")[0]
+    message = redacted(text, secrets)[:_LONGEST_MESSAGE]
+    chain = list(_chain(error))
+    if isinstance(error, ImportError):
+        return Unsupported(
+            f"upstream {upstream}: litellm cannot do this without further packages ({message}); "
+            "docs/providers.md says what to do instead"
+        )
+    names = {type(e).__name__ for e in chain}
+    if names & _NO_CONNECTION:
+        return NoConnection(f"upstream {upstream} cannot be reached through litellm: {message}")
+    if "Timeout" in names:
+        return UpstreamTimeout(f"upstream {upstream}: litellm waited too long: {message}")
+    status = _provider_status(chain)
+    if status is None and "APIConnectionError" in names:
+        return UpstreamUnreachable(f"upstream {upstream} broke off: {message}")
+    return ProviderError(message, status or _own_status(error), _headers(chain))
+
+
+def redacted(text: str, secrets: Iterable[str]) -> str:
+    """Return the text without these secrets, values of secret environment variables, and addresses."""
+    known = [value for name, value in os.environ.items() if _SECRET_NAME.search(name)]
+    for secret in sorted({*secrets, *known}, key=len, reverse=True):
+        if len(secret) >= _SHORTEST_SECRET:
+            text = text.replace(secret, "[redacted]")
+    return without_addresses(text)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _provider_status(chain: Iterable[BaseException]) -> int | None:
+    """The status that the provider answered: litellm changes some, but keeps the error that it began with."""
+    others = [e for e in chain if not type(e).__module__.startswith("litellm.exceptions")]
+    found = [status for e in others if isinstance(status := getattr(e, "status_code", None), int)]
+    return next((status for status in reversed(found) if 400 <= status < 600), None)
+
+
+def _own_status(error: Any) -> int:
+    """The status of a refusal that is litellm's own."""
+    status = getattr(error, "status_code", None)
+    return status if isinstance(status, int) and 400 <= status < 600 else 502
+
+
+def _headers(chain: Iterable[Any]) -> list[Header]:
+    for error in chain:
+        headers = getattr(error, "litellm_response_headers", None) or getattr(error, "headers", None) or {}
+        if kept := [(name.encode(), str(headers[name]).encode()) for name in _KEPT if name in headers]:
+            return kept
+    return []
 
 
 class LitellmPlugin(ProxyPlugin):

@@ -36,7 +36,7 @@ from ...proxy.app import Dispatch, api_to_read
 from ...store.opening import opened
 from ...store.sqlite.file import IdleFile, is_in_use
 from ...store.store import Store
-from .page import HEADERS, TYPES, get_file
+from .proxy import HEADERS, TYPES, get_file
 
 HOST = "127.0.0.1"
 # A configuration needs an upstream. This one is never asked.

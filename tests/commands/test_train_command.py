@@ -12,7 +12,7 @@ import yaml
 from lightning_proxy.commands.train import train
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.features.litellm import upstream
+from lightning_proxy.features.litellm import proxy
 from support.command_line import lightning
 from support.small_model import save_small_model
 
@@ -52,7 +52,7 @@ def test_a_judge_without_litellm_is_refused_before_anything_starts(
         "trainer": {"credit": "judge"},
         "judge": {"calls": {"model": "openai/m"}},
     }
-    monkeypatch.setattr(upstream.importlib.util, "find_spec", lambda name: None if name == "litellm" else ...)
+    monkeypatch.setattr(proxy.importlib.util, "find_spec", lambda name: None if name == "litellm" else ...)
     with pytest.raises(ConfigError, match=r"judge.calls needs litellm: pip install 'lightning-proxy\[providers\]'"):
         train(Config.model_validate(settings), once=True)
 

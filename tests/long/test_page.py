@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import Page, expect
 
 from lightning_proxy.core.records import RolloutName
-from lightning_proxy.features.page.page import FILES
+from lightning_proxy.features.page.proxy import FILES
 from support.browser import browsing, needs_browser
 from support.views import STEPS, VIEWS, Running, learned, show
 

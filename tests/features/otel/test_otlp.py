@@ -29,7 +29,7 @@ from opentelemetry.trace import Status, StatusCode
 
 from lightning_proxy.core.errors import InvalidRequest, LightningError
 from lightning_proxy.features.otel.otlp import read_spans
-from lightning_proxy.features.otel.receive import read_all
+from lightning_proxy.features.otel.proxy import read_all
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector

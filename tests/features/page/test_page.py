@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.features.page.page import FILES, POLICY, files, views
+from lightning_proxy.features.page.proxy import FILES, POLICY, files, views
 from support.paths import ROOT
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.features.prompts.prompts import find, put, text_at
+from lightning_proxy.features.prompts.proxy import find, put, text_at
 
 BLOCK = {"type": "text", "text": "be brief"}
 USER = {"role": "user", "content": "hi"}

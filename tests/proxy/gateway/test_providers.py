@@ -174,7 +174,7 @@ async def anthropic_behind(tmp_path: Path, *models: str, **settings: Any) -> Asy
 
 
 def test_litellm_is_imported_only_when_it_is_used() -> None:
-    script = "import sys, lightning_proxy.proxy.app, lightning_proxy.features.litellm.upstream as u; " \
+    script = "import sys, lightning_proxy.proxy.app, lightning_proxy.features.litellm.proxy as u; " \
         "u.LitellmUpstream; sys.exit('litellm' in sys.modules)"  # fmt: skip
     subprocess.run([sys.executable, "-c", script], check=True)
 
@@ -183,7 +183,7 @@ def test_the_first_use_calls_nobody_but_the_provider_and_lets_the_event_loop_go_
     script = """
 import asyncio, socket, sys
 from lightning_proxy.core.config.upstreams import UpstreamConfig
-from lightning_proxy.features.litellm.upstream import LitellmUpstream
+from lightning_proxy.features.litellm.proxy import LitellmUpstream
 from lightning_proxy.proxy.gateway.upstream import NoConnection, Request
 
 called = []
