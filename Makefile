@@ -79,9 +79,9 @@ SPREAD := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 test: setup  ## run the tests, a real vLLM included: eleven minutes on two cores; one file: ARGS=tests/...
 	$(PYTEST) $(SPREAD) -m "not long" --ignore tests/long $(ARGS)
 
-# The rooms whose tests run on a PostgreSQL server, too; they are skipped where there is none.
+# The tests that run on a PostgreSQL server, too; they are skipped where there is none.
 ON_POSTGRES := $(addprefix tests/,store proxy/gateway proxy/api proxy/access trainer/collect) \
-    $(addprefix tests/features/,contexts prompts page judge) $(addprefix tests/trainer/test_,loop.py publish.py) \
+    $(wildcard $(addprefix tests/features/,contexts prompts page judge)) $(addprefix tests/trainer/test_,loop.py publish.py) \
     $(addprefix tests/contract/test_,durability.py rewards.py tenants.py training.py resume.py)
 test-all: setup clients  ## run every test: long fuzzing, benchmarks, kill matrices, frameworks too; an hour
 	$(PYTEST) $(SPREAD) --hypothesis-profile=long $(ARGS)
