@@ -136,7 +136,7 @@ async def open_parts(
             config, router, upstreams, recorder, metrics, unnamed=UnnamedRollouts(store), exact=exact,
             chat_route=chat_route, rewrite=plugged.rewrite, listeners=(*plugged.on_call, *heard_by),
         )  # fmt: skip
-        # The control API's view of them, and what runs beside the calls.
+        # The control API's view of them, and the background work.
         parts = Parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router,
             pins=pins, keys=keys, metrics=metrics, redactor=redactor, bodies=bodies, reads=Turns(), exact=exact,
@@ -191,7 +191,7 @@ def _watch(
     )
 
 
-def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, None]]:
+def _background(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, None]]:
     """The background work of the proxy."""
     work = [parts.keys.watch(), parts.bodies.watch(), check_health(parts.config, session, parts.health)]
     work.append(parts.store.database.look_for_damage())
@@ -207,7 +207,7 @@ def _beside(parts: Parts, session: ClientSession) -> list[Coroutine[Any, Any, No
 async def _at_work(parts: Parts, session: ClientSession, plugged: Sequence[Work]) -> AsyncIterator[None]:
     """Run the background work during the block, and cancel it at its end."""
     await parts.store.returns.adopt(Rules.of(parts.config.trainer))
-    tasks = [asyncio.create_task(one) for one in (*_beside(parts, session), *(work() for work in plugged))]
+    tasks = [asyncio.create_task(one) for one in (*_background(parts, session), *(work() for work in plugged))]
     try:
         yield
     finally:

@@ -1,7 +1,7 @@
 """The tables of a store: `schema.sql` of the core and of each feature that has tables, each with its number.
 
 They are in SQLite's words, and translated for PostgreSQL. `sqlite.sql` or `postgres.sql` beside one has what only that
-database has. A store whose numbers are others is left as it is. What a room that is gone has left in a store stays.
+database has. A store whose numbers are others is left as it is. What a feature that is gone has left in a store stays.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _TRIGGER = re.compile(r"CREATE TRIGGER (\w+) (AFTER .*? ON \w+)(?:\s+WHEN (.*?))
 
 
 class Part(NamedTuple):
-    """The tables of one room, and of the core as `store`."""
+    """The tables of the core (`store`) or of a feature, by its `name`."""
 
-    room: str
+    name: str
     number: int
     script: str
 
@@ -45,37 +45,37 @@ def parts(database: Literal["sqlite", "postgres"]) -> tuple[Part, ...]:
     """Return all tables as a database takes them, the core's first."""
     found = []
     package = resources.files("lightning_proxy")
-    for room in [package / "store", *(package / "features").iterdir()]:
-        if (file := room / "schema.sql").is_file():
-            script, own = file.read_text(), room / f"{database}.sql"
+    for folder in [package / "store", *(package / "features").iterdir()]:
+        if (file := folder / "schema.sql").is_file():
+            script, own = file.read_text(), folder / f"{database}.sql"
             number = int(script.split(maxsplit=3)[2])  # "-- schema 1"
             script = script if database == "sqlite" else _for_postgres(script)
             script += own.read_text() if own.is_file() else ""
-            script += f"INSERT INTO schema_numbers VALUES ('{room.name}', {number});\n"
-            found.append(Part(room.name, number, script))
-    return tuple(sorted(found, key=lambda part: (part.room != "store", part.room)))
+            script += f"INSERT INTO schema_numbers VALUES ('{folder.name}', {number});\n"
+            found.append(Part(folder.name, number, script))
+    return tuple(sorted(found, key=lambda part: (part.name != "store", part.name)))
 
 
 def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int]) -> list[str]:
     """Return the features whose tables are missing. Raise OtherSchema if it is no store, or of another schema.
 
-    `tables`: their names; `numbers`: of the schema of each room.
+    `tables`: their names; `numbers`: of the schemas that it has, by `Part.name`.
     """
     problem = None
     if tables and "schema_numbers" not in tables:
         problem = "it belongs to another program; set store.url to a new file or database"
         if "policy_log" in tables:
             problem = f"numbered migrations of an earlier checkout made it: {WAY_OUT}"
-    wanted = {part.room: part.number for part in parts("sqlite")}
-    for room in wanted.keys() & numbers.keys():
-        if numbers[room] != wanted[room]:
-            problem = f"its schema of {room} is number {numbers[room]}, and this checkout's {wanted[room]}: {WAY_OUT}"
+    wanted = {part.name: part.number for part in parts("sqlite")}
+    for name in wanted.keys() & numbers.keys():
+        if numbers[name] != wanted[name]:
+            problem = f"its schema of {name} is number {numbers[name]}, and this checkout's {wanted[name]}: {WAY_OUT}"
     for part in parts("sqlite"):
-        if part.room not in numbers and "schema_numbers" in tables and {*_TABLE.findall(part.script)} & {*tables}:
-            problem = f"another checkout made its tables of {part.room}: {WAY_OUT}"
+        if part.name not in numbers and "schema_numbers" in tables and {*_TABLE.findall(part.script)} & {*tables}:
+            problem = f"another checkout made its tables of {part.name}: {WAY_OUT}"
     if problem is not None:
         raise OtherSchema(f"store {where} cannot be opened: {problem}")
-    return [room for room in wanted if room not in numbers]
+    return [name for name in wanted if name not in numbers]
 
 
 def require_all(where: str, missing: Collection[str]) -> None:

@@ -91,7 +91,7 @@ class TrainingLoop:
         self._standstill_logged = False
         self._other_weights: str | None = None
         self._fresh = True  # nothing has changed the trainer's weights yet
-        self._are_base = True  # the trainer's weights are those of version `base`
+        self._weights_are_base = True  # the trainer's weights are those of version `base`
         self._free_since = time.perf_counter()
         self.base = 0
 
@@ -172,7 +172,7 @@ class TrainingLoop:
         batch = await self.collector.next_batch(self.base, fewer=fewer, since=since)
         if batch is None:
             return False
-        if self._are_base and self._publisher.publishes:
+        if self._weights_are_base and self._publisher.publishes:
             batch = replace(batch, version=self.base)
         metrics: dict[str, Any] = {"wait_s": started - self._free_since, "collect_s": time.perf_counter() - started}
         try:
@@ -196,7 +196,9 @@ class TrainingLoop:
         """Commit, publish and report a step with the trainer's present weights. Return False if stopped before."""
         try:
             await self._commit(batch.step, metrics)
-            self._are_base &= moved_nothing(metrics)
+            self._weights_are_base &= moved_nothing(metrics)
+            if "collapse" in metrics and not metrics["skipped"]:
+                self.base = UNPUBLISHED
             if self._may_publish(batch.step, metrics):
                 await self._publish(batch.step, batch.samples, metrics)
         except Stopped:
@@ -248,8 +250,6 @@ class TrainingLoop:
         """Whether to publish: not if the weights are the old ones, nor if the monitor sees a collapse."""
         if metrics["skipped"]:
             log.error("step %d was skipped: %s; its rollouts are not used", step, metrics["skipped_because"])
-        elif "collapse" in metrics:
-            self.base = UNPUBLISHED
         due = self._publisher.is_due(step, metrics)
         return due and not moved_nothing(metrics) and "collapse" not in metrics
 
@@ -263,7 +263,7 @@ class TrainingLoop:
         try:
             published = await self._publisher.publish(step, samples, scalars(metrics), self.base, self._stop)
             metrics["version"] = self.base = published.version
-            self._are_base = True
+            self._weights_are_base = True
             metrics |= self._publisher.measured
             kept = await self._monitor.keep() | await self._publisher.background.keep()
             await self._publisher.files.prune(kept)
@@ -307,7 +307,7 @@ class TrainingLoop:
             if not self._fresh:
                 await in_thread(self._trainer.load, self._checkpoints / "0")
                 self.base = 0
-            self._fresh, self._are_base = False, True
+            self._fresh, self._weights_are_base = False, True
             return None
         if last.checkpoint is None or not Path(last.checkpoint).is_dir():
             raise ConfigError(
@@ -320,7 +320,7 @@ class TrainingLoop:
         if last.version is None and "collapse" in last.metrics:
             self.base = UNPUBLISHED
         moved = next((s for s in await self._store.steps.newest(LINE) if not moved_nothing(s.metrics)), None)
-        self._are_base = moved is None or moved.version is not None or moved.base != self.base
+        self._weights_are_base = moved is None or moved.version is not None or moved.base != self.base
         return last
 
     async def _load_served(self) -> str | None:
@@ -386,7 +386,7 @@ class TrainingLoop:
         await in_thread(self._trainer.load, checkpoint)
         if self._trainer.rate != before:
             self._say_rate()
-        self.base, self._are_base = live.version, True
+        self.base, self._weights_are_base = live.version, True
         if not self._publisher.is_of_another_mode(live):
             if live.verified:  # else it is told from the one before
                 self._publisher.remember_served()

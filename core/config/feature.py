@@ -60,7 +60,7 @@ Kind = TypeVar("Kind", bound=FeatureSection)
 
 
 class Sections(tuple[FeatureSection, ...]):
-    """The sections of the features that are on board."""
+    """The sections of the installed features."""
 
     def section(self, kind: type[Kind]) -> Kind:
         """Return one; with its defaults if it was not handed in."""
@@ -69,6 +69,6 @@ class Sections(tuple[FeatureSection, ...]):
 
 @cache
 def feature_sections() -> dict[str, type[FeatureSection]]:
-    """Return the kinds of sections that the features on board bring, by name."""
+    """Return the kinds of sections of the installed features, by name."""
     found = (kind for module in modules("config") for kind in vars(module).values() if isinstance(kind, type))
     return {kind.name: kind for kind in found if issubclass(kind, FeatureSection) and "name" in vars(kind)}

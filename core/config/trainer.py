@@ -163,8 +163,8 @@ class TrainerConfig(Section):
     _range: tuple[float, float] = PrivateAttr(DEFAULT_RANGE)
     _sections: Sections = PrivateAttr(Sections())
 
-    def beside(self, limits: tuple[float, float], sections: Sections) -> TrainerConfig:
-        """Return the section as it is beside `rewards.range` and the sections of features."""
+    def completed(self, limits: tuple[float, float], sections: Sections) -> TrainerConfig:
+        """Return the section with what it reads of others: `rewards.range` and the sections of features."""
         copy = self.model_copy()
         copy._range, copy._sections = limits, sections
         return copy
@@ -185,7 +185,7 @@ class TrainerConfig(Section):
 
     @classmethod
     def known(cls, kind: str) -> list[str]:
-        """Return the names of a kind of function: the core's, then those of the features on board."""
+        """Return the names of a kind of function: the core's, then those of the installed features."""
         added = (section.functions.get(kind, ()) for section in feature_sections().values())
         return [*cls.functions.get(kind, ()), *(name for names in added for name in names)]
 

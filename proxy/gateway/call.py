@@ -402,20 +402,22 @@ class CallUnderWay:
 
     def _commit(self, end: CallEnd) -> asyncio.Future[None]:
         recorder, also = self._gateway.recorder, self._found_again_by(end)
-        return self._told(end, asyncio.ensure_future(recorder.end(end, also)) if self._question.recorded else None)
+        return self._notifying(end, asyncio.ensure_future(recorder.end(end, also)) if self._question.recorded else None)
 
     async def _commit_large(self, status: CallStatus, error: str | None) -> None:
-        """Do the same with the work of a large request or answer in threads."""
+        """Do what `_commit` does, with the work of a large request or answer in threads."""
         end = await asyncio.to_thread(self._call_end, status, error)
         also = await asyncio.to_thread(self._found_again_by, end)
-        await self._told(end, await self._gateway.recorder.end_large(end, also) if self._question.recorded else None)
+        await self._notifying(
+            end, await self._gateway.recorder.end_large(end, also) if self._question.recorded else None
+        )
 
     def _found_again_by(self, end: CallEnd) -> list[Statement]:
         known = self._conversation
         return [] if known is None else end_statements(credentials(self._question.headers), self._start, known, end)
 
-    def _told(self, end: CallEnd, committed: asyncio.Future[None] | None) -> asyncio.Future[None]:
-        """The future, of which the listeners hear; one that is done if the call is not recorded."""
+    def _notifying(self, end: CallEnd, committed: asyncio.Future[None] | None) -> asyncio.Future[None]:
+        """The future that tells the listeners when it is done: at once if the call is not recorded."""
         if committed is None:
             committed = asyncio.get_running_loop().create_future()
             committed.set_result(None)

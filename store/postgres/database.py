@@ -339,7 +339,7 @@ async def make_tables(connection: asyncpg.Connection, where: str) -> None:
         await connection.execute(LOCK_SCHEMA)
         missing = await missing_in(connection, where)
         for part in parts("postgres"):
-            if part.room in missing:
+            if part.name in missing:
                 await connection.execute(part.script)
 
 

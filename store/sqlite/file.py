@@ -162,7 +162,7 @@ def make_tables(connection: sqlite3.Connection, where: str) -> None:
     connection.execute("BEGIN IMMEDIATE")
     missing = missing_in(connection, where)
     for part in parts("sqlite"):
-        if part.room in missing:
+        if part.name in missing:
             _run(connection, part.script)
     connection.execute("COMMIT")
 

@@ -66,7 +66,7 @@ class Collector:
         """
         policy = policy or PolicyConfig()
         self._config = config
-        self._failed = config.failed_reward is not None
+        self._failed_has_reward = config.failed_reward is not None
         self._adapter_of = policy.adapter_of
         self._vocabulary = vocabulary
         self._store = store
@@ -115,7 +115,7 @@ class Collector:
         take = Take(base, waiting=[group])
         if group.task_id is None:
             limit = self._config.rollouts_per_step
-            lone = await self._trainable(take, await self._store.waiting.lone_rollouts(limit, self._failed))
+            lone = await self._trainable(take, await self._store.waiting.lone_rollouts(limit, self._failed_has_reward))
             owners = await self._store.waiting.owners(member.rollout.rollout_id for member in lone)
             take.comparisons = [ComparedRollouts([one], owner=owners.get(one.rollout.rollout_id)) for one in lone]
             return take
@@ -315,7 +315,7 @@ class Collector:
 
     def _has_reward(self, rollout: Rollout) -> bool:
         """Whether a rollout ended in a way that has a reward."""
-        return rollout.status == "completed" or (self._failed and rollout.status == "failed")
+        return rollout.status == "completed" or (self._failed_has_reward and rollout.status == "failed")
 
     def _unfit(self, calls: Sequence[ModelCall], base: int) -> str | None:
         """Why a rollout with these calls is not trained on; None if it is."""
@@ -469,7 +469,7 @@ class Siblings:
         self._store = store
         self._judge = judge
         self._sift = sift or Sifted
-        self._failed_count = config.failed_reward is not None
+        self._failed_has_reward = config.failed_reward is not None
         self._rules = training_rules(config)
 
     async def read(self, rollout: Rollout) -> Sibling | None:
@@ -498,7 +498,7 @@ class Siblings:
         """
         for task_id in dict.fromkeys((rollout.task_id, None)):
             found = await self._store.waiting.earlier(
-                rollout.rollout_id, task_id, self._config.running_window, self._failed_count
+                rollout.rollout_id, task_id, self._config.running_window, self._failed_has_reward
             )
             for missing in (r for r in found if r.rollout_id not in known):
                 if read := await self.read(missing):
