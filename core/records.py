@@ -296,8 +296,8 @@ class Rollout:
 class PolicyVersion:
     """Weights that were or are served. 0 is the base model. `path` holds the adapter (lora) or full model (merged).
 
-    `adapters`: those of agents with an adapter of their own (`policy.adapters`), by name: what each is served as. Their
-    files are in directories of these names in `path`. `verified`: vLLM was seen to serve all of them.
+    `adapters`: per-agent adapters (`policy.adapters`): adapter name → model name in vLLM. Their files are in
+    directories of these names in `path`. `verified`: vLLM was seen to serve all of them.
     """
 
     version: int

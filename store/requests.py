@@ -115,7 +115,7 @@ def grow_request(stored: dict[str, Any], parent: dict[str, Any] | None) -> dict[
 def short_request(stored: dict[str, Any], parent: Outline | None) -> tuple[dict[str, Any], dict[str, int], Outline]:
     """Return a stored request's additions to its parent's, how much it shares by field, and its outline.
 
-    No full request is made of it: `store/requests.py` does that.
+    No full request is made of it: `FullParts` does that.
     """
     request, shared, outline = {}, {}, {}
     for key in stored.get("same", ()):

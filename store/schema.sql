@@ -172,7 +172,7 @@ CREATE TABLE rollout_keys (
 CREATE INDEX rollout_keys_by_rollout ON rollout_keys (rollout_id);
 
 -- Calls: one request and its answer. A row is written twice, at the start (as 'incomplete') and at the end. Request and
--- prompt tokens are stored as what they add to an earlier call of the rollout, `parent_id` (delta.py).
+-- prompt tokens are stored as what they add to an earlier call of the rollout, `parent_id` (requests.py).
 CREATE TABLE calls (
     rowid              INTEGER PRIMARY KEY,       -- order of beginning
     call_id            TEXT NOT NULL UNIQUE,

@@ -1,4 +1,4 @@
-"""Finds rollouts that wait for training: rewarded, taken by no step, in groups of siblings (`groups.py`)."""
+"""Finds rollouts that wait for training: rewarded, taken by no step, in groups of siblings (`core/groups.py`)."""
 
 from __future__ import annotations
 
@@ -286,9 +286,7 @@ class Waiting:
     async def standstill(self, batch: int) -> NothingLearned | None:
         """Return the rollouts dropped in a row for equal rewards, once they make BATCHES batches; else None.
 
-        Only those count whose rewards act on everybody.
-
-        `batch`: the rollouts of a training step.
+        Only those count whose rewards act on everybody. `batch`: the rollouts of a training step.
         """
         params = {"reason": EQUAL_REWARDS, "enough": BATCHES * batch} | await self._trust.params()
         row = await self._db.one(UNLEARNED, params)

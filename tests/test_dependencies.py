@@ -1,4 +1,4 @@
-"""What the product imports is declared in pyproject.toml: for everybody, or in the extra of its room."""
+"""What the product imports is declared in pyproject.toml: for everybody, or in the extra of its feature."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from ..core.errors import ConfigError
 def load(setting: str, own: str) -> Callable[..., Any]:
     """Return the function that `own` names. Raise ConfigError where it cannot be had.
 
-    FILE.py:NAME, PLUGIN:NAME, or a NAME that the configuration knows: that of `algorithms/NAME.py`.
+    FILE.py:NAME, PLUGIN:NAME, or a NAME that the configuration knows: that of `features/algorithms/NAME.py`.
     """
     file, _, name = own.rpartition(":")
     if not file:

@@ -129,7 +129,7 @@ class RecentCalls:
         self._count(recent, more)
 
     def ended(self, end: CallEnd) -> None:
-        """Remember the tokens of a call that has ended, if it is still remembered, and what nobody needs no more."""
+        """Keep the tokens of a call that has ended, if it is still remembered, and drop what nobody needs any more."""
         recent = self._rollouts.get(end.rollout_id)
         for call in recent.calls if recent else ():
             if call.call_id == end.call_id and recent:

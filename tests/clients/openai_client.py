@@ -2,7 +2,8 @@
 
     python openai_client.py BASE_URL MODEL [played]
 
-`played`: also the steps that need an upstream that fails as it is asked to (`tests/test_official_clients.py`).
+`played`: also the steps that need an upstream that fails as it is asked to
+(`tests/proxy/gateway/test_official_clients.py`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TrainingEngine(Protocol):
-    """Holds the policy's weights and takes steps on them: `LightningTrainer`, or a service (`backends/`).
+    """Holds the policy's weights and takes steps on them: `LightningTrainer`, or a service (`features/tinker/`).
 
     `skipped_because`, `left_out_because`, `warnings` (by name): of the last step.
 

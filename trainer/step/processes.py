@@ -1,4 +1,4 @@
-"""The processes that compute a step together. The core has one; `distributed/` has several."""
+"""The processes that compute a step together. The core has one; `features/distributed/` has several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the monitor finds in a real store, keeps there, and lets go of. The whole trainer: test_training_loop.py."""
+"""What the monitor finds in a real store, keeps there, and lets go of. The whole trainer: test_loop.py."""
 
 from __future__ import annotations
 
