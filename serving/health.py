@@ -74,8 +74,8 @@ async def check_health(config: Config, session: aiohttp.ClientSession, health: H
 
     Not the policy's: `proxy/gateway/routing.py` knows more of it, whether a server has the live weights for one.
     """
-    policys = config.policy_upstream
-    checked = [upstream for upstream in config.upstreams if upstream.health_check_s and upstream is not policys]
+    of_policy = config.policy_upstream
+    checked = [upstream for upstream in config.upstreams if upstream.health_check_s and upstream is not of_policy]
     await asyncio.gather(*(_watch(upstream, url, session, health) for upstream in checked for url in upstream.urls))
 
 

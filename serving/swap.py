@@ -88,16 +88,16 @@ class Swap:
             live = await self._live_before(version, expected)
             path, label = await self._weights(version), labels_of(version)[0]
             reachable = await self.vllm.reachable()
-            in_line = [(await self._is_in_line(server, live), server) for server in reachable]
+            served = [(await self._serves_live(server, live), server) for server in reachable]
             # Servers that answer nobody come first, so that there is always one that answers.
-            servers = [server for _, server in sorted(in_line, key=lambda pair: pair[0])]
+            servers = [server for _, server in sorted(served, key=lambda pair: pair[0])]
             half = (len(servers) + 1) // 2
             await self._give_all(servers[:half], path, label, check, live)
             await self.store.versions.set_live(version.version, step, verified=True)
             for server in servers[half:]:
                 try:
                     await self._give(server, path, label, check)
-                except VllmError as error:  # it is out of line, which the proxy's watch sees and mends
+                except VllmError as error:  # the proxy's watch sees and mends it
                     log.warning("%s does not have the live weights yet: %s", shown(server.base_url), error)
 
     async def _give_all(
@@ -168,7 +168,7 @@ class Swap:
         """Return whether merged weights in one server carry the label of this version, verified or not."""
         return (await server.weight_version()).removeprefix(LOADED) in labels_of(version)
 
-    async def _is_in_line(self, server: VllmServer, live: PolicyVersion) -> bool:
+    async def _serves_live(self, server: VllmServer, live: PolicyVersion) -> bool:
         try:
             return await server.weight_version() in labels_of(live) and not await server.is_paused()
         except LightningError:
@@ -179,7 +179,7 @@ class Swap:
         placed = (await self.placed()).get(server.base_url) if self.placed is not None else None
         return await self.store.versions.live() if placed is None else placed
 
-    async def out_of_line(self) -> dict[str, LightningError | None]:
+    async def problems(self) -> dict[str, LightningError | None]:
         """Return, by URL, why a server lacks the merged weights wanted of it. Nothing is repaired. Raise if all do."""
 
         async def look(server: VllmServer) -> None:

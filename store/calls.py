@@ -266,7 +266,7 @@ class Calls:
     async def put_in_order(self, rollout_id: str, call_id: str) -> bool:
         """Move a call that was reported after later ones to its place by time. Return whether later calls were there.
 
-        A call's parent stays before it (`recorder.py`). A rollout that was trained on is left as it is.
+        A call's parent stays before it (proxy/gateway/recorder.py). A rollout that was trained on is left as it is.
         """
         row: dict[str, Any] = {"rollout_id": rollout_id, "call_id": call_id}
         if await self._db.one(OUT_OF_ORDER, row) is None:

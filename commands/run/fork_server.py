@@ -1,6 +1,6 @@
 """A server that forks agent programs, `python fork_server.py GUARD [SCRIPT MODULE…]`, warm if it imports modules first.
 
-The agent's own interpreter runs it, so it needs only the standard library. `GUARD` is the file guard.py: every program
+The agent's own interpreter runs it, so it needs only the standard library. `GUARD` is core/guard.py: every program
 has a guard of its own. It reads one JSON object a line on stdin: {"id", "argv", "cwd", "env", "log", "limit_s"} starts
 a program whose stdout and stderr go to the file `log`, {"kill": id} ends one. With a SCRIPT, the program is that
 script, run in the fork; without one, it is the command `argv`.

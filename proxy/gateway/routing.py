@@ -122,7 +122,7 @@ class PolicyRouter:
             await watch.require()
             live = await self._store.versions.live_now()
             placed = {} if watch.swap.placed is None else await watch.swap.placed()
-            if watch.is_in_line_for(live, placed):
+            if watch.was_checked_for(live, placed):
                 break
         return live, placed
 
@@ -204,16 +204,16 @@ class Watch:
         self._mode = mode
         self._look: asyncio.Task[None] | None = None
         self._mending: asyncio.Task[None] | None = None
-        self._in_line = False  # it serves what the store says is live
+        self._is_served = False  # vLLM serves what the store says is live
         # The version that was live at the last check of vLLM, and by URL the placed ones.
-        self._in_line_for: Wanted = (0, {})
+        self._checked_for: Wanted = (0, {})
         self._problem: LightningError | None = None
 
     async def run(self) -> None:
         """Check vLLM every second until cancelled."""
         try:
             while True:
-                await self._get_in_line()
+                await self._check()
                 await asyncio.sleep(WATCH_S)
         finally:  # or what is under way would find its session closed
             for task in filter(None, (self._look, self._mending)):
@@ -236,16 +236,16 @@ class Watch:
 
         Raises NotServed, and UpstreamTimeout if vLLM does not say within the upstream's `connect_timeout_s`.
         """
-        if not self._in_line:
-            await self._get_in_line(self.upstream.connect_timeout_s)
+        if not self._is_served:
+            await self._check(self.upstream.connect_timeout_s)
         elif len(self.upstream.published_to) > 1:
             await self._see_who_missed_the_live_version()
         if isinstance(self._problem, NotServed):
             raise self._problem
 
-    def is_in_line_for(self, live: PolicyVersion, placed: Mapping[str, PolicyVersion]) -> bool:
+    def was_checked_for(self, live: PolicyVersion, placed: Mapping[str, PolicyVersion]) -> bool:
         """Return whether these were live and placed when the servers were looked at last."""
-        return self._in_line_for == _wanted(live, placed)
+        return self._checked_for == _wanted(live, placed)
 
     def up(self, urls: Iterable[str]) -> tuple[str, ...]:
         """Return those of the upstream's servers that have no problem, as far as was seen."""
@@ -254,14 +254,14 @@ class Watch:
     async def _see_who_missed_the_live_version(self) -> None:
         """Take servers without it out of rotation, before a call that needs it is sent."""
         for _ in range(2):  # a look that was under way may have begun before
-            if self._in_line_for != await self._wanted():
-                await self._get_in_line(self.upstream.connect_timeout_s)
+            if self._checked_for != await self._wanted():
+                await self._check(self.upstream.connect_timeout_s)
 
     async def _wanted(self) -> Wanted:
         placed = {} if self.swap.placed is None else await self.swap.placed()
         return _wanted(await self.swap.store.versions.live_now(), placed)
 
-    async def _get_in_line(self, timeout: float | None = None) -> None:
+    async def _check(self, timeout: float | None = None) -> None:
         """Look, or wait for a look that is under way; UpstreamTimeout if it takes longer than `timeout` s."""
         if self._look is None or self._look.done():
             self._look = asyncio.create_task(self._look_at_vllm())
@@ -276,18 +276,18 @@ class Watch:
             self.swap.mode = await self._mode.look()
             self.base = await self.swap.vllm.base_model()
             problems = await self._problems()
-            self._in_line, self._in_line_for, self._problem = True, wanted, None
+            self._is_served, self._checked_for, self._problem = True, wanted, None
         except StoreUnavailable:  # it says nothing of vLLM; calls read the store, too, and get this error
             return
         except (UpstreamUnreachable, UpstreamTimeout) as error:
-            self._fall_out_of_line(error, f"the policy is not served yet: {error}")
+            self._set_problem(error, f"the policy is not served yet: {error}")
         except NotServed as error:
-            self._fall_out_of_line(error, str(error))
+            self._set_problem(error, str(error))
         except LightningError as error:
-            self._fall_out_of_line(NotServed(f"{error}: `lightning-proxy doctor` says what to do"), str(error))
+            self._set_problem(NotServed(f"{error}: `lightning-proxy doctor` says what to do"), str(error))
         except Exception as error:  # the next look may find it mended
             unknown = NotServed(f"vLLM does not serve the live policy version: {error}")
-            self._fall_out_of_line(unknown, "the live policy version cannot be served", exc_info=error)
+            self._set_problem(unknown, "the live policy version cannot be served", exc_info=error)
         for url in dict.fromkeys((*self.upstream.urls, *self.upstream.published_to)):
             problem = problems.get(url, self._problem)
             self._health.report(self.upstream.name, url, None if problem is None else str(problem))
@@ -300,16 +300,16 @@ class Watch:
         if self.swap.mode != "merged" or len(self.swap.vllm.servers) < 2:
             return await self.swap.restore(await self._pins.in_use())
         try:
-            problems = await self.swap.out_of_line()
+            problems = await self.swap.problems()
         except LightningError:  # none has them; mending waits for a trainer that publishes, which may take minutes
             await asyncio.wait((self._mend(),), timeout=MENDED_S)
-            return await self.swap.out_of_line()
+            return await self.swap.problems()
         if any(isinstance(problem, NotServed) for problem in problems.values()):
             self._mend()
         return problems
 
     def _mend(self) -> asyncio.Task[None]:
-        """Give the live weights to servers that do not have them, beside the calls."""
+        """Give the live weights to servers that do not have them, while calls go on."""
         if self._mending is None or self._mending.done():
             self._mending = asyncio.create_task(self._restore())
         return self._mending
@@ -320,12 +320,12 @@ class Watch:
         except LightningError as error:
             log.warning("servers without the live weights are not repaired: %s", error)
 
-    def _fall_out_of_line(self, problem: LightningError, story: str, exc_info: Exception | None = None) -> None:
+    def _set_problem(self, problem: LightningError, story: str, exc_info: Exception | None = None) -> None:
         """Log a problem once, not at every check while it stays the same: vLLM may be away for days."""
         if str(problem) != str(self._problem):
             log.warning("%s", story, exc_info=exc_info)
         problem.message = without_addresses(problem.message)  # which agents are shown
-        self._in_line, self._problem = False, problem
+        self._is_served, self._problem = False, problem
 
 
 def _wanted(live: PolicyVersion, placed: Mapping[str, PolicyVersion]) -> Wanted:

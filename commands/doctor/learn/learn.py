@@ -151,7 +151,7 @@ async def _check_weights(config: Config, report: Report, *, yes: bool) -> None:
                 store = Store(database)
                 running = await store.rollouts.active(time.time() - ACTIVE_S)
                 try:
-                    problems = await Swap(store, fleet, "merged", config.policy.directory).out_of_line()
+                    problems = await Swap(store, fleet, "merged", config.policy.directory).problems()
                     found = "; ".join(str(problem) for problem in problems.values() if problem is not None)
                 except LightningError as error:
                     found = error.message
