@@ -61,7 +61,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The siblings of a group that no step has taken. `completed` of `ended` have a reward.
+    """The siblings of a group that no step has taken. `rewarded` of `ended` have a reward.
 
     `complete`: nobody need wait for others of it. `oldest`: since when the first waits for a step. Its rollouts are in
     `pool`, from after the `after`th to the `last`th that was opened; `awaited` of them have not ended, or await their
@@ -69,7 +69,7 @@ class Group:
     """
 
     pool: Pool | None
-    completed: int
+    rewarded: int
     ended: int
     oldest: float
     complete: bool = False

@@ -98,7 +98,7 @@ WHERE task_id IS NULL AND {_ENDED} AND (rewarded_at IS NOT NULL OR status = 'fai
   AND {HAS_REWARD} AND {IS_OWN} AND {IS_SCORED}
 """
 CLAIMABLE_LONE = f"""
-SELECT COUNT(*) AS completed, MIN(since) AS oldest FROM (SELECT {_SINCE} AS since {_LONE} LIMIT :limit) AS recent
+SELECT COUNT(*) AS rewarded, MIN(since) AS oldest FROM (SELECT {_SINCE} AS since {_LONE} LIMIT :limit) AS recent
 """
 LONE = f"SELECT * {_LONE} ORDER BY ended_at LIMIT :limit"
 OWNERS = f"""
@@ -255,7 +255,7 @@ class Waiting:
         """Return rewarded rollouts without a task as a group, if there are any; at most so many are counted."""
         row = await self._db.one(CLAIMABLE_LONE, {"failed": failed, "limit": limit})
         assert row is not None  # it counts
-        return Group(None, row["completed"], row["completed"], row["oldest"]) if row["completed"] else None
+        return Group(None, row["rewarded"], row["rewarded"], row["oldest"]) if row["rewarded"] else None
 
     async def lone_rollouts(self, limit: int, failed: bool = False) -> list[Rollout]:
         """Return rewarded rollouts without a task, in the order in which they ended."""
@@ -266,7 +266,7 @@ class Waiting:
         row = await self._db.one(WAITING_COUNT, {"failed": failed})
         assert row is not None  # it counts
         of_nothing = await self.lone(failed) if lone else None
-        return int(row["rollouts"]) + (0 if of_nothing is None else of_nothing.completed)
+        return int(row["rollouts"]) + (0 if of_nothing is None else of_nothing.rewarded)
 
     async def owners(self, rollout_ids: Iterable[str]) -> dict[str, str | None]:
         """Return the owners of rollouts: the key that sees only its own; None for all others, which share groups."""

@@ -84,7 +84,7 @@ class OfflineRun:
             log.warning("nothing in the data can be learned from: `dropped` says why in each of its rollouts")
             lone = await self._store.waiting.lone(self._config.failed_reward is not None)
             if lone is not None and not self._config.takes_lone_rollouts:
-                log.warning("%d rollouts have no task: see trainer.lone_rollouts", lone.completed)
+                log.warning("%d rollouts have no task: see trainer.lone_rollouts", lone.rewarded)
             return False
         self._done += 1
         metrics = last.metrics | {EPOCHS_DONE: self._done}

@@ -70,7 +70,7 @@ class Collector:
         self._adapter_of = policy.adapter_of
         self._vocabulary = vocabulary
         self._store = store
-        self._siblings = Siblings(config, store, judge, sift)
+        self._siblings = SiblingReader(config, store, judge, sift)
         self._sampled = sampled or Sampled()
         self._guide = guide
         self._agents = TrainedAgents(config.agents)
@@ -461,7 +461,7 @@ def together(takes: Sequence[Take]) -> Take:
     return joined
 
 
-class Siblings:
+class SiblingReader:
     """Reads rollouts, and the earlier ones that a rollout without siblings is compared with."""
 
     def __init__(self, config: TrainerConfig, store: Store, judge: AskJudge | None, sift: Sift | None) -> None:

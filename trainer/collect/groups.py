@@ -37,7 +37,7 @@ class WaitingGroups:
         """Return the groups of the next step, in order; empty while there are too few (`Collector.next_batch`)."""
         await self._look()
         now, wanted = time.time(), self._config.tasks_per_step
-        self._tell_ready(now)
+        self._make_due_ready(now)
         ready = [group for group in [*self._ready, *await self._lone(now)] if since is None or group.oldest <= since]
         late = sum(self._places(group) == 0 for group in ready)
         found: list[Group] = []
@@ -55,7 +55,7 @@ class WaitingGroups:
         await self._look()
         lone = await self._store.waiting.lone(self._grouping.failed) if self._config.takes_lone_rollouts else None
         found = [*self._ready, *self._unready, *([lone] if lone else [])]
-        return sum(group.completed for group in found), min((group.oldest for group in found), default=None)
+        return sum(group.rewarded for group in found), min((group.oldest for group in found), default=None)
 
     def why_none(self) -> str | None:
         """Return what the next step lacks, once the rollouts that were there at the last look have waited for long."""
@@ -98,7 +98,7 @@ class WaitingGroups:
                 self._unready.add(group)
                 heapq.heappush(self._due, (group.oldest, next(self._numbers), group))
 
-    def _tell_ready(self, now: float) -> None:
+    def _make_due_ready(self, now: float) -> None:
         """Make those ready that have waited long enough for their siblings."""
         while self._due and self._due[0][0] <= now - self._config.group_timeout_s:
             _, _, group = heapq.heappop(self._due)
@@ -119,7 +119,7 @@ class WaitingGroups:
     def _places(self, group: Group) -> int:
         """1 for a group; rollouts without a task count as one for each `group_size` of them, late siblings as none."""
         if group.pool is None:
-            return max(1, group.completed // self._config.group_size)
+            return max(1, group.rewarded // self._config.group_size)
         return int(group.group_id is None or group.ended >= self._config.group_size)
 
 

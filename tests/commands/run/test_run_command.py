@@ -177,7 +177,7 @@ async def test_groups_of_one_task_are_resumed_each_on_its_own(
             assert (code, Path("seen.txt").read_text()) == (0, ran), err
         async with system.store() as store:
             groups = await store.waiting.groups()
-    assert [(group.task_id, group.completed) for group in groups] == [("a", 2), ("a", 2)]
+    assert [(group.task_id, group.rewarded) for group in groups] == [("a", 2), ("a", 2)]
 
 
 def test_results_of_other_tasks_are_forgotten(tmp_path: Path) -> None:

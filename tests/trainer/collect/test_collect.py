@@ -71,7 +71,7 @@ async def test_how_long_other_models_rollouts_have_waited_makes_no_group_ready(t
     before = time.time()
     await traffic.rollout("own", "t", 0.0)
     (group,) = await traffic.store.waiting.groups()
-    assert (group.completed, group.ended, group.oldest >= before) == (1, 1, True)
+    assert (group.rewarded, group.ended, group.oldest >= before) == (1, 1, True)
 
 
 async def test_tasks_that_other_models_alone_worked_on_are_offered_to_no_step(traffic: Traffic) -> None:
