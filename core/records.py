@@ -56,7 +56,7 @@ class Sender(NamedTuple):
     """Who rewards, opens or ends rollouts; by default the operator, who runs a program on the store itself.
 
     `key_id`: the stored key, if one. `own`: it decides only over rollouts that were opened with that key. `evidence`:
-    its word counts where a new version is tested.
+    its rewards count where a new version is tested.
     """
 
     key_id: str | None = None

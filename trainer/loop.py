@@ -285,13 +285,13 @@ class TrainingLoop:
         self._stop = stop or self._stop
         last = await self._restore()
         self._trainer.trackers.begin()  # they keep the learning rate
-        self._say_rate()
+        self._log_rate()
         if self._config.learning_rate != "auto":
             warn_of_rate(self._config, self._trainer.rate.value)
         if last is not None and isinstance(self._publisher, Publisher):
             await self._finish_publishing(self._publisher, last)
 
-    def _say_rate(self) -> None:
+    def _log_rate(self) -> None:
         rate = self._trainer.rate
         log.info("learning rate %g: %s", rate.value, rate.reason)
 
@@ -372,7 +372,7 @@ class TrainingLoop:
 
     async def follow_live_version(self) -> None:
         """After a promotion or rollback by hand, train on from that version."""
-        await self._publisher.look_at_others()
+        await self._publisher.warn_of_another_mode()
         live = await self._store.versions.live()
         if live.version == self.base or await self._publisher.builds_on(self.base, live):
             await self._warn_of_other_weights()
@@ -385,7 +385,7 @@ class TrainingLoop:
         before = self._trainer.rate
         await in_thread(self._trainer.load, checkpoint)
         if self._trainer.rate != before:
-            self._say_rate()
+            self._log_rate()
         self.base, self._weights_are_base = live.version, True
         if not self._publisher.is_of_another_mode(live):
             if live.verified:  # else it is told from the one before

@@ -87,7 +87,7 @@ class NoPublisher:
         """
         return {}
 
-    async def look_at_others(self) -> None:
+    async def warn_of_another_mode(self) -> None:
         """Warn once if another process has since been configured to publish in another way."""
 
     def remember_served(self) -> None:
@@ -309,7 +309,7 @@ class Publisher(NoPublisher):
     def is_of_another_mode(self, live: PolicyVersion) -> bool:
         return live.publish not in (None, self._swap.mode)
 
-    async def look_at_others(self) -> None:
+    async def warn_of_another_mode(self) -> None:
         decided, mode = await self._store.publishing.decided(), self._swap.mode
         if decided is None or decided == self._decided:
             return

@@ -88,7 +88,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _tells_the_trainer_of_other_sections(self) -> Config:
-        self.__dict__["trainer"] = self.trainer.completed(self.rewards.range, self.sections)  # not yet seen by anybody
+        self.__dict__["trainer"] = self.trainer.with_sections(
+            self.rewards.range, self.sections
+        )  # not yet seen by anybody
         return self
 
     @model_validator(mode="after")

@@ -163,7 +163,7 @@ class TrainerConfig(Section):
     _range: tuple[float, float] = PrivateAttr(DEFAULT_RANGE)
     _sections: Sections = PrivateAttr(Sections())
 
-    def completed(self, limits: tuple[float, float], sections: Sections) -> TrainerConfig:
+    def with_sections(self, limits: tuple[float, float], sections: Sections) -> TrainerConfig:
         """Return the section with what it reads of others: `rewards.range` and the sections of features."""
         copy = self.model_copy()
         copy._range, copy._sections = limits, sections

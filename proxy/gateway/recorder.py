@@ -69,7 +69,7 @@ class Recorder:
     """Redacts the records of calls, turns them into statements, and commits them. Run it with `async with`.
 
     What is redacted is so before anything is compared or stored: an earlier call is found again by what is kept of it.
-    `on_redacted` hears of every call that cannot be trained on because of it.
+    `on_redacted` is called for every call that cannot be trained on because of it.
     """
 
     def __init__(

@@ -320,10 +320,10 @@ class Watch:
         except LightningError as error:
             log.warning("servers without the live weights are not repaired: %s", error)
 
-    def _set_problem(self, problem: LightningError, story: str, exc_info: Exception | None = None) -> None:
+    def _set_problem(self, problem: LightningError, why: str, exc_info: Exception | None = None) -> None:
         """Log a problem once, not at every check while it stays the same: vLLM may be away for days."""
         if str(problem) != str(self._problem):
-            log.warning("%s", story, exc_info=exc_info)
+            log.warning("%s", why, exc_info=exc_info)
         problem.message = without_addresses(problem.message)  # which agents are shown
         self._is_served, self._problem = False, problem
 
@@ -381,9 +381,9 @@ class Prober:
         if first is None or first.model != model:
             await self._store.probes.first(live.version, model, answer)
         else:
-            await self._tell(server, live, first, difference(first.answer, answer))
+            await self._note_difference(server, live, first, difference(first.answer, answer))
 
-    async def _tell(self, server: VllmServer, live: PolicyVersion, first: Probed, apart: float) -> None:
+    async def _note_difference(self, server: VllmServer, live: PolicyVersion, first: Probed, apart: float) -> None:
         problem = None
         if not apart <= self._tolerance:  # NaN too
             mend = f"`policy promote {live.version}`" if self._swap.mode == "merged" else "a restart of vLLM"
