@@ -26,7 +26,7 @@ def task() -> Any:
         return json.loads(os.environ[TASK])
     if TASK_FILE in os.environ:
         return json.loads(Path(os.environ[TASK_FILE]).read_text(encoding="utf-8"))
-    raise NoRollout(f"there is no {TASK}: start this program by `lightning-proxy run --tasks FILE`")
+    raise NoRollout(f"there is no {TASK}: start this program by `lightning-proxy run --tasks FILE -- PROGRAM`")
 
 
 def variables(env: Mapping[str, str], there: Mapping[str, str], file: Path) -> dict[str, str]:

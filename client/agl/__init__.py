@@ -191,7 +191,7 @@ class LitAgent:
         return self._run_async(task, llm, rollout) if self.is_async else self._run(task, llm, rollout)
 
     def main(self) -> None:
-        """Run the task in LIGHTNING_TASK, as a program under `lightning-proxy run … -- python agent.py`."""
+        """Run the task in LIGHTNING_TASK, as a program under `lightning-proxy run --tasks FILE -- python agent.py`."""
         try:
             given = task()
         except NoRollout as error:

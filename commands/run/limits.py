@@ -163,7 +163,7 @@ class Budget:
         """Raise OverBudget if tasks were left out."""
         if self.left_out and self._unpriced:
             raise OverBudget(
-                f"--budget: {self._unpriced} calls have no known cost (`lightning-proxy costs --by model`): give the "
+                f"--budget: {self._unpriced} calls have no known cost (`costs --by model` says which): give the "
                 f"model a price in `prices`. No further rollouts were begun; {self.spent:.4g} USD are known to be spent"
             )
         if self.left_out:
