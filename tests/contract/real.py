@@ -62,7 +62,7 @@ class System(Served):
                 "group_size": GROUP, "tasks_per_step": TASKS, "learning_rate": 5e-3, "report_to": [], "poll_s": 0.1,
                 "group_timeout_s": 30,
             } | (trainer or {}),
-            evaluation=evaluation or {},
+            **({"evaluation": evaluation} if evaluation else {}),
         )  # fmt: skip
 
     def start(self, **environment: str) -> None:
@@ -139,14 +139,19 @@ def _running(publish: str, model: Path, directory: Path) -> Iterator[System]:
     template = directory / "template.jinja"
     template.write_text(TEMPLATE.strip())
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(template)]
-    evaluation = _evaluation(directory) if publish == "merged" else {}
+    evaluation = _evaluation(directory) if publish == "merged" and _has("evaluation") else None
+    others: Callable[[int], list[Json]] = _through_litellm if _has("litellm") else lambda _: []
     vllm = {"max_model_len": 1024, "extra_args": tools}
-    system = System(directory, model, publish, vllm=vllm, evaluation=evaluation, others=_through_litellm)
+    system = System(directory, model, publish, vllm=vllm, evaluation=evaluation, others=others)
     try:
         system.start()
         yield system
     finally:
         system.stop()
+
+
+def _has(feature: str) -> bool:
+    return (Path(__file__).parents[2] / "features" / feature).is_dir()
 
 
 def _evaluation(directory: Path) -> Json:
