@@ -1,4 +1,4 @@
-"""Loads the functions that `trainer.credit`, `baseline` and `loss` name: of `features/algorithms/`, and users' own.
+"""Loads the functions that `trainer.credit`, `baseline` and `loss` name: of features, and users' own.
 
 The function runs in the trainer's process. A fault in it is one line that names the setting and the file's line.
 """
@@ -16,6 +16,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+from ..core.config.feature import feature_sections
 from ..core.config.plugins import load_plugin
 from ..core.config.trainer import TrainerConfig
 from ..core.errors import ConfigError
@@ -25,11 +26,12 @@ from ..core.errors import ConfigError
 def load(setting: str, own: str) -> Callable[..., Any]:
     """Return the function that `own` names. Raise ConfigError where it cannot be had.
 
-    FILE.py:NAME, PLUGIN:NAME, or a NAME that the configuration knows: that of `features/algorithms/NAME.py`.
+    FILE.py:NAME, PLUGIN:NAME, or a NAME that a feature's section has in `functions`: that of NAME.py in its folder.
     """
     file, _, name = own.rpartition(":")
     if not file:
-        return getattr(import_module(f"..features.algorithms.{name}", __package__), name)
+        section = next(one for one in feature_sections().values() if any(name in of for of in one.functions.values()))
+        return getattr(import_module(f"{section.__module__.rpartition('.')[0]}.{name}"), name)
     if not file.endswith(".py"):
         function = getattr(load_plugin(file), name, None)
         if not callable(function):
