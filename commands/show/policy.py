@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..command_line import Commands, Json, configuration, versions
+from ..command_line import Commands, Json, brought, configuration, versions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,11 +30,9 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
     Below: the best version, the test that is under way, and how the last one was decided (promotion.mode: gated).
     """
     from rich.console import Console
-    from rich.text import Text
 
     from ..api_client import ApiClient, look
     from ..formats import print_json
-    from .promotion import tests_view
 
     async def read(api: ApiClient) -> tuple[dict[str, Any], ...]:
         steps = await api.request("GET", "/policy/steps", params={"limit": "1000", "brief": "true"})
@@ -49,8 +47,8 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
         print_json(versions)
     else:
         table = versions_table(versions["data"], of_steps)
-        best = [Text(f"\nthe best is {policy['best']['story']}")] if policy.get("best") else []
-        Console(highlight=False).print(table, *best, *tests_view(versions["data"]), sep="\n")
+        below = (line for lines in brought("below_versions") for line in lines(policy, versions["data"]))
+        Console(highlight=False).print(table, *below, sep="\n")
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,8 @@ from rich.text import Text
 
 from ...core.config.cron import next_time
 from ..api_client import ApiClient, ask
+from ..command_line import brought
 from ..formats import count, duration, number, plain, print_json, sparkline
-from .promotion import line_of
 from .steps import steps_table
 
 if TYPE_CHECKING:
@@ -99,8 +98,14 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
         table.add_row(name, seen)
     for line in policy.get("warnings", ()):
         table.add_row("warning", plain(line, "yellow"))
-    for name, value in (*_best(policy), *_new_versions(status, policy)):
-        table.add_row(name, value)
+    for rows in brought("status_rows"):
+        for name, value in rows(status):
+            table.add_row(name, value)
+    if status["publishing"]:
+        why = f"not possible: {status['publishing']}\n`lightning-proxy doctor` says what to do"
+        table.add_row("publishing", plain(why, "yellow"))
+    if status["plugins"]:
+        table.add_row("plugins", plain(", ".join(status["plugins"])))
     if collapse := policy["collapse"]:
         from ...store.training import Collapse
 
@@ -110,7 +115,7 @@ def status_view(status: dict[str, Any], url: str, now: float) -> Table:
         table.add_row(f"rollouts, {mode}", shown)
     if not collapse:
         table.add_row("next step", status["next_step"])
-    for name, found in (*_not_trained_on(status), *_contexts(status)):
+    for name, found in _not_trained_on(status):
         table.add_row(name, found)
     for name, value in step_facts(policy["last_step"], now):
         table.add_row(name, value)
@@ -130,40 +135,6 @@ def _verified(seen: dict[str, Any] | None, now: float) -> Iterator[tuple[str, Te
         found = seen["problem"] or "it answers as at first"
         when = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC, {duration(now - at)} ago"
         yield "probed", plain(f"{when}: {found}", "red" if seen["problem"] else "")
-
-
-def _best(policy: dict[str, Any]) -> Iterator[tuple[str, Text | str]]:
-    """The lines about the best version, and the newest evaluation beside training."""
-    if best := policy.get("best"):
-        yield "best", best["story"]
-    if found := policy.get("evaluation"):
-        yield "evaluation", _evaluation(found)
-
-
-def _evaluation(found: dict[str, Any]) -> Text:
-    version = f"version {found['version']}"
-    if found["ended_at"] is None:
-        return plain(f"{version} is under way")
-    if found["error"]:
-        return plain(f"{version} failed: {found['error']}", "yellow")
-    text = f"{version}: {found['reward']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
-    if found["difference"] is not None:
-        between = f"{found['difference_low']:+.3f} to {found['difference_high']:+.3f}"
-        text += f", {found['difference']:+.3f} from the first one ({between})"
-    return plain(text)
-
-
-def _new_versions(status: dict[str, Any], policy: dict[str, Any]) -> Iterator[tuple[str, Text | str]]:
-    """The lines about the next version: its test, or why it cannot be published."""
-    if policy["test"]:
-        yield "promotion", line_of(policy["test"])
-    if policy["waiting"] is not None:
-        yield "  waits", f"version {policy['waiting']} is tested next"
-    if status["publishing"]:
-        why = f"not possible: {status['publishing']}\n`lightning-proxy doctor` says what to do"
-        yield "publishing", plain(why, "yellow")
-    if status["plugins"]:
-        yield "plugins", plain(", ".join(status["plugins"]))
 
 
 def _not_trained_on(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
@@ -186,13 +157,6 @@ def _not_trained_on(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
         yield "rewards", plain(uncounted["story"], "yellow")
     if standstill := status["standstill"]:
         yield "standstill", plain(standstill["story"], "yellow")
-
-
-def _contexts(status: dict[str, Any]) -> Iterator[tuple[str, Text]]:
-    """The line about where the contexts of calls come from, if there is more to it than conversations."""
-    contexts = Counter(status.get("contexts", {}))
-    if contexts.keys() - {"new", "continues"}:
-        yield "contexts", plain(", ".join(f"{count(n)} {name}" for name, n in contexts.most_common()))
 
 
 def step_facts(step: dict[str, Any] | None, now: float) -> list[tuple[str, str]]:

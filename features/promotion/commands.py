@@ -1,21 +1,33 @@
-"""Shows the test of a policy version: its numbers as they grow, or those that were decided by."""
+"""Adds the test of a policy version to `status` and `policy list`: its numbers as they grow, and how it ended."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
-from rich.table import Table
-from rich.text import Text
+from ...commands.formats import count, number, plain
 
-from ..formats import count, number, plain
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
 
 COLUMNS = ("metric", "pairs", "live", "candidate", "diff.", "may be", "worse", "safe", "so far")
 
 
-def tests_view(versions: list[dict[str, Any]]) -> Iterator[RenderableType]:
-    """Yield the last test that is over, and the one that is under way, of versions as the API has them."""
+def status_rows(status: dict[str, Any]) -> Iterator[tuple[str, Text | str]]:
+    """Yield the test of the next version, and the version that waits for one."""
+    policy = status["policy"]
+    if policy["test"]:
+        yield "promotion", line_of(policy["test"])
+    if policy["waiting"] is not None:
+        yield "  waits", f"version {policy['waiting']} is tested next"
+
+
+def below_versions(policy: dict[str, Any], versions: list[dict[str, Any]]) -> Iterator[RenderableType]:
+    """Yield the last test that is over, and the one that is under way."""
+    from rich.text import Text
+
     tests = sorted((v["promotion"] for v in versions if v["promotion"]), key=lambda test: test["n"])
     over = [test for test in tests if test["status"] != "testing"]
     for test in (*over[-1:], *(test for test in tests if test["status"] == "testing")):
@@ -49,6 +61,8 @@ def _progress(evidence: dict[str, Any]) -> str:
 
 def table_of(test: dict[str, Any]) -> Table | None:
     """Return one line per metric; None before the first numbers."""
+    from rich.table import Table
+
     evidence = test["evidence"]
     if not evidence:
         return None
