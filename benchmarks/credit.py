@@ -360,8 +360,11 @@ def _call(position: int, state: int, action: int, agent: str | None) -> ModelCal
     request = {"messages": [{"role": "user", "content": str(state)}]}
     response = {"choices": [{"message": {"role": "assistant", "content": str(action)}}]}
     return ModelCall(
-        str(position), "r", position, agent, "chat.completions", "ok", "policy", 0, (0,), request, response, (state,),
-        (), None, (), None, True, None, None, 200, 0.0, None, None,
+        call_id=str(position), rollout_id="r", seq=position, agent=agent, endpoint="chat/completions", status="ok",
+        model="policy", policy_version=0, policy_versions=(0,), request=request, response=response,
+        prompt_token_ids=(state,), choices=(), usage=None, tool_calls=(), reward=None, trainable=True,
+        untrainable_reason=None, error=None, http_status=200, started_at=0.0, ttft_ms=None, latency_ms=None,
+        upstream=None, extends=None, superseded_by=None,
     )  # fmt: skip
 
 

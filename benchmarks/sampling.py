@@ -165,7 +165,7 @@ def _call(number: int, request: Json, found: Tokens) -> ModelCall:
         model=None, policy_version=0, policy_versions=(0,), request=request, response=None,
         prompt_token_ids=found.prompt_token_ids, choices=found.choices, usage=found.usage, tool_calls=(), reward=None,
         trainable=reason is None, untrainable_reason=reason, error=None, http_status=200, started_at=0.0, ttft_ms=None,
-        latency_ms=None,
+        latency_ms=None, upstream=None, extends=None, superseded_by=None,
     )  # fmt: skip
 
 

@@ -143,8 +143,11 @@ def recorded_calls(work: Work, vocabulary: int, seed: int) -> dict[str, list[Mod
             answer = tokens(work.answered)
             logprobs = tuple(-math.log(vocabulary) + rng.gauss(0, 0.1) for _ in answer)
             calls.append(ModelCall(
-                f"{name}-{turn}", name, turn, None, "chat.completions", "ok", "policy", 0, (0,), {}, {}, shown,
-                (Choice(0, answer, logprobs),), None, (), None, True, None, None, 200, 0.0, None, None,
+                call_id=f"{name}-{turn}", rollout_id=name, seq=turn, agent=None, endpoint="chat/completions",
+                status="ok", model="policy", policy_version=0, policy_versions=(0,), request={}, response={},
+                prompt_token_ids=shown, choices=(Choice(0, answer, logprobs),), usage=None, tool_calls=(), reward=None,
+                trainable=True, untrainable_reason=None, error=None, http_status=200, started_at=0.0, ttft_ms=None,
+                latency_ms=None, upstream=None, extends=None, superseded_by=None,
             ))  # fmt: skip
             shown = (*shown, *answer, *tokens(work.observed))
         rollouts[name] = calls

@@ -232,35 +232,25 @@ def _float(digits: str) -> float:
     return number if exact else Number(digits)
 
 
-def encode_in_turns(value: dict[str, Any]) -> bytes:
-    """Encode an object whose lists may be long as `encode` does, in a thread: one item of a list at a time."""
-    return b"".join(_pieces(value))
-
-
 def encoded_parts(value: dict[str, Any], size: int = 2**18) -> Iterator[bytes]:
-    """Yield what `encode_in_turns` returns in parts of at least `size` bytes: pieces joined are copied in one go."""
-    part = bytearray()
-    for piece in _pieces(value):
-        part += piece
-        if len(part) >= size:
-            yield bytes(part)
-            part.clear()
-    yield bytes(part)
+    """Yield the JSON of an object in parts of at least `size` bytes, encoding one item of a list at a time.
 
-
-def _pieces(value: dict[str, Any]) -> Iterator[bytes]:
-    yield b"{"
-    for i, (name, part) in enumerate(value.items()):
-        yield b"," * (i > 0) + encode(name) + b":"
-        if not isinstance(part, list):
-            yield encode(part)
+    So a thread that does it lets others have their turns.
+    """
+    part = bytearray(b"{")
+    for i, (name, field) in enumerate(value.items()):
+        part += b"," * (i > 0) + encode(name) + b":"
+        if not isinstance(field, list):
+            part += encode(field)
             continue
-        yield b"["
-        for n, item in enumerate(part):
-            yield b"," * (n > 0)
-            yield encode(item)
-        yield b"]"
-    yield b"}"
+        part += b"["
+        for n, item in enumerate(field):
+            part += b"," * (n > 0) + encode(item)
+            if len(part) >= size:
+                yield bytes(part)
+                part.clear()
+        part += b"]"
+    yield bytes(part + b"}")
 
 
 def dumps_or_none(value: Any) -> str | None:

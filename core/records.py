@@ -154,41 +154,47 @@ class CallEnd(NamedTuple):
         return self.untrainable_reason is None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCall:
-    """A call read back from the store.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFields:
+    """What the store, the trainer and the control API say of a call.
 
     `policy_versions`: all that were live while it ran, in order; several only where weights are replaced in place.
     `superseded_by`: the call that sent the same request again. `extends`: the earlier call whose tokens, prompt and
-    answer, this prompt begins with. `request_of`, `prompt_of`: as in store/requests.py; None where all is there.
+    answer, this prompt begins with.
     """
 
     call_id: str
-    rollout_id: str
     seq: int
     agent: str | None
     endpoint: str
     status: CallStatus
+    http_status: int | None
+    error: str | None
+    upstream: str | None
     model: str | None
     policy_version: int | None
     policy_versions: tuple[int, ...]
     request: dict[str, Any]
     response: Any
     prompt_token_ids: tuple[int, ...]
-    choices: tuple[Choice, ...]
+    extends: str | None
     usage: dict[str, Any] | None
     tool_calls: tuple[ToolCall, ...]
     reward: float | None
     trainable: bool
     untrainable_reason: str | None
-    error: str | None
-    http_status: int | None
+    superseded_by: str | None
     started_at: float
     ttft_ms: float | None
     latency_ms: float | None
-    superseded_by: str | None = None
-    extends: str | None = None
-    upstream: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCall(CallFields):
+    """A call read back from the store. `request_of`, `prompt_of`: as in store/requests.py; None where all is there."""
+
+    rollout_id: str
+    choices: tuple[Choice, ...]
     request_of: dict[str, Any] | None = None
     prompt_of: dict[str, Any] | None = None
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..core.json_text import dumps, dumps_or_none, loads_or_none
 from ..core.records import CallStatus, Choice, Event, ModelCall, RolloutName, ToolCall
 from .database import Database, Row, Sql, Transaction, read
-from .requests import FullParts, Parent, ShortParts, pack_ids, unpack_floats, unpack_ids
+from .requests import Parent, ShortCalls, full_calls
 from .rewards import Answer, Rewards, answer_once
 from .rollouts import ROLLOUT_SEEN, Rollouts
 
@@ -191,7 +192,6 @@ SELECT version, at FROM policy_log
 WHERE at >= (SELECT MIN(started_at) FROM calls WHERE rollout_id = :rollout_id) ORDER BY n
 """
 REPEATED = 64  # calls of a rollout that are looked at for one that a request repeats
-PARENTS = 16  # calls of a rollout that are kept to read later ones
 EVENT_JSON = ("value", "arguments", "result")
 
 EVENT = """
@@ -234,8 +234,7 @@ class Calls:
         calls, made = await self._db.all(CALLS, params), await self._db.all(tools, params)
         rewards = (await self._rewards.earned(rollout_id)).calls
         log = await self._db.all(POLICY_LOG_DURING, params)
-        parts = ShortParts() if short else FullParts({})
-        return await asyncio.to_thread(read_calls, calls, made, rewards, log, parts)
+        return await asyncio.to_thread(_read_calls, calls, made, rewards, log, short=short)
 
     async def some(self, call_ids: Collection[str], known: Mapping[str, Parent]) -> list[ModelCall]:
         """Return some of a rollout's calls in order, without results of tools and rewards.
@@ -244,7 +243,7 @@ class Calls:
         """
         lists: dict[str, object] = {"call_ids": dumps([*call_ids]), "known": dumps([*known])}
         rows = await self._db.all(CALLS_WITH_PARENTS, lists)
-        calls = await asyncio.to_thread(read_calls, rows, (), {}, (), FullParts(known))
+        calls = await asyncio.to_thread(_read_calls, rows, known=known)
         return [call for call in calls if call.call_id in call_ids]
 
     async def superseded(
@@ -321,48 +320,31 @@ class Calls:
         return 0 if row is None else int(row["n"])
 
 
-def newest_parents(known: Mapping[str, Parent], calls: Sequence[ModelCall]) -> dict[str, Parent]:
-    """Return the parents to read later calls of a rollout against, with these calls added."""
-    more = {call.call_id: _as_parent(call) for call in calls[-PARENTS:]}
-    return dict([*{**known, **more}.items()][-PARENTS:])
-
-
-def _as_parent(call: ModelCall) -> Parent:
-    first = call.choices[0].token_ids if call.choices else ()
-    return Parent(call.request, pack_ids([*call.prompt_token_ids, *first]))
-
-
-def read_calls(
-    calls: Iterable[Row],
-    tool_calls: Iterable[Row],
-    rewards: Mapping[str, float],
-    log: Sequence[Row],
-    parts: ShortParts | FullParts,
+def _read_calls(
+    rows: Sequence[Row],
+    tool_calls: Iterable[Row] = (),
+    rewards: Mapping[str, float] | None = None,
+    log: Sequence[Row] = (),
+    known: Mapping[str, Parent] | None = None,
+    *,
+    short: bool = False,
 ) -> list[ModelCall]:
     """Read a rollout's calls, in order of `seq`: a parent comes before its children. `log`: of POLICY_LOG_DURING."""
     tools: dict[str, list[ToolCall]] = {}
     for row in tool_calls:
-        tools.setdefault(row["call_id"], []).append(_read_tool_call(row))
-    return [_read_call(row, parts.of(row), tools, rewards, log) for row in calls]
-
-
-def _read_call(
-    row: Row, parts: dict[str, Any], tools: dict[str, list[ToolCall]], rewards: Mapping[str, float], log: Sequence[Row]
-) -> ModelCall:
-    reason = _untrainable_reason(row)
-    return read(
-        ModelCall,
-        row,
-        policy_versions=_versions(row, log),
-        response=loads_or_none(row["response"]),
-        choices=_read_choices(row),
-        usage=loads_or_none(row["usage"]),
-        tool_calls=tuple(tools.get(row["call_id"], ())),
-        reward=rewards.get(row["call_id"]),
-        trainable=reason is None,
-        untrainable_reason=reason,
-        **parts,
-    )
+        is_error = None if row["is_error"] is None else bool(row["is_error"])
+        tool = ToolCall(row["tool_call_id"], row["name"], row["arguments"], loads_or_none(row["result"]), is_error)
+        tools.setdefault(row["call_id"], []).append(tool)
+    reader = ShortCalls(known or {})
+    parts = [reader.read(row) for row in rows]
+    rewards, calls = rewards or {}, []
+    for row, own in zip(rows, parts if short else full_calls(parts, known), strict=True):
+        answer, reason = own.pop("response_token_ids"), _untrainable_reason(row)
+        own |= {"policy_versions": _versions(row, log), "choices": _choices(row, answer)}
+        own |= {"response": loads_or_none(row["response"]), "usage": loads_or_none(row["usage"])}
+        own |= {"tool_calls": tuple(tools.get(row["call_id"], ())), "reward": rewards.get(row["call_id"])}
+        calls.append(read(ModelCall, row, **own, trainable=reason is None, untrainable_reason=reason))
+    return calls
 
 
 def _untrainable_reason(row: Row) -> str | None:
@@ -384,20 +366,12 @@ def _versions(row: Row, log: Sequence[Row]) -> tuple[int, ...]:
     return tuple(dict.fromkeys([first, *between, last]))
 
 
-def _read_choices(row: Row) -> tuple[Choice, ...]:
+def _choices(row: Row, answer: tuple[int, ...]) -> tuple[Choice, ...]:
     if row["token_ids"] is None:
         return ()
-    first = Choice(0, unpack_ids(row["token_ids"]), unpack_floats(row["logprobs"]), row["finish_reason"])
-    more = (
-        Choice(index, tuple(ids), tuple(lps), reason)
-        for index, ids, lps, reason in loads_or_none(row["more_choices"]) or ()
-    )
-    return (first, *more)
-
-
-def _read_tool_call(row: Row) -> ToolCall:
-    is_error = None if row["is_error"] is None else bool(row["is_error"])
-    return ToolCall(row["tool_call_id"], row["name"], row["arguments"], loads_or_none(row["result"]), is_error)
+    first = Choice(0, answer, tuple(array("f", row["logprobs"] or b"")), row["finish_reason"])
+    more = loads_or_none(row["more_choices"]) or ()
+    return (first, *(Choice(index, tuple(ids), tuple(lps), reason) for index, ids, lps, reason in more))
 
 
 class Events:

@@ -1,11 +1,11 @@
 """Stores a request as its difference from an earlier one: agents resend their entire history every turn. Pure.
 
 A stored request is `{"same": [keys], "grown": {key: [kept, suffix]}, "new": {key: value}}`, relative to its parent's.
-The control API gives a short call: `request_of: {"call_id": C, NAME: n, …}` says of each field NAME that it begins as
-the first n of call C's full field: items of a list, characters (Unicode code points) of a text, members of an object.
-What the request itself has in the field comes after that. `prompt_of: {"call_id": C, "tokens": n}` says that the
-prompt begins with the first n of call C's tokens, prompt and answer. Without them, or where they are null, nothing is
-shared. C is an earlier call of the same answer.
+It is read as a short call: `request_of: {"call_id": C, NAME: n, …}` says of each field NAME that it begins as the first
+n of call C's full field: items of a list, characters (Unicode code points) of a text, members of an object. What the
+request itself has in the field comes after that. `prompt_of: {"call_id": C, "tokens": n}` says that the prompt begins
+with the first n of call C's tokens, prompt and answer. Without them, or where they are null, nothing is shared. C is an
+earlier call of the same answer. `full_calls` gives each call all of both.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ..core.http import LARGE
 from ..core.json_text import Number, encode, loads, loads_in_turns
-from ..core.records import SAMPLING
+from ..core.records import SAMPLING, ModelCall
 from .database import Row
 
 LONG_TEXT = 100  # characters from which on a text is shared with the parent's
@@ -26,9 +26,9 @@ LARGE_OBJECT = 1_000  # bytes of JSON, likewise
 # `request_of` has this name itself, and `sampling` of a call shows these in full.
 _NEVER_SHARED = {"call_id", *SAMPLING}
 TOKEN_SIZE = 4  # bytes
+PARENTS = 16  # calls of a rollout that are kept to read later ones
 
 Json = dict[str, Any]
-Outline = dict[str, Any]  # a request with a Long in the place of each value that a later request may share
 
 
 class Long(NamedTuple):
@@ -71,17 +71,8 @@ def same_prefix(a: list[Any], b: list[Any]) -> int:
     return min(len(a), len(b))
 
 
-def same_text(a: str, b: str) -> int:
-    """Count the leading characters that `a` and `b` share; 0 if they are few."""
-    if a.startswith(b):
-        shared = len(b)
-    else:
-        shared = bisect(range(1, len(b) + 1), False, key=lambda length: not a.startswith(b[:length]))
-    return shared if shared >= LONG_TEXT else 0
-
-
-def shrink_request(request: dict[str, Any], parent: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the stored form of `request`; `grow_request` with the same parent gives it back."""
+def shrink_request(request: Json, parent: Json | None) -> Json:
+    """Return the stored form of `request`, relative to its parent."""
     if parent is None:
         return {"new": request}
     same, grown, new = [], {}, {}
@@ -97,41 +88,20 @@ def shrink_request(request: dict[str, Any], parent: dict[str, Any] | None) -> di
 
 
 def _kept(value: Any, before: Any) -> int:
+    """How many leading items or characters a value shares with the one before."""
     if isinstance(value, list) and isinstance(before, list):
         return same_prefix(value, before)
-    return same_text(value, before) if isinstance(value, str) and isinstance(before, str) else 0
+    if not isinstance(value, str) or not isinstance(before, str):
+        return 0
+    shared = len(before)
+    if not value.startswith(before):
+        shared = bisect(range(1, shared + 1), False, key=lambda length: not value.startswith(before[:length]))
+    return shared if shared >= LONG_TEXT else 0
 
 
-def grow_request(stored: dict[str, Any], parent: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the request as the agent sent it (the order of its top-level keys apart)."""
-    request = dict(stored["new"])
-    for key in stored.get("same", ()):
-        request[key] = (parent or {})[key]
-    for key, (kept, suffix) in stored.get("grown", {}).items():
-        request[key] = (parent or {})[key][:kept] + suffix
-    return request
-
-
-def short_request(stored: dict[str, Any], parent: Outline | None) -> tuple[dict[str, Any], dict[str, int], Outline]:
-    """Return a stored request's additions to its parent's, how much it shares by field, and its outline.
-
-    No full request is made of it: `FullParts` does that.
-    """
-    request, shared, outline = {}, {}, {}
-    for key in stored.get("same", ()):
-        request[key] = outline[key] = before = (parent or {})[key]
-        if isinstance(before, Long):
-            request[key], shared[key] = before.kind(), before.size
-    for key, (kept, suffix) in stored.get("grown", {}).items():
-        before = (parent or {})[key]
-        if isinstance(before, Long):
-            request[key], shared[key], outline[key] = suffix, kept, Long(before.kind, kept + len(suffix))
-        else:
-            request[key] = outline[key] = before[:kept] + suffix
-    for key, value in stored["new"].items():
-        request[key] = value
-        outline[key] = Long(type(value), len(value)) if _is_long(key, value) else value
-    return request, shared, outline
+def outline(request: Json) -> Json:
+    """Return a request with a `Long` in the place of each value that a later request may share."""
+    return {key: Long(type(value), len(value)) if _is_long(key, value) else value for key, value in request.items()}
 
 
 def _is_long(key: str, value: Any) -> bool:
@@ -140,6 +110,24 @@ def _is_long(key: str, value: Any) -> bool:
     if isinstance(value, str):
         return len(value) >= LONG_TEXT
     return isinstance(value, list) or (isinstance(value, dict) and len(encode(value)) >= LARGE_OBJECT)
+
+
+def short_request(stored: Json, parent: Json) -> tuple[Json, dict[str, int], Json]:
+    """Return a stored request's additions to its parent's, how much it shares by field, and its outline.
+
+    `parent`: the parent's outline.
+    """
+    request, shared, outlined = dict(stored["new"]), {}, outline(stored["new"])
+    for key in stored.get("same", ()):
+        request[key] = outlined[key] = before = parent[key]
+        if isinstance(before, Long):
+            request[key], shared[key] = before.kind(), before.size
+    for key, (kept, suffix) in stored.get("grown", {}).items():
+        if isinstance(before := parent[key], Long):
+            request[key], shared[key], outlined[key] = suffix, kept, Long(before.kind, kept + len(suffix))
+        else:
+            request[key] = outlined[key] = before[:kept] + suffix
+    return request, shared, outlined
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -151,21 +139,27 @@ def unpack_ids(data: bytes | None) -> tuple[int, ...]:
     return tuple(array("i", data or b""))
 
 
-def pack_floats(values: Sequence[float]) -> bytes:
-    """Pack log-probabilities as 32-bit floats, which the server computed them in."""
-    return array("f", values).tobytes()
+class Parent(NamedTuple):
+    """A call that was read before, as its children need it. `tokens`: of its prompt and answer, packed."""
+
+    request: Json
+    tokens: bytes
 
 
-def unpack_floats(data: bytes | None) -> tuple[float, ...]:
-    return tuple(array("f", data or b""))
+def newest_parents(known: Mapping[str, Parent], calls: Sequence[ModelCall]) -> dict[str, Parent]:
+    """Return the parents to read later calls of a rollout against, with these calls added."""
+    more = {call.call_id: Parent(call.request, pack_ids(call.row_token_ids)) for call in calls[-PARENTS:]}
+    return dict([*{**known, **more}.items()][-PARENTS:])
 
 
-def full_calls(calls: Iterable[Json], *, prompts: bool = True) -> list[Json]:
+def full_calls(calls: Iterable[Json], known: Mapping[str, Parent] | None = None, *, prompts: bool = True) -> list[Json]:
     """Return a rollout's short calls with full requests, which share their messages in memory.
 
-    Without `prompts` these stay short: all of them in full take much memory.
+    `known`: calls that were read before. Without `prompts` these stay short: all of them in full take much memory.
     """
-    requests, tokens, found = dict[str, Json](), dict[str, list[int]](), []
+    known = known or {}
+    requests, found = {call_id: parent.request for call_id, parent in known.items()}, []
+    tokens = dict[str, tuple[Any, Any]]()  # prompt, which is the call's own, and answer
     for call in calls:
         request = requests[call["call_id"]] = dict(call["request"])
         of = call.get("request_of") or {}
@@ -173,9 +167,11 @@ def full_calls(calls: Iterable[Json], *, prompts: bool = True) -> list[Json]:
             request[name] = begun(requests[of["call_id"]][name], of[name], request[name])
         full = call | {"request": request, "request_of": None}
         if prompts:
-            of = call.get("prompt_of")
-            prompt = [*(tokens[of["call_id"]][: of["tokens"]] if of else ()), *call["prompt_token_ids"]]
-            tokens[call["call_id"]] = [*prompt, *call["response_token_ids"]]
+            prompt = call["prompt_token_ids"]
+            if of := call.get("prompt_of"):
+                before, answer = tokens.get(of["call_id"]) or (unpack_ids(known[of["call_id"]].tokens), ())
+                prompt = (before + answer)[: of["tokens"]] + prompt
+            tokens[call["call_id"]] = prompt, call["response_token_ids"]
             full |= {"prompt_token_ids": prompt, "prompt_of": None}
         found.append(full)
     return found
@@ -184,61 +180,6 @@ def full_calls(calls: Iterable[Json], *, prompts: bool = True) -> list[Json]:
 def begun(before: Any, shared: int, own: Any) -> Any:
     """Return the first so many of an earlier field, followed by this one."""
     return dict(islice(before.items(), shared)) | own if isinstance(before, dict) else before[:shared] + own
-
-
-class Parent(NamedTuple):
-    """A call that was read before, as its children need it. `tokens`: of its prompt and answer, packed."""
-
-    request: dict[str, Any]
-    tokens: bytes
-
-
-class FullParts:
-    """Gives each call its full request and prompt. Requests share their messages, so they take little memory."""
-
-    def __init__(self, known: Mapping[str, Parent]) -> None:
-        """`known`: calls that were read before, and may be parents of these."""
-        self._known = known
-        self._requests = {call_id: parent.request for call_id, parent in known.items()}
-        self._rows = _Rows()
-        self._tokens: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # prompt, which is the call's, and answer
-
-    def of(self, row: Row) -> dict[str, Any]:
-        """Return the fields of ModelCall that need the call's parent. It was read before."""
-        call_id, parent = row["call_id"], row["parent_id"]
-        request = grow_request(_stored_request(row), self._requests.get(parent))
-        if parent in self._known and parent not in self._tokens:
-            self._tokens[parent] = unpack_ids(self._known[parent].tokens), ()
-        parent_prompt, parent_answer = self._tokens.get(parent, ((), ()))
-        prompt = (parent_prompt + parent_answer)[: row["prompt_shared"]] + unpack_ids(row["prompt_ids"])
-        self._requests[call_id], self._tokens[call_id] = request, (prompt, unpack_ids(row["token_ids"]))
-        return {
-            "request": request,
-            "request_of": None,
-            "prompt_token_ids": prompt,
-            "prompt_of": None,
-            "extends": self._rows.extended_by(row),
-        }
-
-
-class ShortParts:
-    """Gives each call the additions of its request and prompt to its parent's."""
-
-    def __init__(self) -> None:
-        self._outlines: dict[str, Outline] = {}
-        self._rows = _Rows()
-
-    def of(self, row: Row) -> dict[str, Any]:
-        """Return the fields of ModelCall that need the call's parent. It was read before."""
-        call_id, parent, tokens = row["call_id"], row["parent_id"], row["prompt_shared"]
-        request, shared, self._outlines[call_id] = short_request(_stored_request(row), self._outlines.get(parent))
-        return {
-            "request": request,
-            "request_of": {"call_id": parent, **shared} if shared else None,
-            "prompt_token_ids": unpack_ids(row["prompt_ids"]),
-            "prompt_of": {"call_id": parent, "tokens": tokens} if tokens else None,
-            "extends": self._rows.extended_by(row),
-        }
 
 
 class _Tokens(NamedTuple):
@@ -261,46 +202,65 @@ class _Tokens(NamedTuple):
         """Return so many bytes from the beginning."""
         parts, tokens = [], self
         while tokens is not None and size > 0:
-            parts.append(tokens.answer[: max(0, size - tokens.prompt_size)])
-            parts.append(tokens.own[: max(0, size - tokens.shared)])
-            size = min(size, tokens.shared)
-            tokens = tokens.parent
+            parts += [tokens.answer[: max(0, size - tokens.prompt_size)], tokens.own[: max(0, size - tokens.shared)]]
+            size, tokens = min(size, tokens.shared), tokens.parent
         return b"".join(reversed(parts))
 
 
-class _Rows:
-    """Finds the call whose tokens, prompt and answer, a prompt begins with. What prompts share is kept once."""
+class ShortCalls:
+    """Gives each call what its request and prompt add to its parent's, which was read before.
 
-    def __init__(self) -> None:
-        self._tokens: dict[str, _Tokens] = {}
+    All calls together take as much work and memory as the rollout has content.
+    """
 
-    def extended_by(self, row: Row) -> str | None:
-        """Return the call that this call's prompt extends: usually the parent, else the newest such call."""
-        parent_id, parent = row["parent_id"], self._tokens.get(row["parent_id"])
+    def __init__(self, known: Mapping[str, Parent]) -> None:
+        """`known`: calls that were read before, and may be parents of these."""
+        self._outlines = {call_id: outline(parent.request) for call_id, parent in known.items()}
+        self._tokens = {call_id: _Tokens(None, 0, b"", parent.tokens) for call_id, parent in known.items()}
+
+    def read(self, row: Row) -> Json:
+        """Return the fields of a call that need its parent, with its id and the tokens of its answer."""
+        call_id, parent_id, tokens = row["call_id"], row["parent_id"], row["prompt_shared"]
+        request, shared, self._outlines[call_id] = short_request(
+            _stored_request(row), self._outlines.get(parent_id, {})
+        )
+        return {
+            "call_id": call_id,
+            "request": request,
+            "request_of": {"call_id": parent_id, **shared} if shared else None,
+            "prompt_token_ids": unpack_ids(row["prompt_ids"]),
+            "prompt_of": {"call_id": parent_id, "tokens": tokens} if tokens else None,
+            "response_token_ids": unpack_ids(row["token_ids"]),
+            "extends": self._extended_by(row),
+        }
+
+    def _extended_by(self, row: Row) -> str | None:
+        """The call whose tokens, prompt and answer, this prompt begins with: usually the parent, else the newest."""
+        parent = self._tokens.get(row["parent_id"])
         shared = TOKEN_SIZE * row["prompt_shared"] if parent else 0
         tokens = _Tokens(parent, shared, row["prompt_ids"] or b"", row["token_ids"] or b"")
-        extends_parent = parent is not None and 0 < parent.size == shared
-        found = parent_id if extends_parent else self._newest_in(tokens)
+        found: str | None = row["parent_id"]
+        if parent is None or not 0 < parent.size == shared:
+            prompt = tokens.first(tokens.prompt_size)
+            # Answers are compared first: most differ there.
+            alike = (
+                call_id
+                for call_id, earlier in reversed(self._tokens.items())
+                if 0 < earlier.size <= len(prompt)
+                and prompt[earlier.prompt_size : earlier.size] == earlier.answer
+                and prompt.startswith(earlier.first(earlier.prompt_size))
+            )
+            found = next(alike, None)
         if row["token_ids"] is not None:  # it was answered
             self._tokens[row["call_id"]] = tokens
         return found
 
-    def _newest_in(self, tokens: _Tokens) -> str | None:
-        """The newest call whose tokens the prompt begins with. Answers are compared first: most differ there."""
-        prompt = tokens.first(tokens.prompt_size)
-        for call_id, earlier in reversed(self._tokens.items()):
-            answer = prompt[earlier.prompt_size : earlier.size]
-            may = 0 < earlier.size <= len(prompt) and answer == earlier.answer
-            if may and prompt.startswith(earlier.first(earlier.prompt_size)):
-                return call_id
-        return None
 
-
-def _stored_request(row: Row) -> dict[str, Any]:
+def _stored_request(row: Row) -> Json:
     """Parse a stored request. One nested as deep as a parser allows is a level too deep in its stored form."""
     text = row["request"] or row["large_request"]
     try:
-        stored: dict[str, Any] = loads(text) if len(text) < LARGE else loads_in_turns(text)
+        stored: Json = loads(text) if len(text) < LARGE else loads_in_turns(text)
         return stored
     except ValueError:
         return {"new": loads(text.removeprefix('{"new":')[:-1])}

@@ -15,7 +15,7 @@ import orjson
 from ...core.config.file import inherited
 from ...core.config.rollouts import RewardsConfig
 from ...core.guard import start_guarded
-from ...core.json_text import encode_in_turns
+from ...core.json_text import encoded_parts
 from .rewarder import Away, GivenScore, Json, NoReward, Rewarder, together
 
 CHILD = Path(__file__).with_name("child.py")
@@ -140,7 +140,7 @@ class Function(Rewarder):
         return f"function:{self.name}@{(await self.load()).version}"
 
     async def scores(self, rollout: Json) -> list[GivenScore]:
-        seen = await asyncio.to_thread(encode_in_turns, rollout)
+        seen = await asyncio.to_thread(lambda: b"".join(encoded_parts(rollout)))
         async with self._process() as process:
             values = await process.ask(seen)
         return [GivenScore(value, name=name) for name, value in values.items()]

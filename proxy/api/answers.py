@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from ...core.records import (
+    CallFields,
     CallStatus,
     Choice,
     Event,
@@ -16,7 +17,6 @@ from ...core.records import (
     PublishMode,
     Rollout,
     RolloutStatus,
-    ToolCall,
     Transition,
 )
 from ...store.reports import RecentTraffic
@@ -101,39 +101,16 @@ class PromptOf(BaseModel):
     tokens: int
 
 
-class Call(BaseModel):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(CallFields):
     """A call. What `request` and `prompt_token_ids` have comes after `request_of` and `prompt_of`, if there are any."""
 
-    call_id: str
-    seq: int
-    agent: str | None
-    endpoint: str
-    status: CallStatus
-    http_status: int | None
-    error: str | None
-    upstream: str | None
-    model: str | None
-    policy_version: int | None
-    policy_versions: list[int]
-    request: dict[str, Any]
     request_of: RequestOf | None
-    response: Any
-    prompt_token_ids: list[int]
     prompt_of: PromptOf | None
     response_token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None
     sampling: dict[str, Any]
-    extends: str | None
-    usage: dict[str, Any] | None
-    tool_calls: list[ToolCall]
-    reward: float | None
-    trainable: bool
-    untrainable_reason: str | None
-    superseded_by: str | None
-    started_at: float
-    ttft_ms: float | None
-    latency_ms: float | None
     choices: list[Choice] | None = None
 
 

@@ -20,7 +20,7 @@ from ...store.requests import begun
 from ..dialects.transcript import called, text
 from .answers import Call
 
-_OF_CALL = tuple(name for name in Call.model_fields if name != "choices")
+_OF_CALL = tuple(field.name for field in fields(Call) if field.name != "choices")
 
 # What of a request the model is shown, in any of the recorded APIs.
 _SHOWN = ("system", "instructions", "messages", "prompt", "input", "previous_response_id", "tools")

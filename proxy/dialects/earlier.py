@@ -14,8 +14,7 @@ from ...core.json_text import encode
 from ...core.records import CallEnd, CallStart, ModelCall
 from ...core.redact import MASK, REASON
 from ...core.tools import dicts
-from ...store.calls import newest_parents
-from ...store.requests import Parent
+from ...store.requests import Parent, newest_parents
 from ...store.store import Store
 
 Json = dict[str, Any]

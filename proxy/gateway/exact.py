@@ -28,8 +28,7 @@ from ...core.json_text import dumps, encode
 from ...core.records import CallEnd, CallStart, Choice, ModelCall
 from ...core.tools import dicts
 from ...core.values import as_read
-from ...store.calls import newest_parents
-from ...store.requests import Parent, common_prefix
+from ...store.requests import Parent, common_prefix, newest_parents
 from ...store.store import Store
 from ..dialects.as_chat.dialect import CHAT_ENDPOINT, chat_answer
 from ..dialects.earlier import LATELY, Exchange, by_response

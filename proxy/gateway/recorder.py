@@ -36,7 +36,7 @@ from ...store.calls import (
 )
 from ...store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
 from ...store.database import ConstraintRefused
-from ...store.requests import Parent, common_prefix, pack_floats, pack_ids, shrink_request
+from ...store.requests import Parent, common_prefix, pack_ids, shrink_request
 from ...store.rollouts import ROLLOUT_SEEN
 from ...store.store import Store
 from ..dialects.atoms import is_unique
@@ -287,7 +287,7 @@ def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, An
         "prompt_shared": prompt_shared,
         "prompt_ids": pack_ids(end.prompt_token_ids[prompt_shared:]),
         "token_ids": pack_ids(first.token_ids),
-        "logprobs": pack_floats(first.logprobs),
+        "logprobs": array("f", first.logprobs).tobytes(),
         "finish_reason": first.finish_reason,
         "more_choices": dumps_or_none(more or None),
         "tokens": sum(len(c.token_ids) for c in end.choices) or (used(end.usage) or Used()).output,

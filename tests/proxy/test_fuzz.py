@@ -20,7 +20,7 @@ from lightning_proxy.proxy.dialects.dialects import DIALECTS
 from lightning_proxy.proxy.dialects.stream import Transcript
 from lightning_proxy.proxy.gateway.relay import parse_object
 from lightning_proxy.proxy.gateway.unnamed import Conversation, end_statements, start_statements
-from lightning_proxy.store.requests import grow_request, shrink_request
+from support.calls import stored_and_read
 from support.fuzzing import examples
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -121,7 +121,7 @@ def test_conversations_and_what_is_stored_of_them(
         conversation = Conversation(body)
         assert len(start_statements("k", start, conversation)) == 1
         list(end_statements("k", start, conversation, CallEnd("c", "r", "ok", answer, 200)))
-    assert grow_request(orjson.loads(dumps(shrink_request(request, before))), before) == request
+    assert stored_and_read(request, before) == request
 
 
 @pytest.mark.parametrize(

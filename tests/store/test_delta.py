@@ -2,8 +2,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_proxy.core.json_text import dumps, loads
-from lightning_proxy.store.requests import common_prefix, grow_request, pack_ids, shrink_request, unpack_ids
+from lightning_proxy.core.json_text import dumps
+from lightning_proxy.store.requests import common_prefix, pack_ids, shrink_request, unpack_ids
+from support.calls import stored_and_read
 
 json_values = st.recursive(
     st.none()
@@ -19,14 +20,12 @@ requests = st.dictionaries(st.sampled_from(["messages", "tools", "model", "n", "
 
 @given(requests, requests)
 def test_a_request_survives_being_stored_against_any_parent(request: dict, parent: dict) -> None:
-    stored = loads(dumps(shrink_request(request, parent)))
-    assert grow_request(stored, parent) == request
+    assert stored_and_read(request, parent) == request
 
 
 @given(requests)
 def test_booleans_and_numbers_that_compare_equal_are_kept_apart(request: dict) -> None:
-    stored = shrink_request({**request, "flag": True}, {**request, "flag": 1})
-    assert grow_request(stored, {**request, "flag": 1})["flag"] is True
+    assert stored_and_read({**request, "flag": True}, {**request, "flag": 1})["flag"] is True
 
 
 @pytest.mark.parametrize(
@@ -36,7 +35,7 @@ def test_booleans_and_numbers_that_compare_equal_are_kept_apart(request: dict) -
 def test_messages_that_only_python_takes_for_equal_are_kept_apart(one: object, other: object) -> None:
     first = {"messages": [one]}
     second = {"messages": [other, "second"]}
-    assert dumps(grow_request(shrink_request(second, first), first)) == dumps(second)
+    assert dumps(stored_and_read(second, first)) == dumps(second)
 
 
 def test_a_growing_conversation_stores_only_its_new_messages() -> None:

@@ -39,6 +39,7 @@ from lightning_proxy.trainer.loop import TrainingLoop
 from lightning_proxy.trainer.publish import NoPublisher
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
+from support.calls import call
 from support.paths import TESTS
 from support.sections import PolicyConfig, TrainerConfig, placed
 
@@ -262,12 +263,7 @@ async def test_what_real_frameworks_were_answered_can_be_learned_from(tmp_path: 
 
 
 def as_call(request: Any, response: Any) -> ModelCall:
-    return ModelCall(
-        call_id="c", rollout_id="r", seq=0, agent=None, endpoint="chat/completions", status="ok", model="teacher",
-        policy_version=None, policy_versions=(), request=request, response=response, prompt_token_ids=(), choices=(),
-        usage=None, tool_calls=(), reward=None, trainable=False, untrainable_reason=NOT_THE_POLICY, error=None,
-        http_status=200, started_at=0.0, ttft_ms=None, latency_ms=None,
-    )  # fmt: skip
+    return call("c", request=request, response=response, trainable=False, untrainable_reason=NOT_THE_POLICY)
 
 
 # What it computes ----------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.config.upstreams import UpstreamConfig
-from lightning_proxy.core.records import CallEnd, CallStart, Choice, ModelCall, Reward, RolloutName
+from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import open_database
@@ -20,6 +20,7 @@ from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
 from lightning_proxy.trainer.credit.agents import TrainedAgents
 from lightning_proxy.trainer.types import Batch, RolloutRewards, Sibling
+from support.calls import call
 from support.credit import group_advantages
 from support.sections import PolicyConfig, TrainerConfig
 from support.stores import store_url
@@ -28,13 +29,7 @@ from support.stores import store_url
 def sibling(final: float | None, agents: str, rewards: Mapping[int, float] | None = None) -> Sibling:
     """A rollout with one call a letter: `p` is the planner's, `e` the executor's, `-` one without a name."""
     names = {"p": "planner", "e": "executor", "-": None}
-    calls = [
-        ModelCall(
-            str(i), "r", i, names[letter], "chat/completions", "ok", "policy", 0, (0,), {}, {}, (i,), (), None, (),
-            None, True, None, None, 200, 0.0, None, None,
-        )
-        for i, letter in enumerate(agents)
-    ]  # fmt: skip
+    calls = [call(str(i), names[letter], (i,), seq=i) for i, letter in enumerate(agents)]
     return Sibling(calls, RolloutRewards(final, {str(i): value for i, value in (rewards or {}).items()}))
 
 

@@ -10,9 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.core.records import ModelCall, ToolCall
+from lightning_proxy.core.records import ToolCall
 from lightning_proxy.trainer.functions import check_functions
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
+from support.calls import call
 from support.credit import group_advantages, group_returns
 from support.paths import EXAMPLES
 from support.sections import TrainerConfig
@@ -23,12 +24,8 @@ TOOL = ToolCall("1", "f", "{}")
 def sibling(reward: float, *tools: bool) -> Sibling:
     """A rollout with one call for each of `tools`: whether it uses one."""
     calls = [
-        ModelCall(
-            str(i), "r", i, None, "chat/completions", "ok", "policy", 0, (0,), {}, {}, (i,), (), None,
-            (TOOL,) if uses else (), None, True, None, None, 200, 0.0, None, None,
-        )
-        for i, uses in enumerate(tools)
-    ]  # fmt: skip
+        call(str(i), seq=i, prompt_token_ids=(i,), tool_calls=(TOOL,) if uses else ()) for i, uses in enumerate(tools)
+    ]
     return Sibling(calls, RolloutRewards(reward, {}))
 
 

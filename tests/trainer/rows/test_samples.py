@@ -12,16 +12,14 @@ from lightning_proxy.core.records import Choice, ModelCall
 from lightning_proxy.trainer.collect.sampled import Sampled
 from lightning_proxy.trainer.rows.samples import Placement, RolloutSamples, merge_rate, rollout_samples
 from lightning_proxy.trainer.types import Sampling
+from support.calls import call as call_with
 
 
 def call(
     prompt: list[int], answer: list[int], *, name: str = "c", trainable: bool = True, choices: int = 1, **request: Any
 ) -> ModelCall:
     choice = Choice(0, tuple(answer), tuple(-0.1 * t for t in answer))
-    return ModelCall(
-        name, "r", 0, None, "chat.completions", "ok", "policy", 0, (0,), request, {}, tuple(prompt),
-        (choice,) * choices, None, (), None, trainable, None, None, 200, 0.0, None, None,
-    )  # fmt: skip
+    return call_with(name, prompt=tuple(prompt), choices=(choice,) * choices, trainable=trainable, request=request)
 
 
 def rows(*calls: ModelCall, max_tokens: int = 100) -> RolloutSamples:
