@@ -1,10 +1,16 @@
-"""Finds the modules of features: their keys, their plugins of the proxy and the trainer, their commands."""
+"""Finds the modules of features, and the packages of others that `plugins` names."""
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.metadata import entry_points
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
+
+from .errors import ConfigError
+
+GROUP = "lightning_proxy.plugins"
 
 
 def modules(name: str) -> list[ModuleType]:
@@ -12,3 +18,15 @@ def modules(name: str) -> list[ModuleType]:
     package = f"{__package__.rpartition('.')[0]}.features"
     paths = [f"{package}.{feature}.{name}" for feature in import_module(package).FEATURES]
     return [import_module(path) for path in paths if find_spec(path)]
+
+
+def load_plugin(name: str) -> Any:
+    """Return the object of the entry point with this name. Raise ConfigError if it cannot be loaded."""
+    installed = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name not in installed:
+        known = ", ".join(sorted(installed)) or "none"
+        raise ConfigError(f"plugins: no installed package has a plugin {name!r} (installed: {known})")
+    try:
+        return installed[name].load()
+    except Exception as error:
+        raise ConfigError(f"plugins: {name} cannot be imported: {type(error).__name__}: {error}") from error

@@ -14,9 +14,9 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
+from lightning_proxy.core.config.file import fields_of
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.trainer import LossType, TrainerConfig
-from lightning_proxy.core.config.wrong import fields_of
 from lightning_proxy.trainer.report.metric_schema import all_metrics
 
 DOCS = Path(__file__).parent

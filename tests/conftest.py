@@ -24,8 +24,8 @@ from hypothesis import settings
 from contract.real import lora, merged, speller  # noqa: F401  (fixtures)
 from lightning_proxy.commands.command_line import telemetry_off
 from lightning_proxy.commands.serve import uvicorn_options
-from lightning_proxy.core.config.feature import feature_sections
 from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.section import feature_sections
 from lightning_proxy.core.config.upstreams import UpstreamConfig
 from lightning_proxy.core.records import Limits
 from lightning_proxy.proxy.app import create_app

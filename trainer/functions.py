@@ -16,10 +16,10 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
-from ..core.config.feature import feature_sections
-from ..core.config.plugins import load_plugin
+from ..core.config.section import feature_sections
 from ..core.config.trainer import TrainerConfig
 from ..core.errors import ConfigError
+from ..core.features import load_plugin
 
 
 @cache

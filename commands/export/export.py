@@ -14,8 +14,8 @@ from typing import Any, Literal, Protocol, cast, get_args
 
 from rich.console import Console
 
-from ...core.config.feature import feature_sections
 from ...core.config.root import Config
+from ...core.config.section import feature_sections
 from ...core.config.server import StoreConfig
 from ...core.errors import ConfigError, LightningError, NotFound
 from ...core.json_text import dumps

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from ...client.program import variables
 from ...core import guard
 from ...core.config.file import inherited
+from ...core.config.rollouts import is_script, require_program
 from ...core.config.root import Config
-from ...core.config.run import is_script, require_program
 from ...core.errors import ConfigError, LightningError
 from ..command_line import brought
 from ..formats import how_it_ended

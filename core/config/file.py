@@ -1,26 +1,32 @@
-"""Reads the configuration: a YAML file, overridden by `LIGHTNING_<SECTION>__<KEY>` variables and by options."""
+"""Reads the configuration: a YAML file, overridden by `LIGHTNING_<SECTION>__<KEY>` variables and by options.
+
+What is wrong is told in a line for each key or value, with the key that was probably meant.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ..errors import ConfigError
 from .root import Config
-from .wrong import ENV_PREFIX, fields_of, lines, require_known
+from .section import feature_sections
 
-# What reading YAML may raise: ValueError for the 13th month.
-_NO_YAML = (yaml.YAMLError, ValueError, RecursionError)
+ENV_PREFIX = "LIGHTNING_"
 # Set for agent programs by `lightning-proxy run`, and for vLLM by us; not configuration.
 ENV_NOT_CONFIG = {
     "LIGHTNING_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_TASK_FILE", "LIGHTNING_URL",
     "LIGHTNING_OPERATOR_KEY_FILE",
 }  # fmt: skip
 PLACE = {"LIGHTNING_PROXY__HOST", "LIGHTNING_PROXY__PORT"}
+_MOST_GUESSES = 3
 
 
 def load_config(path: Path | None = None, overrides: dict[str, Any] | None = None) -> Config:
@@ -34,18 +40,17 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
 def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, path: Path | None = None) -> Config:
     """Check `data`, which was read from `path`, with the environment and `overrides`, as `load_config` does."""
     origins: dict[str, str] = {}  # of keys that are not the file's
-    others = []
+    wrong = []
     for name, value in sorted(os.environ.items()):
         if not name.startswith(ENV_PREFIX) or name in ENV_NOT_CONFIG:
             continue
-        section, _, key = name.removeprefix(ENV_PREFIX).lower().partition("_")
-        if section in fields_of(Config) or "__" in name:
-            keys = [section, *key.lstrip("_").split("__")] if key else [section]
-            _put(data, keys, _parse(value, name), name)
+        if (keys := _keys_of(name)) is not None:
+            _put(data, keys, _parsed(value, name), name)
             origins[".".join(keys)] = name
-        else:
-            others.append(name)
-    require_known(others, Config)
+        elif meant := _did_you_mean(_meant_by(name)):  # without one it is another program's: many have such names
+            wrong.append(f"{name}: no such key{meant}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
     for key, value in (overrides or {}).items():
         if value is not None:
             _put(data, key.split("."), value, key)
@@ -61,14 +66,11 @@ def inherited() -> dict[str, str]:
 
     Where the proxy listens is there: a program may run our commands.
     """
-    return {name: value for name, value in os.environ.items() if name in PLACE or not _is_ours(name)}
 
+    def is_ours(name: str) -> bool:
+        return name.startswith(ENV_PREFIX) and (_keys_of(name) is not None or "KEY" in name or name in ENV_NOT_CONFIG)
 
-def _is_ours(name: str) -> bool:
-    if not name.startswith(ENV_PREFIX):
-        return False
-    section = name.removeprefix(ENV_PREFIX).lower().partition("_")[0]
-    return section in fields_of(Config) or "__" in name or "KEY" in name or name in ENV_NOT_CONFIG
+    return {name: value for name, value in os.environ.items() if name in PLACE or not is_ours(name)}
 
 
 def read_config(path: Path | None) -> dict[str, Any]:
@@ -81,52 +83,101 @@ def read_config(path: Path | None) -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """Return a YAML file's sections. Raise ConfigError."""
     try:
-        data = _load(path.read_text())
+        text = path.read_text()
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from None
-    except _NO_YAML as error:
-        raise ConfigError(f"{path} is not valid YAML: {_problem(error)}") from None
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
+    data = _parsed(text, str(path))
+    if not isinstance(data, dict | None):
         raise ConfigError(f"{path}: expected sections such as 'proxy:', got {type(data).__name__}")
     # A section without keys is None to YAML; it has all its defaults.
-    return {name: {} if section is None else section for name, section in data.items()}
+    return {name: {} if section is None else section for name, section in (data or {}).items()}
 
 
-def _parse(value: str, name: str) -> Any:
+def lines(error: ValidationError, model: type[BaseModel], path: Path | None, origins: Mapping[str, str]) -> str:
+    """Return a line for each wrong key or value: its source, its name, the problem."""
+    found: dict[str, None] = {}
+    for one in error.errors(include_input=False):
+        where = ".".join(map(str, one["loc"]))
+        message = one["msg"].removeprefix("Value error, ")
+        if one["type"] == "extra_forbidden":
+            now = next((kind.moved[where] for kind in feature_sections().values() if where in kind.moved), None)
+            message = f"it is {now} now" if now else f"unknown key{_did_you_mean(_alike(where, model))}"
+        origin = next((name for key, name in origins.items() if f"{where}.".startswith(f"{key}.")), None)
+        found[": ".join(filter(None, (origin or str(path or "configuration"), where, message)))] = None
+    return "\n".join(found)
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Return the type of each key of a section, or of the whole configuration: with the sections of features."""
+    own = {name: field.annotation for name, field in model.model_fields.items()}
+    return own | feature_sections() if model.model_config.get("extra") == "allow" else own
+
+
+def _keys_of(variable: str) -> list[str] | None:
+    """The names of the key that a variable sets; None if it sets none."""
+    section, _, key = variable.removeprefix(ENV_PREFIX).lower().partition("_")
+    if section not in fields_of(Config) and "__" not in variable:
+        return None
+    return [section, *key.lstrip("_").split("__")] if key else [section]
+
+
+def _did_you_mean(guesses: Sequence[str]) -> str:
+    return f"; did you mean {' or '.join(guesses)}?" if guesses else ""
+
+
+def _alike(wrong: str, model: type[BaseModel]) -> list[str]:
+    """The keys beside a wrong one that read alike; else the full names of those elsewhere."""
+    above, _, name = re.sub(r"\.\d+", "[]", wrong).rpartition(".")
+    keys = [key.rpartition(".") for key in _keys(model)]
+    near = get_close_matches(name, [last for before, _, last in keys if before == above], _MOST_GUESSES, 0.75)
+    return near or ["".join(key) for key in keys if key[2] == name][:_MOST_GUESSES]
+
+
+def _meant_by(variable: str) -> list[str]:
+    """The variables of keys that read like this one, or whose last part is its name."""
+    name = variable.removeprefix(ENV_PREFIX).lower()
+    keys = {key.replace(".", "_"): key for key in _keys(Config) if "[]" not in key}
+    near = get_close_matches(name, keys, 1, 0.85) or [one for one in keys if keys[one].endswith(f".{name}")]
+    return [ENV_PREFIX + keys[one].upper().replace(".", "__") for one in near[:_MOST_GUESSES]]
+
+
+def _keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
+    """Every key, with its sections, as in proxy.port; those of a list's items as in upstreams[].name."""
+    for name, kind in fields_of(model).items():
+        yield before + name
+        for inner, mark in ((kind, ""), *((item, "[]") for item in get_args(kind))):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from _keys(inner, f"{before}{name}{mark}.")
+
+
+def _parsed(text: str, source: str) -> Any:
+    """Return what YAML reads. Errors give the problem and its place, and do not quote the text: it may hold a key."""
     try:
-        return _load(value)
-    except _NO_YAML as error:
-        raise ConfigError(f"{name} is not valid YAML: {_problem(error)}") from None
-
-
-def _load(text: str) -> Any:
-    return yaml.load(text, _Loader)
+        return yaml.load(text, _Loader)
+    except RecursionError:
+        problem = "it is nested too deeply"
+    except ValueError:  # the 13th month
+        problem = "what looks like a date or a number is none"
+    except yaml.YAMLError as error:
+        problem = type(error).__name__
+        if isinstance(error, yaml.MarkedYAMLError) and (mark := error.problem_mark) is not None:
+            problem = f"{error.problem}, line {mark.line + 1}, column {mark.column + 1}"
+    raise ConfigError(f"{source} is not valid YAML: {problem}")
 
 
 class _Loader(yaml.SafeLoader):
     """Refuses a key that occurs twice. YAML would silently ignore the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [name for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
-        for i, name in enumerate(names):
-            if any(name.value == earlier.value for earlier in names[:i]):
-                raise yaml.constructor.ConstructorError(None, None, f"{name.value!r} occurs twice", name.start_mark)
+        seen = set()
+        for name, _ in node.value:
+            if isinstance(name, yaml.ScalarNode):
+                if name.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{name.value!r} occurs twice", name.start_mark)
+                seen.add(name.value)
         return super().construct_mapping(node, deep)
-
-
-def _problem(error: Exception) -> str:
-    """Return the problem and its place, without quoting the text: it may hold a key."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    if isinstance(error, ValueError):
-        return "what looks like a date or a number is none"
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return type(error).__name__
-    return f"{error.problem}, line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1}"
 
 
 def _put(data: dict[str, Any], keys: list[str], value: Any, origin: str) -> None:

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 
-from .section import Gpu, Port, Seconds, Section
+from .section import Count, Gpu, Port, Seconds, Section
 
 # The adapter of agents that have none of their own. PEFT calls it so.
 DEFAULT_ADAPTER = "default"
-
-
 # It becomes part of names of files, served models and PyTorch modules.
 AdapterName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
+ModelName = Annotated[str, AfterValidator(lambda name: str(Path(name).expanduser()) if name.startswith("~") else name)]
 
 
 class PolicyConfig(Section):
-    model: str | None = None
+    model: ModelName | None = None
     alias: str = "policy"
     publish: Literal["lora", "merged", "auto"] = "auto"
     adapters: dict[AdapterName, Annotated[list[str], Field(min_length=1)]] = {}
@@ -30,13 +30,8 @@ class PolicyConfig(Section):
     dialects_through_chat: bool = True
     keep_versions: Annotated[int, Field(ge=2)] = 3
     directory: Path = Path("lightning-policy")
-    verify_samples: Annotated[int, Field(ge=1)] = 4
+    verify_samples: Count = 4
     verify_tolerance: Annotated[float, Field(gt=0)] | None = None
-
-    @field_validator("model")
-    @classmethod
-    def _home(cls, model: str | None) -> str | None:
-        return str(Path(model).expanduser()) if model and model.startswith("~") else model
 
     @field_validator("adapters")
     @classmethod
@@ -48,11 +43,9 @@ class PolicyConfig(Section):
             raise ValueError(f"an agent has one adapter, but this is named twice: {', '.join(twice)}")
         return adapters
 
-    @model_validator(mode="after")
-    def _serves_adapters_side_by_side(self) -> PolicyConfig:
+    def faults(self) -> Iterator[str]:
         if self.adapters and self.publish == "merged":
-            raise ValueError("policy.adapters needs policy.publish: lora; merged weights are those of one adapter")
-        return self
+            yield "policy.adapters needs policy.publish: lora; merged weights are those of one adapter"
 
     @cached_property
     def _adapter_by_agent(self) -> dict[str, str]:
@@ -71,6 +64,6 @@ class VllmConfig(Section):
     kv_cache_gib: Annotated[float, Field(gt=0)] = 2.0
     devices: list[Gpu] = []
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    max_loras: Annotated[int, Field(ge=1)] = 4
+    max_loras: Count = 4
     start_timeout_s: Seconds = 600.0
     extra_args: list[str] = []

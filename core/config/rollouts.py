@@ -1,15 +1,19 @@
-"""The sections `rollouts` and `rewards`: when a rollout ends by itself, and which function rewards it."""
+"""The sections `rollouts`, `rewards` and `run`: when rollouts end, what rewards them, where agent programs run."""
 
 from __future__ import annotations
 
+import re
+import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field, PlainSerializer, field_validator, model_validator
+from pydantic import Field, PlainSerializer, field_validator
 
-from ..errors import Unprocessable
-from .section import Number, Seconds, Section
+from ..errors import ConfigError, Unprocessable
+from .section import Number, Seconds, Section, check_url
 
+_PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 DEFAULT_RANGE = (-10_000.0, 10_000.0)
 Range = Annotated[tuple[Number, Number], PlainSerializer(list, when_used="json")]
 
@@ -30,11 +34,9 @@ class RewardsConfig(Section):
         if not low <= value <= high:
             raise Unprocessable(f"{param}: {value:g} is outside of rewards.range, {low:g} to {high:g}", param=param)
 
-    @model_validator(mode="after")
-    def _has_a_range(self) -> RewardsConfig:
+    def faults(self) -> Iterator[str]:
         if self.range[0] >= self.range[1]:
-            raise ValueError(f"range: the lower end comes first, as in [0, 1]; got {[*self.range]}")
-        return self
+            yield f"range: the lower end comes first, as in [0, 1]; got {[*self.range]}"
 
     @property
     def longest_wait_s(self) -> float | None:
@@ -59,3 +61,28 @@ class RewardsConfig(Section):
             if not file.endswith(".py") or not name.isidentifier():
                 raise ValueError(f"a file and a function in it are needed, as in scoring.py:reward, got {function!r}")
         return function
+
+
+class RunConfig(Section):
+    executor: Literal["local", "ray"] = "local"
+    proxy_url: str | None = None
+    timeout_s: Seconds | None = None
+    log_mb: Annotated[float, Field(gt=0)] = 10.0
+
+    def faults(self) -> Iterator[str]:
+        if self.proxy_url is not None:
+            check_url("proxy_url", self.proxy_url, is_vllm=False)
+        yield from ()
+
+
+def is_script(command: Sequence[str]) -> bool:
+    """Return whether the command is `python script.py …`."""
+    return len(command) > 1 and _PYTHON.fullmatch(Path(command[0]).name) is not None and command[1].endswith(".py")
+
+
+def require_program(command: Sequence[str]) -> None:
+    """Raise ConfigError if a command line names no program, or no script."""
+    if shutil.which(command[0]) is None:
+        raise ConfigError(f"there is no program {command[0]!r} to start")
+    if is_script(command) and not Path(command[1]).is_file():
+        raise ConfigError(f"there is no file {command[1]!r} for {command[0]} to run")

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, SerializeAsAny, ValidationError, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic import ConfigDict, Field, PlainValidator, SerializeAsAny, model_validator
+from pydantic_core import PydanticCustomError
 
-from .feature import FeatureSection, Kind, Sections, feature_sections
 from .policy import PolicyConfig, VllmConfig
-from .rollouts import RewardsConfig, RolloutsConfig
-from .run import RunConfig
-from .section import Section
+from .rollouts import RewardsConfig, RolloutsConfig, RunConfig
+from .section import FeatureSection, Kind, NotNegative, Section, Sections, feature_sections
 from .server import ProxyConfig, RecordingConfig, StoreConfig
 from .trainer import TrainerConfig
-from .upstreams import UpstreamConfig, check_fallbacks
+from .upstreams import UpstreamConfig, fallback_faults
 
-Usd = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+def _section_named(given: tuple[str, Any]) -> FeatureSection:
+    name, value = given
+    if (kind := feature_sections().get(name)) is None:
+        raise PydanticCustomError("extra_forbidden", "Extra inputs are not permitted")
+    return kind.model_validate(value)
 
 
 class Config(Section):
     """The core's sections. Those of features are read with `section`."""
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, SerializeAsAny[FeatureSection]] = Field(init=False)
+    __pydantic_extra__: dict[str, Annotated[SerializeAsAny[FeatureSection], PlainValidator(_section_named)]] = Field(
+        init=False
+    )
 
     proxy: ProxyConfig = ProxyConfig()
     store: StoreConfig = StoreConfig()
@@ -38,7 +43,7 @@ class Config(Section):
     policy: PolicyConfig = PolicyConfig()
     vllm: VllmConfig = VllmConfig()
     trainer: TrainerConfig = TrainerConfig()
-    prices: dict[str, Annotated[list[Usd], Field(min_length=2, max_length=3)]] = {}
+    prices: dict[str, Annotated[list[NotNegative], Field(min_length=2, max_length=3)]] = {}
 
     def section(self, kind: type[Kind]) -> Kind:
         """Return a feature's section."""
@@ -49,87 +54,49 @@ class Config(Section):
         """Return the sections of all features."""
         return Sections(self.__pydantic_extra__.values())
 
-    @model_validator(mode="wrap")
+    @model_validator(mode="before")
     @classmethod
-    def _with_features(cls, data: Any, build: ModelWrapValidatorHandler[Config]) -> Config:
-        """Check the sections of features as those of the core are, and tell all that is wrong at once."""
+    def _with_features(cls, data: Any) -> Any:
+        """Give the sections of features their names, and those that are left out their defaults."""
         if not isinstance(data, Mapping):
-            return build(data)
-        kinds, wrong = feature_sections(), list[InitErrorDetails]()
+            return data
         known = {name: value for name, value in data.items() if name in cls.model_fields}
-        for name in data.keys() - known.keys() - kinds.keys():
-            wrong.append(_detail("extra_forbidden", "Extra inputs are not permitted", (name,)))
-        for name, kind in kinds.items():
-            try:
-                known[name] = kind.model_validate(data.get(name, {}))
-            except ValidationError as error:
-                wrong += [_detail(one["type"], one["msg"], (name, *one["loc"])) for one in error.errors()]
-                known[name] = kind()
-        try:
-            config = build(known)
-        except ValidationError as error:
-            wrong += [_detail(one["type"], one["msg"], one["loc"]) for one in error.errors()]
-        if wrong:
-            raise ValidationError.from_exception_data(cls.__name__, wrong)
-        return config
+        others = [name for name in dict.fromkeys((*feature_sections(), *data)) if name not in known]
+        return known | {name: (name, data.get(name, {})) for name in others}
 
-    @model_validator(mode="after")
-    def _has_an_upstream(self) -> Config:
+    def model_post_init(self, _: Any) -> None:
+        self.__dict__["trainer"] = self.trainer.with_sections(self.rewards.range, self.sections)
+
+    def faults(self) -> Iterator[str]:
         if not self.upstreams:
-            raise ValueError("upstreams: at least one is needed")
-        check_fallbacks({upstream.name: upstream.fallbacks for upstream in self.upstreams}, len(self.upstreams))
-        return self
+            yield "upstreams: at least one is needed"
+        yield from fallback_faults(self.upstreams)
+        trainer, policy = self.trainer, self.policy
+        if missing := trainer.plugins - {*self.plugins}:
+            yield f"trainer: {', '.join(sorted(missing))} is no plugin of yours: add it to plugins"
+        if not any(trainer.reward_weights.values()) and not (trainer.reward_weights and trainer.has_guide):
+            yield (
+                "trainer.reward_weights: name at least one reward. Its weight is not 0, unless a feature teaches "
+                "something beside rewards"
+            )
+        for section in self._checked:
+            section.check(self)
+        if trainer.weights == "full" and policy.publish == "lora":
+            yield "trainer.weights full has no adapter to publish: set policy.publish to merged or auto"
+        if trainer.weights == "full" and policy.adapters:
+            yield "trainer.weights full is one set of weights for all agents: leave out policy.adapters"
+        # A router cannot leave out a server while its weights are replaced. Adapters have names of their own.
+        if self.policy_upstream is not None and self.policy_upstream.servers and policy.publish != "lora":
+            yield "upstreams: servers behind a router need policy.publish lora"
 
-    @model_validator(mode="after")
-    def _names_the_plugins_that_the_trainer_uses(self) -> Config:
-        if missing := self.trainer.plugins - {*self.plugins}:
-            raise ValueError(f"trainer: {', '.join(sorted(missing))} is no plugin of yours: add it to plugins")
-        return self
-
-    @model_validator(mode="after")
-    def _tells_the_trainer_of_other_sections(self) -> Config:
-        self.__dict__["trainer"] = self.trainer.with_sections(
-            self.rewards.range, self.sections
-        )  # not yet seen by anybody
-        return self
-
-    @model_validator(mode="after")
-    def _counts_some_reward(self) -> Config:
-        if not any(self.trainer.reward_weights.values()) and not (
-            self.trainer.reward_weights and self.trainer.has_guide
-        ):
-            raise ValueError("trainer.reward_weights: name at least one reward. Its weight is not 0, unless a feature "
-                             "teaches something beside rewards")  # fmt: skip
-        return self
-
-    @model_validator(mode="after")
-    def _goes_with_the_sections_of_features(self) -> Config:
-        for section in self.sections:
-            if isinstance(section, CheckedSection):
-                section.check(self)
-        return self
-
-    @model_validator(mode="after")
-    def _publishes_all_weights_merged(self) -> Config:
-        if self.trainer.weights == "full" and self.policy.publish == "lora":
-            raise ValueError("trainer.weights full has no adapter to publish: set policy.publish to merged or auto")
-        if self.trainer.weights == "full" and self.policy.adapters:
-            raise ValueError("trainer.weights full is one set of weights for all agents: leave out policy.adapters")
-        return self
-
-    @model_validator(mode="after")
-    def _publishes_adapters_behind_a_router(self) -> Config:
-        """A router cannot leave out a server while its weights are replaced. Adapters have names of their own."""
-        policys = self.policy_upstream
-        if policys is not None and policys.servers and self.policy.publish != "lora":
-            raise ValueError("upstreams: servers behind a router need policy.publish lora")
-        return self
+    @property
+    def _checked(self) -> list[CheckedSection]:
+        return [section for section in self.sections if isinstance(section, CheckedSection)]
 
     @property
     def merged_obstacle(self) -> str | None:
         """Return why weights cannot be published merged, as a feature says; None if they can."""
-        checked = (section for section in self.sections if isinstance(section, CheckedSection))
-        return next(filter(None, (section.merged_obstacle(self) for section in checked)), None)
+        return next(filter(None, (section.merged_obstacle(self) for section in self._checked)), None)
 
     @property
     def longest_wait_s(self) -> float | None:
@@ -140,8 +107,8 @@ class Config(Section):
     def not_absolute(self, names: Collection[str]) -> str | None:
         """Return why rewards of these names cannot tell how good a version is; None if they can."""
         has_function = self.rewards.function is not None
-        found = (section.not_absolute(names, has_function=has_function) for section in self.sections)
-        return next(filter(None, found), None)
+        reasons = (section.not_absolute(names, has_function=has_function) for section in self.sections)
+        return next(filter(None, reasons), None)
 
     @cached_property
     def policy_upstream(self) -> UpstreamConfig | None:
@@ -162,7 +129,3 @@ class CheckedSection(FeatureSection):
     def merged_obstacle(self, config: Config) -> str | None:
         """Return why weights cannot be published merged; None if they can."""
         return None
-
-
-def _detail(kind: str, message: str, place: tuple[int | str, ...]) -> InitErrorDetails:
-    return InitErrorDetails(type=PydanticCustomError(kind, message), loc=place, input=None)

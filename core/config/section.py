@@ -1,32 +1,27 @@
-"""The base class and the types of all sections of the configuration."""
+"""The base classes and the types of all sections of the configuration, those of features among them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 
+from ..features import modules
+from ..records import ModelCall
 from .address import shown
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-
-
 Gpu = Annotated[int, Field(ge=0)]
-
-
 Seconds = Annotated[float, Field(gt=0)]
-
-
-Limit = Annotated[int, Field(ge=1)] | None
-
-
+Count = Annotated[int, Field(ge=1)]
+Limit = Count | None
 Number = Annotated[float, Field(allow_inf_nan=False)]
-
-
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+CanBeOff = BeforeValidator(lambda value: "off" if value is False else value)  # YAML reads off as false
 
 NOT_SENDABLE = "it must be ASCII without spaces or line ends, and not empty"
 
@@ -50,16 +45,18 @@ def check_url(key: str, url: str, *, is_vllm: bool) -> None:
         raise ValueError(f"{key} of a vLLM must have a path, as a rule /v1, and no query; got {shown(url)!r}")
 
 
-def _off(value: Any) -> Any:
-    """YAML reads `off` without quotes as false."""
-    return "off" if value is False else value
-
-
-CanBeOff = BeforeValidator(_off)
-
-
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
+
+    def faults(self) -> Iterator[str]:
+        """Yield why keys that are right by themselves do not go together; the first fault is shown."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _has_no_fault(self) -> Self:
+        for fault in self.faults():
+            raise ValueError(fault)
+        return self
 
     def secret_keys(self) -> Iterator[str]:
         """Yield the keys that are kept secret, also those in the sections of this one."""
@@ -69,3 +66,66 @@ class Section(BaseModel):
                     yield one.get_secret_value()
                 elif isinstance(one, Section):
                     yield from one.secret_keys()
+
+
+class FeatureSection(Section):
+    """A feature's keys: the section of the configuration that has the feature's name.
+
+    `functions`: names of credits, baselines and losses that it adds, by kind. `moved`: where keys once were, and
+    where they are. `names_of_call_fields`: what it says of each call. Each question below is answered as if the feature
+    were not there.
+    """
+
+    name: ClassVar[str]
+    functions: ClassVar[Mapping[str, Sequence[str]]] = {}
+    moved: ClassVar[Mapping[str, str]] = {}
+    names_of_call_fields: ClassVar[Sequence[str]] = ()
+
+    @classmethod
+    def call_fields(cls, calls: Sequence[ModelCall]) -> Sequence[Mapping[str, Any]]:
+        """Return its fields of each of a rollout's calls, which are all of it, in order."""
+        return [{}] * len(calls)
+
+    @property
+    def trains_here(self) -> bool:
+        """Return whether a process of ours takes the steps, and no service."""
+        return True
+
+    @property
+    def has_guide(self) -> bool:
+        """Return whether it says more of tokens than their rewards do, also where all rewards are equal."""
+        return False
+
+    def training_weights(self, credits: Collection[str]) -> Mapping[str, float]:
+        """Return the weights by which its own rewards count in training, by name. `credits`: the ones in use."""
+        return {}
+
+    @property
+    def longest_wait_s(self) -> float | None:
+        """Return how long its reward for a rollout may take once that has ended; None if it gives none."""
+        return None
+
+    def not_absolute(self, names: Collection[str], *, has_function: bool) -> str | None:
+        """Return why rewards of these names cannot tell how good a version is; None if they can.
+
+        `has_function`: a function of the user's may give rewards of any name.
+        """
+        return None
+
+
+Kind = TypeVar("Kind", bound=FeatureSection)
+
+
+class Sections(tuple[FeatureSection, ...]):
+    """The sections of the installed features."""
+
+    def section(self, kind: type[Kind]) -> Kind:
+        """Return one; with its defaults if it was not handed in."""
+        return next((one for one in self if isinstance(one, kind)), None) or kind()
+
+
+@cache
+def feature_sections() -> dict[str, type[FeatureSection]]:
+    """Return the kinds of sections of the installed features, by name."""
+    kinds = (kind for module in modules("config") for kind in vars(module).values() if isinstance(kind, type))
+    return {kind.name: kind for kind in kinds if issubclass(kind, FeatureSection) and "name" in vars(kind)}

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator
 
 from ..errors import ConfigError
-from .section import NOT_SENDABLE, Limit, Port, Seconds, Section, is_sendable
+from .section import NOT_SENDABLE, Limit, Port, Positive, Seconds, Section, is_sendable
 
 
 class LimitsConfig(Section):
@@ -26,8 +27,8 @@ class ProxyConfig(Section):
     api_keys: list[SecretStr] = []
     admin_keys: list[SecretStr] = []
     limits: LimitsConfig = LimitsConfig()
-    max_body_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
-    max_bodies_mb: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 256.0
+    max_body_mb: Positive = 32.0
+    max_bodies_mb: Positive = 256.0
     body_timeout_s: Seconds = 60.0
     stop_timeout_s: Seconds = 5.0
 
@@ -109,17 +110,12 @@ class StoreConfig(Section):
         parts = urlsplit(self.url)
         return f"postgresql://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
-    @model_validator(mode="after")
-    def _supported(self) -> StoreConfig:
-        if self.is_postgres:
-            if self.retention.max_gib is not None:
-                raise ValueError(
-                    "retention.max_gib is for a store that is a file; PostgreSQL has retention.max_age_days"
-                )
-        elif not self.url.startswith("sqlite:///") or self.url == "sqlite:///":
+    def faults(self) -> Iterator[str]:
+        if self.is_postgres and self.retention.max_gib is not None:
+            yield "retention.max_gib is for a store that is a file; PostgreSQL has retention.max_age_days"
+        if not self.is_postgres and (not self.url.startswith("sqlite:///") or self.url == "sqlite:///"):
             shown = re.sub("//[^/]*@", "//…@", self.url)  # without a password
-            raise ValueError(f"sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed, got {shown!r}")
-        return self
+            yield f"sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed, got {shown!r}"
 
 
 class RecordingConfig(Section):

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
 
 from . import cron
-from .feature import Kind, Sections, feature_sections
 from .rollouts import DEFAULT_RANGE
-from .section import CanBeOff, Gpu, Number, Positive, Seconds, Section
+from .section import (
+    CanBeOff,
+    Count,
+    Gpu,
+    Kind,
+    NotNegative,
+    Number,
+    Positive,
+    Seconds,
+    Section,
+    Sections,
+    feature_sections,
+)  # fmt: skip
 
 # The fewest earlier rollouts from which a usual reward can be estimated.
 MIN_EARLIER = 4
@@ -29,33 +40,27 @@ class AirConfig(Section):
     truncated: Number = -0.1
 
 
+def _time(value: Any) -> Any:
+    """Turn a number back into a time: YAML reads 12:30 without quotes as 12 * 60 + 30."""
+    text = f"{value // 60:02}:{value % 60:02}" if type(value) is int else value
+    if isinstance(text, str):
+        cron.expression(text)
+    return text
+
+
+Time = Annotated[str, BeforeValidator(_time)]
+
+
 class ScheduleConfig(Section):
     when: Literal["continuous", "rollouts", "times", "idle"] = "continuous"
-    every_rollouts: Annotated[int, Field(ge=1)] = 512
-    at: list[str] = []
+    every_rollouts: Count = 512
+    at: list[Time] = []
     idle_s: Seconds = 300.0
     max_load: Annotated[float, Field(gt=0, le=1)] = 0.5
 
-    @field_validator("at", mode="before")
-    @classmethod
-    def _unquoted(cls, times: Any) -> Any:
-        """Turn numbers back into times: YAML reads 12:30 without quotes as 12 * 60 + 30."""
-        if not isinstance(times, list):
-            return times
-        return [f"{t // 60:02}:{t % 60:02}" if isinstance(t, int) and not isinstance(t, bool) else t for t in times]
-
-    @field_validator("at")
-    @classmethod
-    def _are_times(cls, times: list[str]) -> list[str]:
-        for text in times:
-            cron.expression(text)
-        return times
-
-    @model_validator(mode="after")
-    def _has_times(self) -> ScheduleConfig:
+    def faults(self) -> Iterator[str]:
         if self.when == "times" and not self.at:
-            raise ValueError('schedule.when times needs schedule.at, such as ["02:00"]')
-        return self
+            yield 'schedule.when times needs schedule.at, such as ["02:00"]'
 
 
 LossType = Literal["cispo", "grpo", "sapo", "vespo", "dapo", "bnpo", "dr_grpo", "luspo"]
@@ -74,7 +79,7 @@ class VespoConfig(Section):
 
 
 class EntropyConfig(Section):
-    coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    coef: NotNegative = 0.0
     target: Positive | None = None
     delta: Positive = 0.005
     max_coef: Positive = 1.0
@@ -90,17 +95,15 @@ class CollapseConfig(Section):
     reward_warn: Positive = 3.0
     reward_stop: Positive = 5.0
     min_drop: Annotated[float, Field(ge=0, le=1)] = 0.25
-    steps: Annotated[int, Field(ge=1)] = 3
+    steps: Count = 3
     min_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.1
     max_clip_share: Annotated[float, Field(gt=0, le=1)] | None = 0.3
     max_kl: Positive | None = 1.0
     max_kl_base: Positive | None = 5.0
 
-    @model_validator(mode="after")
-    def _warns_before_it_stops(self) -> CollapseConfig:
+    def faults(self) -> Iterator[str]:
         if self.reward_stop < self.reward_warn:
-            raise ValueError("reward_stop is less than reward_warn: it training would stop without a warning")
-        return self
+            yield "reward_stop is less than reward_warn: training would stop without a warning"
 
 
 class TrainerConfig(Section):
@@ -113,7 +116,7 @@ class TrainerConfig(Section):
     agent_credit: Literal["team", "own"] = "team"
     credit: str | dict[str, str] = "uniform"
     discount: Annotated[float, Field(ge=0, le=1)] = 1.0
-    anchor_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    anchor_weight: NotNegative = 1.0
     reward_weights: dict[str, Number] = {"reward": 1.0}
     air: AirConfig = AirConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -122,10 +125,10 @@ class TrainerConfig(Section):
     running_window: Annotated[int, Field(ge=MIN_EARLIER)] = 32
     failed_rollouts: Literal["drop", "zero"] | Number = "drop"
     group_size: Annotated[int, Field(ge=2, le=1000)] = 8
-    tasks_per_step: Annotated[int, Field(ge=1)] = 8
+    tasks_per_step: Count = 8
     group_timeout_s: Seconds = 600.0
     dynamic_sampling: bool = False
-    max_steps: Annotated[int, Field(ge=1)] | None = None
+    max_steps: Count | None = None
     max_staleness: Annotated[int, Field(ge=0)] = 8
     loss_type: LossType = "cispo"
     loss: str | None = None
@@ -142,20 +145,20 @@ class TrainerConfig(Section):
     sapo: SapoConfig = SapoConfig()
     vespo: VespoConfig = VespoConfig()
     guide_limit: Positive = 5.0
-    kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    kl_coef: NotNegative = 0.0
     kl_metric: bool = False
     entropy: EntropyConfig = EntropyConfig()
     collapse: CollapseConfig = CollapseConfig()
     weights: Literal["lora", "full"] = "lora"
-    lora_rank: Annotated[int, Field(ge=1)] = 16
-    lora_alpha: Annotated[int, Field(ge=1)] = 32
+    lora_rank: Count = 16
+    lora_alpha: Count = 32
     lora_targets: list[str] | Literal["language", "all-linear"] = "language"
     devices: Annotated[list[Gpu], Field(max_length=1)] = []
-    max_tokens_per_batch: Annotated[int, Field(ge=1)] | None = None
-    max_sample_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens_per_batch: Count | None = None
+    max_sample_tokens: Count | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     gradient_checkpointing: bool | Literal["auto"] = "auto"
-    threads: Annotated[int, Field(ge=1)] | None = None
+    threads: Count | None = None
     keep_checkpoints: Annotated[int, Field(ge=2)] = 3
     report_to: list[str] = ["tensorboard"]
     poll_s: Seconds = 0.5
@@ -208,31 +211,17 @@ class TrainerConfig(Section):
         except ValidationError:
             raise ValueError(f"auto, or a number greater than 0; got {value!r}") from None
 
-    @model_validator(mode="after")
-    def _decays_to_an_end(self) -> TrainerConfig:
+    def faults(self) -> Iterator[str]:
         if self.lr_scheduler in ("linear", "cosine") and self.max_steps is None:
-            raise ValueError(f"lr_scheduler {self.lr_scheduler} needs max_steps, to know when the rate is to be 0")
-        return self
-
-    @model_validator(mode="after")
-    def _warms_up_where_it_can(self) -> TrainerConfig:
+            yield f"lr_scheduler {self.lr_scheduler} needs max_steps, to know when the rate is to be 0"
         if self.warmup_steps and self.lr_scheduler == "constant":
-            raise ValueError("warmup_steps needs lr_scheduler constant_with_warmup, linear or cosine")
-        return self
-
-    @model_validator(mode="after")
-    def _tells_agents_apart(self) -> TrainerConfig:
+            yield "warmup_steps needs lr_scheduler constant_with_warmup, linear or cosine"
         if self.agent_credit == "own" and set(self.agents or ()) <= {"*"}:
-            raise ValueError("agent_credit own needs agents to be named, as in agents: [planner, writer]")
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_level_for_its_loss(self) -> TrainerConfig:
+            yield "agent_credit own needs agents to be named, as in agents: [planner, writer]"
         if self.loss_type == "luspo" and self.importance_level != "sequence":
-            raise ValueError("loss_type luspo is a loss of entire answers: it needs importance_level: sequence")
+            yield "loss_type luspo is a loss of entire answers: it needs importance_level: sequence"
         if self.loss_type == "vespo" and self.importance_level != "token":
-            raise ValueError("loss_type vespo weighs entire answers by itself: it needs importance_level: token")
-        return self
+            yield "loss_type vespo weighs entire answers by itself: it needs importance_level: token"
 
     @property
     def trains_here(self) -> bool:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr
 
 from .address import SECRET_NAME, secrets_in, shown
 from .section import NOT_SENDABLE, Seconds, Section, check_url, is_sendable
@@ -77,55 +77,48 @@ class UpstreamConfig(Section):
         """Return the secrets to mask in its answers, the longest first. A short one ("EMPTY") might be any word."""
         return tuple(sorted({one for one in self.secrets() if len(one) >= SHORTEST_KEY}, key=len, reverse=True))
 
-    @model_validator(mode="after")
-    def _urls(self) -> UpstreamConfig:
+    def faults(self) -> Iterator[str]:
         if self.api_key is not None and not is_sendable(self.api_key):
-            raise ValueError(f"api_key cannot be sent: {NOT_SENDABLE}")
+            yield f"api_key cannot be sent: {NOT_SENDABLE}"
         if self.kind == "litellm":
-            self._check_litellm()
-            return self
-        for key, url in [("base_url", self.base_url), *(("replicas", url) for url in self.replicas)]:
-            check_url(key, url or "", is_vllm=self.kind == "vllm")
-        if len(set(self.urls)) < len(self.urls):
-            raise ValueError("replicas must differ from each other and from base_url")
-        self._check_servers()
-        if self.litellm_params:
-            raise ValueError("litellm_params is for kind litellm only")
-        return self
-
-    def _check_servers(self) -> None:
-        if not self.servers:
+            if not self.models and not self.model_map:
+                yield "kind litellm serves only what models or model_map name: name at least one"
+            if self.replicas or self.servers or self.session_header:
+                yield "replicas, servers and session_header are not for kind litellm"
+            if self.base_url and not self.base_url.startswith(("http://", "https://")):
+                yield f"base_url must be an http(s) URL, got {shown(self.base_url)!r}"
+            if self.health_check_s and not self.base_url:
+                yield "health_check_s needs a base_url to ask"
             return
-        if self.kind != "vllm" or self.replicas:
-            raise ValueError("servers are vLLMs behind the router at base_url: kind is vllm, and there are no replicas")
-        for url in self.servers:
-            check_url("servers", url, is_vllm=True)
+        if self.servers and (self.kind != "vllm" or self.replicas):
+            yield "servers are vLLMs behind the router at base_url: kind is vllm, and there are no replicas"
+        for key, urls in {
+            "base_url": [self.base_url or ""],
+            "replicas": self.replicas,
+            "servers": self.servers,
+        }.items():
+            for url in urls:
+                check_url(key, url, is_vllm=self.kind == "vllm")
+        if len(set(self.urls)) < len(self.urls):
+            yield "replicas must differ from each other and from base_url"
         if len(set(self.published_to)) < len(self.servers):
-            raise ValueError("servers must differ from each other")
-
-    def _check_litellm(self) -> None:
-        if not self.models and not self.model_map:
-            raise ValueError("kind litellm serves only what models or model_map name: name at least one")
-        if self.replicas or self.servers or self.session_header:
-            raise ValueError("replicas, servers and session_header are not for kind litellm")
-        if self.base_url and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url must be an http(s) URL, got {shown(self.base_url)!r}")
-        if self.health_check_s and not self.base_url:
-            raise ValueError("health_check_s needs a base_url to ask")
+            yield "servers must differ from each other"
+        if self.litellm_params:
+            yield "litellm_params is for kind litellm only"
 
 
-def check_fallbacks(fallbacks: Mapping[str, Sequence[str]], upstreams: int) -> None:
-    """Raise ValueError unless names are unique, every fallback is one of them, and none leads back to itself."""
-    if len(fallbacks) < upstreams:
-        raise ValueError("upstreams: every one needs a name of its own")
+def fallback_faults(upstreams: Sequence[UpstreamConfig]) -> Iterator[str]:
+    """Yield where a name is not unique, a fallback is none of the names, or one leads back to itself."""
+    fallbacks = {upstream.name: upstream.fallbacks for upstream in upstreams}
+    if len(fallbacks) < len(upstreams):
+        yield "upstreams: every one needs a name of its own"
     for name, following in fallbacks.items():
-        for other in following:
-            if other not in fallbacks:
-                raise ValueError(f"upstreams: {name} falls back to {other!r}, which is not the name of an upstream")
+        if unknown := [other for other in following if other not in fallbacks]:
+            yield f"upstreams: {name} falls back to {unknown[0]!r}, which is not the name of an upstream"
     try:
         TopologicalSorter(fallbacks).prepare()
     except CycleError as error:
-        raise ValueError(f"upstreams: fallbacks go in a circle: {' -> '.join(reversed(error.args[1]))}") from None
+        yield f"upstreams: fallbacks go in a circle: {' -> '.join(reversed(error.args[1]))}"
 
 
 def _secret_texts(value: Any, *, secret: bool) -> Iterator[str]:

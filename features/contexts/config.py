@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ...core.config.feature import FeatureSection
+from ...core.config.section import FeatureSection
 from ...core.records import ModelCall
 
 

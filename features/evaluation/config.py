@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ...core.config.feature import FeatureSection
-from ...core.config.section import Seconds
+from ...core.config.section import FeatureSection, Seconds
 
 
 def _words(value: Any) -> Any:

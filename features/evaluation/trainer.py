@@ -6,7 +6,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from ...core.config.run import require_program
+from ...core.config.rollouts import require_program
 from ...core.errors import ConfigError
 from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
 from ...trainer.report.metric_schema import group

@@ -17,10 +17,9 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from ...commands.run.runner import runner_for
 from ...commands.run.tasks import read_tasks
 from ...commands.vllm import other_port, require_model
-from ...core.config.file import ENV_NOT_CONFIG, config_of, read_config, read_yaml
+from ...core.config.file import ENV_NOT_CONFIG, ENV_PREFIX, config_of, lines, read_config, read_yaml
 from ...core.config.root import Config
 from ...core.config.section import Section
-from ...core.config.wrong import ENV_PREFIX, lines
 from ...core.errors import ConfigError, LightningError
 from ...trainer.functions import check_functions, own_functions
 from ...trainer.plugins import Run, check

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pydantic import SecretStr, field_validator
 
-from ...core.config.feature import FeatureSection
-from ...core.config.section import Seconds
+from ...core.config.section import FeatureSection, Seconds
 
 
 class OtelConfig(FeatureSection):

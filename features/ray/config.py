@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import field_validator
 
-from ...core.config.feature import FeatureSection
+from ...core.config.section import FeatureSection
 
 OPTIONS = (
     "num_cpus",

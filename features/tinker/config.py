@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import SecretStr, field_validator
 
-from ...core.config.feature import FeatureSection
-from ...core.config.section import NOT_SENDABLE, Seconds, check_url, is_sendable
+from ...core.config.section import NOT_SENDABLE, FeatureSection, Seconds, check_url, is_sendable
 
 TinkerLoss = Literal["importance_sampling", "ppo", "cispo"]
 # The service's loss for each of ours that it has a term for. They differ in the weights of tokens, which we send.

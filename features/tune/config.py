@@ -6,8 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from ...core.config.feature import FeatureSection
-from ...core.config.section import Number, Positive, Section
+from ...core.config.section import FeatureSection, Number, Positive, Section
 
 
 class SftConfig(Section):

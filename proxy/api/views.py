@@ -11,7 +11,7 @@ from dataclasses import asdict, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from ...core.config.feature import feature_sections
+from ...core.config.section import feature_sections
 from ...core.json_text import loads_or_none
 from ...core.records import Event, ModelCall, PolicyVersion, Reward, Rollout, ToolCall, Transition
 from ...core.tools import dicts

@@ -13,9 +13,9 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from ...core.config.plugins import load_plugin
 from ...core.config.root import Config
 from ...core.errors import ConfigError
+from ...core.features import load_plugin
 from ...core.json_text import encode
 from ...core.records import CallEnd, CallStart, RolloutName
 from ...store.store import Store

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_proxy.core.config.feature import feature_sections
+from lightning_proxy.core.config.section import feature_sections
 from lightning_proxy.features import FEATURES
 from support.paths import ROOT, TOPS
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_proxy.core.config.feature import feature_sections
 from lightning_proxy.core.config.policy import PolicyConfig as PolicyConfig
 from lightning_proxy.core.config.root import Config
+from lightning_proxy.core.config.section import feature_sections
 from lightning_proxy.core.config.trainer import TrainerConfig as CoreTrainerConfig
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_proxy.core.config.feature import feature_sections
+from lightning_proxy.core.config.section import feature_sections
 from lightning_proxy.core.errors import ConfigError, NotSaved
 from lightning_proxy.features.judge.config import CallsConfig
 from lightning_proxy.trainer.checkpoint import atomic_directory, fingerprint
