@@ -52,12 +52,36 @@ def bootstrap_mean(values: Sequence[float], seed: int, weights: Sequence[float] 
     return Interval(float(low), float(high))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """The evidence of one metric's pairs so far: two e-values, and the verdict that was reached first.
+    """What one metric's pairs show: two e-values after the last pair, which may have been higher before.
 
-    Each pair is one difference in [-1, 1]: the candidate minus the live version, scaled by the metric's range, positive
-    is better. Against a hypothesis "the mean is at most m" a bettor starts with the wealth 1 and bets a share c of it
-    on each pair; a pair multiplies the wealth by
+    `mean`: of the differences; None without a pair. `e_drop`: against "no drop". `e_safe`: against "a drop of the
+    margin or more". `worse_at`, `safe_at`: the number of pairs after which each verdict was first reached.
+    """
+
+    margin: float
+    pairs: int
+    mean: float | None
+    e_drop: float
+    e_safe: float
+    worse_at: int | None
+    safe_at: int | None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict that was reached first; `worse` if both were at the same pair. More pairs do not change it."""
+        if self.worse_at is not None and (self.safe_at is None or self.worse_at <= self.safe_at):
+            return "worse"
+        return "undecided" if self.safe_at is None else "safe"
+
+
+def evidence_of(differences: Iterable[float], margin: float, level: float, metrics: int = 1) -> Evidence:
+    """Return the evidence of pairs, in their order. ValueError if one is not in [-1, 1].
+
+    Each pair is one difference: the candidate minus the live version, scaled by the metric's range, positive is better.
+    Against a hypothesis "the mean is at most m" a bettor starts with the wealth 1 and bets a share c of it on each
+    pair; a pair d multiplies the wealth by
 
         1 + c * ((1 + d) / (1 + m) - 1)        with 0 < c < 1
 
@@ -75,65 +99,23 @@ class Evidence:
     equal candidate is called worse, and that one with a drop of `margin` or more is called safe. Of several `metrics`
     each has its share of `level` to call a candidate worse, since one of them is enough for that. To call it safe each
     has the full `level`, since all of them have to (an intersection-union test).
-
-    The same differences in the same order always give the same evidence.
     """
-
-    def __init__(self, margin: float, level: float, metrics: int = 1) -> None:
-        if not 0 < margin < 1 or not 0 < level < 1 or metrics < 1:
-            raise ValueError(
-                f"margin and level are between 0 and 1: {margin}, {level}, and there are metrics: {metrics}"
-            )
-        self.margin, self.level, self.metrics = margin, level, metrics
-        self.pairs = 0
-        self.worse_at: int | None = None  # the number of pairs after which it was first reached
-        self.safe_at: int | None = None
-        self._sum = 0.0
-        self._drop, self._safe = np.zeros(BETTORS), np.zeros(BETTORS)  # logarithms of each bettor's wealth
-
-    def add(self, difference: float) -> None:
-        """Take in one pair. ValueError if it is not in [-1, 1]."""
-        self.extend((difference,))
-
-    def extend(self, differences: Iterable[float]) -> None:
-        """Take in pairs, as one `add` after another would; all or none. ValueError if one is not in [-1, 1]."""
-        given = _checked(differences)
-        drop = _wealth(self._drop, -given, 0.0)
-        safe = _wealth(self._safe, given, -self.margin)
-        if self.worse_at is None:
-            self.worse_at = self._first(drop, math.log(self.metrics / self.level))
-        if self.safe_at is None:
-            self.safe_at = self._first(safe, math.log(1 / self.level))
-        self._drop, self._safe = drop[-1], safe[-1]
-        for value in given.tolist():
-            self._sum += value
-        self.pairs += len(given)
-
-    @property
-    def mean(self) -> float | None:
-        """The mean difference so far; None before the first pair."""
-        return self._sum / self.pairs if self.pairs else None
-
-    @property
-    def e_drop(self) -> float:
-        """The e-value against "no drop" after the last pair. It may have been higher before."""
-        return math.exp(min(float(_log_mean(self._drop)), MOST_LOG))
-
-    @property
-    def e_safe(self) -> float:
-        """The e-value against "a drop of `margin` or more" after the last pair. It may have been higher before."""
-        return math.exp(min(float(_log_mean(self._safe)), MOST_LOG))
-
-    @property
-    def verdict(self) -> Verdict:
-        """The verdict that was reached first; `worse` if both were at the same pair. It never changes again."""
-        if self.worse_at is not None and (self.safe_at is None or self.worse_at <= self.safe_at):
-            return "worse"
-        return "undecided" if self.safe_at is None else "safe"
-
-    def _first(self, wealth: Floats, threshold: float) -> int | None:
-        reached = np.flatnonzero(_log_mean(wealth[1:]) >= threshold)
-        return self.pairs + int(reached[0]) + 1 if len(reached) else None
+    if not 0 < margin < 1 or not 0 < level < 1 or metrics < 1:
+        raise ValueError(f"margin and level are between 0 and 1: {margin}, {level}, and there are metrics: {metrics}")
+    given = _checked(differences)
+    drop, safe = (
+        _log_mean(np.cumsum(np.vstack((np.zeros(BETTORS), _gains(side, at_most))), axis=0))
+        for side, at_most in ((-given, 0.0), (given, -margin))
+    )
+    return Evidence(
+        margin=margin,
+        pairs=len(given),
+        mean=sum(given.tolist()) / len(given) if len(given) else None,
+        e_drop=math.exp(min(float(drop[-1]), MOST_LOG)),
+        e_safe=math.exp(min(float(safe[-1]), MOST_LOG)),
+        worse_at=_first(drop, math.log(metrics / level)),
+        safe_at=_first(safe, math.log(1 / level)),
+    )
 
 
 def interval(differences: Iterable[float], level: float = 0.05, metrics: int = 1) -> Interval | None:
@@ -165,11 +147,6 @@ def difference(candidate: Sequence[float], live: Sequence[float], low: float, hi
     return min(max(ours - theirs, -1.0), 1.0)
 
 
-def compare_signs(candidate: float, live: float) -> int:
-    """Return 1 if the candidate's value is higher, -1 if it is lower, and 0 if they are equal."""
-    return (candidate > live) - (candidate < live)
-
-
 def sign_difference(candidate: Sequence[float], live: Sequence[float]) -> float:
     """Return how much more often the candidate's value is higher than lower: one pair, in [-1, 1].
 
@@ -178,21 +155,25 @@ def sign_difference(candidate: Sequence[float], live: Sequence[float]) -> float:
     """
     if not candidate or not live:
         raise ValueError(f"{len(candidate)} and {len(live)} values to compare")
-    signs = sum(compare_signs(one, other) for one in candidate for other in live)
+    signs = sum((one > other) - (one < other) for one in candidate for other in live)
     return signs / (len(candidate) * len(live))
 
 
 def _checked(differences: Iterable[float]) -> Floats:
     given = np.fromiter(differences, dtype=float)
-    if not np.all(np.abs(given) <= 1):
+    if not np.all(np.abs(given) <= 1):  # NaN too
         raise ValueError("a difference is not between -1 and 1")
     return given
 
 
-def _wealth(before: Floats, differences: Floats, at_most: float) -> Floats:
-    """Return the logarithms of the wealth against "the mean is at most `at_most`": (1 + pairs, bettors)."""
-    odds = (1 + differences) / (1 + at_most) - 1
-    return np.cumsum(np.vstack((before, np.log1p(np.outer(odds, SHARES)))), axis=0)
+def _gains(differences: Floats, at_most: float) -> Floats:
+    """Return the logarithms of each pair's factors, against "the mean is at most `at_most`": (pairs, bettors)."""
+    return np.log1p(np.outer((1 + differences) / (1 + at_most) - 1, SHARES))
+
+
+def _first(wealth: Floats, threshold: float) -> int | None:
+    reached = np.flatnonzero(wealth >= threshold)
+    return int(reached[0]) if len(reached) else None
 
 
 def _log_mean(logs: Floats) -> Floats:
@@ -206,8 +187,7 @@ def _low(differences: Floats, threshold: float) -> float:
     excluded, possible = -1.0, 1.0
     for _ in range(HALVINGS):
         bound = (excluded + possible) / 2
-        odds = (1 + differences) / (1 + bound) - 1
-        if _log_mean(np.log1p(np.outer(odds, SHARES)).sum(axis=0)) >= threshold:
+        if _log_mean(_gains(differences, bound).sum(axis=0)) >= threshold:
             excluded = bound
         else:
             possible = bound

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.statistics import RESAMPLES, Evidence, Interval, bootstrap_mean, difference
+from ...core.statistics import RESAMPLES, Interval, bootstrap_mean, difference, evidence_of
 
 EXACT_UP_TO = 13  # tasks: no more sign patterns than resamples
 MARGIN, LEVEL = 0.1, 0.05
@@ -76,8 +76,8 @@ def weigh(rewards: Rewards, first: Rewards) -> dict[str, Any]:
     """
     seen = [reward for rows in (rewards, first) for task in rows.values() for reward in task]
     low, high = min(0.0, *seen), max(1.0, *seen)
-    evidence, needed = Evidence(MARGIN, LEVEL), 1 / LEVEL
-    evidence.extend(difference(rewards[task], first[task], low, high) for task in rewards)
+    pairs = (difference(rewards[task], first[task], low, high) for task in rewards)
+    evidence, needed = evidence_of(pairs, MARGIN, LEVEL), 1 / LEVEL
     return {
         "margin": MARGIN * high - MARGIN * low,
         "e_drop": evidence.e_drop,

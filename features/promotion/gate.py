@@ -19,7 +19,7 @@ from ...core.config.root import Config
 from ...core.errors import LightningError
 from ...core.http import in_thread_if_large
 from ...core.returns import LARGEST, Rules, earned
-from ...core.statistics import Evidence, difference, interval, sign_difference
+from ...core.statistics import Evidence, difference, evidence_of, interval, sign_difference
 from ...store.store import Store
 from .config import PromotionConfig
 from .promotions import Observed, Outcome, Promotion, Promotions
@@ -232,8 +232,7 @@ def _compared(
         sums["live"] += live
         if candidate and live:
             pairs.append(metric.difference(candidate, live))
-    evidence = Evidence(metric.margin, rules.level, len(rules.metrics))
-    evidence.extend(pairs)
+    evidence = evidence_of(pairs, metric.margin, rules.level, len(rules.metrics))
     between = interval(pairs, rules.level, len(rules.metrics))
     return {
         "margin": metric.margin,

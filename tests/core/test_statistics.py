@@ -14,8 +14,8 @@ from lightning_proxy.core.statistics import (
     SHARES,
     Evidence,
     bootstrap_mean,
-    compare_signs,
     difference,
+    evidence_of,
     interval,
     sign_difference,
 )
@@ -100,8 +100,7 @@ def looked_at(pairs: Pairs, drop: float = 0.0, comparisons: int = COMPARISONS, l
     """The evidence of many comparisons, each looked at after every pair."""
     rng, found = np.random.default_rng(1), []
     for _ in range(comparisons):
-        evidence = Evidence(MARGIN, LEVEL)
-        evidence.extend(pairs(rng, looks, drop))
+        evidence = evidence_of(pairs(rng, looks, drop), MARGIN, LEVEL)
         found.append(evidence)
     return found
 
@@ -143,8 +142,7 @@ def test_pairs_that_count_as_they_end_hide_a_candidate_that_is_slow_to_fail() ->
         differences, waves = candidate * 1.0 - live, np.arange(640) // 64
         as_they_ended = np.argsort(waves + np.where(candidate, 0, 2), kind="stable")
         for order, pairs in (("ended", differences[as_they_ended]), ("began", differences)):
-            evidence = Evidence(MARGIN, LEVEL)
-            evidence.extend(pairs)
+            evidence = evidence_of(pairs, MARGIN, LEVEL)
             safe[order] += evidence.verdict == "safe"
     assert safe["ended"] > 50 and safe["began"] <= 3
 
@@ -163,8 +161,7 @@ def test_any_of_three_equal_metrics_is_called_worse_in_at_most_a_twentieth_of_co
     rng, alarms = np.random.default_rng(1), 0
     for _ in range(COMPARISONS):
         for pairs in (solved(0.5), solved(0.2), skewed):
-            evidence = Evidence(MARGIN, LEVEL, metrics=3)
-            evidence.extend(pairs(rng, 700, 0.0))
+            evidence = evidence_of(pairs(rng, 700, 0.0), MARGIN, LEVEL, metrics=3)
             if evidence.verdict == "worse":
                 alarms += 1
                 break
@@ -172,79 +169,54 @@ def test_any_of_three_equal_metrics_is_called_worse_in_at_most_a_twentieth_of_co
 
 
 def test_the_e_values_are_the_mean_wealth_of_the_bettors() -> None:
-    evidence = Evidence(margin=0.2, level=LEVEL)
-    evidence.extend([-0.5, 0.25])
+    evidence = evidence_of([-0.5, 0.25], margin=0.2, level=LEVEL)
     assert evidence.e_drop == pytest.approx(np.mean((1 + 0.5 * SHARES) * (1 - 0.25 * SHARES)))
     bets = SHARES / (1 - 0.2)
     assert evidence.e_safe == pytest.approx(np.mean((1 + bets * (-0.5 + 0.2)) * (1 + bets * (0.25 + 0.2))))
     assert (evidence.pairs, evidence.mean, evidence.verdict) == (2, -0.125, "undecided")
 
 
-def test_pairs_give_the_same_evidence_one_by_one_and_all_at_once() -> None:
-    differences = solved(0.5)(np.random.default_rng(2), 600, 0.1).tolist()
-    singly, at_once = Evidence(MARGIN, LEVEL), Evidence(MARGIN, LEVEL)
-    for value in differences:
-        singly.add(value)
-    at_once.extend(differences[:7])
-    at_once.extend([])
-    at_once.extend(differences[7:])
-    assert singly.worse_at == at_once.worse_at is not None
-    assert (singly.pairs, singly.mean, singly.verdict) == (at_once.pairs, at_once.mean, at_once.verdict)
-    assert (singly.e_drop, singly.e_safe) == pytest.approx((at_once.e_drop, at_once.e_safe))
-
-
 def test_before_the_first_pair_nothing_is_known() -> None:
-    evidence = Evidence(MARGIN, LEVEL)
+    evidence = evidence_of([], MARGIN, LEVEL)
     assert (evidence.pairs, evidence.mean, evidence.e_drop, evidence.e_safe) == (0, None, 1.0, 1.0)
     assert (evidence.verdict, interval([])) == ("undecided", None)
 
 
 def test_the_verdict_that_was_reached_first_stays() -> None:
-    evidence = Evidence(MARGIN, LEVEL)
-    evidence.extend([-1.0] * 20)
-    first = evidence.worse_at
-    evidence.extend([1.0] * 200)
+    first = evidence_of([-1.0] * 20, MARGIN, LEVEL).worse_at
+    evidence = evidence_of([-1.0] * 20 + [1.0] * 200, MARGIN, LEVEL)
     assert (evidence.verdict, evidence.worse_at) == ("worse", first)
     assert evidence.safe_at is not None and evidence.e_drop < 1 / LEVEL < evidence.e_safe
 
 
 def test_a_drop_below_the_margin_is_called_what_is_shown_first_and_worse_if_both_are() -> None:
     for value, verdict in ((-0.02, "safe"), (-0.08, "worse")):
-        evidence = Evidence(MARGIN, LEVEL)
-        evidence.extend([value] * 400)
+        evidence = evidence_of([value] * 400, MARGIN, LEVEL)
         assert evidence.worse_at is not None and evidence.safe_at is not None
         assert evidence.verdict == verdict
-    both = Evidence(MARGIN, level=0.99)
-    both.add(-0.05)
+    both = evidence_of([-0.05], MARGIN, level=0.99)
     assert (both.worse_at, both.safe_at, both.verdict) == (1, 1, "worse")
 
 
 def test_of_several_metrics_one_needs_more_to_be_worse_and_as_much_to_be_safe() -> None:
-    alone, shared = Evidence(MARGIN, LEVEL), Evidence(MARGIN, LEVEL, metrics=3)
-    for evidence in (alone, shared):
-        evidence.extend([-1.0] * 8)
+    alone, shared = (evidence_of([-1.0] * 8, MARGIN, LEVEL, metrics) for metrics in (1, 3))
     assert 1 / LEVEL <= alone.e_drop == shared.e_drop < 3 / LEVEL
     assert (alone.verdict, shared.verdict) == ("worse", "undecided")
-    alone, shared = Evidence(MARGIN, LEVEL), Evidence(MARGIN, LEVEL, metrics=3)
-    for evidence in (alone, shared):
-        evidence.extend([0.5] * 100)
+    alone, shared = (evidence_of([0.5] * 100, MARGIN, LEVEL, metrics) for metrics in (1, 3))
     assert alone.safe_at == shared.safe_at is not None
 
 
 @pytest.mark.parametrize("value", [-1.0, 0.0, 1.0])
 def test_a_hundred_thousand_pairs_overflow_nothing(value: float) -> None:
-    evidence = Evidence(MARGIN, LEVEL)
-    evidence.extend([value] * 100_000)
+    evidence = evidence_of([value] * 100_000, MARGIN, LEVEL)
     assert math.isfinite(evidence.e_drop) and math.isfinite(evidence.e_safe)
     assert evidence.verdict == ("worse" if value < 0 else "safe")
 
 
 @pytest.mark.parametrize("value", [1.5, -1.01, math.nan, math.inf])
-def test_a_difference_outside_its_range_is_refused_with_all_that_came_with_it(value: float) -> None:
-    evidence = Evidence(MARGIN, LEVEL)
+def test_a_difference_outside_its_range_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="not between -1 and 1"):
-        evidence.extend([0.5, value])
-    assert (evidence.pairs, evidence.e_drop) == (0, 1.0)
+        evidence_of([0.5, value], MARGIN, LEVEL)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +224,7 @@ def test_a_difference_outside_its_range_is_refused_with_all_that_came_with_it(va
 )
 def test_margins_and_levels_that_mean_nothing_are_refused(margin: float, level: float, metrics: int) -> None:
     with pytest.raises(ValueError, match="between 0 and 1"):
-        Evidence(margin, level, metrics)
+        evidence_of([], margin, level, metrics)
 
 
 def test_siblings_are_one_difference_of_two_means_by_the_range() -> None:
@@ -267,7 +239,6 @@ def test_siblings_are_one_difference_of_two_means_by_the_range() -> None:
 
 
 def test_values_without_bounds_are_compared_by_their_order() -> None:
-    assert [compare_signs(*pair) for pair in ((2.0, 1.0), (1.0, 1.0), (1.0, math.inf))] == [1, 0, -1]
     assert sign_difference([3.0, 900.0], [1.0, 3.0, 5.0]) == (1 + 0 - 1 + 3) / 6
     with pytest.raises(ValueError, match="1 and 0 values"):
         sign_difference([1.0], [])
@@ -275,8 +246,8 @@ def test_values_without_bounds_are_compared_by_their_order() -> None:
 
 def test_the_interval_excludes_what_the_verdict_does() -> None:
     for drop, metrics in ((0.1, 1), (0.1, 3), (0.0, 1)):
-        evidence, seen = Evidence(MARGIN, LEVEL, metrics), solved(0.5)(np.random.default_rng(3), LOOKS, drop)
-        evidence.extend(seen)
+        seen = solved(0.5)(np.random.default_rng(3), LOOKS, drop)
+        evidence = evidence_of(seen, MARGIN, LEVEL, metrics)
         at = evidence.safe_at if drop == 0 else evidence.worse_at
         assert at is not None
         before, then = (interval(seen[:pairs], LEVEL, metrics) for pairs in (at - 1, at))
