@@ -1,9 +1,9 @@
-"""Reads tool calls in answers, and their results in later requests, for all recorded APIs. Pure."""
+"""Reads messages and answers of all recorded APIs in one way: tool calls, and the results that come back. Pure."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, takewhile
 from typing import Any
 
@@ -16,7 +16,7 @@ Json = dict[str, Any]
 _WRITTEN_CALL = re.compile(r"\{'id': '([^']+)', 'type': 'function'")
 _WRITTEN_RESULT = re.compile(r"(?:Call id: .*\n)?(Observation|Error):\n")
 
-# Where an item of Responses has its arguments: of functions, custom tools, the computer, the shell, patches.
+# Where a call has its arguments: of functions, custom tools and Messages, the computer, the shell, patches.
 _ARGUMENTS = ("arguments", "input", "action", "actions", "operation")
 
 
@@ -26,65 +26,47 @@ def conversation(request: Json) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def tool_calls(response: Any) -> tuple[ToolCall, ...]:
-    """Return the tool calls of all choices of an answer, in order. A streamed answer must be assembled first."""
+def answers(response: Any) -> list[list[Json]]:
+    """Return each choice of an answer as the messages or items that a later request may send back.
+
+    A streamed answer must be assembled first.
+    """
     if not isinstance(response, dict):
-        return ()
-    where = (("choices", _of_chat), ("output", _of_responses), ("content", _of_messages))
-    return tuple(call for name, calls in where if name in response for call in calls(response))
+        return []
+    if isinstance(output := response.get("output"), list):
+        return [dicts(output)]
+    if isinstance(content := response.get("content"), list):
+        return [[{"role": "assistant", "content": content}]]
+    choices = dicts(response.get("choices"))
+    messages = [choice.get("message", {"content": choice.get("text")}) for choice in choices]
+    return [[{"role": "assistant"} | message] for message in dicts(messages)]
 
 
-def results_in(item: Any) -> Iterator[ToolResult]:
-    """Yield the results in one message: chat's `tool` and `function`, `…_call_output`, Anthropic's `tool_result`."""
+def tool_calls(response: Any) -> tuple[ToolCall, ...]:
+    """Return the tool calls of all choices of an answer, in order."""
+    return tuple(call for answer in answers(response) for item in answer for call in calls_in(item))
+
+
+def calls_in(item: Any) -> Iterator[ToolCall]:
+    """Yield the tool calls in a message of chat or Messages, or the one that is an item of Responses."""
     if not isinstance(item, dict):
         return
-    if (role := item.get("role")) in ("tool", "function"):
-        name = _text(item.get("name"))
-        yield ToolResult(_text(item.get("tool_call_id")) or None, item.get("content"), name=name)
-    elif str(item.get("type")).endswith("_call_output"):
-        yield ToolResult(_text(answered_call(item)) or None, item.get("output"))
-    elif role == "user":
-        for block in dicts(item.get("content")):
-            if block.get("type") == "tool_result":
-                called = _text(block.get("tool_use_id")) or None
-                yield ToolResult(called, block.get("content"), block.get("is_error") is True)
+    if is_call(item):
+        name = _text(item.get("name")) or item["type"].removesuffix("_call")  # OpenAI's own tools have no name
+        yield ToolCall(_text(item.get("call_id")), name, call_arguments(item))
+        return
+    for call in dicts(item.get("tool_calls")):
+        yield _call(call.get("id"), call.get("custom") if call.get("function") is None else call["function"])
+    if isinstance(called := item.get("function_call"), dict):  # of OpenAI's API before there were tools
+        yield _call(None, called)
+    for block in dicts(item.get("content")):
+        if block.get("type") == "tool_use":
+            yield _call(block.get("id"), block)
 
 
-def item_ids(response: Any) -> list[str | None]:
-    """Return the ids of the items that are an answer's tool calls, in order; Responses alone has such ids."""
-    output = response.get("output") if isinstance(response, dict) else None
-    return [_text(item.get("id")) for item in dicts(output) if is_call(item)]
-
-
-def _of_chat(response: Json) -> Iterator[ToolCall]:
-    for choice in dicts(response.get("choices")):
-        message = choice.get("message")
-        message = message if isinstance(message, dict) else {}
-        for call in dicts(message.get("tool_calls")):
-            yield _function_call(call.get("id"), called_tool(call))
-        if isinstance(called := message.get("function_call"), dict):  # of OpenAI's API before there were tools
-            yield _function_call(None, called)
-
-
-def called_tool(call: Json) -> Any:
-    """Return the function or custom tool of a chat tool call."""
-    return call.get("custom") if call.get("function") is None else call["function"]
-
-
-def _function_call(call_id: Any, function: Any) -> ToolCall:
+def _call(call_id: Any, function: Any) -> ToolCall:
     function = function if isinstance(function, dict) else {}
     return ToolCall(_text(call_id), _text(function.get("name")) or "", call_arguments(function))
-
-
-def _of_responses(response: Json) -> Iterator[ToolCall]:
-    for item in dicts(response.get("output")):
-        if is_call(item):
-            yield ToolCall(_text(item.get("call_id")), call_name(item), call_arguments(item))
-
-
-def call_name(item: Json) -> str:
-    """Return the name of the tool that an item of Responses calls; of OpenAI's own tools, the item's type."""
-    return _text(item.get("name")) or str(item["type"]).removesuffix("_call")
 
 
 def is_call(item: Json) -> bool:
@@ -98,36 +80,43 @@ def is_call(item: Json) -> bool:
     )
 
 
-def answered_call(item: Json) -> Any:
-    """Return the `call_id` that a result belongs to; OpenAI's local shell names this field `id`."""
-    return item.get("call_id", item.get("id"))
-
-
 def call_arguments(item: Json) -> str:
     """Return the arguments as the model wrote them, or as the server parsed them; empty if there are none."""
     value = next((item[name] for name in _ARGUMENTS if item.get(name) is not None), "")
+    if isinstance(value, dict) and [*value] == ["INVALID_JSON"]:  # so Anthropic and vLLM wrap a text
+        value = value["INVALID_JSON"]
     return value if isinstance(value, str) else dumps(value)
 
 
-def _of_messages(response: Json) -> Iterator[ToolCall]:
-    for block in dicts(response.get("content")):
-        if block.get("type") == "tool_use":
-            value = block.get("input")
-            if isinstance(value, dict) and [*value] == ["INVALID_JSON"]:  # so Anthropic and vLLM wrap a text
-                value = value["INVALID_JSON"]
-            arguments = value if isinstance(value, str) else dumps(value)
-            yield ToolCall(_text(block.get("id")), _text(block.get("name")) or "", arguments)
+def results_in(item: Any) -> Iterator[ToolResult]:
+    """Yield the results in one message: chat's `tool` and `function`, `…_call_output`, Anthropic's `tool_result`."""
+    if not isinstance(item, dict):
+        return
+    if (role := item.get("role")) in ("tool", "function"):
+        name = _text(item.get("name"))
+        yield ToolResult(_text(item.get("tool_call_id")) or None, item.get("content"), name=name)
+    elif str(item.get("type")).endswith("_call_output"):
+        called = item.get("call_id", item.get("id"))  # OpenAI's local shell names this field `id`
+        yield ToolResult(_text(called) or None, item.get("output"))
+    elif role == "user":
+        for block in dicts(item.get("content")):
+            if block.get("type") == "tool_result":
+                called = _text(block.get("tool_use_id")) or None
+                yield ToolResult(called, block.get("content"), block.get("is_error") is True)
 
 
-def written_results(items: Sequence[Any]) -> Iterator[ToolResult]:
-    """Yield the results that smolagents writes into a text, where that is the result of one call only."""
-    for answer, reply in pairwise(items):
+def written_results(items: Sequence[Any]) -> Iterator[tuple[int, ToolResult]]:
+    """Yield the results that smolagents writes into a text, where that is the result of one call only.
+
+    Each with the place of the answer that made the call.
+    """
+    for place, (answer, reply) in enumerate(pairwise(items)):
         _, calling, calls = _words(answer, "assistant").rpartition("Calling tools:\n")
         ids = _WRITTEN_CALL.findall(calls) if calling else []
         text = _words(reply, "user") if len(ids) == 1 else ""
         if begin := _WRITTEN_RESULT.match(text):
             content, _, _ = text[begin.end() :].partition("\nNew task:\n")
-            yield ToolResult(ids[0], content, begin[1] == "Error")
+            yield place, ToolResult(ids[0], content, begin[1] == "Error")
 
 
 def _words(item: Any, role: str) -> str:
@@ -150,12 +139,12 @@ def _text(value: Any) -> str | None:
 
 def has_results(items: Sequence[Any], known: int) -> bool:
     """Return whether there are results after the first `known` messages or items."""
-    return brings_result(items[known:]) or next(written_results(items[max(known - 1, 0) :]), None) is not None
+    return any(map(brings_result, items[known:])) or any(True for _ in written_results(items[max(known - 1, 0) :]))
 
 
 def only_results(items: Sequence[Any]) -> bool:
     """Return whether messages or items are at most one answer, and then nothing but tools' results, at least one."""
-    answer = [*takewhile(_is_answer, items)]
+    answer = [*takewhile(is_answer, items)]
     results = items[len(answer) :]
     is_one = sum(item.get("role") == "assistant" for item in answer) <= 1
     return is_one and bool(results) and all(map(_is_result, results))
@@ -163,17 +152,24 @@ def only_results(items: Sequence[Any]) -> bool:
 
 def _is_result(item: Any) -> bool:
     """Whether an item has a tool's result and nothing beside it, as a user's message of Anthropic may have."""
-    return brings_result([item]) and (
+    return brings_result(item) and (
         item.get("role") != "user" or all(block.get("type") == "tool_result" for block in dicts(item["content"]))
     )
 
 
-def _is_answer(item: Any) -> bool:
+def is_answer(item: Any) -> bool:
+    """Return whether a message or item is the model's."""
     return isinstance(item, dict) and (
         item.get("role") == "assistant" or item.get("type") == "reasoning" or is_call(item)
     )
 
 
-def brings_result(items: Iterable[Any]) -> bool:
-    """Return whether any message or item is, or has, a tool's result."""
-    return any(True for item in items for _ in results_in(item))
+def brings_result(item: Any) -> bool:
+    """Return whether a message or item is, or has, a tool's result."""
+    return any(True for _ in results_in(item))
+
+
+def item_ids(response: Any) -> list[str | None]:
+    """Return the ids of the items that are an answer's tool calls, in order; Responses alone has such ids."""
+    output = response.get("output") if isinstance(response, dict) else None
+    return [_text(item.get("id")) for item in dicts(output) if is_call(item)]

@@ -21,23 +21,22 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
-from unicodedata import normalize
 
 from ...core.records import ModelCall
 from ...core.tools import conversation
 from ...proxy.dialects.atoms import (
-    QUOTING_CHARACTERS,
     TELLING,
     TELLING_ORDER,
     Atom,
     answer_atoms,
+    ends_of,
     fragments,
     is_unique,
     item_atoms,
     parsed,
     request_atoms,
     same_arguments,
-    same_json,
+    same_text,
     strings,
     without_thoughts,
 )
@@ -464,7 +463,7 @@ def key_of(atom: Atom) -> Key:
     if atom.kind == "call":
         return "call", atom.name, same_arguments(atom.what)
     if atom.kind == "text" and atom.who == "assistant":
-        return "text", atom.who, same_json(atom.what) or "".join(normalize("NFC", atom.what).split())
+        return "text", atom.who, same_text(atom.what)
     return atom.kind, atom.who if atom.kind == "text" else "", atom.what
 
 
@@ -475,14 +474,9 @@ def keyed(atoms: Iterable[Atom]) -> list[KeyedAtom]:
 
 def telling(atom: Atom) -> frozenset[str]:
     """Return the texts of an atom by which a quotation of it is known: pieces of it, what a tool call says, its id."""
-    said = [*strings(parsed(atom.what))] if atom.kind == "call" else [_ends_of(atom.what)]
+    said = [*strings(parsed(atom.what))] if atom.kind == "call" else [ends_of(atom.what)]
     pieces = {piece for text in said for piece in fragments(text) if len(piece.encode(errors="replace")) >= TELLING}
     return frozenset(pieces | {atom.who} if atom.kind == "call" and is_unique(atom.who) else pieces)
-
-
-def _ends_of(text: str) -> str:
-    long = len(text) > 2 * QUOTING_CHARACTERS
-    return f"{text[:QUOTING_CHARACTERS]}\n{text[-QUOTING_CHARACTERS:]}" if long else text
 
 
 class _Placed:

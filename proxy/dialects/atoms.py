@@ -11,12 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from itertools import chain, islice
 from typing import Any, NamedTuple
 from unicodedata import normalize
 
 import orjson
 
-from ...core.tools import answered_call, call_arguments, call_name, called_tool, dicts, is_call
+from ...core.tools import answers, calls_in, conversation, dicts, results_in
 
 Json = dict[str, Any]
 
@@ -25,6 +26,9 @@ FENCE = "```"
 UNIQUE, LONG = 9, 24  # characters from which on an id, or a thought, is no other answer's
 # May be counted anew in every answer, or stand in an example: `functions.search:0`, `call_1`.
 _COUNTED = re.compile(r".*:\d{1,5}|\D*\d{1,5}", re.DOTALL)
+_NO_TEXTS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
+_IDS = ("id", "call_id", "tool_call_id", "tool_use_id", "encrypted_content", "signature", "data")
+_THOUGHTS = ("reasoning", "reasoning_content")
 
 # Fewer bytes do not show which rollout a text comes from: "ok" is in many.
 TELLING, TELLING_ORDER = 24, 12
@@ -55,97 +59,59 @@ class Atom(NamedTuple):
 
 def request_atoms(request: Json) -> list[Atom]:
     """Return the atoms of the conversation in a request of any recorded API."""
-    atoms = []
-    for name in ("system", "instructions"):
-        atoms += _content("system", request.get(name))
-    items = request.get("messages", request.get("input", request.get("prompt")))
-    if isinstance(items, str):
-        return [*atoms, *_content("user", items)]
-    for item in items if isinstance(items, list) else ():
-        atoms += item_atoms(item)
-    return atoms
+    atoms = [atom for name in ("system", "instructions") for atom in _said("system", request.get(name))]
+    text = request.get("input", request.get("prompt"))
+    items = [text] if isinstance(text, str) and "messages" not in request else conversation(request)
+    return [*atoms, *(atom for item in items for atom in item_atoms(item))]
 
 
 def answer_atoms(response: Json) -> Iterator[list[Atom]]:
     """Return, for each choice of an answer, the atoms that the agent may send back."""
-    if isinstance(output := response.get("output"), list):
-        yield [atom for item in output if isinstance(item, dict) for atom in item_atoms(item)]
-    elif isinstance(response.get("content"), list):
-        yield item_atoms({"role": "assistant", "content": response["content"]})
-    else:
-        choices = response.get("choices")
-        for choice in choices if isinstance(choices, list) else ():
-            message = choice.get("message") if isinstance(choice, dict) else None
-            if isinstance(message, dict):
-                yield item_atoms({"role": "assistant"} | message)
-            elif isinstance(choice, dict) and isinstance(text := choice.get("text"), str):
-                yield _content("assistant", text)  # of completions: it comes back within the next prompt
+    return ([atom for item in answer for atom in item_atoms(item)] for answer in answers(response))
 
 
 def item_atoms(item: Any) -> list[Atom]:
-    """Return the atoms of one message, or of one item of Responses."""
+    """Return the atoms of one message, or of one item of Responses; a text is a user's."""
     if not isinstance(item, dict):
-        return _content("user", item)
-    kind = item.get("type")
-    if is_call(item):
-        return [Atom("call", _id(item.get("call_id")), call_arguments(item), call_name(item))]
-    if isinstance(kind, str) and kind.endswith("_call_output"):
-        return [Atom("result", _id(answered_call(item)), _text(item.get("output")))]
-    if kind not in (None, "message"):
-        return []  # reasoning, say: some clients send it back, others do not
+        return _said("user", item)
     role = str(item.get("role"))
-    if role == "tool":
-        return [Atom("result", _id(item.get("tool_call_id")), _text(item.get("content")))]
-    if role == "function":
-        return [Atom("result", "", _text(item.get("content")))]
-    called = item.get("function_call")  # of OpenAI's API before there were tools
+    # Reasoning, say, has no text here: some clients send it back, others do not.
+    has_text = item.get("type") in (None, "message") and role not in ("tool", "function")
     return [
-        *_content("system" if role == "developer" else role, item.get("content")),
-        *(_tool_call(_id(call.get("id")), called_tool(call)) for call in dicts(item.get("tool_calls"))),
-        *([_tool_call("", called)] if isinstance(called, dict) else []),
+        *(_said("system" if role == "developer" else role, item.get("content")) if has_text else ()),
+        *(Atom("result", result.tool_call_id or "", text_of(result.content)) for result in results_in(item)),
+        *(Atom("call", call.id or "", call.arguments, call.name) for call in calls_in(item)),
     ]
 
 
-def _tool_call(call_id: str, function: Any) -> Atom:
-    function = function if isinstance(function, dict) else {}
-    return Atom("call", call_id, call_arguments(function), _id(function.get("name")))
+def _said(role: str, content: Any) -> list[Atom]:
+    return [Atom("text", role, text)] if (text := text_of(content)) else []
 
 
-def _id(value: Any) -> str:
-    return value if isinstance(value, str) else ""
-
-
-def _content(role: str, content: Any) -> list[Atom]:
-    """The atoms of a message's content. Neighbouring texts are one: some clients cut them up, others join them."""
-    texts, others = [], []
-    for part in [content] if isinstance(content, str) else content if isinstance(content, list) else ():
+def text_of(content: Any) -> str:
+    """Return the texts of a content in one piece: some clients cut them up, others join them."""
+    if not isinstance(content, list):
+        return content.strip() if isinstance(content, str) else ""
+    texts = []
+    for part in content:
         if isinstance(part, str):
             texts.append(part)
-        elif isinstance(part, dict):
-            match part.get("type"):
-                case "tool_use":
-                    name = _id(part.get("name"))
-                    others.append(Atom("call", _id(part.get("id")), call_arguments(part), name))
-                case "tool_result":
-                    others.append(Atom("result", _id(part.get("tool_use_id")), _text(part.get("content"))))
-                case "thinking" | "redacted_thinking":
-                    pass
-                case _:
-                    # Marks for the provider's cache move on from turn to turn.
-                    what = {name: value for name, value in part.items() if name != "cache_control"}
-                    texts.append(str(what.get("text", what)))
-    text = "".join(texts).strip()
-    return [*([Atom("text", role, text)] if text else []), *others]
-
-
-def _text(content: Any) -> str:
-    return "".join(atom.what for atom in _content("", content))
+        elif isinstance(part, dict) and part.get("type") not in _NO_TEXTS:
+            # Marks for the provider's cache move on from turn to turn.
+            what = {name: value for name, value in part.items() if name != "cache_control"}
+            texts.append(str(what.get("text", what)))
+    return "".join(texts).strip()
 
 
 def same_arguments(text: str) -> str:
     """Return a call's arguments in a canonical form, however a client writes them; none are an empty object."""
     text = text.strip()
     return "{}" if not text or parsed(text) == {} else same_json(text) or text
+
+
+def same_text(text: str) -> str:
+    """Return a text of the model in a canonical form, however a client writes it."""
+    return same_json(text) or "".join(normalize("NFC", text).split())
 
 
 def same_json(text: str) -> str | None:
@@ -180,47 +146,27 @@ def _even(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
-def is_counted(tool_call_id: str) -> bool:
-    """Return whether an id looks as if other answers had it, too."""
-    return _COUNTED.fullmatch(tool_call_id) is not None
-
-
 def is_unique(mark: str) -> bool:
-    """Return whether a mark looks as if no other answer had it."""
-    return len(mark) >= UNIQUE and not is_counted(mark)
+    """Return whether an id looks as if no other answer had it."""
+    return len(mark) >= UNIQUE and _COUNTED.fullmatch(mark) is None
 
 
 def answer_marks(response: Json) -> Iterator[str]:
     """Yield the marks of an answer of any recorded API."""
-    for item in dicts(response.get("output")):
-        yield from _of_item(item)
-    yield from _of_item({"content": response.get("content")})
-    for choice in dicts(response.get("choices")):
-        if isinstance(message := choice.get("message"), dict):
-            yield from _of_item(message)
+    return chain.from_iterable(_marks(item) for answer in answers(response) for item in answer)
 
 
 def request_marks(request: Json) -> Iterator[str]:
     """Yield the marks of answers that a request sends back or refers to, the newest first."""
-    for item in reversed(dicts(request.get("messages", request.get("input")))):
-        yield from _of_item(item)
+    return chain.from_iterable(map(_marks, reversed(dicts(conversation(request)))))
 
 
-def _of_item(item: Json) -> Iterator[str]:
-    """The marks of a message, or of an item of Responses."""
-    if isinstance(item.get("type"), str):
-        yield from _texts(item, "id", "encrypted_content")
-    calls = [item, *dicts(item.get("tool_calls")), *(parts := dicts(item.get("content")))]
-    names = ("call_id", "tool_call_id", "tool_use_id", "id")
-    yield from (text for call in calls for text in _texts(call, *names) if not is_counted(text))
-    for part in [*parts, *dicts(item.get("reasoning_details"))]:
-        yield from _texts(part, "signature", "data")
-    for name in ("reasoning", "reasoning_content"):
-        yield from (text for text in _texts(item, name) if len(text) >= LONG)
-
-
-def _texts(part: Json, *names: str) -> Iterator[str]:
-    return (text for name in names if isinstance(text := part.get(name), str) and text)
+def _marks(item: Json) -> Iterator[str]:
+    parts = [item, *(part for name in ("tool_calls", "content", "reasoning_details") for part in dicts(item.get(name)))]
+    for part in parts:
+        for names, least in ((_IDS, UNIQUE), (_THOUGHTS, LONG)):
+            texts = (text for name in names if isinstance(text := part.get(name), str) and len(text) >= least)
+            yield from filter(is_unique, texts)
 
 
 def digest(caller: str, *parts: bytes | str) -> bytes:
@@ -251,8 +197,8 @@ class State(NamedTuple):
 def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
     """Return a state for every beginning of the conversation. `state`: of the conversation before these atoms.
 
-    The ids of calls do not count: clients write them anew. Adjacent texts of the assistant are one: a client may have
-    the model continue where an answer ended.
+    The ids of calls do not count: clients write them anew. System prompts do not, either: some change every turn.
+    Adjacent texts of the assistant are one: a client may have the model continue where an answer ended.
     """
     states, before, text, in_a_row = [], state, "", 0
     for atom in atoms:
@@ -260,46 +206,34 @@ def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
             if in_a_row == IN_A_ROW:
                 before, text, in_a_row = state, "", 0
             text, in_a_row = text + atom.what, in_a_row + 1
-            state = before.then(atom, same_json(text) or "".join(normalize("NFC", text).split()))
-        else:
+            state = before.then(atom, same_text(text))
+        elif atom.who != "system":
             state = state.then(atom, same_arguments(atom.what) if atom.kind == "call" else atom.what)
             before, text, in_a_row = state, "", 0
         states.append(state)
     return states
 
 
-def origins(
-    caller: str, request_text: str, answer: Iterable[Atom], question: str = "", marks: Iterable[str] = ()
-) -> set[bytes]:
-    """Return digests that identify this answer: of its ids, and of text that is not in the request.
+def origins(caller: str, request_text: str, answer: Iterable[Atom], marks: Iterable[str] = ()) -> set[bytes]:
+    """Return digests that identify this answer: of its marks, and of text that is not in the request.
 
-    `request_text`: all texts of the request, joined. `question`: the last of them that is not an answer. `marks`: ids
-    that only this answer has. Of an answer of very many texts, or to a very long request, the first ones count.
+    `request_text`: all texts of the request, joined. The question and a shared page are repeated, for example. Of an
+    answer of very many texts, or to a very long request, the first ones count.
     """
-    digests = {identified(caller, mark) for mark in marks}
-    left = max(2 * FRAGMENTS, min(LOOKED_FOR, LOOKED_THROUGH // (len(request_text) + 1)))
+    limit = max(2 * FRAGMENTS, min(LOOKED_FOR, LOOKED_THROUGH // (len(request_text) + 1)))
+    said = (one for atom in answer for one in _told(atom))
+    new = {digest(caller, *one) for one in islice(said, limit) if one[1] not in request_text}
+    return new | {identified(caller, mark) for mark in marks}
 
-    def add(name: str, text: str, telling: int) -> None:
-        """Add a text, unless it is short or repeated. The question and a shared page are repeated, for example."""
-        nonlocal left
-        if left and len(raw := _bytes(text)) >= telling:
-            left -= 1
-            if text not in request_text:
-                digests.add(digest(caller, name, raw))
 
-    for kind, who, what, _ in answer:
-        if kind == "call" and who and not is_counted(who):
-            digests.add(identified(caller, who))
-        orders = list(strings(parsed(what))) if kind == "call" else []
-        for order in orders:
-            add("order", order, TELLING_ORDER)
-        if as_json := same_json(what):
-            digests.add(digest(caller, "json", question, as_json))
-            add("json", as_json, TELLING)
-        for text in [who, *orders] if kind == "call" else [what]:
-            for fragment in _ends(list(fragments(text))):
-                add("said", fragment, TELLING)
-    return digests
+def _told(atom: Atom) -> Iterator[tuple[str, str]]:
+    """What an answer says that tells it from others: the orders that it gives with a call, and fragments of texts."""
+    orders = [*strings(parsed(atom.what))] if atom.kind == "call" else []
+    yield from (("order", order) for order in orders if _length(order) >= TELLING_ORDER)
+    for text in [atom.who, *orders] if atom.kind == "call" else [atom.what]:
+        found = [*fragments(text)]
+        ends = found if len(found) <= 2 * FRAGMENTS else [*found[:FRAGMENTS], *found[-FRAGMENTS:]]
+        yield from (("said", fragment) for fragment in ends if _length(fragment) >= TELLING)
 
 
 def identified(caller: str, mark: str) -> bytes:
@@ -307,39 +241,23 @@ def identified(caller: str, mark: str) -> bytes:
     return digest(caller, "id", mark)
 
 
-def quotations(caller: str, atoms: Iterable[Atom], *, by_users: bool) -> Iterator[bytes]:
-    """Yield digests that may show which rollout a request quotes. Those of the request's own rollout come first.
+def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[tuple[bool, bytes]]:
+    """Yield digests that may show which rollout a request quotes: those of answers first (True), then those of users.
 
-    `by_users`: those in texts of users, else all others. System prompts do not count: findings of one rollout may be in
-    the prompt of all later ones.
+    System prompts do not count: findings of one rollout may be in the prompt of all later ones.
     """
-    question = ""
-    for kind, who, what, _ in atoms:
-        if who == "system":
-            continue
-        if kind == "call" or who == "assistant":
-            # A short one identifies nothing without its question: "ok": true is the answer to many.
-            if not by_users and (as_json := same_json(what)):
-                yield digest(caller, "json", question, as_json)
-                yield digest(caller, "json", as_json)
-        else:
-            question = what
-        if (who == "user") != by_users:
-            continue
-        if kind != "text":
-            if who and not is_counted(who):
-                yield identified(caller, who)
-            continue
+    texts = [atom for atom in atoms if atom.kind == "text" and atom.who != "system"]
+    for _, who, what, _ in sorted(texts, key=lambda atom: atom.who == "user"):
         if who == "user":  # it may be the order that a tool call gave to a sub-agent
-            yield digest(caller, "order", what)
-        is_short = len(what) <= 2 * QUOTING_CHARACTERS
-        for fragment in fragments(what if is_short else f"{what[:QUOTING_CHARACTERS]}\n{what[-QUOTING_CHARACTERS:]}"):
-            if len(raw := _bytes(fragment)) >= TELLING:
-                yield digest(caller, "said", raw)
+            yield False, digest(caller, "order", what)
+        found = (one for one in fragments(ends_of(what)) if _length(one) >= TELLING)
+        yield from ((who != "user", digest(caller, "said", one)) for one in found)
 
 
-def _ends(fragments: list[str]) -> list[str]:
-    return fragments if len(fragments) <= 2 * FRAGMENTS else [*fragments[:FRAGMENTS], *fragments[-FRAGMENTS:]]
+def ends_of(text: str) -> str:
+    """Return as much of a text as is searched for fragments."""
+    is_short = len(text) <= 2 * QUOTING_CHARACTERS
+    return text if is_short else f"{text[:QUOTING_CHARACTERS]}\n{text[-QUOTING_CHARACTERS:]}"
 
 
 def fragments(text: str) -> Iterator[str]:
@@ -355,12 +273,6 @@ def without_thoughts(text: str) -> str:
     return text.rpartition("</think>")[2].strip()
 
 
-def last_question(atoms: Iterable[Atom]) -> str:
-    """Return the last text that is neither an answer nor a system prompt."""
-    questions = [what for kind, who, what, _ in atoms if kind != "call" and who not in ("assistant", "system")]
-    return questions[-1] if questions else ""
-
-
 def strings(value: Any) -> Iterator[str]:
     """Yield all texts in the arguments of a tool call."""
     left = [value]
@@ -374,3 +286,7 @@ def strings(value: Any) -> Iterator[str]:
 
 def _bytes(text: str) -> bytes:
     return text.encode(errors="replace")
+
+
+def _length(text: str) -> int:
+    return len(_bytes(text))

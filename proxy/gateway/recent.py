@@ -311,9 +311,9 @@ class PlacedResult(NamedTuple):
 def results(request: ReadRequest, known: int) -> Iterator[PlacedResult]:
     """Yield the results after the first `known` items."""
     items = request.items.all
-    if brings_result(items[known:]):
+    if any(map(brings_result, items[known:])):
         yield from _Reader(request, known).results()
-    for result in written_results(items[max(known - 1, 0) :]):
+    for _, result in written_results(items[max(known - 1, 0) :]):
         yield PlacedResult(result, request.spot, False)
 
 
@@ -363,7 +363,7 @@ class _Reader:
         i = known
         if i < len(self._items.all) and self._items.is_call(i):
             return i
-        while i and brings_result(self._items.all[i - 1 : i]):
+        while i and brings_result(self._items.all[i - 1]):
             i -= 1
         while i and self._items.is_call(i - 1):
             i -= 1

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -28,8 +27,6 @@ from ..dialects.atoms import (
     beginnings,
     digest,
     identified,
-    is_unique,
-    last_question,
     origins,
     quotations,
     request_atoms,
@@ -42,10 +39,8 @@ log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
-# How much is looked for in one request: its longest beginnings, then, if none is known, quotations.
-BEGINNINGS, QUOTATIONS = 500, 500
-# How many marks are read, and how many of them, the newest, are looked for before anything else.
-MARKS, NEWEST_MARKS = 100, 4
+# How much is looked for in one request: the newest marks, its longest beginnings, then quotations.
+MARKS, BEGINNINGS, QUOTATIONS = 4, 500, 500
 _APART = "\0"  # between texts that are searched as one
 
 
@@ -56,22 +51,28 @@ class Conversation:
         self.size = size
         self.atoms = request_atoms(request)
         self.begun = beginnings(self.atoms)
+        self.system = digest("", *(atom.what for atom in self.atoms if atom.who == "system"))
 
-    @property
-    def last(self) -> State:
-        """Return the state of the entire request."""
-        return self.begun[-1] if self.begun else State()
+    def points(self, within: str, state: State) -> tuple[bytes, bytes]:
+        """Return the digests of a point: with system prompts and results of tools, and without."""
+        return digest(within, self.system, state.exact), digest(within, state.loose)
+
+    def asked(self, within: str) -> bytes:
+        """Return the digest of the request, ids included: requests of two agents may differ in them alone."""
+        ids = (atom.who for atom in self.atoms if atom.kind != "text")
+        return digest(within, "asked", self.system, self.begun[-1].exact if self.begun else b"", *ids)
 
     def ends(self) -> Iterator[State]:
         """Yield the states that end in an answer, as far as the request shows, the longest first.
 
         An answer may have been empty: then two messages of the user follow each other.
         """
-        for i in range(len(self.atoms) - 1, -1, -1):
-            atom, after = self.atoms[i], self.atoms[i + 1] if i + 1 < len(self.atoms) else None
+        after = None
+        for atom, state in zip(reversed(self.atoms), reversed(self.begun), strict=True):
             was_left_empty = after is not None and (after.kind, after.who) == ("text", "user") and atom.who != "system"
             if atom.who == "assistant" or atom.kind == "call" or was_left_empty:
-                yield self.begun[i]
+                yield state
+            after = atom
 
     def extended_by(self, answer: list[Atom], *, is_forced: bool = False) -> Iterator[State]:
         """Yield the states of the request with an answer added.
@@ -89,8 +90,8 @@ class Conversation:
         begun = len(self.atoms)  # where the answer's text begins: the request may end in a part of it
         while begun and (self.atoms[begun - 1].kind, self.atoms[begun - 1].who) == ("text", "assistant"):
             begun -= 1
-        states = beginnings([*self.atoms[begun:], *answer], self.begun[begun - 1] if begun else State())
-        return states[-1] if states else self.last
+        before = self.begun[begun - 1] if begun else State()
+        return [before, *beginnings([*self.atoms[begun:], *answer], before)][-1]
 
 
 class UnnamedRollouts:
@@ -105,67 +106,43 @@ class UnnamedRollouts:
     ) -> str | None:
         """Return the rollout that a request continues, or the one of a client's retry; None if there is none.
 
+        In this order: the very request, sent before, which failed or which the client says that it sends again; ids
+        that only one answer has; the longest beginning that was answered; text of an answer, in a history that was
+        edited or summed up, or in a sub-agent's order. Example, of calls by one key:
+
+            r1   user: go                                         answer: call f(1), id X
+            r2   user: go                                         answer: call f(2), id X
+                 user: go · call f(2), id Z · result 5            continues r2: "go, f(2)" was answered there alone
+                 user: He said "The tower was built in 1881."     continues the rollout that said so
+
         The entry found is used up: the next request like this one continues another rollout. Raises StoreUnavailable.
         """
         within = _within(caller, name)
-        if again := await self._tried(_request_digest(within, conversation), conversation, is_retry):
-            return again
-        for previous in (request.get("previous_response_id"), _kept(request)):
-            if not isinstance(previous, str):
-                continue
+        asked = conversation.asked(within)
+        if is_retry or conversation.atoms:
+            again = await (self._index.take(asked) if is_retry else self._index.take_failed(asked))
+            if again is not None:
+                return again
+        for previous in _kept_by_server(request.get("previous_response_id"), request):
             if rollout := await self._index.leads_to(digest(caller, "response", previous)):
                 return rollout
-        marks = [*dict.fromkeys(islice(request_marks(request), MARKS))]
-        return (
-            await self._marked(within, conversation, marks)
-            or await self._extended(within, conversation)
-            or await self._quoted(within, conversation, marks)
-        )
-
-    async def _tried(self, request: bytes, conversation: Conversation, is_retry: bool) -> str | None:
-        """By this very request, sent before: it failed, or the client says that this is a retry."""
-        if is_retry:
-            return await self._index.take(request)
-        return await self._index.take_failed(request) if conversation.atoms else None
-
-    async def _marked(self, within: str, conversation: Conversation, marks: list[str]) -> str | None:
-        """By the newest marks that only one answer has, such as ids of tool calls."""
-        for mark in islice(filter(is_unique, marks), NEWEST_MARKS):
+        for mark in islice(request_marks(request), MARKS):
             if rollout := await self._index.leads_to(identified(within, mark)):
                 for end in islice(conversation.ends(), 1):
-                    await self._index.take_of(digest(within, end.loose), rollout)
+                    await self._index.take_of(conversation.points(within, end)[1], rollout)
                 return rollout
-        return None
-
-    async def _extended(self, within: str, conversation: Conversation) -> str | None:
-        """By the longest beginning that was answered; prefer conversations not extended yet."""
         for end in islice(conversation.ends(), BEGINNINGS):
-            if rollout := await self._index.rollout_at(digest(within, end.exact), digest(within, end.loose)):
+            if rollout := await self._index.rollout_at(*conversation.points(within, end)):
                 return rollout
-        return None
-
-    async def _quoted(self, within: str, conversation: Conversation, marks: list[str]) -> str | None:
-        """By text and marks of one rollout alone that an edited or summarised history still has.
-
-        Answers come first, the oldest before others. Texts of users may quote several rollouts, such as a summary's and
-        the one that it is of: then it is the one with most calls.
-        """
-
-        def quoted(*, by_users: bool) -> list[bytes]:
-            return [*islice(quotations(within, conversation.atoms, by_users=by_users), QUOTATIONS)]
-
-        marked = (identified(within, mark) for mark in marks)
-        said = [*await in_thread_if_large(conversation.size, partial(quoted, by_users=False)), *marked][:QUOTATIONS]
-        for quotation in said:
+        by_users = dict[str, None]()  # they may quote several, such as a summary's and the one that it is of
+        for is_answer, quotation in await in_thread_if_large(
+            conversation.size, lambda: [*islice(quotations(within, conversation.atoms), QUOTATIONS)]
+        ):
             if rollout := await self._index.leads_to(quotation):
-                return rollout
-        found = dict[str, None]()
-        for quotation in (await in_thread_if_large(conversation.size, partial(quoted, by_users=True)))[
-            : QUOTATIONS - len(said)
-        ]:
-            if rollout := await self._index.leads_to(quotation):
-                found[rollout] = None
-        return await self._index.longest([*found])
+                if is_answer:
+                    return rollout
+                by_users[rollout] = None
+        return await self._index.longest([*by_users])
 
     async def giver(self, caller: str, rollout: RolloutName, response_id: str) -> Giver | None:
         """Return the call that gave a response, or None if the response is unknown."""
@@ -192,8 +169,7 @@ class UnnamedRollouts:
 def start_statements(caller: str, start: CallStart, conversation: Conversation) -> list[Statement]:
     """Return statements that store how the request of a call that begins can be found again."""
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": start.started_at}
-    within = _within(caller, start.rollout)
-    return [(CONVERSATION_TIP, row | {"digest": _request_digest(within, conversation), "exact": None})]
+    return [(CONVERSATION_TIP, row | {"digest": conversation.asked(_within(caller, start.rollout)), "exact": None})]
 
 
 def end_statements(caller: str, start: CallStart, conversation: Conversation, end: CallEnd) -> list[Statement]:
@@ -218,15 +194,14 @@ def _end_statements(
     at = start.started_at + end.latency_ms / 1000
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": at}
     within, request_text = _within(caller, start.rollout), _APART.join(atom.what for atom in conversation.atoms)
-    marks = set(answer_marks(response))
-    question, is_forced = last_question(conversation.atoms), _forces_a_call(start.request)
+    marks, is_forced = set(answer_marks(response)), _forces_a_call(start.request)
     for answer in answer_atoms(response):
         for state in conversation.extended_by(answer, is_forced=is_forced):
-            exact, loose = digest(within, state.exact), digest(within, state.loose)
+            exact, loose = conversation.points(within, state)
             yield CONVERSATION_TIP, row | {"digest": loose, "exact": exact}
-            for point in {exact, loose}:
+            for point in (exact, loose) if state.exact != state.loose else (loose,):
                 yield CONVERSATION_POINT, row | {"digest": point}
-        for origin in origins(within, request_text, answer, question, marks):
+        for origin in origins(within, request_text, answer, marks):
             yield CONVERSATION_ORIGIN, row | {"digest": origin}
     yield from _points(caller, start, end, response)
 
@@ -234,9 +209,8 @@ def _end_statements(
 def _points(caller: str, start: CallStart, end: CallEnd, response: Json) -> Iterator[Statement]:
     """By the ids that later requests may name: of the response, and of a conversation that the server keeps."""
     row = {"rollout_id": start.rollout.rollout_id, "at": start.started_at + end.latency_ms / 1000}
-    for name in (response.get("id"), _kept(response)):
-        if isinstance(name, str):
-            yield CONVERSATION_POINT, row | {"digest": digest(caller, "response", name)}
+    for name in _kept_by_server(response.get("id"), response):
+        yield CONVERSATION_POINT, row | {"digest": digest(caller, "response", name)}
 
 
 def _forces_a_call(request: Json) -> bool:
@@ -250,13 +224,8 @@ def _within(caller: str, name: RolloutName) -> str:
     return f"{caller}\n{name.task_id or ''}\n{name.mode}"
 
 
-def _kept(body: Json) -> Any:
-    """The id of a conversation that the server keeps for Responses: of a request or an answer."""
+def _kept_by_server(response_id: Any, body: Json) -> Iterator[str]:
+    """Yield the ids of what the server keeps: of a response, and of a request's or an answer's conversation."""
     conversation = body.get("conversation")
-    return conversation.get("id") if isinstance(conversation, dict) else conversation
-
-
-def _request_digest(within: str, conversation: Conversation) -> bytes:
-    """The digest of a request, ids included: requests of two agents may differ in them alone."""
-    ids = (atom.who for atom in conversation.atoms if atom.kind != "text")
-    return digest(within, "asked", conversation.last.exact, *ids)
+    kept = conversation.get("id") if isinstance(conversation, dict) else conversation
+    return (name for name in (response_id, kept) if isinstance(name, str))
