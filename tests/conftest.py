@@ -36,6 +36,7 @@ from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
 from support import fuzzing, network, reaper, stores  # noqa: F401  (fuzzing registers the profiles)
 from support.command_line import Done, lightning
+from support.features import has
 from support.left_open import LeftOpen
 from support.paths import ROOT
 from support.postgres import postgres_server
@@ -96,6 +97,9 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.long)
     if "sqlite" in item.keywords and item.config.getoption("--store") != "sqlite":
         item.add_marker(pytest.mark.skip(reason="about SQLite"))
+    for marker in item.iter_markers("feature"):
+        if not has(*marker.args):
+            item.add_marker(pytest.mark.skip(reason=f"without the feature {marker.args[0]}"))
     if "gpu" in item.keywords and not has_gpu():
         item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     if item.get_closest_marker("xdist_group") is None:

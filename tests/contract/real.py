@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from contract.system import Process, Served, free_port, write_config
+from support.features import has
 from support.tool_template import TEMPLATE
 
 Json = dict[str, Any]
@@ -139,8 +140,8 @@ def _running(publish: str, model: Path, directory: Path) -> Iterator[System]:
     template = directory / "template.jinja"
     template.write_text(TEMPLATE.strip())
     tools = ["--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--chat-template", str(template)]
-    evaluation = _evaluation(directory) if publish == "merged" and _has("evaluation") else None
-    others: Callable[[int], list[Json]] = _through_litellm if _has("litellm") else lambda _: []
+    evaluation = _evaluation(directory) if publish == "merged" and has("evaluation") else None
+    others: Callable[[int], list[Json]] = _through_litellm if has("litellm") else lambda _: []
     vllm = {"max_model_len": 1024, "extra_args": tools}
     system = System(directory, model, publish, vllm=vllm, evaluation=evaluation, others=others)
     try:
@@ -148,10 +149,6 @@ def _running(publish: str, model: Path, directory: Path) -> Iterator[System]:
         yield system
     finally:
         system.stop()
-
-
-def _has(feature: str) -> bool:
-    return (Path(__file__).parents[2] / "features" / feature).is_dir()
 
 
 def _evaluation(directory: Path) -> Json:

@@ -260,6 +260,7 @@ def post_spans(model: Scripted, rollout: str, spans: list[Json], first_id: int =
     return model.proxy.rollout(rollout)
 
 
+@pytest.mark.feature("otel")
 @cases_with("span")
 def test_what_was_said_is_read_from_spans_of_others(case: Case, model: Scripted) -> None:
     (call,) = post_spans(model, uuid.uuid4().hex, [{"attributes": case["span"]}])["calls"]
@@ -267,6 +268,7 @@ def test_what_was_said_is_read_from_spans_of_others(case: Case, model: Scripted)
     assert call["response"]["choices"][0]["message"]["role"] == "assistant"
 
 
+@pytest.mark.feature("otel")
 @cases_with("posts")
 def test_spans_stand_in_the_order_of_their_own_times(case: Case, model: Scripted) -> None:
     name = uuid.uuid4().hex

@@ -18,6 +18,7 @@ from aiohttp import web
 
 from contract.system import Done, Process, Proxy, in_this_process, lightning, played, wait_until
 from contract.vllm import PlayedVllm
+from support.features import is_there
 
 Json = dict[str, Any]
 # Each command with arguments that are right in form.
@@ -51,7 +52,7 @@ def commands(*group: str) -> Iterator[tuple[tuple[str, ...], str]]:
 
 def test_every_command_has_a_help_that_reads_well_at_80_columns(tmp_path: Path) -> None:
     found = dict(commands())
-    assert {*READS_CONFIGURATION, *OTHERS} <= {" ".join(command) for command in found}
+    assert {*filter(is_there, (*READS_CONFIGURATION, *OTHERS))} <= {" ".join(command) for command in found}
     for command, text in found.items():
         assert lightning(*command, "-h", cwd=tmp_path).stdout == text
         assert max(map(len, text.splitlines())) <= 80, command
@@ -77,7 +78,7 @@ def refused(directory: Path, *arguments: str, code: int = 2) -> str:
     return last
 
 
-@pytest.mark.parametrize("command", READS_CONFIGURATION)
+@pytest.mark.parametrize("command", [*filter(is_there, READS_CONFIGURATION)])
 def test_a_wrong_key_file_or_option_is_one_line_that_names_it(command: str, tmp_path: Path) -> None:
     given = [*command.split(), *READS_CONFIGURATION[command].split()]
     (tmp_path / "tasks.jsonl").write_text("{}\n")
@@ -136,7 +137,7 @@ def test_a_wrong_key_file_or_option_is_one_line_that_names_it(command: str, tmp_
         ("store migrate store.db postgresql://h/b", "FROM"),
         ("store migrate sqlite:///a.db sqlite:///b.db", "one of the two has to be"),
         ("doctor --yes", "--learn"),
-        ("experiment none.yaml", "none.yaml"),
+        pytest.param("experiment none.yaml", "none.yaml", marks=pytest.mark.feature("experiment")),
     ],
 )
 def test_a_wrong_value_is_one_line_that_names_it(arguments: str, named: str, tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_json_is_the_same_data_as_the_apis(proxy: Proxy) -> None:
     assert posted == {"reward_id": posted["reward_id"], "rollout_id": "same-2", "status": "recorded"}
     found = proxy.rollout("same-2")
     assert (found["reward"], found["status"], found["rewards"][0]["comment"]) == (-0.5, "running", "slow")
-    for command in ("keys list", "store info", "doctor", "costs"):
+    for command in filter(is_there, ("keys list", "store info", "doctor", "costs")):
         assert ok(proxy.run(*command.split(), "--json")).json, command
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from contract.system import Answer, Proxy, in_this_process, played, wait_until
 from contract.vllm import PlayedVllm
+from support.features import has
 
 Json = dict[str, Any]
 NUMBERS = itertools.count()
@@ -85,7 +86,7 @@ def test_a_wrong_value_in_a_query_is_refused_by_name_on_every_route(proxy: Proxy
             param = answer.error["param"].split(".")[-1]
             assert (answer.status, param, is_openais(answer)) == (422, one["name"], True), (path, one["name"])
             asked += 1
-    assert asked > 20
+    assert asked > 10
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
@@ -105,7 +106,8 @@ def test_head_is_answered_as_get_is_without_a_body(proxy: Proxy, name: str) -> N
         assert (head.status, head.body, head.headers["content-type"]) == (
             get.status, b"", get.headers["content-type"],
         ), path  # fmt: skip
-    assert proxy.call("HEAD", "/feed").headers["content-type"] == "text/event-stream; charset=utf-8"
+    if has("page"):
+        assert proxy.call("HEAD", "/feed").headers["content-type"] == "text/event-stream; charset=utf-8"
     refused = proxy.call("HEAD", "/reward")
     assert (refused.status, refused.headers["allow"]) == (405, "POST")
 
@@ -303,6 +305,7 @@ def shown(proxy: Proxy, rollout: str, text: str = "Today is Monday.", agent: str
     return system
 
 
+@pytest.mark.feature("prompts")
 def test_a_prompt_takes_the_place_of_the_agents_own(prompted: Proxy) -> None:
     wait_until(lambda: shown(prompted, f"r{next(NUMBERS)}") == OWN, 30, "the running proxy has the prompt")
     assert shown(prompted, "r-before") == OWN
@@ -323,6 +326,7 @@ def test_a_prompt_takes_the_place_of_the_agents_own(prompted: Proxy) -> None:
     assert (prompt["version"], prompt["text"], prompt["match"]["agent"]) == (2, BETTER, "writer")
 
 
+@pytest.mark.feature("prompts")
 def test_siblings_can_be_opened_for_a_version_of_a_prompt(prompted: Proxy) -> None:
     body = {"n": 2, "task_id": "t", "prompts": {"writer": 2}, "metadata": {"optimize": "run1"}}
     opened = prompted.post("/rollouts", body).json
@@ -339,6 +343,7 @@ def test_siblings_can_be_opened_for_a_version_of_a_prompt(prompted: Proxy) -> No
     assert (missing.status, missing.error["message"]) == (404, "prompt 'writer' has no version 3")
 
 
+@pytest.mark.feature("prompts")
 def test_versions_of_a_prompt_are_promoted_and_rolled_back(prompted: Proxy) -> None:
     assert [one["name"] for one in prompted.get("/prompts")["data"]] == ["writer"]
     assert prompted.post("/prompts", {"name": "writer", "text": OWN}).json["version"] == 1, "it is there already"
@@ -355,6 +360,7 @@ def test_versions_of_a_prompt_are_promoted_and_rolled_back(prompted: Proxy) -> N
 # The page
 
 
+@pytest.mark.feature("page")
 def test_the_page_is_served_without_a_key_under_a_policy_that_lets_nothing_else_in(tmp_path: Path) -> None:
     with in_this_process(tmp_path, proxy={"api_keys": ["secret"]}) as proxy:
         for path in ("/", "/docs", *files(proxy)):
@@ -381,6 +387,7 @@ def files(proxy: Proxy) -> dict[str, str]:
     return found
 
 
+@pytest.mark.feature("page")
 def test_the_page_reads_only_routes_of_the_api(proxy: Proxy) -> None:
     modules = {path: text for path, text in files(proxy).items() if "/vendor/" not in path and path.endswith("mjs")}
     assert len(modules) > 10

@@ -16,16 +16,17 @@ import pytest
 
 from contract.system import Done, Process, Proxy, free_port, in_this_process, lightning, wait_until
 from contract.vllm import PlayedVllm
+from support.features import has, is_there
 from support.postgres import postgres_server
 
 Json = dict[str, Any]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 ADDS = {"id": "k1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
-LOOKS = [
+LOOKS = [*filter(is_there, (
     "rollouts list", "rollouts list --json", "rollouts list --grep add --json", "rollouts show one:1 --json",
     "rollouts diff one:1 two", "policy list --json", "costs --by rollout --json", "store info --json", "export -",
     "export - --kind sft", "export - --kind atif", "prompts list --json", "prompts diff writer 1 2",
-]  # fmt: skip
+))]  # fmt: skip
 
 
 def by_tool(body: Json) -> Json:
@@ -50,7 +51,7 @@ def fill(proxy: Proxy) -> None:
         assert proxy.post(f"/rollouts/{name}/v1/chat/completions", body, X_Rollout_Mode=mode).status == 200
     proxy.post("/reward", [{"rollout_id": "one:1", "reward": 0.5}, {"rollout_id": "two", "reward": 1}])
     proxy.post("/rollouts/given-up/end", {"status": "discarded"})
-    for text in ("You add.", "You add well."):
+    for text in ("You add.", "You add well.") if has("prompts") else ():
         assert proxy.post("/prompts", {"name": "writer", "text": text}).status == 200
 
 
@@ -105,7 +106,7 @@ def of_another_program() -> bytes:
 def test_what_is_no_store_is_one_line_and_stays_as_it_is(tmp_path: Path, content: bytes, code: int, told: str) -> None:
     (tmp_path / "config.yaml").write_text("proxy: {port: 9}\n")
     (tmp_path / "lightning.db").write_bytes(content)
-    for command in [*LOOKS, "keys list", "dashboard", "policy export 1 new"]:
+    for command in filter(is_there, (*LOOKS, "keys list", "dashboard", "policy export 1 new")):
         done = lightning(*command.split(), cwd=tmp_path)
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1), (command, done)
         assert told in done.stderr and "lightning.db" in done.stderr
@@ -287,10 +288,11 @@ def test_a_store_is_copied_while_it_is_in_use_and_made_again_from_the_copy(tmp_p
     assert not list(tmp_path.rglob("*.part*"))
 
 
-PATHS = (
+PATHS = [
     "/rollouts?limit=1000", "/rollouts/one:1?requests=whole", "/rollouts/one:1/transitions", "/rollouts/two",
-    "/tasks", "/policy", "/policy/versions", "/prompts", "/costs?by=rollout", "/status",
-)  # fmt: skip
+    "/tasks", "/policy", "/policy/versions", "/status", *(["/prompts"] if has("prompts") else []),
+    *(["/costs?by=rollout"] if has("costs") else []),
+]  # fmt: skip
 
 
 def answers(directory: Path, url: str, do: Callable[[Proxy], None] = lambda _: None) -> dict[str, Any]:
@@ -325,6 +327,8 @@ def test_a_store_is_moved_to_postgresql_and_back_with_the_same_answers(tmp_path:
 
 
 @pytest.mark.sqlite
+@pytest.mark.feature("page")
+@pytest.mark.feature("prompts")
 def test_the_page_over_a_store_alone_answers_its_key_and_leaves_the_store_as_it_is(tmp_path: Path) -> None:
     with in_this_process(tmp_path) as proxy:
         fill(proxy)

@@ -13,6 +13,8 @@ import pytest
 
 from contract.system import Proxy, in_this_process, served, wait_until
 
+pytestmark = pytest.mark.feature("page")
+
 NUMBERS = itertools.count()
 
 

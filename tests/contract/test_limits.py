@@ -125,7 +125,8 @@ def test_encodings_in_two_headers_are_those_of_one(proxy: Proxy) -> None:
 
 
 CONTROL = ("/reward", "/rollouts", "/rollouts/r1/events", "/rollouts/r1/end", "/policy/promote")
-PATHS = ("/v1/chat/completions", "/otlp/v1/traces", *CONTROL)
+SPANS = pytest.param("/otlp/v1/traces", marks=pytest.mark.feature("otel"))
+PATHS = ("/v1/chat/completions", SPANS, *CONTROL)
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +158,7 @@ def test_a_preflight_which_needs_no_key_brings_no_body(keyed: Proxy) -> None:
     assert statuses(send(keyed.url, data))[0] in (403, 404, 405)  # what the upstream answers
 
 
-@pytest.mark.parametrize("path", ["/reward", "/v1/chat/completions", "/otlp/v1/traces"])
+@pytest.mark.parametrize("path", ["/reward", "/v1/chat/completions", SPANS])
 @pytest.mark.parametrize("body", [b"", b"{" * 100_000], ids=["nothing", "a part"])
 def test_a_body_that_does_not_come_is_given_up(keyed: Proxy, path: str, body: bytes) -> None:
     (answer,) = send(keyed.url, begun(path, 900_000, body))

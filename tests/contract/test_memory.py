@@ -151,6 +151,7 @@ def test_bodies_of_one_key_leave_room_for_others(proxy: Served, clients: Clients
 
 
 @pytest.mark.sqlite
+@pytest.mark.feature("costs")
 def test_reads_of_one_key_hold_up_no_other_and_end_with_their_clients(proxy: Served, clients: Clients) -> None:
     assert proxy.chat("r9", key="other").status == 502
     with closing(sqlite3.connect(proxy.directory / "store.db")) as store, store:

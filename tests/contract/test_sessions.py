@@ -21,6 +21,8 @@ import pytest
 
 from contract.scripted import CHAT, Json, Scripted, scripted, together
 
+pytestmark = pytest.mark.feature("contexts")
+
 Edge = tuple[str, int]
 HERE = Path(__file__).parent / "sessions"
 # How much of it is found at least without a name.

@@ -11,6 +11,7 @@ import pytest
 
 from contract.model import Faulty, ModelVllm, save_model
 from contract.system import Answer, Proxy, in_this_process, wait_until
+from support.features import has
 
 Json = dict[str, Any]
 REWARD = 0.1234
@@ -21,7 +22,8 @@ TRAINER = {"group_size": 2, "tasks_per_step": 1, "learning_rate": 0.05, "report_
 class Route(NamedTuple):
     """The status for an own-scoped key, for one of all rollouts, an admin's, and a rollout's own key.
 
-    `shows`: keys that see all find the other tenant in the answer. `{}` in the body is its rollout.
+    `shows`: keys that see all find the other tenant in the answer. `{}` in the body is its rollout. `feature` has the
+    route.
     """
 
     own: int
@@ -31,6 +33,7 @@ class Route(NamedTuple):
     shows: bool = False
     body: Any = None
     query: str = ""
+    feature: str = ""
 
 
 OPEN = Route(200, 200, 200, 200)
@@ -46,15 +49,15 @@ ROUTES: dict[str, Route] = {
     "delete /rollouts/{rollout_id}": Route(401, 401, 404, 401),  # one that is not there
     "get /rollouts/{rollout_id}/transitions": Route(404, 200, 200, 403, True),
     "get /rollouts/{rollout_id}/rows": Route(404, 200, 200, 403, True),
-    "get /rollouts/{rollout_id}/tokens": Route(404, 200, 200, 403),
+    "get /rollouts/{rollout_id}/tokens": Route(404, 200, 200, 403, feature="page"),
     "post /rollouts/{rollout_id}/events": Route(404, 200, 200, 403, body={"kind": "note", "value": "SECRET"}),
     "post /agl/api/rollouts/{rollout_id}/attempt/0/events": Route(
-        404, 200, 200, 403, body={"event_type": "note", "data": {"text": "SECRET"}}
+        404, 200, 200, 403, body={"event_type": "note", "data": {"text": "SECRET"}}, feature="agl"
     ),
-    "delete /rollouts/{rollout_id}/rewards/{reward_id}": Route(404, 404, 404, 403),
-    "get /people/queue": Route(200, 200, 200, 403, True, query="?person=anna"),
+    "delete /rollouts/{rollout_id}/rewards/{reward_id}": Route(404, 404, 404, 403, feature="judge"),
+    "get /people/queue": Route(200, 200, 200, 403, True, query="?person=anna", feature="judge"),
     "post /rollouts/{rollout_id}/end": Route(404, 409, 409, 403, body={"status": "discarded"}),
-    "get /costs": Route(200, 200, 200, 403, True, query="?by=task"),
+    "get /costs": Route(200, 200, 200, 403, True, query="?by=task", feature="costs"),
     "get /tasks": Route(200, 200, 200, 403, True),
     "get /policy": Route(200, 200, 200, 403, True),
     "get /policy/versions": Route(200, 200, 200, 403, True),
@@ -63,17 +66,18 @@ ROUTES: dict[str, Route] = {
     "post /policy/promote": Route(401, 401, 404, 401, body=VERSION),
     "post /policy/rollback": Route(401, 401, 200, 401),
     "get /status": Route(200, 200, 200, 403),
-    "get /environments": Route(200, 200, 200, 403),
-    "get /rewarders": Route(200, 200, 200, 403),
-    "get /prompts": Route(200, 200, 200, 403, True),
-    "post /prompts": Route(401, 401, 200, 401, body={"name": "writer", "text": "Be brief."}),
-    "get /prompts/{name}": Route(200, 200, 200, 200, True),
-    "get /prompts/{name}/rollouts": Route(200, 200, 200, 403, query="?run=run"),
-    "get /prompts/{name}/versions/{version}/rollouts": Route(200, 200, 200, 403, True),
-    "post /prompts/{name}/promote": Route(401, 401, 404, 401, body=VERSION),
-    "post /prompts/{name}/rollback": Route(401, 401, 409, 401),
-    "get /feed": Route(200, 200, 200, 403, True, query="?cursor=0"),
+    "get /environments": Route(200, 200, 200, 403, feature="environments"),
+    "get /rewarders": Route(200, 200, 200, 403, feature="judge"),
+    "get /prompts": Route(200, 200, 200, 403, True, feature="prompts"),
+    "post /prompts": Route(401, 401, 200, 401, body={"name": "writer", "text": "Be brief."}, feature="prompts"),
+    "get /prompts/{name}": Route(200, 200, 200, 200, True, feature="prompts"),
+    "get /prompts/{name}/rollouts": Route(200, 200, 200, 403, query="?run=run", feature="prompts"),
+    "get /prompts/{name}/versions/{version}/rollouts": Route(200, 200, 200, 403, True, feature="prompts"),
+    "post /prompts/{name}/promote": Route(401, 401, 404, 401, body=VERSION, feature="prompts"),
+    "post /prompts/{name}/rollback": Route(401, 401, 409, 401, feature="prompts"),
+    "get /feed": Route(200, 200, 200, 403, True, query="?cursor=0", feature="page"),
 }
+ROUTES = {name: route for name, route in ROUTES.items() if not route.feature or has(route.feature)}
 
 
 @dataclass
@@ -99,10 +103,14 @@ def new_key(proxy: Proxy, name: str, *options: str) -> str:
     return key
 
 
+def prompt(version: int) -> Json:
+    return {"prompts": {"writer": version}} if has("prompts") else {}
+
+
 def live(proxy: Proxy, key: str, task: str, sibling: int) -> str:
     """A rollout of a tenant that was called and rewarded, and has a prompt's version."""
     theirs = task == "b-task"
-    body = {"task_id": task, "metadata": {"optimize": "run", "note": task}, "prompts": {"writer": 1 + theirs}}
+    body = {"task_id": task, "metadata": {"optimize": "run", "note": task}, **prompt(1 + theirs)}
     (opened,) = proxy.post("/rollouts", body, key).json
     name: str = opened["rollout_id"]
     text = "SECRET" if theirs else "mine"
@@ -134,8 +142,8 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenants]:
     sections = {"proxy": access, "policy": policy, "trainer": TRAINER}
     with in_this_process(directory, ModelVllm(model), **sections) as proxy:
         for text, more in (("Be kind.", {}), ("Be curt.", {"comment": "SECRET", "metrics": {"reward": REWARD}})):
-            prompt = {"name": "writer", "text": text, "match": {"agent": "writer"}} | more
-            assert proxy.post("/prompts", prompt, "admin").status == 200
+            written = {"name": "writer", "text": text, "match": {"agent": "writer"}} | more
+            assert proxy.post("/prompts", written, "admin").status == (200 if has("prompts") else 404)
         own, other = new_key(proxy, "own", "--scope", "own"), new_key(proxy, "other", "--scope", "own")
         mine, beside = live(proxy, own, "a-task", 0), live(proxy, other, "a-task", 1)
         theirs = live(proxy, other, "b-task", 0)
@@ -236,9 +244,10 @@ def test_rollouts_of_two_tenants_are_never_of_one_group(tenants: Tenants) -> Non
 
 
 def test_what_is_made_of_everybodys_rollouts_is_not_shown_to_a_tenant(tenants: Tenants) -> None:
+    best = {"best"} if has("evaluation") else set()
     hidden = {
-        "/policy": {"last_step", "best"},
-        "/policy/versions": {"path", "metrics", "error", "best"},
+        "/policy": {"last_step"} | best,
+        "/policy/versions": {"path", "metrics", "error"} | best,
         "/policy/steps": {"checkpoint", "metrics"},
         "/status": {"per_step", "untrainable", "standstill", "verified", "recent"},
     }
@@ -246,14 +255,16 @@ def test_what_is_made_of_everybodys_rollouts_is_not_shown_to_a_tenant(tenants: T
         for key, seen in (("admin", fields), (tenants.keys["own"], set())):
             answer = tenants.proxy.get(path, key)
             assert {name for view in answer.get("data", [answer]) for name in fields if view[name]} == seen, path
-    feed = read_feed(tenants.proxy, "/feed?cursor=0", tenants.keys["own"]).body.decode()
-    steps = [frame for frame in feed.split("\n\n") if "event: step" in frame]
-    assert steps and all('"reward":null' in step for step in steps)
+    if has("page"):
+        feed = read_feed(tenants.proxy, "/feed?cursor=0", tenants.keys["own"]).body.decode()
+        steps = [frame for frame in feed.split("\n\n") if "event: step" in frame]
+        assert steps and all('"reward":null' in step for step in steps)
     status = tenants.proxy.get("/status", tenants.keys["own"])
     assert (status["rollouts"]["train"]["completed"], status["waiting"]) == (1, 1)
     assert [one["step"] for one in tenants.proxy.get("/policy/steps", tenants.keys["own"])["data"]] == [2, 1]
 
 
+@pytest.mark.feature("prompts")
 def test_nobody_adds_rollouts_to_the_optimisation_of_another_key(tenants: Tenants) -> None:
     body = {"metadata": {"optimize": "mine"}, "prompts": {"writer": 2}}
     opened_by = {}

@@ -109,6 +109,7 @@ def test_a_late_reward_offers_the_group_again_only_where_it_asks_for_it(proxy: P
     assert steps_of(proxy, names[:GROUP]) == {2} and steps_of(proxy, names[GROUP:]) == {1}
 
 
+@pytest.mark.feature("tune")
 @only_lora
 @pytest.mark.sqlite
 def test_a_run_that_is_offline_learns_from_the_store_and_leaves_it_and_the_policy_alone(proxy: Proxy) -> None:

@@ -71,7 +71,7 @@ class Copy:
         command = [sys.executable, *arguments]
         environment = os.environ | {"PYTHONPATH": str(self.directory)}
         done = subprocess.run(
-            command, cwd=self.tree, env=environment, check=False, capture_output=True, text=True, timeout=600
+            command, cwd=self.tree, env=environment, check=False, capture_output=True, text=True, timeout=1200
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
@@ -87,6 +87,17 @@ def test_features_can_be_deleted(tmp_path: Path, features: list[str]) -> None:
     copy.run("-m", "ruff", "check", "-q", ".")
     assert "train" in copy.run("-m", "lightning_proxy.cli", "--help")
     copy.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not vllm", *TESTS)
+
+
+@pytest.mark.timeout(1800)
+def test_all_features_can_be_deleted_and_types_and_the_contract_hold(tmp_path: Path) -> None:
+    copy = Copy(tmp_path, [*FEATURES])
+    copy.run("docs/generate.py")
+    (copy.tree / ".venv" / "typing").mkdir(parents=True)
+    (copy.tree / ".venv" / "typing" / "lightning_proxy").symlink_to(copy.tree)
+    copy.run("-m", "mypy")
+    whole = ("-m", "not long and not vllm", "tests/contract")
+    copy.run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "2", "--dist", "loadgroup", *whole)
 
 
 @pytest.mark.vllm
