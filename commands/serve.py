@@ -49,6 +49,7 @@ UVICORN: dict[str, Any] = {
     # The upstream's own `server` and `date` are passed on; a second one of each would not be transparent.
     "server_header": False,
     "date_header": False,
+    "proxy_headers": False,  # nobody asks for the client's address
     # Longer than any client keeps an idle connection: none is closed just as a request comes in.
     "timeout_keep_alive": 75,
     "timeout_worker_healthcheck": 30,  # a worker takes seconds to start on a busy machine

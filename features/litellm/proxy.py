@@ -25,7 +25,7 @@ from ...core.errors import InvalidRequest, LightningError, NotFound, Unsupported
 from ...core.prices import import_litellm, require_litellm
 from ...core.records import Header
 from ...proxy.dialects.dialects import DIALECTS
-from ...proxy.gateway.upstream import KeyMask, NoConnection, Request, Upstream
+from ...proxy.gateway.upstream import Answer, KeyMask, NoConnection, Request, Upstream
 from ...proxy.hooks import ProxyPlugin
 
 # Of the provider's headers, those about its connection to litellm, or about a body that is made anew.
@@ -147,9 +147,7 @@ class _Call:
         while held[-1] is not None and b'"message_start"' in held[-1]:
             held.append(await self._engine.next(result))
         begun = [self._masked(event) for event in held if event is not None]
-        return LitellmAnswer(
-            200, [_EVENTS, *headers], begun, lambda: self._rest(result), lambda: self._engine.drop(result)
-        )
+        return LitellmAnswer(200, [_EVENTS, *headers], begun, self._rest(result), lambda: self._engine.drop(result))
 
     async def _rest(self, stream: LitellmStream) -> AsyncIterator[bytes]:
         seconds = self._config.idle_timeout_s
@@ -183,7 +181,7 @@ class _Call:
         return translated(error, self._config.name, [self._key or "", *self._config.masked])
 
 
-class LitellmAnswer:
+class LitellmAnswer(Answer):
     """An answer of litellm: the bytes received so far, and those to come."""
 
     def __init__(
@@ -191,38 +189,31 @@ class LitellmAnswer:
         status: int,
         headers: Iterable[Header],
         begun: Sequence[bytes],
-        rest: Callable[[], AsyncIterator[bytes]] | None = None,
-        drop: Callable[[], None] | None = None,
+        rest: AsyncIterator[bytes] | None = None,
+        drop: Callable[[], None] = lambda: None,
     ) -> None:
-        self.status = status
-        self.is_stream = rest is not None
         self._headers = list(headers)
-        self._begun = begun
+        again = next((value.decode("latin-1") for name, value in self._headers if name == b"retry-after"), "")
+        super().__init__(status, is_stream=rest is not None, retry_after=again)
+        self._ahead = b"".join(begun)
+        self._length = len(self._ahead)
         self._rest = rest
         self._drop = drop
 
-    @property
-    def retry_after(self) -> str:
-        return next((value.decode("latin-1") for name, value in self._headers if name == b"retry-after"), "")
-
     def headers(self, *, keep_length: bool) -> list[Header]:
-        length = [] if self.is_stream or not keep_length else [(b"content-length", str(len(self._begun[0])).encode())]
+        length = [] if self.is_stream or not keep_length else [(b"content-length", str(self._length).encode())]
         return [*self._headers, *length]
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        for data in self._begun:
-            yield data
-        if self._rest is not None:
-            async for data in self._rest():
-                yield data
-            self._drop = None
-
-    async def read(self) -> bytes:
-        return b"".join([data async for data in self.chunks()])
+    async def _next(self) -> bytes:
+        if self._rest is None:
+            return b""
+        data = await anext(self._rest, b"")
+        if not data:
+            self._drop = lambda: None  # it is at its end
+        return data
 
     def release(self) -> None:
-        if self._drop is not None:
-            self._drop()
+        self._drop()
 
 
 @dataclass(frozen=True, slots=True)

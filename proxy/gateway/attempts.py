@@ -7,7 +7,7 @@ import logging
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from ...serving.health import Health
 from ..dialects.as_chat.dialect import PATH, ThroughChat
 from ..dialects.chat import Injection
 from ..dialects.dialects import Dialect
-from .upstream import Answer, HttpUpstream, NoConnection, Piece, ReadAnswer, Request, Route, Upstream
+from .upstream import Answer, HttpUpstream, NoConnection, Piece, Request, Route, Upstream
 
 log = logging.getLogger(__name__)
 
@@ -32,29 +32,25 @@ _RETRIED = frozenset({429, 502, 503, 504, 529})
 
 
 class Attempts:
-    """The attempts to get a call answered: `async with attempts as answer`. Each of the four has its function:
+    """The attempts to get a call answered, in one loop: `async with attempts as answer`.
 
-    1. `__aenter__` tries the route's upstream, then each of its fallbacks
-    2. `_open` tries with our additions to the request, then without, if it is refused because of them
-    3. `_send` tries again while a server that has just come up lacks the version
-    4. `Upstreams.open` tries again as `retries` says
+    An upstream is asked with our additions to the request; without them, if it refuses because of them; again, while a
+    server that has just come up lacks the version; then each of the route's fallbacks is. `Upstreams.open`, by which
+    they are asked, asks again as `retries` says.
 
     `target` is the one that is under way, or that answered. `target_for` makes a target when its turn has come; its
-    second argument asks for a plain one, without any injection.
+    second argument asks for a plain one, without any injection. `open_first` sends the first upstream's requests.
     """
+
+    open_first: Callable[[Request], Awaitable[Answer]] | None = None
 
     def __init__(self, upstreams: Upstreams, route: Route, target_for: Callable[[Route, bool], Target]) -> None:
         self._upstreams = upstreams
         self._target_for = target_for
         self._left = list(route.fallbacks)
         self._first = route
-        self._open_first: Callable[[Request], Awaitable[Answer]] | None = None
-        self._answer: Answer | None = None
+        self._joins = JOIN_TRIES
         self.target = target_for(route, False)
-
-    def begin_with(self, open_first: Callable[[Request], Awaitable[Answer]]) -> None:
-        """Use this function to send the request to the first upstream."""
-        self._open_first = open_first
 
     @property
     def upstream(self) -> UpstreamConfig:
@@ -68,23 +64,25 @@ class Attempts:
     async def __aenter__(self) -> Answer:
         """The first answer that is neither 429 nor a server's error; the last upstream's, or its error, if none is."""
         while True:
-            route = self.target.route
+            route, request = self.target.route, self.target.request
             if route.fallbacks and self._upstreams.health.is_down(route.upstream) and self._fall_back("it is down"):
                 continue
             try:
-                answer = await self._open()
+                if self.open_first is not None and not self.fell_back:
+                    answer = await self.open_first(request)
+                else:
+                    answer = await self._upstreams.open(route.upstream, request)
+                again = await self._is_asked_again(answer)
             except (UpstreamUnreachable, UpstreamTimeout, Unsupported) as error:
                 if not self._fall_back(error.message):
                     raise
                 continue
-            status = answer.status
-            if status < 429 or 429 < status < 500 or not self._fall_back(f"it answered {status}"):
+            if not again and not (_is_busy(answer.status) and self._fall_back(f"it answered {answer.status}")):
                 self._answer = answer
                 return answer
             answer.release()
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._answer is not None
         self._answer.release()
 
     def _fall_back(self, reason: str) -> bool:
@@ -96,39 +94,32 @@ class Attempts:
         self.target = self._target_for(following, False)
         return True
 
-    async def _open(self) -> Answer:
-        """The upstream's answer, to the agent's own request where our additions may be why it is refused."""
-        answer, target = await self._send(), self.target
-        if not target.injection:
-            return answer
-        attempt, status = (self.upstream.name, target.injection), answer.status
+    async def _is_asked_again(self, answer: Answer) -> bool:
+        """Whether this upstream is asked again, perhaps with the agent's own request, which is the target then."""
+        target, status = self.target, answer.status
+        route, injection = target.route, target.injection
+        if status == 404 and self._joins and route.upstream.servers and route.version:
+            self._joins -= 1
+            if (route.model or "").encode() in await answer.read():  # a router's new server: it has it in a moment
+                answer.release()
+                await asyncio.sleep(JOIN_S)
+                return True
+        if not injection:
+            return False
+        attempt, accepted = (route.upstream.name, injection), self._upstreams.accepted
         if status == 200:
-            self._upstreams.accepted.add(attempt)
-        refused = status in _REFUSALS or (target.translated and 400 <= status < 500 and status not in _RETRIED)
-        if not refused:
-            return answer
-        refusal, accepted = await answer.read(), attempt in self._upstreams.accepted and not target.translated
-        if accepted and not target.injection.is_named_in(refusal):
-            return ReadAnswer(answer, refusal)
-        answer.release()
-        self.target = self._target_for(target.route, True)
-        return await self._send()
+            accepted.add(attempt)
+        if status not in _REFUSALS and not (target.translated and 400 <= status < 500 and status not in _RETRIED):
+            return False
+        refusal = await answer.read()
+        if attempt in accepted and not target.translated and not injection.is_named_in(refusal):
+            return False
+        self.target = self._target_for(route, True)
+        return True
 
-    async def _send(self) -> Answer:
-        """The answer to the target's request. A router may have chosen a new server: it has the version in a moment."""
-        route, request = self.target.route, self.target.request
-        send = None if self.fell_back else self._open_first
-        send = send or partial(self._upstreams.open, route.upstream)
-        for _ in range(JOIN_TRIES):
-            answer = await send(request)
-            if answer.status != 404 or not route.upstream.servers or not route.version:
-                return answer
-            refusal = await answer.read()
-            if (route.model or "").encode() not in refusal:
-                return ReadAnswer(answer, refusal)  # something else is missing
-            answer.release()
-            await asyncio.sleep(JOIN_S)
-        return await send(request)
+
+def _is_busy(status: int) -> bool:
+    return status == 429 or status >= 500
 
 
 class Upstreams:
@@ -163,13 +154,14 @@ class Upstreams:
             wait = None
             try:
                 answer = await upstream.open(request)
-            except NoConnection:
-                pass
-            else:
+                if answer.status not in _RETRIED:
+                    return answer
                 wait = _retry_after_s(answer)
-                if answer.status not in _RETRIED or (wait or 0.0) > config.retry_wait_s:
+                if (wait or 0.0) > config.retry_wait_s:
                     return answer
                 answer.release()
+            except NoConnection:
+                pass
             await asyncio.sleep(random.uniform(0, min(0.5 * 2**tried, config.retry_wait_s)) if wait is None else wait)
         return await upstream.open(request)
 
@@ -178,12 +170,9 @@ class Upstreams:
             await upstream.close()
 
     def _make(self, config: UpstreamConfig) -> Upstream:
-        make = self._makers.get(config.kind)
-        if make is not None:
-            made = make(config)
-        else:
-            made = HttpUpstream(config, self._session, self.health, self._vouching.get(config.name, {}))
-        self._opened[config.name] = made
+        vouching = self._vouching.get(config.name, {})
+        http = partial(HttpUpstream, session=self._session, health=self.health, vouching=vouching)
+        made = self._opened[config.name] = self._makers.get(config.kind, http)(config)
         return made
 
 
@@ -272,54 +261,3 @@ def form_model(body: bytes) -> re.Match[bytes] | None:
 def _with_form_model(body: bytes, model: str) -> bytes:
     match = form_model(body)
     return body if match is None else body[: match.start(1)] + model.encode() + body[match.end(1) :]
-
-
-# What may stand before the first line of a stream, and before JSON: a byte order mark, blanks.
-_BEFORE = b"\xef\xbb\xbf \t\r\n"
-_FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
-
-
-class BegunAnswer:
-    """An answer whose first bytes were read, which show whether it is a stream."""
-
-    def __init__(self, answer: Answer, first: bytes, rest: AsyncIterator[bytes], *, is_stream: bool) -> None:
-        self._first = first
-        self._rest = rest
-        self.is_stream = is_stream
-        self.status = answer.status
-        self.retry_after = answer.retry_after
-        self.headers = answer.headers
-        self.release = answer.release
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        yield self._first
-        async for piece in self._rest:
-            yield piece
-
-    async def read(self) -> bytes:
-        return b"".join([self._first, *[piece async for piece in self._rest]])
-
-
-async def begun(answer: Answer, *, wants_stream: bool) -> Answer:
-    """Return the answer when it is known whether it is a stream. Errors are those of `chunks`."""
-    if answer.status != 200 or not (answer.is_stream or wants_stream):
-        return answer
-    rest, read, head = answer.chunks(), [], b""
-    is_stream: bool | None = None
-    async for piece in rest:
-        read.append(piece)
-        head = (head + piece[:64]).lstrip(_BEFORE) if head else piece.lstrip(_BEFORE)[:64]
-        if (is_stream := _is_stream(head, answer.is_stream)) is not None:
-            break
-    return BegunAnswer(answer, b"".join(read), rest, is_stream=answer.is_stream if is_stream is None else is_stream)
-
-
-def _is_stream(head: bytes, is_declared: bool) -> bool | None:
-    """Whether an answer with this head is a stream; None: not known yet. `is_declared`: by its Content-Type."""
-    if not head:
-        return None
-    if is_declared:
-        return not head.startswith((b"{", b"["))
-    if head.startswith(_FIELDS):
-        return True
-    return None if any(field.startswith(head) for field in _FIELDS) else False

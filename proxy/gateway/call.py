@@ -23,7 +23,7 @@ from ..access.limits import Limiter
 from ..dialects.dialects import Dialect
 from ..dialects.stream import LARGE_ANSWER, BufferedTranscript, Transcript
 from .asgi import Reply
-from .attempts import Attempts, Target, Upstreams, begun, chat_target, target_of
+from .attempts import Attempts, Target, Upstreams, chat_target, target_of
 from .exact import ExactTokens
 from .metrics import Metrics
 from .recorder import Recorder, Statement
@@ -202,13 +202,13 @@ class CallUnderWay:
         chat = decision.chat.chat if decision.chat else None
         self._exact = exact and exact.call(route.upstream, self._start, self.attempts.target.sent, chat)
         if self._exact:
-            self.attempts.begin_with(self._exact.open)
+            self.attempts.open_first = self._exact.open
         self._began = time.perf_counter()
         self._ttft_ms: float | None = None
         self._http_status: int | None = None
         self._head: list[Header] = []
         self._transcript: Transcript | BufferedTranscript | None = None
-        self._pieces: AsyncIterator[bytes] | None = None
+        self._answer: Answer | None = None
         self._committed: asyncio.Future[None] | None = None  # the call's end
 
     @property
@@ -225,35 +225,32 @@ class CallUnderWay:
                 also += question.also(self._start)
             await self._gateway.recorder.start(self._start, also)
 
-    async def pass_on(self, opened: Answer) -> None:
+    async def pass_on(self, answer: Answer) -> None:
         """Send the answer as it comes, but hold a stream's last event, or another answer's last bytes, for the record.
 
         Raise UpstreamUnreachable if a stream ends before its last event.
         """
-        reply = self._reply
-        self._http_status, self._head = opened.status, [*opened.headers(keep_length=False), *self._headers()]
-        if opened.is_stream:  # the first event may take long
-            await reply.start(opened.status, self._head)
-        answer = await begun(opened, wants_stream=bool(as_read(self._question.body).get("stream")))
-        self._pieces = answer.chunks()
+        reply, self._answer = self._reply, answer
+        self._http_status, self._head = answer.status, [*answer.headers(keep_length=False), *self._headers()]
+        if answer.is_stream:  # the first event may take long
+            await reply.start(answer.status, self._head)
+        await answer.sniff(wants_stream=bool(as_read(self._question.body).get("stream")))
         if not answer.is_stream:
-            await self._pass_on_whole(answer, self._pieces)
+            await self._pass_on_whole(answer)
             return
         transcript = self._transcript = Transcript(self._dialect.stream(self.attempts.target.injection))
         if not reply.started:  # only its first bytes tell
             await reply.start(answer.status, self._head)
-        async for piece in self._pieces:
+        while not transcript.ended and (piece := await answer.piece()):
             if self._ttft_ms is None:
                 self._ttft_ms = self._elapsed_ms()
             await reply.body(transcript.feed(piece))
-            if transcript.ended:
-                break
-        else:
+        if not transcript.ended:
             await reply.body(transcript.end())
         if not transcript.may_end:
             raise UpstreamUnreachable(f"{self.upstream}: the stream ended before its last event")
 
-    async def _pass_on_whole(self, answer: Answer, pieces: AsyncIterator[bytes]) -> None:
+    async def _pass_on_whole(self, answer: Answer) -> None:
         """Pass on an answer that is no stream: nothing yet if all of it comes at once, as most do."""
         target, reply, showing = self.attempts.target, self._reply, None
         transcript = self._transcript = BufferedTranscript(
@@ -273,7 +270,7 @@ class CallUnderWay:
 
         late = asyncio.get_running_loop().call_later(AT_ONCE_S, is_late)
         try:
-            async for piece in pieces:
+            while piece := await answer.piece():
                 sent = transcript.feed(piece)
                 if showing is not None:
                     await showing
@@ -289,13 +286,13 @@ class CallUnderWay:
 
     async def pass_on_the_rest(self) -> None:
         """Send what was held, and what the upstream sends after its last event."""
-        reply, transcript, pieces = self._reply, self._transcript, self._pieces
-        assert transcript is not None and pieces is not None
+        reply, transcript, answer = self._reply, self._transcript, self._answer
+        assert transcript is not None and answer is not None
         if not reply.started:
-            await reply.send(self._http_status or 0, self._head, transcript.held)
+            await reply.send(answer.status, self._head, transcript.held)
             return
         await reply.body(transcript.held)
-        async for piece in pieces:
+        while piece := await answer.piece():
             await reply.body(piece)
         await reply.body(b"", more=False)
 

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote, unquote
@@ -292,12 +292,11 @@ class Relay:
             async with Attempts(self._upstreams, route, partial(target_of, request, body, None)) as answer:
                 log.info("%s %s: forwarded, %d", request.method, visit.path, answer.status)
                 await reply.start(answer.status, answer.headers(keep_length=True))
-                pieces = answer.chunks()
                 if is_response and answer.status == 200:
-                    transcript = await passed_on(answer, pieces, reply)
+                    transcript = await passed_on(answer, reply)
                     await self._put_into_record(visit, body, giver, transcript)
                     await reply.body(transcript.held)
-                async for data in pieces:
+                while data := await answer.piece():
                     await reply.body(data)
                 await reply.body(b"", more=False)
 
@@ -360,7 +359,7 @@ def _is_preflight(scope: Scope, headers: dict[str, str]) -> bool:
     return scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
-async def passed_on(answer: Answer, pieces: AsyncIterator[bytes], reply: Reply) -> Transcript | BufferedTranscript:
+async def passed_on(answer: Answer, reply: Reply) -> Transcript | BufferedTranscript:
     """Pass on an answer that is a response, but for its end, which is `held`."""
     transcript: Transcript | BufferedTranscript
     if answer.is_stream:
@@ -368,11 +367,10 @@ async def passed_on(answer: Answer, pieces: AsyncIterator[bytes], reply: Reply) 
     else:
         transcript = BufferedTranscript(RESPONSES_API, Injection(), answer.status, translated=False)
         transcript.shown = True
-    async for piece in pieces:
+    while not transcript.ended and (piece := await answer.piece()):
         await reply.body(transcript.feed(piece))
-        if transcript.ended:
-            return transcript
-    await reply.body(transcript.end())
+    if not transcript.ended:
+        await reply.body(transcript.end())
     return transcript
 
 

@@ -22,7 +22,7 @@ import socket
 import struct
 from http import HTTPStatus
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import httptools
@@ -174,14 +174,38 @@ def is_stopping(scope: Scope) -> bool:
     return _STOPPING in scope
 
 
-class _PlainCycle(RequestResponseCycle):
-    """A request of HTTP/1.0: no chunks, the end of the connection ends the answer. A reset shows that it broke off."""
+class _HoldsHead:
+    """A transport whose first write waits for the second: an answer's head leaves with its body, in one packet."""
 
-    _has_length = False
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head: bytes | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._head is None:
+            self._head = data
+        else:
+            self._transport.write(self._head + data)
+            self._head = b""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
+class _Cycle(RequestResponseCycle):
+    """A request and its answer. HTTP/1.0 has no chunks: the connection's end ends it; a reset shows that it broke off.
+
+    `whole` in the message that starts an answer says that its body follows at once.
+    """
+
+    _has_length = True
 
     async def send(self, message: ASGISendEvent) -> None:
         if message["type"] == "http.response.start":
-            self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if self.scope["http_version"] == "1.0":
+                self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if "whole" in message:
+                self.transport = _HoldsHead(self.transport)  # type: ignore[assignment]
         if not self._has_length:
             body = message.get("body", b"")
             self.chunked_encoding, self.expected_content_length = False, len(body) if isinstance(body, bytes) else 0
@@ -189,7 +213,8 @@ class _PlainCycle(RequestResponseCycle):
 
     async def run_asgi(self, app: ASGI3Application) -> None:
         await super().run_asgi(app)
-        if not self.response_complete and (connection := self.transport.get_extra_info("socket")) is not None:
+        is_plain = self.scope["http_version"] == "1.0" and not self.response_complete
+        if is_plain and (connection := self.transport.get_extra_info("socket")) is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
@@ -300,8 +325,9 @@ class ServerProtocol(HttpToolsProtocol):
         self.headers = []  # for trailers, which nobody reads
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        cycle.__class__ = _Cycle
         if cycle.scope["http_version"] == "1.0":
-            cycle.__class__, cycle.waiting_for_100_continue = _PlainCycle, False
+            cycle.waiting_for_100_continue = False
         super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -117,50 +118,63 @@ class Request(NamedTuple):
         return b"".join(self.pieces) if self.pieces else self.body
 
 
-class Answer(Protocol):
-    """An upstream's answer that has begun: its status and headers are known."""
+# What may stand before the first line of a stream, and before JSON: a byte order mark, blanks.
+_BEFORE = b"\xef\xbb\xbf \t\r\n"
+_FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
 
-    @property
-    def status(self) -> int: ...
 
-    @property
-    def is_stream(self) -> bool:
-        """Return whether the answer is a stream of server-sent events."""
+class Answer(ABC):
+    """An upstream's answer that has begun: its status and headers are known. `is_stream`: of server-sent events."""
 
-    @property
-    def retry_after(self) -> str:
-        """Return the Retry-After header; empty if there is none."""
+    _ahead = b""  # was read, and waits for `piece`
 
+    def __init__(self, status: int, *, is_stream: bool, retry_after: str = "") -> None:
+        self.status = status
+        self.is_stream = is_stream
+        self.retry_after = retry_after
+
+    @abstractmethod
     def headers(self, *, keep_length: bool) -> list[Header]:
         """Return the headers for the agent, without Content-Length if the body may change or was decoded."""
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        """Yield the body as it arrives. Raise UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls."""
+    @abstractmethod
+    async def _next(self) -> bytes: ...
 
-    async def read(self) -> bytes:
-        """Return the entire body. Errors are those of `chunks`."""
-
-    def release(self) -> Any:
+    @abstractmethod
+    def release(self) -> None:
         """Release the answer's connection, even if the body was not read to its end."""
 
+    async def piece(self) -> bytes:
+        """Return the next bytes of the body; none at its end.
 
-class ReadAnswer:
-    """An answer whose entire body was read already."""
-
-    def __init__(self, answer: Answer, body: bytes) -> None:
-        self._answer = answer
-        self._body = body
-        self.status = answer.status
-        self.is_stream = answer.is_stream
-        self.retry_after = answer.retry_after
-        self.headers = answer.headers
-        self.release = answer.release
-
-    async def chunks(self) -> AsyncIterator[bytes]:
-        yield self._body
+        Raise UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls.
+        """
+        if not self._ahead:
+            return await self._next()
+        data, self._ahead = self._ahead, b""
+        return data
 
     async def read(self) -> bytes:
-        return self._body
+        """Return the entire body, which `piece` and `read` will return again. Errors are those of `piece`."""
+        parts = []
+        while data := await self.piece():
+            parts.append(data)
+        self._ahead = b"".join(parts)
+        return self._ahead
+
+    async def sniff(self, *, wants_stream: bool) -> None:
+        """Find out by the body's first bytes whether it is a stream: some servers name it wrongly."""
+        if self.status != 200 or not (self.is_stream or wants_stream):
+            return
+        ahead = head = b""
+        while not head or (not self.is_stream and any(field.startswith(head) for field in _FIELDS)):
+            if not (data := await self.piece()):
+                break
+            ahead += data
+            head = ahead[:1000].lstrip(_BEFORE)
+        else:
+            self.is_stream = not head.startswith((b"{", b"[")) if self.is_stream else head.startswith(_FIELDS)
+        self._ahead = ahead
 
 
 class Upstream(Protocol):
@@ -202,18 +216,13 @@ class KeyMask:
     def feed(self, data: bytes) -> bytes:
         """Return the next piece of a body, without an end that may be the beginning of the key."""
         data = self.once(self._held + data)
-        size = max((_begun(key, data) for key in self._keys), default=0)
+        size = max((n for key in self._keys for n in range(1, len(key)) if data.endswith(key[:n])), default=0)
         self._held = data[len(data) - size :]
         return data[: len(data) - size]
 
     def end(self) -> bytes:
         held, self._held = self._held, b""
         return held
-
-
-def _begun(key: bytes, data: bytes) -> int:
-    """How many bytes at the end of the data may be the beginning of the key."""
-    return next((n for n in range(min(len(key) - 1, len(data)), 0, -1) if data.endswith(key[:n])), 0)
 
 
 class _ClosedWhileIdle(aiohttp.ServerDisconnectedError):
@@ -289,15 +298,15 @@ class HttpUpstream:
         *others, last = in_order(self._config, self._health, request.rollout_id, request.servers)
         for url in others:
             try:
-                return HttpAnswer(self._config, await self._open(url, request), decodes=request.identity)
+                return await self._open(url, request)
             except NoConnection as error:
                 log.warning("%s; the next replica is tried", error.message)
-        return HttpAnswer(self._config, await self._open(last, request), decodes=request.identity)
+        return await self._open(last, request)
 
     async def close(self) -> None:
         """Do nothing: the session is closed where it was opened."""
 
-    async def _open(self, base_url: str, request: Request) -> aiohttp.ClientResponse:
+    async def _open(self, base_url: str, request: Request) -> HttpAnswer:
         """Send the request; once more, over a new connection, if the server had closed this one before it came."""
         try:
             return await self._send(base_url, request)
@@ -308,7 +317,7 @@ class HttpUpstream:
             finally:
                 _NEW.reset(taken)
 
-    async def _send(self, base_url: str, request: Request) -> aiohttp.ClientResponse:
+    async def _send(self, base_url: str, request: Request) -> HttpAnswer:
         upstream = self._config
         try:
             async with asyncio.timeout(upstream.first_byte_timeout_s):
@@ -342,7 +351,7 @@ class HttpUpstream:
         if response.connection is not None and (protocol := response.connection.protocol) is not None:
             protocol.read_timeout = upstream.idle_timeout_s
             protocol.start_timeout()
-        return response
+        return HttpAnswer(upstream, response, decodes=request.identity)
 
 
 def in_order(upstream: UpstreamConfig, health: Health, rollout_id: str, servers: Sequence[str] = ()) -> Sequence[str]:
@@ -361,65 +370,49 @@ def in_order(upstream: UpstreamConfig, health: Health, rollout_id: str, servers:
     )
 
 
-class HttpAnswer:
+class HttpAnswer(Answer):
     """An answer whose headers are there and whose body is on its way."""
 
     def __init__(self, config: UpstreamConfig, response: aiohttp.ClientResponse, *, decodes: bool) -> None:
+        is_stream = response.status == 200 and response.content_type == "text/event-stream"
+        super().__init__(response.status, is_stream=is_stream, retry_after=response.headers.get("Retry-After", ""))
         self._config = config
         self._decodes = decodes
         self._response = response
-        self.status = response.status
-        self.is_stream = response.status == 200 and response.content_type == "text/event-stream"
-        self.release = response.release
+        self._mask = KeyMask(*config.masked) if config.masked else None
 
-    @property
-    def retry_after(self) -> str:
-        return self._response.headers.get("Retry-After", "")
+    def release(self) -> None:
+        self._response.release()
 
     def headers(self, *, keep_length: bool) -> list[Header]:
         """Return the upstream's headers, less those of the connection.
 
         Without `keep_length` its length goes too; so does an encoding that was undone.
         """
-        upstream, response = self._config, self._response
+        response, mask = self._response, self._mask
         headers = [(name.lower(), value) for name, value in response.raw_headers]
         dropped = _HOP_BY_HOP if keep_length else _HOP_BY_HOP_AND_LENGTH
         if self._decodes and response.headers.get("Content-Encoding", "").lower() in _DECODED:
             dropped = _HOP_BY_HOP_AND_LENGTH | {b"content-encoding"}
         if named := _named_by_connection(headers):
             dropped |= named
+        kept = [header for header in headers if header[0] not in dropped]
         if "Location" in response.headers:
-            headers = [
-                (name, _location(upstream, response.url, value) if name == b"location" else value)
-                for name, value in headers
-            ]
-        mask = _key_mask(upstream)
-        return [(name, value if mask is None else mask.once(value)) for name, value in headers if name not in dropped]
+            to = _location(self._config, response.url, response.headers["Location"].encode("utf-8", "surrogateescape"))
+            kept = [(name, to if name == b"location" else value) for name, value in kept]
+        return kept if mask is None else [(name, mask.once(value)) for name, value in kept]
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        mask = _key_mask(self._config)
-        while data := await _next(self._config, self._response.content):
-            yield data if mask is None else mask.feed(data)
-        if mask is not None:
-            yield mask.end()
-
-    async def read(self) -> bytes:
-        if _key_mask(self._config) is not None:
-            return b"".join([data async for data in self.chunks()])
-        parts = []
-        while data := await _next(self._config, self._response.content):
-            parts.append(data)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-async def _next(upstream: UpstreamConfig, content: aiohttp.StreamReader) -> bytes:
-    """The next bytes of a body that have arrived; none at its end."""
-    try:
-        return await content.readany()
-    except TimeoutError:
-        raise UpstreamTimeout(f"upstream {upstream.name}: nothing for {upstream.idle_timeout_s} s") from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise _broken_off(upstream, error) from None
+    async def _next(self) -> bytes:
+        config, mask = self._config, self._mask
+        try:
+            data = await self._response.content.readany()
+            while mask is not None and data and not (data := mask.feed(data)):
+                data = await self._response.content.readany()
+        except TimeoutError:
+            raise UpstreamTimeout(f"upstream {config.name}: nothing for {config.idle_timeout_s} s") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise _broken_off(config, error) from None
+        return data if data or mask is None else mask.end()
 
 
 def _location(upstream: UpstreamConfig, requested: URL, value: bytes) -> bytes:
@@ -503,10 +496,5 @@ def _text(value: bytes) -> str:
 
 def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:
     """The error to show for an answer that broke off. aiohttp's own may quote what was received."""
-    text, mask = why_it_failed(error), _key_mask(upstream)
-    text = text if mask is None else mask.once(text.encode()).decode()
+    text = KeyMask(*upstream.masked).once(why_it_failed(error).encode()).decode()
     return UpstreamUnreachable(f"upstream {upstream.name} broke off: {text}")
-
-
-def _key_mask(upstream: UpstreamConfig) -> KeyMask | None:
-    return KeyMask(*upstream.masked) if upstream.masked else None

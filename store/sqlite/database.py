@@ -50,6 +50,7 @@ class SqliteDatabase(Database):
         self._config = config
         self._writer, reader, self._quick = connections
         self._writing, self._reading = _threaded(self._writer), _threaded(reader)
+        self._of_turn: dict[str, sqlite3.Row | None] = {}  # what `quick` read in this turn of the event loop
         self._in_thread = 0  # jobs of the writer's thread that have not ended: the writer is theirs
         self._writes = Writing()
         self._commits = self._written = 0  # since the last checkpoint; bytes, about
@@ -109,6 +110,7 @@ class SqliteDatabase(Database):
             for statement, rows in runs:
                 connection.executemany(statement, rows)
 
+        self._of_turn.clear()
         at_once = size <= LARGE and self._config.synchronous != "full" and not self._in_thread
         try:
             if not at_once or not _try_at_once(self._writer, work):
@@ -224,11 +226,19 @@ class SqliteDatabase(Database):
             self._failed(error, "read")
 
     async def quick(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
-        """Return the first row of a query, which runs at once in the event loop's thread."""
+        """Return the first row of a query, which runs at once in the event loop's thread.
+
+        Without `params` it runs once in a turn of the loop: all calls that are begun in one turn had come before it.
+        """
+        if params is None and sql in self._of_turn:
+            return self._of_turn[sql]
         try:
             row: sqlite3.Row | None = self._quick.execute(sql, params or {}).fetchone()
         except sqlite3.DatabaseError as error:
             self._failed(error, "read")
+        if params is None:
+            self._of_turn[sql] = row
+            asyncio.get_running_loop().call_soon(self._of_turn.clear)
         return row
 
     @asynccontextmanager
