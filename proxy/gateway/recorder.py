@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from ...core.errors import StoreUnavailable
 from ...core.http import LARGE, in_thread_if_large
@@ -65,274 +65,6 @@ _ORDER = {
 }  # fmt: skip
 
 
-class Recorder:
-    """Redacts the records of calls, turns them into statements, and commits them. Run it with `async with`.
-
-    What is redacted is so before anything is compared or stored: an earlier call is found again by what is kept of it.
-    `on_redacted` is called for every call that cannot be trained on because of it.
-    """
-
-    def __init__(
-        self,
-        store: Store,
-        *,
-        merged: bool | Callable[[], bool],
-        redactor: Redactor | None = None,
-        on_redacted: Callable[[], None] = lambda: None,
-        starts: int = 4096,
-        memory: int = 2**27,
-        recent: int = 4,
-    ) -> None:
-        self._store = store
-        self._merged = merged if callable(merged) else lambda: merged
-        self._redactor = redactor if redactor else None  # by default it has nothing to redact
-        self._on_redacted = on_redacted
-        self._writer = GroupCommit(store)
-        self._slots = asyncio.Semaphore(starts)
-        self._recent = RecentCalls(memory, recent)
-        self._begun: dict[str, tuple[RecentCall, RecentCall | None]] = {}  # the calls under way, and their parents
-        self._shown: set[str] = set()  # the calls under way whose redacted part the model was shown
-
-    async def __aenter__(self) -> Recorder:
-        await self._writer.__aenter__()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._writer.__aexit__()
-
-    @property
-    def depth(self) -> int:
-        """Return the number of records that wait for their commit."""
-        return self._writer.depth
-
-    def require(self) -> None:
-        """Raise StoreUnavailable if records are not written any more."""
-        self._writer.require()
-
-    async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
-        """Record a call as `incomplete`, together with `also`. Raise StoreUnavailable."""
-        request_bytes = LARGE if start.request_text is None else len(start.request_text)
-        if self._redactor is None:
-            await self._start(start, also, request_bytes)
-            return
-        start, shown = await in_thread_if_large(request_bytes, partial(self._redactor.start, start))
-        if shown:
-            self._shown.add(start.call_id)
-        try:
-            await self._start(start, also, request_bytes)
-        except Exception:  # then there is no end; after a cancellation there is one
-            self._shown.discard(start.call_id)
-            raise
-
-    def resume(self, start: CallStart) -> None:
-        """Continue a call whose start is recorded already, perhaps by another process, so that its end can follow."""
-        if self._redactor is not None:
-            start, shown = self._redactor.start(start)
-            if shown:
-                self._shown.add(start.call_id)
-        self._begun[start.call_id] = RecentCall(start.call_id, start.request, started_at=start.started_at), None
-
-    def end(self, end: CallEnd, also: Sequence[Statement] = (), *, counted: bool = False) -> asyncio.Future[None]:
-        """Record the outcome of a call, together with `also`. It is counted, unless it is `incomplete` or `counted`.
-
-        The future is done when that is durable, or fails with StoreUnavailable.
-        """
-        return self._put_end(end, self._end_prepared(end, *self._taken(end), counted=counted), also)
-
-    async def end_large(self, end: CallEnd, also: Sequence[Statement] = ()) -> asyncio.Future[None]:
-        """Return the future that `end` returns, with the work of a large request or answer in a thread."""
-        prepared = await asyncio.to_thread(self._end_prepared, end, *self._taken(end))
-        return self._put_end(end, prepared, also)
-
-    def _taken(self, end: CallEnd) -> tuple[bool, RecentCall | None, RecentCall | None]:
-        """Whether the model was shown what was redacted; the call and its parent. It is under way no more."""
-        shown = end.call_id in self._shown
-        self._shown.discard(end.call_id)
-        return shown, *self._begun.pop(end.call_id, (None, None))
-
-    def _end_prepared(
-        self, end: CallEnd, shown: bool, call: RecentCall | None, parent: RecentCall | None, *, counted: bool = False
-    ) -> tuple[CallEnd, list[Statement], int]:
-        """What is recorded of an end, its statements, and about how many bytes these store."""
-        if self._redactor is not None:
-            end = self._redactor.end(end, shown=shown)
-        shared_tokens = common_prefix(array("i", end.prompt_token_ids), parent.row_ids) if parent else 0
-        row = call_end_row(end, shared_tokens, self._merged() and not end.imported)
-        stored_bytes = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
-        counts = [] if counted or end.status == "incomplete" else [(ROLLOUT_CALL_ENDED, row)]
-        return end, [(CALL_END, row), *counts, *_tool_calls(end, call)], stored_bytes
-
-    def _put_end(
-        self, end: CallEnd, prepared: tuple[CallEnd, list[Statement], int], also: Sequence[Statement]
-    ) -> asyncio.Future[None]:
-        kept, statements, stored_bytes = prepared
-        done = self._writer.put([*statements, *also], stored_bytes)
-        done.add_done_callback(partial(self._ended, kept, end.trainable))
-        return done
-
-    async def put_in_order(self, end: CallEnd) -> None:
-        """Give an imported call, which has ended, its place by time, and the results that came before it."""
-        if not await self._store.calls.put_in_order(end.rollout_id, end.call_id) or not end.tool_calls:
-            return
-        calls = await self._store.calls.of(end.rollout_id)
-        later = calls[1 + next(i for i, call in enumerate(calls) if call.call_id == end.call_id) :]
-
-        def brought() -> list[Statement]:
-            named = [(RolloutName(end.rollout_id, agent=call.agent), read_request(call.request)) for call in later]
-            return [one for name, read in named for one in _tool_results(name, read, 0, is_first=True)]
-
-        await self._writer.put(await asyncio.to_thread(brought), 0)
-
-    def forget(self, rollout_id: str) -> None:
-        """Drop a deleted rollout from memory, so that no later call is stored as a difference from its calls."""
-        self._recent.forget(rollout_id)
-
-    async def _start(self, start: CallStart, also: Sequence[Statement], request_bytes: int) -> None:
-        rollout_id = start.rollout.rollout_id
-        recent = self._recent.of(rollout_id)
-        made = await in_thread_if_large(request_bytes, partial(_prepared, start, recent))
-        parent, statements = made.parent, [*made.statements, *also]
-        if start.is_retry and (earlier := await self._repeated(start, recent)):
-            statements.append((CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
-        try:
-            async with self._slots:
-                await self._writer.put(statements, made.stored_bytes)
-        except StoreUnavailable as error:
-            if parent is None or not isinstance(error.__cause__, ConstraintRefused):
-                raise
-            self.forget(rollout_id)  # another process deleted the parent
-            await self._start(start, also, request_bytes)
-            return
-        self._begun[start.call_id] = made.call, parent
-        self._recent.add(rollout_id, made.call)
-
-    async def _repeated(self, start: CallStart, recent: Iterable[RecentCall]) -> ModelCall | None:
-        known_parents = {call.call_id: Parent(call.request, call.row_ids.tobytes()) for call in recent}
-        running = self._begun.keys()
-        return await self._store.calls.superseded(start.rollout.rollout_id, start.request, known_parents, running)
-
-    def _ended(self, end: CallEnd, was_trainable: bool, committed: asyncio.Future[None]) -> None:
-        if committed.cancelled() or committed.exception():
-            return
-        self._recent.ended(end)
-        if was_trainable and not end.trainable:
-            self._on_redacted()
-
-
-class _Prepared(NamedTuple):
-    """The statements of a call's start, and the call and its parent as they are remembered."""
-
-    statements: list[Statement]
-    stored_bytes: int
-    call: RecentCall
-    parent: RecentCall | None
-
-
-def _prepared(start: CallStart, recent: Sequence[RecentCall]) -> _Prepared:
-    if start.imported:  # it gets its place by time, and its parent stands before it
-        recent = [call for call in recent if call.started_at <= start.started_at]
-    parent, shared_messages = parent_of(start.request, recent)
-    request = sharing(start.request, parent, shared_messages)
-    call = RecentCall(start.call_id, request, first_own=shared_messages, started_at=start.started_at)
-    before = parent.read if parent else None
-    if before or has_results(conversation(start.request), shared_messages):
-        call.read = read_request(call.request, before, shared_messages)
-    if parent is not None:
-        shrunk = shrink_request(call.request, parent.request)
-        stored = encode(shrunk)
-        call.measure(parent, shrunk["same"])
-    else:
-        stored = encode(start.request) if start.request_text is None else start.request_text
-        call.measure(None, ())
-    brought = _tool_results(start.rollout, call.read, shared_messages, is_first=parent is None)
-    statements = [*_start_statements(start, parent, stored), *brought]
-    return _Prepared(statements, len(stored), call, parent)
-
-
-def _start_statements(start: CallStart, parent: RecentCall | None, stored: bytes) -> list[Statement]:
-    rollout_id = start.rollout.rollout_id
-    large = len(stored) > LARGE_REQUEST
-    row = {
-        "rollout_id": rollout_id,
-        "task_id": start.rollout.task_id,
-        "agent": start.rollout.agent,
-        "mode": start.rollout.mode,
-        "key_id": start.rollout.key_id,
-        "evidence": start.rollout.evidence,
-        "policy_version": start.policy_version,
-        "pin": start.policy_version if start.pins else None,
-        "at": start.started_at,
-        "call_id": start.call_id,
-        "parent_id": parent.call_id if parent else None,
-        "endpoint": start.endpoint,
-        "upstream": start.upstream,
-        "model": start.model,
-        "request": None if large else stored,
-        "large_request": stored,
-    }
-    statements: list[Statement] = [(ROLLOUT_SEEN, row), (CALL_START, row)]
-    if large:
-        statements.append((CALL_LARGE_REQUEST, row))
-    return statements
-
-
-def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, Any]:
-    """Parameters of CALL_END. The first `prompt_shared` prompt tokens are those of the parent's row."""
-    first = end.choices[0] if end.choices else Choice(0)
-    more = [[c.index, c.token_ids, c.logprobs, c.finish_reason] for c in end.choices[1:]]
-    return end._asdict() | {
-        "response": dumps_or_none(end.response),
-        "usage": dumps_or_none(end.usage),
-        "merged": merged,
-        "prompt_shared": prompt_shared,
-        "prompt_ids": pack_ids(end.prompt_token_ids[prompt_shared:]),
-        "token_ids": pack_ids(first.token_ids),
-        "logprobs": array("f", first.logprobs).tobytes(),
-        "finish_reason": first.finish_reason,
-        "more_choices": dumps_or_none(more or None),
-        "tokens": sum(len(c.token_ids) for c in end.choices) or (used(end.usage) or Used()).output,
-    }
-
-
-def _tool_calls(end: CallEnd, call: RecentCall | None) -> list[Statement]:
-    """The tool calls of an answer. `call`: None if its request is not known; then their places are not, either."""
-    if not end.tool_calls:
-        return []
-    if call is not None and call.read is None:
-        call.read = read_request(call.request)
-    found = spots(call.read, end.response, end.tool_calls) if call is not None and call.read is not None else []
-    placed = [{"place": spot.place, "signs": spot.signs} for spot in found] or [{"place": None, "signs": None}]
-    return [
-        (
-            TOOL_CALL,
-            {"rollout_id": end.rollout_id, "call_id": end.call_id, "position": position}
-            | {"tool_call_id": tool.id, "name": tool.name, "arguments": tool.arguments}
-            | placed[min(position, len(placed) - 1)],
-        )
-        for position, tool in enumerate(end.tool_calls)
-    ]
-
-
-def _tool_results(
-    rollout: RolloutName, read: ReadRequest | None, shared: int, *, is_first: bool
-) -> Iterator[Statement]:
-    """The results that a request brings after the messages that it shares with its parent, if it is not the first."""
-    for result, spot, is_old in results(read, shared) if read else ():
-        if result.tool_call_id is None and spot.place is None:
-            continue  # it cannot be told whose result it is
-        content = dumps(result.content)
-        yield (
-            TOOL_RESULT,
-            spot._asdict()
-            | {"rollout_id": rollout.rollout_id, "agent": rollout.agent}
-            | {"tool_call_id": result.tool_call_id, "is_error": result.is_error, "result": content}
-            # A call of the same name and arguments that only a counted id leads to may be another conversation's.
-            | {"telling": UNIQUE if is_unique(result.tool_call_id or "") else COUNTED}
-            | {"least": 0 if spot.what is None else FITS}
-            | {"brought_before": content if is_first or is_old else None},
-        )
-
-
 @dataclass(slots=True)
 class Entry:
     """A record that waits for its commit. `size` is its approximate number of bytes."""
@@ -354,7 +86,7 @@ class GroupCommit:
         self._writer: asyncio.Task[None] | None = None
         self._ended: str | None = None  # why nothing is written any more
 
-    async def __aenter__(self) -> GroupCommit:
+    async def __aenter__(self) -> Self:
         self._writer = asyncio.create_task(self._write_groups())
         self._writer.add_done_callback(self._has_ended)
         return self
@@ -426,6 +158,228 @@ class GroupCommit:
         except Exception as error:
             return error
         return None
+
+
+class Recorder(GroupCommit):
+    """Redacts the records of calls, turns them into statements, and commits them. Run it with `async with`.
+
+    What is redacted is so before anything is compared or stored: an earlier call is found again by what is kept of it.
+    `on_redacted` is called for every call that cannot be trained on because of it.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        merged: bool | Callable[[], bool],
+        redactor: Redactor | None = None,
+        on_redacted: Callable[[], None] = lambda: None,
+        starts: int = 4096,
+        memory: int = 2**27,
+        recent: int = 4,
+    ) -> None:
+        super().__init__(store)
+        self._merged = merged if callable(merged) else lambda: merged
+        self._redactor = redactor if redactor else None  # by default it has nothing to redact
+        self._on_redacted = on_redacted
+        self._slots = asyncio.Semaphore(starts)
+        self._recent = RecentCalls(memory, recent)
+        self._begun: dict[str, _Begun] = {}  # the calls under way
+
+    async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
+        """Record a call as `incomplete`, together with `also`. Raise StoreUnavailable."""
+        size, shown = LARGE if start.request_text is None else len(start.request_text), False
+        if self._redactor is not None:
+            start, shown = await in_thread_if_large(size, partial(self._redactor.start, start))
+        await self._start(start, also, size, shown)
+
+    async def _start(self, start: CallStart, also: Sequence[Statement], size: int, shown: bool) -> None:
+        rollout_id = start.rollout.rollout_id
+        recent = self._recent.of(rollout_id)
+        statements, stored_bytes, call, parent = await in_thread_if_large(size, partial(_prepared, start, recent))
+        statements += also
+        if start.is_retry and (earlier := await self._repeated(start, recent)):
+            statements.append((CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
+        self._begun[start.call_id] = _Begun(call, parent, shown)
+        try:
+            async with self._slots:
+                await self.put(statements, stored_bytes)
+        except StoreUnavailable as error:  # then there is no end; after a cancellation there is one
+            del self._begun[start.call_id]
+            if parent is None or not isinstance(error.__cause__, ConstraintRefused):
+                raise
+            self.forget(rollout_id)  # another process deleted the parent
+            await self._start(start, also, size, shown)
+            return
+        self._recent.add(rollout_id, call)
+
+    async def _repeated(self, start: CallStart, recent: Iterable[RecentCall]) -> ModelCall | None:
+        known_parents = {call.call_id: Parent(call.request, call.row_ids.tobytes()) for call in recent}
+        running = self._begun.keys()
+        return await self._store.calls.superseded(start.rollout.rollout_id, start.request, known_parents, running)
+
+    def resume(self, start: CallStart) -> None:
+        """Continue a call whose start is recorded already, perhaps by another process, so that its end can follow."""
+        shown = False
+        if self._redactor is not None:
+            start, shown = self._redactor.start(start)
+        call = RecentCall(start.call_id, start.request, started_at=start.started_at)
+        self._begun[start.call_id] = _Begun(call, None, shown)
+
+    def end(self, end: CallEnd, also: Sequence[Statement] = (), *, counted: bool = False) -> asyncio.Future[None]:
+        """Record the outcome of a call, together with `also`. It is counted, unless it is `incomplete` or `counted`.
+
+        The future is done when that is durable, or fails with StoreUnavailable.
+        """
+        begun = self._begun.pop(end.call_id, UNKNOWN)
+        return self._put_end(end, also, *self._end_prepared(end, begun, counted=counted))
+
+    async def end_large(self, end: CallEnd, also: Sequence[Statement] = ()) -> asyncio.Future[None]:
+        """Return the future that `end` returns, with the work of a large request or answer in a thread."""
+        begun = self._begun.pop(end.call_id, UNKNOWN)
+        return self._put_end(end, also, *await asyncio.to_thread(self._end_prepared, end, begun))
+
+    def _end_prepared(
+        self, end: CallEnd, begun: _Begun, *, counted: bool = False
+    ) -> tuple[CallEnd, list[Statement], int]:
+        """What is recorded of an end, its statements, and about how many bytes these store."""
+        if self._redactor is not None:
+            end = self._redactor.end(end, shown=begun.shown)
+        parent = begun.parent
+        shared_tokens = common_prefix(array("i", end.prompt_token_ids), parent.row_ids) if parent else 0
+        row = call_end_row(end, shared_tokens, self._merged() and not end.imported)
+        stored_bytes = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
+        counts = [] if counted or end.status == "incomplete" else [(ROLLOUT_CALL_ENDED, row)]
+        return end, [(CALL_END, row), *counts, *_tool_calls(end, begun.call)], stored_bytes
+
+    def _put_end(
+        self, end: CallEnd, also: Sequence[Statement], kept: CallEnd, statements: list[Statement], stored_bytes: int
+    ) -> asyncio.Future[None]:
+        def committed(done: asyncio.Future[None]) -> None:
+            if done.cancelled() or done.exception():
+                return
+            self._recent.ended(kept)
+            if end.trainable and not kept.trainable:
+                self._on_redacted()
+
+        done = self.put([*statements, *also], stored_bytes)
+        done.add_done_callback(committed)
+        return done
+
+    async def put_in_order(self, end: CallEnd) -> None:
+        """Give an imported call, which has ended, its place by time, and the results that came before it."""
+        if not await self._store.calls.put_in_order(end.rollout_id, end.call_id) or not end.tool_calls:
+            return
+        calls = await self._store.calls.of(end.rollout_id)
+        later = calls[1 + next(i for i, call in enumerate(calls) if call.call_id == end.call_id) :]
+
+        def brought() -> list[Statement]:
+            named = [(RolloutName(end.rollout_id, agent=call.agent), read_request(call.request)) for call in later]
+            return [one for name, read in named for one in _tool_results(name, read, 0, is_first=True)]
+
+        await self.put(await asyncio.to_thread(brought), 0)
+
+    def forget(self, rollout_id: str) -> None:
+        """Drop a deleted rollout from memory, so that no later call is stored as a difference from its calls."""
+        self._recent.forget(rollout_id)
+
+
+class _Begun(NamedTuple):
+    """A call under way, and its parent. `shown`: the model was shown something that is redacted in the record."""
+
+    call: RecentCall | None
+    parent: RecentCall | None
+    shown: bool
+
+
+UNKNOWN = _Begun(None, None, False)
+
+
+def _prepared(
+    start: CallStart, recent: Sequence[RecentCall]
+) -> tuple[list[Statement], int, RecentCall, RecentCall | None]:
+    """The statements of a call's start, how many bytes they store, and the call and its parent to be remembered."""
+    if start.imported:  # it gets its place by time, and its parent stands before it
+        recent = [call for call in recent if call.started_at <= start.started_at]
+    parent, shared_messages = parent_of(start.request, recent)
+    request = sharing(start.request, parent, shared_messages)
+    call = RecentCall(start.call_id, request, first_own=shared_messages, started_at=start.started_at)
+    before = parent.read if parent else None
+    if before or has_results(conversation(start.request), shared_messages):
+        call.read = read_request(call.request, before, shared_messages)
+    if parent is not None:
+        shrunk = shrink_request(call.request, parent.request)
+        stored = encode(shrunk)
+        call.measure(parent, shrunk["same"])
+    else:
+        stored = encode(start.request) if start.request_text is None else start.request_text
+        call.measure(None, ())
+    is_large = len(stored) > LARGE_REQUEST
+    row = start._asdict() | start.rollout._asdict()
+    row |= {"at": start.started_at, "pin": start.policy_version if start.pins else None}
+    row |= {"parent_id": parent and parent.call_id, "request": None if is_large else stored, "large_request": stored}
+    statements: list[Statement] = [(ROLLOUT_SEEN, row), (CALL_START, row)]
+    if is_large:
+        statements.append((CALL_LARGE_REQUEST, row))
+    statements += _tool_results(start.rollout, call.read, shared_messages, is_first=parent is None)
+    return statements, len(stored), call, parent
+
+
+def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, Any]:
+    """Parameters of CALL_END. The first `prompt_shared` prompt tokens are those of the parent's row."""
+    first = end.choices[0] if end.choices else Choice(0)
+    more = [[c.index, c.token_ids, c.logprobs, c.finish_reason] for c in end.choices[1:]]
+    return end._asdict() | {
+        "response": dumps_or_none(end.response),
+        "usage": dumps_or_none(end.usage),
+        "merged": merged,
+        "prompt_shared": prompt_shared,
+        "prompt_ids": pack_ids(end.prompt_token_ids[prompt_shared:]),
+        "token_ids": pack_ids(first.token_ids),
+        "logprobs": array("f", first.logprobs).tobytes(),
+        "finish_reason": first.finish_reason,
+        "more_choices": dumps_or_none(more or None),
+        "tokens": sum(len(c.token_ids) for c in end.choices) or (used(end.usage) or Used()).output,
+    }
+
+
+def _tool_calls(end: CallEnd, call: RecentCall | None) -> list[Statement]:
+    """The tool calls of an answer. `call`: None if its request is not known; then their places are not, either."""
+    if not end.tool_calls:
+        return []
+    if call is not None and call.read is None:
+        call.read = read_request(call.request)
+    found = spots(call.read, end.response, end.tool_calls) if call is not None and call.read is not None else []
+    placed = [{"place": spot.place, "signs": spot.signs} for spot in found] or [{"place": None, "signs": None}]
+    return [
+        (
+            TOOL_CALL,
+            {"rollout_id": end.rollout_id, "call_id": end.call_id, "position": position}
+            | {"tool_call_id": tool.id, "name": tool.name, "arguments": tool.arguments}
+            | placed[min(position, len(placed) - 1)],
+        )
+        for position, tool in enumerate(end.tool_calls)
+    ]
+
+
+def _tool_results(
+    rollout: RolloutName, read: ReadRequest | None, shared: int, *, is_first: bool
+) -> Iterator[Statement]:
+    """The results that a request brings after the messages that it shares with its parent, if it is not the first."""
+    for result, spot, is_old in results(read, shared) if read else ():
+        if result.tool_call_id is None and spot.place is None:
+            continue  # it cannot be told whose result it is
+        content = dumps(result.content)
+        yield (
+            TOOL_RESULT,
+            spot._asdict()
+            | {"rollout_id": rollout.rollout_id, "agent": rollout.agent}
+            | {"tool_call_id": result.tool_call_id, "is_error": result.is_error, "result": content}
+            # A call of the same name and arguments that only a counted id leads to may be another conversation's.
+            | {"telling": UNIQUE if is_unique(result.tool_call_id or "") else COUNTED}
+            | {"least": 0 if spot.what is None else FITS}
+            | {"brought_before": content if is_first or is_old else None},
+        )
 
 
 def _readable(rows: Rows) -> Rows:
