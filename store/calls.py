@@ -124,19 +124,18 @@ WITH RECURSIVE wanted (call_id, parent_id) AS (
 SELECT calls.*, (SELECT request FROM large_requests WHERE call_id = calls.call_id) AS large_request
 FROM wanted CROSS JOIN calls ON calls.call_id = wanted.call_id ORDER BY seq
 """
-# A call, if the one before it began later, or an event before it. Not in a rollout that was trained on: there the
-# numbers of calls are used elsewhere.
+# A call's number, time and place by time, if the call before it began later, or an event before it. Not in a rollout
+# that was trained on: there the numbers of calls are used elsewhere.
 OUT_OF_ORDER = """
-SELECT seq, started_at FROM calls WHERE call_id = :call_id AND (
+SELECT seq, started_at AS at,
+       (SELECT COALESCE(MAX(seq) + 1, 0) FROM calls AS other
+        WHERE rollout_id = :rollout_id AND seq < calls.seq AND started_at <= calls.started_at) AS place
+FROM calls WHERE call_id = :call_id AND (
     started_at < (SELECT started_at FROM calls AS other
                   WHERE rollout_id = :rollout_id AND seq < calls.seq ORDER BY seq DESC LIMIT 1)
     OR EXISTS (SELECT 1 FROM events
                WHERE rollout_id = :rollout_id AND seq = calls.seq AND created_at > calls.started_at)
 ) AND (SELECT step FROM rollouts WHERE rollout_id = :rollout_id) IS NULL
-"""
-PLACE_BY_TIME = """
-SELECT COALESCE(MAX(seq) + 1, 0) AS place FROM calls
-WHERE rollout_id = :rollout_id AND seq < :seq AND started_at <= :at
 """
 # No two calls have one number, not even for a moment: so numbers below 0 come in between.
 MOVED = (
@@ -191,6 +190,7 @@ POLICY_LOG_DURING = """
 SELECT version, at FROM policy_log
 WHERE at >= (SELECT MIN(started_at) FROM calls WHERE rollout_id = :rollout_id) ORDER BY n
 """
+RANK = {"ok": 0, "incomplete": 1, "cancelled": 2, "error": 2}  # of calls that a request may repeat
 REPEATED = 64  # calls of a rollout that are looked at for one that a request repeats
 EVENT_JSON = ("value", "arguments", "result")
 
@@ -258,23 +258,19 @@ class Calls:
         rows = await self._db.all(CALLS_TO_REPEAT, {"rollout_id": rollout_id, "newest": REPEATED})
         calls = await self.some([row["call_id"] for row in rows if row["call_id"] not in running], known)
         alike = [call for call in calls if call.request == request]
-        failed = [c for c in alike if c.status in ("error", "cancelled")]
-        failed = failed or [c for c in alike if c.status == "incomplete"]
-        return failed[-1] if failed else next((c for c in alike if c.status == "ok"), None)
+        return max(alike, key=lambda call: (RANK[call.status], call.seq), default=None)
 
     async def put_in_order(self, rollout_id: str, call_id: str) -> bool:
         """Move a call that was reported after later ones to its place by time. Return whether later calls were there.
 
         A call's parent stays before it (proxy/gateway/recorder.py). A rollout that was trained on is left as it is.
         """
-        row: dict[str, Any] = {"rollout_id": rollout_id, "call_id": call_id}
-        if await self._db.one(OUT_OF_ORDER, row) is None:
-            return False
 
         async def work(db: Transaction) -> bool:
-            (call,) = await db.all("SELECT seq, started_at FROM calls WHERE call_id = :call_id", row)
-            row.update(seq=call["seq"], at=call["started_at"])
-            row.update(place=(await db.all(PLACE_BY_TIME, row))[0]["place"])
+            row: dict[str, Any] = {"rollout_id": rollout_id, "call_id": call_id}
+            if (found := await db.one(OUT_OF_ORDER, row)) is None:
+                return False
+            row.update(seq=found["seq"], at=found["at"], place=found["place"])
             for statement in MOVED:
                 await db.run(statement, row)
             return bool(row["place"] < row["seq"])
@@ -283,12 +279,8 @@ class Calls:
 
     async def status(self, rollout_id: str, call_id: str) -> CallStatus | None:
         """Return a call's status, or None if there is no such call. A call of another rollout counts as ok."""
-        row = await self._db.one(CALL_STATUS, {"rollout_id": rollout_id, "call_id": call_id})
+        row = await self._db.quick(CALL_STATUS, {"rollout_id": rollout_id, "call_id": call_id})
         return None if row is None else row["status"]
-
-    async def is_kept(self, call_id: str) -> bool:
-        """Return whether there is such a call; it may have been deleted."""
-        return await self._db.quick("SELECT 1 FROM calls WHERE call_id = :call_id", {"call_id": call_id}) is not None
 
     async def answered(self, rollout_id: str, newest: int) -> set[str]:
         """Return the ids of those of the rollout's `newest` calls that the policy has answered."""
@@ -392,9 +384,7 @@ class Events:
 
         Opens a rollout that is unknown so far. `key` as in `Rewards.post`.
         """
-        row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "task_id": rollout.task_id, "agent": rollout.agent}
-        row |= {"mode": rollout.mode, "pin": None, "key_id": rollout.key_id, "at": time.time() if at is None else at}
-        row |= {"evidence": rollout.evidence, "comes_last": at is None}
+        row = rollout._asdict() | {"pin": None, "at": time.time() if at is None else at, "comes_last": at is None}
 
         async def work(db: Transaction) -> Answer:
             await db.run(ROLLOUT_SEEN, row)

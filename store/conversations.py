@@ -27,7 +27,6 @@ ON CONFLICT (digest, at, call_id) DO NOTHING
 CONVERSATION_LEADS_TO = """
 SELECT rollouts.rollout_id FROM conversation_points JOIN rollouts USING (rollout_id) WHERE digest = :digest
 """
-CALLS_OF = "SELECT calls FROM rollouts WHERE rollout_id = :rollout_id"
 # A point in a conversation: whether an entry waits there, and which rollouts it leads to.
 CONVERSATION_AT = """
 SELECT EXISTS (SELECT 1 FROM conversation_tips WHERE digest = :loose) AS waits,
@@ -41,30 +40,26 @@ SELECT EXISTS (SELECT 1 FROM conversation_tips WHERE digest = :loose) AS waits,
 TOGETHER_S = 60.0
 # How long a failed request is tried again, by clients that do not say so.
 TRIED_S = 3600.0
-_TAKE = """
+# Takes an entry that waits under a digest: with these results of tools, of this rollout, or that failed since then. Of
+# requests, one that failed goes before one that is under way, and that before an answered one.
+CONVERSATION_TAKE = f"""
 DELETE FROM conversation_tips WHERE digest = :digest AND (at, call_id) = (
     SELECT recent.at, recent.call_id
     FROM (SELECT at, call_id, rollout_id, exact FROM conversation_tips WHERE digest = :digest ORDER BY at DESC LIMIT 64)
         AS recent
     JOIN rollouts ON rollouts.rollout_id = recent.rollout_id
     LEFT JOIN calls ON calls.call_id = recent.call_id
-    WHERE {which}
+    WHERE (recent.exact = :exact OR :exact IS NULL) AND (recent.rollout_id = :rollout_id OR :rollout_id IS NULL)
+        AND ((calls.status IN ('error', 'cancelled') AND rollouts.status = 'running' AND recent.at > :since)
+             OR :since IS NULL)
     ORDER BY CASE calls.status WHEN 'error' THEN 0 WHEN 'cancelled' THEN 0 WHEN 'incomplete' THEN 1 ELSE 2 END,
-             CASE WHEN recent.at >= (SELECT MAX(at) FROM conversation_tips WHERE digest = :digest) - {together}
+             CASE WHEN recent.at >= (SELECT MAX(at) FROM conversation_tips WHERE digest = :digest) - {TOGETHER_S}
                   THEN 0 ELSE 1 END,
              recent.at
     LIMIT 1
 )
 RETURNING rollout_id
 """
-# Of requests, one that failed goes before one that is under way, and that before an answered one.
-CONVERSATION_TAKE = _TAKE.format(which="TRUE", together=TOGETHER_S)
-CONVERSATION_TAKE_EXACT = _TAKE.format(which="recent.exact = :exact", together=TOGETHER_S)
-CONVERSATION_TAKE_OF = _TAKE.format(which="recent.rollout_id = :rollout_id", together=TOGETHER_S)
-CONVERSATION_TAKE_FAILED = _TAKE.format(
-    which="calls.status IN ('error', 'cancelled') AND rollouts.status = 'running' AND recent.at > :since",
-    together=TOGETHER_S,
-)
 CONVERSATION_COUNTS = """
 SELECT (SELECT COUNT(*) FROM conversation_points) AS points, (SELECT COUNT(*) FROM conversation_tips) AS tips
 """
@@ -97,50 +92,48 @@ class ConversationIndex:
 
     async def longest(self, rollout_ids: Sequence[str]) -> str | None:
         """Return the first of the rollouts that have most calls; None if there are none."""
-        if len(rollout_ids) < 2:
-            return rollout_ids[0] if rollout_ids else None
-        rows = [await self._db.quick(CALLS_OF, {"rollout_id": one}) for one in rollout_ids]
-        return max(zip(rollout_ids, rows, strict=True), key=lambda one: 0 if one[1] is None else one[1]["calls"])[0]
+        statement = "SELECT calls FROM rollouts WHERE rollout_id = :rollout_id"
+        calls = {one: await self._db.quick(statement, {"rollout_id": one}) for one in rollout_ids}
+        return max(calls, key=lambda one: (calls[one] or {"calls": 0})["calls"], default=None)
 
     async def rollout_at(self, exact: bytes, loose: bytes) -> str | None:
         """Take an entry that waits at a point, and return its rollout; else return the last rollout that was there.
 
         `loose`: the digest of the point without results of tools; an entry that is the same with them goes first.
         """
-        found = await self._db.quick(CONVERSATION_AT, {"exact": exact, "loose": loose})
-        if found is None or not (found["waits"] or found["exact"] or found["loose"]):
+        there = await self._db.quick(CONVERSATION_AT, {"exact": exact, "loose": loose})
+        if there is None:
             return None
-        rollout = await self._take(CONVERSATION_TAKE_EXACT, loose, exact=exact) if found["waits"] else None
-        rollout = rollout or found["exact"]
-        if rollout is None and found["waits"]:
-            rollout = await self._take(CONVERSATION_TAKE, loose)
-        return rollout or found["loose"]
+        taken = await self.take(loose, exact=exact) if there["waits"] else None
+        if taken is None and there["exact"] is None and there["waits"]:
+            taken = await self.take(loose)
+        return taken or there["exact"] or there["loose"]
 
     async def add(self, origins: Sequence[dict[str, Any]]) -> None:
         """Store digests of what only one rollout has in it."""
         await self._db.commit([(CONVERSATION_ORIGIN, origins)])
 
-    async def take(self, digest: bytes) -> str | None:
-        """Take one of the calls that wait under this digest and return its rollout. No two requests take the same."""
-        return await self._take(CONVERSATION_TAKE, digest) if await self._waits(digest) else None
+    async def take(
+        self, digest: bytes, *, exact: bytes | None = None, rollout_id: str | None = None, since: float | None = None
+    ) -> str | None:
+        """Take one of the calls that wait under this digest and return its rollout. No two requests take the same.
+
+        `exact`: one with this digest, too. `rollout_id`: one of this rollout. `since`: one that failed after this
+        time, in a rollout that is still running.
+        """
+        row = {"digest": digest, "exact": exact, "rollout_id": rollout_id, "since": since}
+        if await self._db.quick("SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1", row) is None:
+            return None
+        taken = await self._db.write(lambda db: db.all(CONVERSATION_TAKE, row))
+        return taken[0]["rollout_id"] if taken else None
 
     async def take_failed(self, digest: bytes) -> str | None:
         """Take one of the calls under this digest that failed lately, in a rollout that is still running."""
-        since = time.time() - TRIED_S
-        return await self._take(CONVERSATION_TAKE_FAILED, digest, since=since) if await self._waits(digest) else None
+        return await self.take(digest, since=time.time() - TRIED_S)
 
     async def take_of(self, digest: bytes, rollout_id: str) -> None:
         """Take one of this rollout's calls that wait under this digest, if any does."""
-        if await self._waits(digest):
-            await self._take(CONVERSATION_TAKE_OF, digest, rollout_id=rollout_id)
-
-    async def _waits(self, digest: bytes) -> bool:
-        row = {"digest": digest}
-        return await self._db.quick("SELECT 1 FROM conversation_tips WHERE digest = :digest LIMIT 1", row) is not None
-
-    async def _take(self, statement: str, digest: bytes, **more: object) -> str | None:
-        taken = await self._db.write(lambda db: db.all(statement, {"digest": digest, **more}))
-        return taken[0]["rollout_id"] if taken else None
+        await self.take(digest, rollout_id=rollout_id)
 
 
 async def forget_conversations(database: Database, rollout_id: str) -> None:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.json_text import dumps
+from ..core.json_text import dumps, loads_or_none
+from ..core.prices import Used, used
 from ..core.records import Mode
-from .database import Database, Row, Sql, read
+from .database import Database, Row, read
 from .rollouts import ROLLOUT_FILTERS
 
 NEWEST_ROLLOUTS = 20_000  # rollouts that are looked at
@@ -56,25 +57,10 @@ SELECT rollouts.rollout_id,
 """
 
 # By order of insertion, as in `calls.UNTRAINABLE`. Of an answer's tokens only the length is read.
-# A usage of other types counts 0.
-RECENT_CALLS = Sql(
-    """
-SELECT status, started_at, latency_ms, ttft_ms,
-       CAST(COALESCE(usage ->> '$.completion_tokens', usage ->> '$.output_tokens', LENGTH(token_ids) / 4, 0) AS INTEGER)
-           AS tokens
+RECENT_CALLS = """
+SELECT status, started_at, latency_ms, ttft_ms, usage, LENGTH(token_ids) / 4 AS tokens
 FROM calls ORDER BY rowid DESC LIMIT :newest
-""",
-    postgres=r"""
-SELECT status, started_at, latency_ms, ttft_ms,
-       CASE WHEN used ~ '^[0-9]{1,15}$' THEN used::BIGINT WHEN used IS NOT NULL THEN 0
-            ELSE COALESCE(LENGTH(token_ids) / 4, 0) END AS tokens
-FROM (
-    SELECT *, CASE WHEN strpos(usage, '\u') = 0
-        THEN COALESCE(usage::json ->> 'completion_tokens', usage::json ->> 'output_tokens') END AS used
-    FROM calls ORDER BY rowid DESC LIMIT :newest
-) AS recent
-""",
-)
+"""
 SIBLINGS = 256  # at most, the rollout itself among them
 CREDIT_OF = """
 SELECT calls.call_id, calls.seq, calls.agent, call_credit.step, call_credit."return" AS returned,
@@ -253,18 +239,19 @@ class Traffic:
     async def recent(self, newest: int) -> RecentTraffic:
         """Sum up the newest calls, at most so many."""
         rows = await self._db.all(RECENT_CALLS, {"newest": newest})
+        tokens = [used(loads_or_none(row["usage"])) or Used(output=row["tokens"] or 0) for row in rows]
         return RecentTraffic(
             calls=len(rows),
             since=min((row["started_at"] for row in rows), default=None),
             by_status=dict(Counter(row["status"] for row in rows).most_common()),
-            latency_ms=_median(row["latency_ms"] for row in rows),
-            ttft_ms=_median(row["ttft_ms"] for row in rows),
-            response_tokens=sum(row["tokens"] for row in rows),
+            latency_ms=_median(rows, "latency_ms"),
+            ttft_ms=_median(rows, "ttft_ms"),
+            response_tokens=sum(one.output for one in tokens),
         )
 
 
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
+def _median(rows: Sequence[Row], name: str) -> float | None:
+    known = [row[name] for row in rows if row[name] is not None]
     return median(known) if known else None
 
 
@@ -354,14 +341,9 @@ def _read_tokens(rows: Iterable[Row]) -> list[CallTokens]:
     """A parent comes before the calls that are stored against it."""
     calls: dict[str, CallTokens] = {}
     for row in rows:
-        parent = calls.get(row["parent_id"])
-        shared = [] if parent is None else [parent.token_ids[: row["prompt_shared"]]]
-        prompt = np.concatenate([*shared, _ids(row["prompt_ids"])])
-        tokens = np.concatenate([prompt, _ids(row["token_ids"])])
+        prompt, answer = (np.frombuffer(row[name] or b"", np.int32) for name in ("prompt_ids", "token_ids"))
+        if parent := calls.get(row["parent_id"]):
+            prompt = np.concatenate([parent.token_ids[: row["prompt_shared"]], prompt])
+        tokens = np.concatenate([prompt, answer])
         calls[row["call_id"]] = CallTokens(row["call_id"], row["agent"], row["row"], tokens, len(prompt))
     return [*calls.values()]
-
-
-def _ids(packed: bytes | None) -> TokenIds:
-    """The token ids that `pack_ids` packed."""
-    return np.frombuffer(packed or b"", np.int32)

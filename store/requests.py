@@ -182,31 +182,6 @@ def begun(before: Any, shared: int, own: Any) -> Any:
     return dict(islice(before.items(), shared)) | own if isinstance(before, dict) else before[:shared] + own
 
 
-class _Tokens(NamedTuple):
-    """The tokens of a call as bytes: so many of its parent's, the rest of its prompt, its answer."""
-
-    parent: Any  # a _Tokens, or None
-    shared: int
-    own: bytes
-    answer: bytes
-
-    @property
-    def prompt_size(self) -> int:
-        return self.shared + len(self.own)
-
-    @property
-    def size(self) -> int:
-        return self.prompt_size + len(self.answer)
-
-    def first(self, size: int) -> bytes:
-        """Return so many bytes from the beginning."""
-        parts, tokens = [], self
-        while tokens is not None and size > 0:
-            parts += [tokens.answer[: max(0, size - tokens.prompt_size)], tokens.own[: max(0, size - tokens.shared)]]
-            size, tokens = min(size, tokens.shared), tokens.parent
-        return b"".join(reversed(parts))
-
-
 class ShortCalls:
     """Gives each call what its request and prompt add to its parent's, which was read before.
 
@@ -216,44 +191,24 @@ class ShortCalls:
     def __init__(self, known: Mapping[str, Parent]) -> None:
         """`known`: calls that were read before, and may be parents of these."""
         self._outlines = {call_id: outline(parent.request) for call_id, parent in known.items()}
-        self._tokens = {call_id: _Tokens(None, 0, b"", parent.tokens) for call_id, parent in known.items()}
+        self._sizes = {call_id: len(parent.tokens) // TOKEN_SIZE for call_id, parent in known.items()}
 
     def read(self, row: Row) -> Json:
         """Return the fields of a call that need its parent, with its id and the tokens of its answer."""
         call_id, parent_id, tokens = row["call_id"], row["parent_id"], row["prompt_shared"]
-        request, shared, self._outlines[call_id] = short_request(
-            _stored_request(row), self._outlines.get(parent_id, {})
-        )
+        before = self._outlines.get(parent_id, {})
+        request, shared, self._outlines[call_id] = short_request(_stored_request(row), before)
+        prompt, answer = unpack_ids(row["prompt_ids"]), unpack_ids(row["token_ids"])
+        self._sizes[call_id] = tokens + len(prompt) + len(answer)
         return {
             "call_id": call_id,
             "request": request,
             "request_of": {"call_id": parent_id, **shared} if shared else None,
-            "prompt_token_ids": unpack_ids(row["prompt_ids"]),
+            "prompt_token_ids": prompt,
             "prompt_of": {"call_id": parent_id, "tokens": tokens} if tokens else None,
-            "response_token_ids": unpack_ids(row["token_ids"]),
-            "extends": self._extended_by(row),
+            "response_token_ids": answer,
+            "extends": parent_id if 0 < tokens == self._sizes.get(parent_id) else None,
         }
-
-    def _extended_by(self, row: Row) -> str | None:
-        """The call whose tokens, prompt and answer, this prompt begins with: usually the parent, else the newest."""
-        parent = self._tokens.get(row["parent_id"])
-        shared = TOKEN_SIZE * row["prompt_shared"] if parent else 0
-        tokens = _Tokens(parent, shared, row["prompt_ids"] or b"", row["token_ids"] or b"")
-        found: str | None = row["parent_id"]
-        if parent is None or not 0 < parent.size == shared:
-            prompt = tokens.first(tokens.prompt_size)
-            # Answers are compared first: most differ there.
-            alike = (
-                call_id
-                for call_id, earlier in reversed(self._tokens.items())
-                if 0 < earlier.size <= len(prompt)
-                and prompt[earlier.prompt_size : earlier.size] == earlier.answer
-                and prompt.startswith(earlier.first(earlier.prompt_size))
-            )
-            found = next(alike, None)
-        if row["token_ids"] is not None:  # it was answered
-            self._tokens[row["call_id"]] = tokens
-        return found
 
 
 def _stored_request(row: Row) -> Json:

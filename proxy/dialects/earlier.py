@@ -51,7 +51,7 @@ class Earlier:
         """Return the exchanges up to a response, oldest first. Raise NotFound if it is unknown."""
         try:
             found = exchanges_up_to(self._of(rollout_id), previous)
-            if await self._calls.is_kept(found[-1].call_id):
+            if await self._calls.status(rollout_id, found[-1].call_id) is not None:
                 return found
             self._forget(rollout_id)  # it was deleted, perhaps by another process
         except NotFound:
