@@ -200,12 +200,14 @@ class Recorder(GroupCommit):
         statements += also
         if start.is_retry and (earlier := await self._repeated(start, recent)):
             statements.append((CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
-        self._begun[start.call_id] = _Begun(call, parent, shown)
+        begun = _Begun(call, parent, shown)
+        is_first = self._begun.setdefault(start.call_id, begun) is begun  # an imported one may come twice at once
         try:
             async with self._slots:
                 await self.put(statements, stored_bytes)
         except StoreUnavailable as error:  # then there is no end; after a cancellation there is one
-            del self._begun[start.call_id]
+            if is_first:
+                del self._begun[start.call_id]
             if parent is None or not isinstance(error.__cause__, ConstraintRefused):
                 raise
             self.forget(rollout_id)  # another process deleted the parent
