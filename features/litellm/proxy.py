@@ -24,7 +24,7 @@ from ...core.config.upstreams import UpstreamConfig
 from ...core.errors import InvalidRequest, LightningError, NotFound, Unsupported, UpstreamTimeout, UpstreamUnreachable
 from ...core.prices import import_litellm, require_litellm
 from ...core.records import Header
-from ...proxy.dialects.dialects import DIALECTS
+from ...proxy.gateway.relay import DIALECTS
 from ...proxy.gateway.upstream import Answer, KeyMask, NoConnection, Request, Upstream
 from ...proxy.hooks import ProxyPlugin
 

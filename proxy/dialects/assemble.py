@@ -1,211 +1,270 @@
-"""Assembles the chunks of a streamed chat answer into the object that the same call returns without streaming. Pure.
+"""Assembles the pieces of a streamed answer into what the same call returns without streaming. Pure.
 
-Tool calls come in pieces: `{index 0, id a, name f}`, `{index 0, id "", arguments "{"}`, `{index 0, arguments "}"}` are
-one call of f with "{}". Servers differ: some count every call 0 or give no index, repeat id and name or leave them
-empty, or send them late.
+`join` and `put` say what becomes of a value, `AnswerParts` where a piece belongs, and `ToolCalls` which call it is of:
+`{index 0, id a, name f}`, `{index 0, id "", arguments "{"}`, `{index 0, arguments "}"}` are one call of f with "{}".
+Servers differ: some count every call 0 or give no index, repeat id and name or leave them empty, or send them late.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from ...core.json_text import dumps, loads
-from ...core.values import Places, join, number, objects, put
+from ...core.tools import dicts
+from ...core.values import number
 
 Json = dict[str, Any]
+Part = TypeVar("Part")
 
+# By the last word of their names, texts that are sent in full, and by some servers again in every chunk.
+_WORDS = frozenset({
+    "role", "id", "type", "name", "reason", "object", "format", "status", "model", "provider", "phase", "channel",
+    "signature",
+})  # fmt: skip
+# AnswerParts of a content that are streamed in pieces, each in a part of its own.
+_TEXT_PARTS = ("text", "thinking", "output_text", "reasoning")
 # What a choice has in pieces beside its message.
 _PIECES = frozenset({"text", "logprobs", "token_ids"})
 # What a tool is called with: functions have arguments, custom tools an input.
 _TEXTS = {"function": "arguments", "custom": "input"}
 
 
+def join(into: Json, name: str, value: Any) -> None:
+    """Join a value to that of the chunks before: texts and lists get longer; null, and no text, change nothing."""
+    old = into.get(name)
+    if isinstance(old, list) and isinstance(value, str):
+        value = _as_parts(value)
+    elif isinstance(old, str) and isinstance(value, list):
+        old = _as_parts(old)
+    if value is None:
+        into.setdefault(name, None)
+    elif isinstance(value, str):
+        longer = old + value if isinstance(old, str) and not _is_word(name) else value
+        into[name] = longer or old or ""
+    elif isinstance(value, dict):
+        merged = into[name] = old if isinstance(old, dict) else {}  # ours: no chunk's own object is ever put in
+        for key, item in value.items():
+            join(merged, key, item)
+    elif isinstance(value, list):
+        into[name] = _with_items(old if isinstance(old, list) else [], value)
+    else:
+        into[name] = value
+
+
+def put(into: Json, name: str, value: Any) -> None:
+    """Keep the last value that is not empty; objects are joined name by name."""
+    old = into.get(name)
+    if isinstance(value, dict) and isinstance(old, dict):
+        merged = into[name] = dict(old)
+        for key, item in value.items():
+            put(merged, key, item)
+    elif value or value == 0 or name not in into:
+        into[name] = value
+
+
+@lru_cache(256)
+def _is_word(name: str) -> bool:
+    return name.rpartition("_")[2] in _WORDS
+
+
+def _as_parts(text: str) -> list[Any]:
+    return [{"type": "text", "text": text}] if text else []
+
+
+def _with_items(items: list[Any], new: list[Any]) -> list[Any]:
+    """The list, which is ours, with the new items added. An item that continues an old one is joined to it."""
+    for place, item in enumerate(new):
+        at = _continued(items, item, first=place == 0)
+        if at is None:
+            items.append(item)
+        else:
+            items[at] = dict(items[at])
+            for name, value in item.items():
+                join(items[at], name, value)
+    return items
+
+
+def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
+    """The place of the item that this one continues: that of its index, or the last, of the same type."""
+    if not isinstance(item, dict):
+        return None
+    kind, index, places = item.get("type"), item.get("index"), range(len(items))
+    if not isinstance(index, int):
+        places = places[-1:] if first and kind in _TEXT_PARTS else places[:0]
+    same = (at for at in places if isinstance(items[at], dict) and items[at].get("type") == kind)
+    return next((at for at in same if items[at].get("index") == index), None)
+
+
+class AnswerParts(Generic[Part]):
+    """The parts of an answer, in order of their index. One without an index, or with another's, is behind all."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, Part] = {}  # by place
+        self._end = 0
+        self._known: dict[int | str | None, Part] = {}
+
+    def __iter__(self) -> Iterator[Part]:
+        return (self._parts[place] for place in sorted(self._parts))
+
+    @property
+    def opened(self) -> list[Part]:
+        """Return the parts in the order in which they were opened."""
+        return [*self._parts.values()]
+
+    def get(self, key: int | str | None) -> Part | None:
+        """Return the part that was last under an index or an id; under None, that of the last piece."""
+        return self._known.get(key)
+
+    def open(self, index: int | None, part: Part) -> Part:
+        place = self._end if index is None or index in self._parts else index
+        self._end = max(self._end, place + 1)
+        self._parts[place] = part
+        return part
+
+    def keep(self, part: Part, index: int | None, part_id: Any = None) -> None:
+        """Note where a piece of this part came."""
+        self._known[index] = self._known[None] = part
+        if part_id and isinstance(part_id, str):
+            self._known[part_id] = part
+
+
 class ToolCalls:
     """The calls of one answer."""
 
     def __init__(self) -> None:
-        self._calls: list[ToolCallPieces] = []  # in the order in which they were opened
-        self._places = Places()
-        self._at: dict[int, ToolCallPieces] = {}  # by index: the call opened there last
-        self._by_id: dict[str, ToolCallPieces] = {}  # the call that got this id last
-        self._last: ToolCallPieces | None = None  # the one that the last piece belonged to
+        self._calls = AnswerParts[StreamedCall]()
 
     def feed(self, deltas: Any) -> None:
-        for delta in objects(deltas):
-            call = self._last = self._call_of(delta, number(delta.get("index")))
+        for delta in dicts(deltas if isinstance(deltas, list) else [deltas]):
+            index, piece = number(delta.get("index")), _Piece.read(delta)
+            call = self._call_of(piece, index)
             before = call.id
-            call.add(delta)
-            if isinstance(call.id, str) and call.id != before:
-                self._by_id[call.id] = call
+            if not call.has(piece):
+                call.add(delta)
+            self._calls.keep(call, index, call.id if call.id != before else None)
 
     @property
-    def opened(self) -> bool:
-        return bool(self._calls)
-
-    def named(self) -> list[ToolCallPieces]:
-        """Return the calls as they were opened. One without a name is no call: its pieces came under another id."""
-        named: list[ToolCallPieces] = []
-        for call in self._calls:
-            continues = named and not call.name and named[-1].may_be_followed_by(call)
-            named.append(named.pop().with_more(call) if continues else call)
-        return named
+    def opened(self) -> list[StreamedCall]:
+        """Return the calls in the order in which they were opened."""
+        return self._calls.opened
 
     def result(self) -> list[Json]:
-        """Return the calls as an answer has them, by index."""
-        return [call.result() for call in sorted(self.named(), key=lambda call: call.place)]
+        """Return the calls as an answer has them."""
+        return [call.result() for call in self._calls]
 
-    def _call_of(self, delta: Json, index: int | None) -> ToolCallPieces:
-        call = self._known(delta, index)
-        if call is None or call.ends_before(delta, index):
-            call = ToolCallPieces(index, self._places.take(index))
-            self._calls.append(call)
-        if index is not None:
-            self._at[index] = call
+    def _call_of(self, piece: _Piece, index: int | None) -> StreamedCall:
+        """The call that a piece belongs to: by its id, its index, or else that of the piece before."""
+        call, last = self._calls.get(index), self._calls.get(None)
+        same = self._calls.get(piece.id) if isinstance(piece.id, str) else None
+        if same is not None and (index is None or not piece.name or (piece.name == same.name and not same.is_complete)):
+            call = same
+        elif call is None and last is not None and not (piece.name or piece.id):
+            call = None if _is_given(piece.arguments) and last.is_complete else last
+        if call is None or call.ends_before(piece, index):
+            call = self._calls.open(index, StreamedCall())
         return call
 
-    def _known(self, delta: Json, index: int | None) -> ToolCallPieces | None:
-        """The call at this index, unless the id is another's; without an index that one, or the last piece's."""
-        at_index, call_id = self._at.get(index) if index is not None else None, delta.get("id")
-        if call_id and (at_index is None or at_index.id != call_id):
-            same = self._by_id.get(call_id) if isinstance(call_id, str) else None
-            if same is not None and (index is None or same.is_continued_by(delta)):
-                return same
-        if at_index is not None:
-            return at_index
-        if index is None:
-            return self._last
-        begins = bool(delta.get("id") or _named(delta)[0])
-        return None if begins or self._last is None or self._last.index is not None else self._last
+
+class _Piece(NamedTuple):
+    id: Any
+    name: str
+    arguments: Any  # a text, or by some servers an object
+
+    @classmethod
+    def read(cls, call: Json) -> _Piece:
+        for kind, text in _TEXTS.items():
+            if isinstance(called := call.get(kind), dict):
+                name = called.get("name")
+                return cls(call.get("id"), name if isinstance(name, str) else "", called.get(text))
+        return cls(call.get("id"), "", None)
 
 
-class ToolCallPieces:
+class StreamedCall:
     """One call, as far as it has come."""
 
-    def __init__(self, index: int | None = None, place: int = 0) -> None:
-        self.index = index
-        self.place = place
-        self.id: Any = None
-        self.name = ""
-        self._arguments: Any = None  # the arguments: a text, or by some servers an object
-        self._may_be_none = False  # they are an empty object that came with the name: some servers begin so
+    def __init__(self) -> None:
         self._fields: Json = {}
+        self.id, self.name, self._arguments = _Piece(None, "", None)
 
-    def add(self, delta: Json) -> None:
-        if self._is_again(delta):
-            return
-        self.id = self.id or delta.get("id")
-        for name, value in delta.items():
-            if name in _TEXTS and isinstance(value, dict):
-                inner = self._fields[name] = self._fields.get(name) or {}
-                self._add_named(inner, _TEXTS[name], value)
-            elif name != "index":
-                join(self._fields, name, value)
+    @property
+    def text(self) -> str:
+        """Return the arguments so far; those that came as an object are JSON text, as models write them."""
+        arguments = self._arguments
+        return arguments if isinstance(arguments, str) else "" if arguments is None else dumps(arguments)
 
-    def ends_before(self, delta: Json, index: int | None) -> bool:
-        """Return whether a piece that came to this call's place belongs to a new call."""
-        call_id, (name, arguments) = delta.get("id"), _named(delta)
+    @property
+    def may_change(self) -> bool:
+        """Return whether more pieces may change the text, not only extend it."""
+        return self._arguments == "{}" or not isinstance(self._arguments, str | None)
+
+    @property
+    def is_complete(self) -> bool:
+        try:
+            return self.text.rstrip().endswith("}") and isinstance(loads(self.text), dict)
+        except ValueError:
+            return False
+
+    def has(self, piece: _Piece) -> bool:
+        """Return whether a piece is the entire call once more, or all its arguments."""
+        call_id, name, arguments = piece
+        if arguments != self._arguments or call_id not in (None, "", self.id):
+            return False
+        return (not name or (name == self.name and bool(self.id))) and self.is_complete
+
+    def ends_before(self, piece: _Piece, index: int | None) -> bool:
+        """Return whether a piece that came to this call's place begins a new call."""
+        call_id, name, arguments = piece
         if call_id and self.id and call_id != self.id:
-            return True
-        if not name or not self.name or self._is_again(delta):
+            return bool(name) or self.is_complete
+        if not name or not self.name or self.has(piece):
             return False
         if _is_given(arguments) and self.is_complete:
             return True
         return not name.startswith(self.name) and (index is None or _is_given(self._arguments))
 
-    def is_continued_by(self, delta: Json) -> bool:
-        """Return whether a piece that has this call's id, and another's index, does not begin a call."""
-        name, _ = _named(delta)
-        return not name or (name == self.name and not self.is_complete)
-
-    def may_be_followed_by(self, other: ToolCallPieces) -> bool:
-        """Return whether the pieces of a call without a name may be of this one."""
-        if other.index == self.index:
-            return True
-        return other.id in (None, "", self.id) and not (_is_given(other.text) and self.is_complete)
-
-    def with_more(self, other: ToolCallPieces) -> ToolCallPieces:
-        """Return this call with the arguments of another after its own."""
-        both = ToolCallPieces(self.index, self.place)
-        for call in (self, other):
-            both.add({name: value for name, value in call.result().items() if call is self or name in _TEXTS})
-        return both
+    def add(self, delta: Json) -> None:
+        for name, value in delta.items():
+            if name == "id":
+                self.id = self._fields[name] = self.id or value
+            elif name in _TEXTS and isinstance(value, dict):
+                self._add_called(name, value)
+            elif name != "index":
+                join(self._fields, name, value)
 
     def result(self) -> Json:
         """Return the call as an answer has it."""
-        text = None if self._arguments is None else self.text
-        texts = {kind: self._fields[kind] | {name: text} for kind, name in _TEXTS.items() if self._has(kind, name)}
-        return self._fields | texts
+        if isinstance(self._arguments, str | None):
+            return self._fields
+        kind = next(kind for kind in _TEXTS if isinstance(self._fields.get(kind), dict))
+        return self._fields | {kind: self._fields[kind] | {_TEXTS[kind]: self.text}}
 
-    @property
-    def text(self) -> str:
-        """Return the arguments so far; those that came as an object are JSON text, as models write them."""
-        return (
-            self._arguments
-            if isinstance(self._arguments, str)
-            else ""
-            if self._arguments is None
-            else dumps(self._arguments)
-        )
-
-    @property
-    def may_change(self) -> bool:
-        """Return whether more pieces may change the text, not only extend it."""
-        return self._may_be_none or not isinstance(self._arguments, str | None)
-
-    @property
-    def is_complete(self) -> bool:
-        if not isinstance(self._arguments, str):
-            return self._arguments is not None
-        try:
-            return self._arguments.rstrip().endswith("}") and isinstance(loads(self._arguments), dict)
-        except ValueError:
-            return False
-
-    def _is_again(self, delta: Json) -> bool:
-        """Whether this is the entire call once more, or all its arguments."""
-        name, arguments = _named(delta)
-        if arguments != self._arguments or delta.get("id") not in (None, "", self.id):
-            return False
-        return (not name or (name == self.name and bool(self.id))) and self.is_complete
-
-    def _has(self, kind: str, name: str) -> bool:
-        return isinstance(self._fields.get(kind), dict) and name in self._fields[kind]
-
-    def _add_named(self, into: Json, text: str, function: Json) -> None:
-        for name, value in function.items():
-            if name == text:
-                before = None if self._may_be_none and _is_given(value) else self._arguments
-                self._may_be_none = value == "{}" and bool(function.get("name")) and not _is_given(before)
-                into[name] = self._arguments = _longer(before, value)
+    def _add_called(self, kind: str, more: Json) -> None:
+        called = self._fields[kind] = self._fields.get(kind) or {}
+        for name, value in more.items():
+            if name == _TEXTS[kind]:
+                if kind == "function" and self._arguments == "{}" and _is_given(value):
+                    self._arguments = None  # some servers begin with an empty object
+                called[name] = self._arguments = _longer(self._arguments, value)
             elif name == "name" and isinstance(value, str):
                 # Repeated, sent as far as it has come, or in pieces.
-                self.name = into[name] = value if value.startswith(self.name) else self.name + value
+                called[name] = self.name = value if value.startswith(self.name) else self.name + value
             else:
-                join(into, name, value)
-
-
-def _named(delta: Json) -> tuple[str, Any]:
-    """The name in a piece, empty if there is none, and its arguments."""
-    for kind, text in _TEXTS.items():
-        if isinstance(function := delta.get(kind), dict):
-            name = function.get("name")
-            return name if isinstance(name, str) else "", function.get(text)
-    return "", None
-
-
-def _is_given(arguments: Any) -> bool:
-    return bool(arguments.strip()) if isinstance(arguments, str) else arguments is not None
+                join(called, name, value)
 
 
 def _longer(before: Any, more: Any) -> Any:
     """The arguments with another piece of them."""
-    if not _is_given(more):
-        return (
-            before + more if isinstance(before, str) and isinstance(more, str) else more if before is None else before
-        )
+    if isinstance(before, str) and isinstance(more, str):
+        return before + more
     if isinstance(before, dict) and isinstance(more, dict):
         return before | more
-    return before + more if isinstance(before, str) and isinstance(more, str) else more
+    return more if before is None or _is_given(more) else before
+
+
+def _is_given(arguments: Any) -> bool:
+    return bool(arguments.strip()) if isinstance(arguments, str) else arguments is not None
 
 
 class Assembler:
@@ -218,18 +277,14 @@ class Assembler:
     def feed(self, chunk: Json) -> None:
         top = self._top
         for name, value in chunk.items():
-            if name == "choices":
-                for place, choice in enumerate(value if isinstance(value, list) else ()):
-                    if isinstance(choice, dict):
-                        self._choice(number(choice.get("index")), place).feed(choice)
-            elif value or value == 0 or name not in top:
+            if name != "choices" and (value or value == 0 or name not in top):
                 top[name] = value
-
-    def _choice(self, index: int | None, place: int) -> _Choice:
-        index = place if index is None else index
-        if index not in self._choices:
-            self._choices[index] = _Choice()
-        return self._choices[index]
+        for place, choice in enumerate(dicts(chunk.get("choices"))):
+            if (index := number(choice.get("index"))) is None:
+                index = place
+            if index not in self._choices:
+                self._choices[index] = _Choice(index)
+            self._choices[index].feed(choice)
 
     def result(self) -> Json | None:
         """Return the answer so far; None before the first chunk."""
@@ -244,51 +299,42 @@ class Assembler:
 class _Choice:
     """One choice. Its message is made of the deltas; some servers send the message as far as it is beside them."""
 
-    def __init__(self) -> None:
-        self._fields: Json = {}
+    def __init__(self, index: int) -> None:
+        self._fields: Json = {"index": index}
         self._message: Json = {}
-        self._calls: ToolCalls | None = None
-        self._call: ToolCallPieces | None = None  # of OpenAI's API before there were tools
         self._has_deltas = False
 
     def feed(self, choice: Json) -> None:
-        self._has_deltas |= choice.get("delta") is not None
+        delta, message = choice.get("delta"), choice.get("message")
+        self._has_deltas |= delta is not None
+        if delta is None and isinstance(message, dict):
+            known = self._message if self._has_deltas else {}
+            delta = {name: value for name, value in message.items() if not known.get(name)}
+        if isinstance(delta, dict):
+            self._fields["message"] = self._message
+            self._feed_message(delta)
         for name, value in choice.items():
-            if name == "delta" or (name == "message" and not self._has_deltas):
-                self._feed_message(value)
-            elif name == "message":
-                if isinstance(value, dict) and "delta" not in choice:
-                    self._feed_message({key: item for key, item in value.items() if not self._message.get(key)})
-            elif name in _PIECES:
+            if name in _PIECES:
                 join(self._fields, name, value)
-            else:
+            elif name not in ("index", "delta", "message"):
                 put(self._fields, name, value)
 
     def result(self) -> Json:
-        if "message" not in self._fields or not isinstance(self._fields["message"], dict):
-            return dict(self._fields)
+        if "message" not in self._fields:
+            return self._fields
         message = dict(self._message)
-        if self._calls is not None:
-            message["tool_calls"] = self._calls.result()
-        if self._call is not None:
-            message["function_call"] = self._call.result()["function"]
+        if isinstance(calls := message.get("tool_calls"), ToolCalls):
+            message["tool_calls"] = calls.result()
+        if isinstance(call := message.get("function_call"), ToolCalls):  # of OpenAI's API before there were tools
+            message["function_call"] = call.result()[0]["function"]
         return self._fields | {"message": message}
 
-    def _feed_message(self, delta: Any) -> None:
-        if not isinstance(delta, dict):
-            join(self._fields, "message", delta)
-            return
+    def _feed_message(self, delta: Json) -> None:
         message = self._message
-        if self._fields.get("message") is not message:
-            self._fields["message"] = message
         for name, value in delta.items():
-            if name == "tool_calls" and isinstance(value, list | dict):
-                self._calls = self._calls or ToolCalls()
-                self._calls.feed(value)
-                message[name] = True  # its place
-            elif name == "function_call" and isinstance(value, dict):
-                self._call = self._call or ToolCallPieces()
-                self._call.add({"function": value})
-                message[name] = True
+            if name in ("tool_calls", "function_call") and isinstance(value, list | dict):
+                if not isinstance(message.get(name), ToolCalls):
+                    message[name] = ToolCalls()
+                message[name].feed(value if name == "tool_calls" else {"function": value})
             else:
                 join(message, name, value)

@@ -6,39 +6,17 @@ Field names and the values sent without asking are those of vLLM 0.32: null, exc
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ...core import sse
-from ...core.errors import LightningError
 from ...core.json_text import encode, loads, loads_rounded
 from ...core.tokens import Tokens
 from ...core.values import as_read, error_in, lax, message_of_error
 from .assemble import Assembler
+from .stream import Dialect, Injection
 
 Json = dict[str, Any]
 Endpoint = Literal["chat", "completions"]
-
-
-class Injection(NamedTuple):
-    """The fields that the proxy added to the agent's request."""
-
-    token_ids: bool = False
-    logprobs: bool = False
-    usage: bool = False
-
-    def __bool__(self) -> bool:
-        return self.token_ids or self.logprobs or self.usage
-
-    def is_named_in(self, text: bytes) -> bool:
-        """Return whether a refusal names one of the added fields."""
-        names = (b"token_ids",) * self.token_ids + (b"logprobs",) * self.logprobs
-        names += (b"stream_options", b"include_usage") * self.usage
-        return any(name in text for name in names)
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Return the field names to take out of an answer and of its choices."""
-        return ("prompt_token_ids", "token_ids") * self.token_ids + ("logprobs",) * self.logprobs
 
 
 def inject(body: Json, endpoint: Endpoint) -> tuple[Json, Injection]:
@@ -66,7 +44,7 @@ def inject(body: Json, endpoint: Endpoint) -> tuple[Json, Injection]:
 
 
 def _wants_usage(body: Json, options: Any) -> bool:
-    """Whether to ask for usage. Not for several answers: all but the last would be held back (see StreamCleaner)."""
+    """Whether to ask for usage. Not for several answers: all but the last would be held back (see ChatStream)."""
     prompt = body.get("prompt")
     prompts = prompt if isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int) else [prompt]
     several = body.get("n") not in (None, 1) or len(prompts) > 1  # a list of tokens is one prompt
@@ -75,19 +53,9 @@ def _wants_usage(body: Json, options: Any) -> bool:
     return as_read(options or {}).get("include_usage") in (None, False)
 
 
-def clean(body: Json, injection: Injection) -> bool:
+def take_out(body: Json, injection: Injection) -> bool:
     """Remove from an answer, in place, the fields that only the proxy asked for; return whether there were any."""
-    return _take_out(body, injection.fields)
-
-
-def without(injection: Injection, raw: bytes, event: Json) -> bytes:
-    """Return the bytes of an event for the agent, which is cleaned in place."""
-    return _encode(event) if clean(event, injection) else raw
-
-
-def _take_out(body: Json, fields: tuple[str, ...]) -> bool:
-    changed = False
-    choices = body.get("choices")
+    changed, fields, choices = False, injection.fields, body.get("choices")
     for part in (body, *choices) if isinstance(choices, list) else (body,):
         if isinstance(part, dict):
             is_sglangs = "message" in part and "prompt_token_ids" in part  # which has no null in their place
@@ -99,94 +67,54 @@ def _take_out(body: Json, fields: tuple[str, ...]) -> bool:
     return changed
 
 
-class StreamCleaner:
-    """Removes from a stream the fields that only the proxy asked for. Other frames keep their exact bytes."""
+MISSES = 8  # after so many other chunks in a row, no more are expected
 
-    def __init__(self, injection: Injection) -> None:
-        self._injection = injection
-        self._fields = injection.fields
-        self._held: tuple[bytes, Json, bool] | None = None  # its bytes, the chunk, whether it was changed
-
-    @property
-    def holds(self) -> bool:
-        """Return whether a chunk waits for the next one."""
-        return self._held is not None
-
-    def clean(self, raw: bytes, chunk: Json) -> bytes:
-        """Return the bytes to send now for a chunk, which is cleaned in place."""
-        if not self._injection:
-            return raw
-        changed = _take_out(chunk, self._fields)
-        choices = chunk.get("choices")
-        if not choices or not isinstance(choices, list):
-            if self._injection.usage and choices == [] and "usage" in chunk:
-                return self._release(chunk.get("system_fingerprint"))
-            choices = ()
-        elif self._injection.token_ids and self._injection.logprobs and all(map(_is_empty_delta, choices)):
-            # While a parser holds text back, vLLM sends these only to those who asked for token ids or logprobs.
-            return b""
-        before = b"" if self._held is None else self.flush()
-        if self._injection.usage and any(map(_finishes, choices)):
-            self._held = raw, chunk, changed
-            return before
-        return before + (_encode(chunk) if changed else raw)
-
-    def flush(self) -> bytes:
-        """Return the bytes held back, for a stream that continues or ends without the usage chunk."""
-        return self._release(None)
-
-    def _release(self, fingerprint: Any) -> bytes:
-        """The held chunk with the fingerprint, which vLLM puts into the last chunk where usage is not asked for."""
-        held, self._held = self._held, None
-        if held is None:
-            return b""
-        raw, chunk, changed = held
-        if fingerprint is not None:
-            chunk["system_fingerprint"], changed = fingerprint, True
-        return _encode(chunk) if changed else raw
-
-
-def _is_empty_delta(choice: Any) -> bool:
-    return isinstance(choice, dict) and choice.get("delta") == {} and choice.get("finish_reason") is None
-
-
-def _finishes(choice: Any) -> bool:
-    return isinstance(choice, dict) and bool(choice.get("finish_reason"))
-
-
-def _encode(chunk: Json) -> bytes:
-    return sse.encode(encode(chunk))
-
-
+_CHOICES = b',"choices":['
+_CLEAN = b'null,"finish_reason":null,"token_ids":null}]}\n\n'
 # JSON's strings and numbers, with possessive quantifiers: a match takes one look at every byte.
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
 _INTEGER = rb"(?:0|[1-9]\d*+)"
 _NUMBER = rb"-?" + _INTEGER + rb"(?:\.\d++)?(?:[eE][+-]?\d++)?"
 _INTEGERS = rb"(?:%b(?:,%b)*+)?+" % (_INTEGER, _INTEGER)
 _TOKEN = rb'\{"token":%b,"logprob":%b,"bytes":(?:null|\[%b\]),"top_logprobs":\[\]\}' % (_STRING, _NUMBER, _INTEGERS)
-_PARTS = (
-    (rb'\{"(?:content|reasoning|reasoning_content)":', rb"\}"),
-    (rb'\{(?:"content":null,)?"tool_calls":\[\{"index":%b,"function":\{"arguments":' % _INTEGER, rb"\}\}\]\}"),
-)
-_HELD_BACK = b"{}"  # while a tool parser holds text back, vLLM sends such chunks to those who asked for token ids
-_DELTA = b"|".join(b"(%b)(%b)(%b)" % (before, _STRING, after) for before, after in _PARTS) + rb"|(\{\})"
+_OF_TEXT = rb'\{"(?:content|reasoning|reasoning_content)":'
+_OF_TOOL = rb'\{(?:"content":null,)?"tool_calls":\[\{"index":%b,"function":\{"arguments":' % _INTEGER
+# While a tool parser holds text back, vLLM sends deltas without anything to those who asked for token ids.
+_DELTA = rb"(?:(?P<before>%b|(?P<tool>%b))(?P<text>%b)(?P<after>(?(tool)\}\}\]\}|\}))|\{\})"
+_DELTA = _DELTA % (_OF_TEXT, _OF_TOOL, _STRING)
 _REST = re.compile(
-    rb'\{"index":0,"delta":(?:%b),"logprobs":(\{"content":\[%b(?:,%b)*+\]\}),"finish_reason":null,"token_ids":\[(%b)\]'
-    rb"\}\]\}\n\n" % (_DELTA, _TOKEN, _TOKEN, _INTEGERS)
+    rb'\{"index":0,"delta":%b,"logprobs":(?P<logprobs>\{"content":\[%b(?:,%b)*+\]\}),'
+    rb'"finish_reason":null,"token_ids":\[(?P<ids>%b)\]\}\]\}\n\n' % (_DELTA, _TOKEN, _TOKEN, _INTEGERS)
 )
 _LOGPROB = re.compile(rb'"logprob":(%b),"bytes":' % _NUMBER)  # no string can hold this: its quotes have backslashes
-MISSES = 8  # after so many other chunks in a row, no more are expected
-_CHOICES = b',"choices":['
-_CLEAN = b'null,"finish_reason":null,"token_ids":null}]}\n\n'
 
 
 class UsualChunks:
-    """The usual chunks of one stream: a shortcut, without which agent and record get the same."""
+    r"""The usual chunks of one stream, passed on without parsing them. Without it agent and record get the same.
+
+    A chunk of the text "Hi" that vLLM sends where token ids and log-probabilities were asked for, in one line:
+
+        data: {"id":"c1","object":"chat.completion.chunk","created":1,"model":"m","choices":[    `_start`, as in all
+        {"index":0,"delta":                               what `_REST` finds, and its groups:
+            {"content":                                                                          before
+                "Hi"                                                                             text
+            }                                                                                    after
+        ,"logprobs":
+            {"content":[{"token":"Hi","logprob":-0.5,"bytes":null,"top_logprobs":[]}]}           logprobs
+        ,"finish_reason":null,"token_ids":[
+            7                                                                                    ids
+        ]}]}\n\n
+
+    The agent asked for neither and gets the bytes up to `logprobs`, then null,"finish_reason":null,"token_ids":null}]}.
+    Chunks with the same before and after are read together, once somebody wants to know: as one with the text "Hi…",
+    the log-probabilities [-0.5, …] and the ids [7, …].
+    """
 
     def __init__(self) -> None:
         self._start: bytes | None = None
         self._misses = 0
-        self._before = self._after = b""  # what stands around the text: chunks that have the same are read together
+        self._before: bytes | None = None  # what stands around the texts that were not read yet
+        self._after: bytes | None = None
         self._texts: list[bytes] = []
         self._logprobs: list[bytes] = []
         self._ids: list[bytes] = []
@@ -212,25 +140,21 @@ class UsualChunks:
     def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
         """Keep the usual chunks that `data` begins with. Return the agent's bytes for them, and the rest of `data`."""
         start = self._start
-        if not start or not (data.isascii() or _is_utf8(data)):
+        if not start or not _is_utf8(data):
             return b"", data
         sent: list[bytes] = []
         at, skip = 0, len(start)
         while data.startswith(start, at) and (match := _REST.match(data, at + skip)):
-            before, text, after, before_2, text_2, after_2, held_back, logprobs, ids = match.groups()
-            if held_back is not None:
-                before, text, after = held_back, b'""', b""
-            elif text is None:
-                before, text, after = before_2, text_2, after_2
+            before, _, text, after, logprobs, ids = match.groups()
             if before != self._before:
                 self._read_all()
                 self._before, self._after = before, after
-            self._texts.append(text)
+            self._texts.append(text or b'""')
             self._logprobs.append(logprobs)
             if ids:
                 self._ids.append(ids)
-            if held_back is None:
-                sent += data[at : match.start(8)], _CLEAN
+            if before is not None:
+                sent += data[at : match.start("logprobs")], _CLEAN
             at = match.end()
         self._misses = 0 if at else self._misses + 1
         if self._misses > MISSES:
@@ -246,11 +170,12 @@ class UsualChunks:
     def _read_all(self) -> None:
         if not self._texts:
             return
+        before, after = self._before, self._after
         text = "".join(loads(b"[%b]" % b",".join(self._texts)))
         logprobs = _LOGPROB.findall(b"".join(self._logprobs))
         choice = {
             "index": 0,
-            "delta": {} if self._before == _HELD_BACK else loads(self._before + encode(text) + self._after),
+            "delta": loads(before + encode(text) + after) if before and after else {},
             "logprobs": {"token_logprobs": loads_rounded(b"[%b]" % b",".join(logprobs))},
             "finish_reason": None,
             "token_ids": loads_rounded(b"[%b]" % b",".join(self._ids)),
@@ -262,13 +187,12 @@ class UsualChunks:
 
 def _is_utf8(raw: bytes) -> bool:
     try:
-        raw.decode()
+        return raw.isascii() or bool(raw.decode())
     except UnicodeDecodeError:
         return False
-    return True
 
 
-class ChatApi:
+class ChatApi(Dialect):
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
@@ -276,10 +200,7 @@ class ChatApi:
         return inject(body, self._endpoint)
 
     def agents(self, body: Json, injection: Injection) -> Json | None:
-        return body if clean(body, injection) else None
-
-    def refusal(self, body: Json, status: int) -> None:
-        return None
+        return body if take_out(body, injection) else None
 
     def tokens(self, body: Json) -> Tokens:
         tokens = Tokens()
@@ -289,12 +210,13 @@ class ChatApi:
     def stream(self, injection: Injection) -> ChatStream:
         return ChatStream(injection)
 
-    def error_body(self, error: LightningError) -> Json:
-        return error.body()
-
 
 class ChatStream:
-    """A stream of chunks. It ends with [DONE], which is no chunk, and which some servers leave out."""
+    """A stream of chunks, less what only the proxy asked for. Other chunks keep their exact bytes.
+
+    It ends with [DONE], which is no chunk, and which some servers leave out. Where usage was injected, the chunk with
+    the finish reason is held until the next one: the usage chunk, which is left out, may have something for it.
+    """
 
     finished = False
 
@@ -303,7 +225,7 @@ class ChatStream:
         self.rewrites = bool(injection)
         self._tokens = Tokens()
         self._injection = injection
-        self._cleaner = StreamCleaner(injection)
+        self._held: tuple[bytes, Json] | None = None
         self._assembler = Assembler()
         # Both were injected, so the agent gets neither.
         self.usual: UsualChunks | None = UsualChunks() if injection.token_ids and injection.logprobs else None
@@ -320,10 +242,11 @@ class ChatStream:
 
     def feed(self, raw: bytes, event: Json) -> bytes:
         is_error = self.read(raw, event) is not None
-        out = self.flush() + without(self._injection, raw, event) if is_error else self._cleaner.clean(raw, event)
+        clean = sse.encode(encode(event)) if take_out(event, self._injection) else raw
         self._assembler.feed(event)
+        out = self.flush() + clean if is_error else self._without_extra(clean, event)
         if self.usual is not None:
-            self.usual.learn(raw, is_last=is_error or self._cleaner.holds)
+            self.usual.learn(raw, is_last=is_error or self._held is not None)
         return out
 
     def read(self, raw: bytes, event: Json) -> Any:
@@ -334,8 +257,15 @@ class ChatStream:
             self.error = self.error or message_of_error(error)
         return error
 
-    def flush(self) -> bytes:
-        return self._cleaner.flush()
+    def flush(self, fingerprint: Any = None) -> bytes:
+        """Return the bytes held back. Their chunk gets the fingerprint of the usage chunk that the agent does not get.
+
+        vLLM has it in the last chunk.
+        """
+        held, self._held = self._held, None
+        if held is None or fingerprint is None:
+            return b"" if held is None else held[0]
+        return sse.encode(encode(held[1] | {"system_fingerprint": fingerprint}))
 
     def last(self, raw: bytes) -> bytes:
         return raw
@@ -344,9 +274,28 @@ class ChatStream:
         self._catch_up()
         return self._assembler.result()
 
+    def _without_extra(self, clean: bytes, chunk: Json) -> bytes:
+        """The bytes to send now for a chunk, or nothing if there would be no such chunk."""
+        injection, choices = self._injection, chunk.get("choices")
+        if injection.usage and choices == [] and "usage" in chunk:
+            return self.flush(chunk.get("system_fingerprint"))
+        choices = choices if isinstance(choices, list) else []
+        if self.usual is not None and choices and all(map(_is_empty_delta, choices)):
+            # While a parser holds text back, vLLM sends these only to those who asked for token ids or logprobs.
+            return b""
+        before = self.flush()
+        if injection.usage and any(isinstance(choice, dict) and choice.get("finish_reason") for choice in choices):
+            self._held = clean, chunk
+            return before
+        return before + clean
+
     def _catch_up(self) -> None:
         """Read the chunks that were passed on unread."""
         for chunk in self.usual.take() if self.usual is not None else ():
             self._tokens.add(chunk)
-            clean(chunk, self._injection)
+            take_out(chunk, self._injection)
             self._assembler.feed(chunk)
+
+
+def _is_empty_delta(choice: Any) -> bool:
+    return isinstance(choice, dict) and choice.get("delta") == {} and choice.get("finish_reason") is None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...core.errors import LightningError
 from ...core.sse import event_name
 from ...core.tokens import Tokens
 from ...core.tools import dicts, is_call
-from ...core.values import Places, error_in, message_of_error, number
-from .chat import Injection
+from ...core.values import error_in, message_of_error, number
+from .assemble import AnswerParts
+from .stream import Dialect, Injection, PlainStream, untold
 
 Json = dict[str, Any]
 
@@ -24,53 +24,32 @@ _LAST = {
 }  # fmt: skip
 
 
-class ResponsesApi:
-    def inject(self, body: Json) -> tuple[Json, Injection]:
-        return body, Injection()
-
-    def agents(self, body: Json, injection: Injection) -> None:
-        return None
-
-    def refusal(self, body: Json, status: int) -> None:
-        return None
-
+class ResponsesApi(Dialect):
     def tokens(self, body: Json) -> Tokens:
-        tokens = Tokens()
-        choice = {"index": 0, "finish_reason": _finish_reason(body)}
-        tokens.add({"choices": [choice], "usage": body.get("usage")})
-        return tokens
+        return untold(body, _finish_reason(body))
 
     def stream(self, injection: Injection) -> ResponsesStream:
-        return ResponsesStream(self)
-
-    def error_body(self, error: LightningError) -> Json:
-        return error.body()
+        return ResponsesStream()
 
 
-class ResponsesStream:
+class ResponsesStream(PlainStream):
     """A stream of events that each say their `type`; the last one holds the full response, or should."""
 
     complete = False  # before the last one
-    rewrites = False
 
-    usual = None
-
-    def __init__(self, api: ResponsesApi) -> None:
-        self.error: str | None = None
-        self.finished = False
-        self._api = api
+    def __init__(self) -> None:
         self._response: Json | None = None
-        self._items = ResponseItems()
+        self._items = AnswerParts[_Item]()
 
     @property
     def tokens(self) -> Tokens:
-        return self._api.tokens(self.response() or {})
+        return ResponsesApi().tokens(self.response() or {})
 
     def feed(self, raw: bytes, event: Json) -> bytes:
         response = event if event.get("object") == "response" else event.get("response")
         response = response if isinstance(response, dict) else {}
         kind = str(event.get("type") or event_name(raw) or f"response.{response.get('status')}")
-        self._items.feed(kind, event)
+        self._feed_items(kind, event)
         if response:
             response = dict(response)
             for name, value in (self._response or {}).items():
@@ -84,21 +63,37 @@ class ResponsesStream:
             self._finish(_LAST[kind], event)
         return raw
 
-    def flush(self) -> bytes:
-        return b""
-
-    def last(self, raw: bytes) -> bytes:
-        return raw
-
     def response(self) -> Any:
         """Return the newest response that was sent, with items added that only other events had."""
-        items = self._items.result()
+        items = [item.result() for item in self._items]
         if self._response is None:
             return {"object": "response", "output": items} if items else None
         output = self._response.get("output")
         if isinstance(output, list) and output:
             items = filled(output, items) if list(map(_type, output)) == list(map(_type, items)) else output
         return self._response | {"output": items}
+
+    def _feed_items(self, kind: str, event: Json) -> None:
+        """Keep the part of an item that an event of this type brings, if it does."""
+        name, _, what = kind.removeprefix("response.").rpartition(".")
+        item = event.get("item")
+        if name == "output_item" and isinstance(item, dict) and what in ("added", "done"):
+            self._item_of(event, item, what).keep(item, what)
+        elif text := _TEXTS.get(name.removesuffix(".annotation")) or _text_of(event.get("part")):
+            self._item_of(event, {"type": text.item, "id": event.get("item_id")}, "").add(text, what, event)
+
+    def _item_of(self, event: Json, item: Json, what: str) -> _Item:
+        """The item that an event is about; a new one if it is about none that is known. `what`: empty for a text.
+
+        Some servers give several items one index, or each event an id of its own.
+        """
+        index, item_id = number(event.get("output_index")), item.get("id")
+        known = (self._items.get(item_id) if isinstance(item_id, str) else None) or self._items.get(index)
+        if known is None or known.ends_before(item, what):
+            known = self._items.open(index, _Item(item))
+            self._items.keep(known, index, item_id)
+        self._items.keep(known, index)
+        return known
 
     def _finish(self, status: str, event: Json) -> None:
         response = self._response = self._response or {"object": "response"}
@@ -151,92 +146,50 @@ _TEXTS = {
 }
 
 
-class ResponseItems:
-    """The items of one response. Some servers give several of them one index, or each event an id of its own."""
-
-    def __init__(self) -> None:
-        self._items: list[_Item] = []
-        self._places = Places()
-        self._at: dict[int | None, _Item] = {}  # by index: the item that came there last
-
-    def feed(self, kind: str, event: Json) -> None:
-        """Keep the part of an item that an event of this type brings, if it does."""
-        name, _, what = kind.removeprefix("response.").rpartition(".")
-        item = event.get("item")
-        if name == "output_item" and isinstance(item, dict) and what in ("added", "done"):
-            self._of(event, item, what == "done").keep(item, is_done=what == "done")
-        elif text := _TEXTS.get(name.removesuffix(".annotation")) or _text_of(event.get("part")):
-            self._of(event, {"type": text.item, "id": event.get("item_id")}, None).add(text, what, event)
-
-    def result(self) -> list[Json]:
-        """Return the items in order."""
-        return [item.result() for item in sorted(self._items, key=lambda item: item.place)]
-
-    def _of(self, event: Json, item: Json, is_done: bool | None) -> _Item:
-        """The item that an event is about; a new one if it is about none that is known. `is_done`: None for a text."""
-        index, item_id = number(event.get("output_index")), item.get("id")
-        found = next((known for known in self._items if item_id and known.id == item_id), None) or self._at.get(index)
-        if found is None or found.differs(item, is_done):
-            found = _Item(self._places.take(index), item)
-            self._items.append(found)
-        self._at[index] = self._at[None] = found
-        return found
-
-
 class _Item:
-    def __init__(self, place: int, item: Json) -> None:
-        self.place = place
-        self.id = item.get("id")
-        self._type = item.get("type")
-        self._item: Json | None = None
-        self._is_done = False
-        self._texts: dict[tuple[_Text, int], list[str]] = {}
-        self._beside: dict[tuple[_Text, int], Json] = {}  # what else a part has: citations, log-probabilities
+    """One item, as far as it has come: as it was added or done, and what the events about its texts make of it."""
 
-    def differs(self, item: Json, is_done: bool | None) -> bool:
+    def __init__(self, item: Json) -> None:
+        self._id, self._type = item.get("id"), item.get("type")
+        self._state = ""  # or added, or done
+        self._item = {"type": self._type} | ({"id": self._id} if self._id else {})
+        self._item |= {"role": "assistant"} if self._type == "message" else {}
+        self._parts: dict[tuple[_Text, int], Json] = {}
+
+    def ends_before(self, item: Json, what: str) -> bool:
         """Return whether a piece with another id, at the same place, belongs to another item."""
-        if self.id is not None and item.get("id") == self.id:
+        if self._id is not None and item.get("id") == self._id:
             return False
-        if item.get("type") != self._type:
-            return True
-        return self._is_done or (is_done is False and self._item is not None)
+        return item.get("type") != self._type or self._state == "done" or (what == "added" and self._state == "added")
 
-    def keep(self, item: Json, *, is_done: bool) -> None:
-        if is_done or self._item is None:
-            self._item, self._is_done, self._type = item, self._is_done or is_done, item.get("type")
+    def keep(self, item: Json, what: str) -> None:
+        if what == "done" or not self._state:
+            self._item, self._state, self._type = item, what, item.get("type")
 
     def add(self, text: _Text, what: str, event: Json) -> None:
         at = text, number(event.get("content_index", event.get("summary_index"))) or 0
-        part, pieces = event.get("part"), self._texts.setdefault(at, [])
-        beside = self._beside.setdefault(at, {})
-        if isinstance(part, dict):
-            self._beside[at] = filled({name: value for name, value in part.items() if name != text.field}, beside)
+        part = self._parts.setdefault(at, {"type": text.part, text.field: ""})
+        whole = event.get("part")
+        if isinstance(whole, dict):
+            part = self._parts[at] = filled({name: whole[name] for name in whole if name != text.field}, part)
         elif "annotation" in event:
-            beside["annotations"] = [*beside.get("annotations", ()), event["annotation"]]
-        elif isinstance(logprobs := event.get("logprobs"), list) and logprobs:
-            beside["logprobs"] = [*beside.get("logprobs", ()), *logprobs] if what == "delta" else logprobs
+            part["annotations"] = [*dicts(part.get("annotations")), event["annotation"]]
+        elif logprobs := dicts(event.get("logprobs")):
+            part["logprobs"] = [*dicts(part.get("logprobs")), *logprobs] if what == "delta" else logprobs
         if what == "delta" and isinstance(piece := event.get("delta"), str):
-            pieces.append(piece)
-        elif what == "done" and isinstance(full := (part or event).get(text.field), str) and full:
-            pieces[:] = [full]
+            part[text.field] += piece
+        elif what == "done":
+            full = (whole if isinstance(whole, dict) else event).get(text.field)
+            part[text.field] = full if full and isinstance(full, str) else part[text.field]
 
     def result(self) -> Json:
-        if self._item is not None:
-            return filled(self._item, self._made()) if self._texts else self._item
-        bare = {"type": self._type} | ({"id": self.id} if self.id else {})
-        return bare | ({"role": "assistant"} if self._type == "message" else {}) | self._made()
-
-    def _made(self) -> Json:
-        """The item that its texts make."""
         made: Json = {}
-        for (text, place), pieces in sorted(self._texts.items(), key=lambda entry: entry[0][1]):
-            joined = "".join(pieces)
+        for (text, _), part in sorted(self._parts.items(), key=lambda entry: entry[0][1]):
             if text.in_list:
-                part = {"type": text.part, text.field: joined} | self._beside[text, place]
                 made.setdefault(text.in_list, []).append(part)
             else:
-                made[text.field] = joined
-        return made
+                made[text.field] = part[text.field]
+        return filled(self._item, made) if made else self._item
 
 
 def _text_of(part: Any) -> _Text | None:

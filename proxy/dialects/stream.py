@@ -1,16 +1,17 @@
-"""Follows an answer as it passes: decides the bytes to send to the agent now and the content of the record."""
+"""Follows an answer as it passes: decides the bytes to send to the agent now and the content of the record.
+
+`Dialect` and `Stream` are what a recorded API is to the rest of the proxy.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
-from ...core.errors import UpstreamUnreachable
+from ...core.errors import LightningError, UpstreamUnreachable
 from ...core.json_text import as_utf8, encode_as_vllm, loads, loads_in_turns
 from ...core.sse import Frame, SSEDecoder
 from ...core.tokens import Tokens
 from ...core.values import message_of_error, named_error
-from .chat import Injection
-from .dialects import Dialect, Stream
 
 Json = dict[str, Any]
 
@@ -24,6 +25,124 @@ MAX_HELD_BYTES = 2**30
 _BLANKS = b" \t\r\n"
 
 
+class Injection(NamedTuple):
+    """The fields that the proxy added to the agent's request."""
+
+    token_ids: bool = False
+    logprobs: bool = False
+    usage: bool = False
+
+    def __bool__(self) -> bool:
+        return self.token_ids or self.logprobs or self.usage
+
+    def is_named_in(self, text: bytes) -> bool:
+        """Return whether a refusal names one of the added fields."""
+        names = (b"token_ids",) * self.token_ids + (b"logprobs",) * self.logprobs
+        names += (b"stream_options", b"include_usage") * self.usage
+        return any(name in text for name in names)
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Return the field names to take out of an answer and of its choices."""
+        return ("prompt_token_ids", "token_ids") * self.token_ids + ("logprobs",) * self.logprobs
+
+
+class Shortcut(Protocol):
+    """Passes on events without parsing them."""
+
+    @property
+    def expected(self) -> bool:
+        """Return whether more such events may come."""
+
+    def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
+        """Keep those that `data` begins with. Return the agent's bytes for them, and the rest of `data`."""
+
+
+class Stream(Protocol):
+    """The events of one streamed answer, in order."""
+
+    @property
+    def usual(self) -> Shortcut | None:
+        """Return the shortcut for the usual events; None where all are parsed."""
+
+    @property
+    def tokens(self) -> Tokens: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+    @property
+    def rewrites(self) -> bool:
+        """Return whether the agent gets other bytes than the upstream sent."""
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the last event that was fed in was the answer's last event."""
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the answer is complete although the stream's last event is missing."""
+
+    def feed(self, raw: bytes, event: Json) -> bytes:
+        """Return the bytes to send for an event. Bytes without injected fields pass unchanged."""
+
+    def flush(self) -> bytes:
+        """Return the bytes held back so far, for a stream that continues or ends differently."""
+
+    def last(self, raw: bytes) -> bytes:
+        """Return the agent's last bytes where the upstream's are `raw`, its [DONE]; empty where that is missing."""
+
+    def response(self) -> Any:
+        """Return the answer so far, in the shape that it has without streaming; None before the first event."""
+
+
+class PlainStream:
+    """A stream that the agent gets as it is."""
+
+    usual: Shortcut | None = None
+    rewrites = False
+    finished = False
+    error: str | None = None
+
+    def flush(self) -> bytes:
+        return b""
+
+    def last(self, raw: bytes) -> bytes:
+        return raw
+
+
+class Dialect(Protocol):
+    """Handles the special features of one API."""
+
+    def inject(self, body: Json) -> tuple[Json, Injection]:
+        """Return the request for a vLLM upstream, and the fields that were added to it."""
+        return body, Injection()
+
+    def agents(self, body: Json, injection: Injection) -> Json | None:
+        """Return a non-streamed answer as the agent gets it; None if that is the answer's own bytes."""
+        return None
+
+    def refusal(self, body: Json, status: int) -> Json | None:
+        """Return the upstream's error as the agent gets it; None if that is the error's own bytes."""
+        return None
+
+    def tokens(self, body: Json) -> Tokens:
+        """Return the tokens that a non-streamed answer reports. Call it before `agents`, which may change it."""
+
+    def stream(self, injection: Injection) -> Stream: ...
+
+    def error_body(self, error: LightningError) -> Json:
+        """Return one of our errors in the API's own shape."""
+        return error.body()
+
+
+def untold(body: Json, finish_reason: Any) -> Tokens:
+    """Return the tokens of an answer that has none but its usage."""
+    tokens = Tokens()
+    tokens.add({"choices": [{"index": 0, "finish_reason": finish_reason}], "usage": body.get("usage")})
+    return tokens
+
+
 class Transcript:
     """A streamed answer: turns the upstream's bytes into the agent's bytes and the record.
 
@@ -34,12 +153,11 @@ class Transcript:
     def __init__(self, stream: Stream) -> None:
         self.ended = False
         self.held = b""
-        self._garbage: str | None = None
         self.size = 0
-        self._let_go = False  # an event was too large to look at
+        self._garbage: str | None = None
+        self._let_go = False  # an event was too large to look at; it may have been the last one
         self._decoder = SSEDecoder()
         self._stream = stream
-        self._rewrites = stream.rewrites
 
     @property
     def tokens(self) -> Tokens:
@@ -52,15 +170,16 @@ class Transcript:
 
     @property
     def may_end(self) -> bool:
-        """Return whether the stream may end here: after its last event or an error, or without for some servers.
-
-        An event that was too large to look at may have been the last one.
-        """
+        """Return whether the stream may end here: after its last event or an error, or without for some servers."""
         return self.ended or self._stream.error is not None or self._stream.complete or self._let_go
 
     @property
     def error(self) -> str | None:
         return self._garbage or self._stream.error
+
+    def response(self) -> Any:
+        """Return the assembled answer so far, as the agent sees it; None before its first event, or if not kept."""
+        return None if self.unkept else self._stream.response()
 
     def feed(self, data: bytes) -> bytes:
         """Return the bytes to send now. The last event and all after it stay in `held`; do not feed after that.
@@ -78,6 +197,15 @@ class Transcript:
                 out += self._parse(one + blank)
         return out + self._parse(data) if data else out
 
+    def end(self) -> bytes:
+        """Return the bytes to send at the stream's end. Its last event is `held` if only its blank line was missing."""
+        last = self._decoder.close()
+        out = self._stream.flush() + (b"" if self._stream.rewrites or last.is_done else last.raw)
+        if last.is_done or self._stream.complete:
+            self.held = self._stream.last(last.raw if last.is_done else b"")
+            self.ended = bool(self.held)
+        return out
+
     def _parse(self, data: bytes) -> bytes:
         """Return the bytes to send of events that may be unusual."""
         out = b""
@@ -86,42 +214,29 @@ class Transcript:
                 self.held += frame.raw
             elif frame.is_done:
                 out += self._stream.flush()
-                self._end_with(self._stream.last(frame.raw))
+                self.ended, self.held = True, self._stream.last(frame.raw)
             else:
                 sent = self._pass(frame)
                 if self._stream.finished:
-                    self._end_with(sent)
+                    self.ended, self.held = True, sent
                 else:
                     out += sent
         if self.ended:
             self.held += self._decoder.rest
-        elif self._decoder.pending > MAX_ANSWER_BYTES and not self._rewrites:
+        elif self._decoder.pending > MAX_ANSWER_BYTES and not self._stream.rewrites:
             self._let_go = True
             out += self._stream.flush() + self._decoder.let_go()
         elif self._decoder.pending > MAX_HELD_BYTES:
             raise UpstreamUnreachable(f"the upstream sent {self._decoder.pending} bytes without the end of an event")
         return out
 
-    def end(self) -> bytes:
-        """Return the bytes to send at the stream's end. Its last event is `held` if only its blank line was missing."""
-        last = self._decoder.close()
-        out = self._stream.flush() + (b"" if self._rewrites or last.is_done else last.raw)
-        if last.is_done or self._stream.complete:
-            held = self._stream.last(last.raw if last.is_done else b"")
-            self.ended, self.held = bool(held), held
-        return out
-
-    def _end_with(self, last: bytes) -> None:
-        self.ended, self.held = True, last
-
-    def response(self) -> Any:
-        """Return the assembled answer so far, as the agent sees it; None before its first event, or if not kept."""
-        return None if self.unkept else self._stream.response()
-
     def _pass(self, frame: Frame) -> bytes:
         if frame.data is None or not frame.data.strip():  # an event without data is none, as SSE has it
             return frame.raw
-        event = _parse(frame.data)
+        try:
+            event = loads(frame.data)
+        except ValueError:
+            event = None
         if isinstance(event, dict):
             return self._stream.feed(frame.raw, event)
         self._garbage = self._garbage or f"the upstream sent an event that is no JSON object: {frame.data[:200]!r}"
@@ -141,6 +256,7 @@ class BufferedTranscript:
         self.shown = False
         self.ended = False
         self.held = b""
+        self.size = 0
         self.error: str | None = None
         self.tokens = Tokens()
         self.unkept: str | None = None
@@ -149,30 +265,31 @@ class BufferedTranscript:
         self._dialect = dialect
         self._injection = injection
         self._status = status
-        self._pieces: list[bytes] = []
-        self.size = 0
-        self._seen = self._sent = 0  # pieces that were looked at; bytes that were sent
-        self._waits = b""  # of the pieces that were looked at
+        self._data = bytearray()
+        self._sent = self._may_be_sent = 0  # bytes
         self._body: Any = None
 
     def feed(self, data: bytes) -> bytes:
         """Return the bytes to send now: none until the answer is `shown` as it comes."""
-        self._pieces.append(data)
+        blanks_alone = self._may_be_sent == self.size
+        if not self.rewrites and (text := data.rstrip(_BLANKS)):
+            self._may_be_sent = self.size + len(text) - 1
+        elif blanks_alone:
+            self._may_be_sent += len(data) - len(data.lstrip(_BLANKS))
+        self._data += data
         self.size += len(data)
-        if not self.shown or (self.rewrites and self._waits):
+        if not self.shown:
             return b""
-        data = self._waits + b"".join(self._pieces[self._seen :])
-        text = len(data.rstrip(_BLANKS))
-        end = len(data) - len(data.lstrip(_BLANKS)) if self.rewrites or not text else text - 1
-        self._seen, self._sent, self._waits = len(self._pieces), self._sent + end, data[end:]
-        return data[:end]
+        sent = bytes(self._data[self._sent : self._may_be_sent])
+        self._sent = self._may_be_sent
+        return sent
 
     def end(self) -> bytes:
         """Read the answer, which is there now; in a thread if it is large (`LARGE_ANSWER`).
 
         Return nothing to send: the rest of it is `held`.
         """
-        data, self._pieces = b"".join(self._pieces), []
+        data, self._data = bytes(self._data), bytearray()
         self.unkept = TOO_LARGE if len(data) > MAX_ANSWER_BYTES else None
         if not self._succeeded:
             self.error = f"the upstream answered {self._status}"
@@ -185,33 +302,22 @@ class BufferedTranscript:
         except ValueError:
             body = data.decode(errors="replace") or None
         if isinstance(body, dict):
-            body, rewritten = self._read(body) if self._succeeded else self._refused(body)
-            self.held = self.held if rewritten is None else rewritten
+            agents = self._read(body) if self._succeeded else self._dialect.refusal(body, self._status)
+            if agents is not None:
+                body, self.held = agents, encode_as_vllm(agents)
         elif self._succeeded:
             self.error = "the upstream's answer is no JSON object"
         self._body = None if self.unkept else body
         return b""
 
-    def _read(self, body: Json) -> tuple[Json, bytes | None]:
-        """Read the tokens, and return the agent's answer, without what was injected; None: the upstream's bytes."""
-        if (error := named_error(body)) is not None:
-            self.error = message_of_error(error)
-        if not self.unkept:
-            self.tokens = self._dialect.tokens(body)
-        agents = self._dialect.agents(body, self._injection)
-        return (body, None) if agents is None else (agents, encode_as_vllm(agents))
-
-    def _refused(self, body: Json) -> tuple[Json, bytes | None]:
-        refusal = self._dialect.refusal(body, self._status)
-        return (body, None) if refusal is None else (refusal, encode_as_vllm(refusal))
-
     def response(self) -> Any:
         """Return the answer as the agent sees it: as JSON, or else as text; None if it is empty."""
         return self._body
 
-
-def _parse(data: bytes) -> Any:
-    try:
-        return loads(data)
-    except ValueError:
-        return None
+    def _read(self, body: Json) -> Json | None:
+        """Read the error and the tokens, and return the agent's answer; None if it gets the upstream's bytes."""
+        if (error := named_error(body)) is not None:
+            self.error = message_of_error(error)
+        if not self.unkept:
+            self.tokens = self._dialect.tokens(body)
+        return self._dialect.agents(body, self._injection)

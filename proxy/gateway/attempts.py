@@ -20,8 +20,7 @@ from ...core.errors import Unsupported, UpstreamTimeout, UpstreamUnreachable
 from ...core.json_text import encode, with_model
 from ...serving.health import Health
 from ..dialects.as_chat.dialect import PATH, ThroughChat
-from ..dialects.chat import Injection
-from ..dialects.dialects import Dialect
+from ..dialects.stream import Dialect, Injection
 from .upstream import Answer, HttpUpstream, NoConnection, Piece, Request, Route, Upstream
 
 log = logging.getLogger(__name__)

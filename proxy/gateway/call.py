@@ -20,8 +20,7 @@ from ...core.tools import tool_calls
 from ...core.values import as_read, is_under_way
 from ..access.auth import credentials
 from ..access.limits import Limiter
-from ..dialects.dialects import Dialect
-from ..dialects.stream import LARGE_ANSWER, BufferedTranscript, Transcript
+from ..dialects.stream import LARGE_ANSWER, BufferedTranscript, Dialect, Transcript
 from .asgi import Reply
 from .attempts import Attempts, Target, Upstreams, chat_target, target_of
 from .exact import ExactTokens

@@ -28,9 +28,10 @@ from ...core.values import is_under_way
 from ...store.calls import Giver
 from ..access.auth import Caller, Keys, credentials
 from ..access.limits import Limiter
-from ..dialects.chat import Injection
-from ..dialects.dialects import DIALECTS, Dialect
-from ..dialects.stream import BufferedTranscript, Transcript
+from ..dialects.chat import ChatApi
+from ..dialects.messages import MessagesApi
+from ..dialects.responses import ResponsesApi
+from ..dialects.stream import BufferedTranscript, Dialect, Injection, Transcript
 from .asgi import Bodies, ClientDisconnected, Loan, Receive, Reply, Scope, Send, read_headers, unpack
 from .attempts import Attempts, form_model, is_form, target_of
 from .call import Gateway, Question, model_of
@@ -51,6 +52,13 @@ _OPERATOR_ROUTES = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 # What a server behind us might resolve to another path than the one that was checked.
 _AMBIGUOUS = re.compile(r"\.\.|//|/\.(?:/|$)|[\\\x00-\x1f\x7f]")
 
+# The recorded APIs.
+DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": ChatApi("chat"),
+    "/v1/completions": ChatApi("completions"),
+    "/v1/responses": ResponsesApi(),
+    "/v1/messages": MessagesApi(),
+}
 RESPONSES_API = DIALECTS["/v1/responses"]
 
 

@@ -19,8 +19,8 @@ from ...core.records import CallEnd, CallStart, ModelCall
 from ...store.store import Store
 from ..dialects.as_chat.dialect import TRANSLATORS, ThroughChat, chat_request
 from ..dialects.as_chat.translation import PROBES, Template, TemplateUnknown, Translation, Untranslatable, learn
-from ..dialects.dialects import Dialect
 from ..dialects.earlier import Earlier, Exchange, exchanges_up_to, items_of
+from ..dialects.stream import Dialect
 from .attempts import Upstreams
 from .upstream import Request, Route
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from contract.real import System
-from lightning_proxy.proxy.dialects.chat import ChatStream, Injection
-from lightning_proxy.proxy.dialects.stream import Transcript
+from lightning_proxy.proxy.dialects.chat import ChatStream
+from lightning_proxy.proxy.dialects.stream import Injection, Transcript
 from support.clients import EACH_CLIENT, Client
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]

@@ -16,9 +16,8 @@ from lightning_proxy.core.json_text import dumps, with_model
 from lightning_proxy.core.records import CallEnd, CallStart, RolloutName
 from lightning_proxy.core.sse import encode
 from lightning_proxy.core.tools import conversation, results_in, tool_calls, written_results
-from lightning_proxy.proxy.dialects.dialects import DIALECTS
 from lightning_proxy.proxy.dialects.stream import Transcript
-from lightning_proxy.proxy.gateway.relay import parse_object
+from lightning_proxy.proxy.gateway.relay import DIALECTS, parse_object
 from lightning_proxy.proxy.gateway.unnamed import Conversation, end_statements, start_statements
 from support.calls import stored_and_read
 from support.fuzzing import examples

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from lightning_proxy.core.json_text import dumps, loads
 from lightning_proxy.core.sse import Frame, SSEDecoder
-from lightning_proxy.proxy.dialects.chat import Injection
-from lightning_proxy.proxy.dialects.dialects import DIALECTS
-from lightning_proxy.proxy.dialects.stream import Transcript
+from lightning_proxy.proxy.dialects.stream import Injection, Transcript
+from lightning_proxy.proxy.gateway.relay import DIALECTS
 from support.fuzzing import examples
 
 # What a stream is made of, whole and in halves.

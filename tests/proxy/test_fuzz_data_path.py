@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from yarl import URL
 
-from lightning_proxy.proxy.dialects.dialects import DIALECTS
+from lightning_proxy.proxy.gateway.relay import DIALECTS
 from support.fuzzing import examples
 
 EXAMPLES = max(20, int(os.environ.get("LIGHTNING_FUZZ_SECONDS", "0")) * 2)

@@ -9,8 +9,9 @@ from typing import Any
 
 from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
 from lightning_proxy.proxy.dialects.as_chat.translation import PROBES, Template, learn
-from lightning_proxy.proxy.dialects.chat import Injection, inject
+from lightning_proxy.proxy.dialects.chat import inject
 from lightning_proxy.proxy.dialects.messages import MessagesApi
+from lightning_proxy.proxy.dialects.stream import Injection
 from support.responses_twice import events, post
 
 Json = dict[str, Any]

@@ -15,8 +15,9 @@ from ....core.errors import LightningError, UpstreamUnreachable
 from ....core.json_text import encode
 from ....core.tokens import Tokens
 from ....core.tools import call_arguments
-from ..assemble import ToolCallPieces, ToolCalls
-from ..chat import ChatApi, ChatStream, Injection
+from ..assemble import StreamedCall, ToolCalls
+from ..chat import ChatApi, ChatStream
+from ..stream import Injection
 from .messages import MessagesTranslator
 from .responses import ResponsesTranslator
 from .translation import StreamTranslation, Template, Translation, Translator, Untranslatable
@@ -181,7 +182,7 @@ class RegularCalls:
 
     def _pieces(self, *, to_the_end: bool) -> list[Json]:
         found: list[Json] = []
-        calls = self._calls.named()
+        calls = self._calls.opened
         while self._place < len(calls):
             call = calls[self._place]
             if not to_the_end and not (call.name and (call.id or call.text)):
@@ -201,7 +202,7 @@ class RegularCalls:
         return found
 
 
-def _first(index: int, call: ToolCallPieces, text: str) -> Json:
+def _first(index: int, call: StreamedCall, text: str) -> Json:
     """The first piece of a call. One without an id gets one, as vLLM writes them."""
     call_id = call.id or f"chatcmpl-tool-{uuid4().hex}"
     return {"index": index, "id": call_id, "type": "function", "function": {"name": call.name, "arguments": text}}
