@@ -88,7 +88,7 @@ class Parts:
         self.recorder.forget(rollout_id)
         self.pins.forget(rollout_id)
         if self.exact is not None:
-            self.exact.forget(rollout_id)
+            self.exact.turns.forget(rollout_id)
         for forget in self.also_forget:
             forget(rollout_id)
         self.metrics.deleted.labels(why).inc()

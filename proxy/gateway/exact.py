@@ -17,6 +17,7 @@ import logging
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -71,9 +72,17 @@ _UNSUPPORTED = frozenset({
 CLOSINGS = 1000  # ways to render, at most
 RENDER = "/v1/chat/completions/render"
 NO_ROUTE = (
-    "upstream %s has no %s: start it with `lightning-proxy vllm`, or add --enable-scale-out; until then calls go as "
-    "text, and a rollout may become several training rows"
+    f"upstream %s has no {RENDER}: start it with `lightning-proxy vllm`, or add --enable-scale-out; until then calls "
+    "go as text, and a rollout may become several training rows"
 )
+
+
+class AsText(Exception):
+    """Signals that the call goes as text; `outcome` says why."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
 
 
 class ExactTokens:
@@ -84,8 +93,8 @@ class ExactTokens:
         self.upstreams = upstreams
         self.turns = turns
         self.count = count
-        self.renderer = Renderer(upstreams)
-        self._warned = False
+        self._closings: dict[str, list[int]] = {}
+        self._warned: set[tuple[str, str]] = set()
 
     def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json, chat: Json | None) -> ExactCall | None:
         """Return a call that may continue an earlier one; None if it is no chat or does not go to the policy.
@@ -101,15 +110,53 @@ class ExactTokens:
             return None
         return ExactCall(self, upstream, start, sent, chat)
 
-    def forget(self, rollout_id: str) -> None:
-        """Drop all memory of a rollout that was deleted."""
-        self.turns.forget(rollout_id)
-
-    def warn_ignored(self, upstream: UpstreamConfig) -> None:
+    def warn(self, text: str, upstream: UpstreamConfig) -> None:
         """Log a warning once in the life of the proxy, because every call would repeat it."""
-        if not self._warned:
-            self._warned = True
-            log.warning(IGNORED, upstream.name)
+        if (text, upstream.name) not in self._warned:
+            self._warned.add((text, upstream.name))
+            log.warning(text, upstream.name)
+
+    async def rendered(self, upstream: UpstreamConfig, request: Request, body: bytes) -> list[int]:
+        """Return the tokens that vLLM makes of the messages of a chat request's body; raise AsText.
+
+        The server that answers the call is asked, because its template may differ from the model's own. `request`: a
+        request of the agent's, for its credentials.
+        """
+        render_request = request._replace(path=RENDER, query=b"", sent=None).with_body(body)
+        try:
+            answer = await self.upstreams.open(upstream, render_request)
+            try:
+                raw = await answer.read()
+            finally:
+                answer.release()
+        except LightningError:
+            raise AsText("refused") from None  # the call itself will meet it too, and say so
+        if answer.status in (403, 404, 405, 501):
+            self.warn(NO_ROUTE, upstream)
+            raise AsText("unavailable")
+        try:
+            ids = orjson.loads(raw)["token_ids"]
+        except (orjson.JSONDecodeError, TypeError, KeyError):
+            raise AsText("refused") from None
+        if not ids or not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise AsText("refused")
+        return ids
+
+    async def closing(self, upstream: UpstreamConfig, request: Request, sent: Json) -> list[int]:
+        """Return the tokens that the template puts after an answer. Ask once per way to render; raise AsText."""
+        options = {"chat_template_kwargs": sent.get("chat_template_kwargs")}
+        key = f"{upstream.name} {dumps(options)}"
+        if key not in self._closings:
+            if len(self._closings) >= CLOSINGS:
+                self._closings.clear()
+            options |= {"model": sent.get("model"), "add_generation_prompt": False}
+            asked = {"role": "user", "content": "0"}
+            bodies = (
+                encode(options | {"messages": [asked, {"role": "assistant", "content": text}]}) for text in ("0", "1")
+            )
+            ends = await asyncio.gather(*(self.rendered(upstream, request, body) for body in bodies))
+            self._closings[key] = closing(*ends)
+        return self._closings[key]
 
 
 class ExactCall:
@@ -131,16 +178,16 @@ class ExactCall:
         if self._outcome is not None:
             return await open_upstream(self._upstream, request)
         try:
-            prompt, rendered = await self._exact_prompt(request)
+            prompt = await self._exact_prompt(request)
             added = orjson.dumps({"kv_transfer_params": {"prompt_token_ids": prompt}})  # instead of rendering
             answer = await open_upstream(self._upstream, request.with_members(added))
             if answer.status in (400, 422):  # whatever is wrong, the agent shall see vLLM's answer to its own request
                 answer.release()
                 raise AsText("refused")
-            self._outcome, self._prompt, self._rendered = "exact", tuple(prompt), rendered
+            self._outcome, self._prompt = "exact", tuple(prompt)
             return answer
         except AsText as reason:
-            self._outcome = reason.outcome
+            self._outcome, self._rendered = reason.outcome, []
         if self._outcome != "first":
             log.info("call %s goes as text: %s", self._start.call_id, self._outcome)
         return await open_upstream(self._upstream, request)
@@ -151,27 +198,53 @@ class ExactCall:
             return
         if self._prompt and end.status == "ok" and end.prompt_token_ids != self._prompt:
             self._outcome = "ignored"
-            self._exact.warn_ignored(self._upstream)
+            self._exact.warn(IGNORED, self._upstream)
         self._exact.count(self._outcome)
         if end.status == "ok":
             answer = chat_answer(self._start.endpoint, end.response)
             answered = turns(self._chat, answer, end.prompt_token_ids, end.choices, self._rendered)
             self._exact.turns.add(self._start.rollout.rollout_id, answered, self._start.call_id)
 
-    async def _exact_prompt(self, request: Request) -> tuple[list[int], list[int]]:
-        """The exact tokens of the request, and those that it is rendered as; raises AsText."""
+    async def _exact_prompt(self, request: Request) -> list[int]:
+        """The exact tokens of the request; raises AsText."""
         if not is_supported(self._chat):
             raise AsText("unsupported")
         turn = await self._exact.turns.earlier(self._start.rollout.rollout_id, self._chat)
-        renderer, upstream, sent = self._exact.renderer, self._upstream, self._sent
-        rendered = await renderer.tokens(upstream, request, request.sent_body())
-        end = await renderer.closing(upstream, request, sent)
+        exact, upstream, sent = self._exact, self._upstream, self._sent
+        rendered = self._rendered = await exact.rendered(upstream, request, request.sent_body())
+        end = await exact.closing(upstream, request, sent)
         prompt = undrifted_prompt(turn, rendered, end)
         if prompt is None:
             old = sent | {"messages": sent["messages"][: len(turn.messages) + 1], "add_generation_prompt": False}
-            history = await renderer.tokens(upstream, request, encode(old))
+            history = await exact.rendered(upstream, request, encode(old))
             prompt = exact_prompt(turn, history, rendered, end)
-        return prompt, rendered
+        return prompt
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTurn:
+    """An answered call, as messages and as tokens.
+
+    `ids`: its prompt, then its answer, which is the last `sampled` of them, with the end of turn if that was sampled.
+    `rendered`: its messages with the generation prompt, as vLLM renders them: the prompt, unless that was made here.
+    `shape`: what of its request a template reads besides the messages.
+    """
+
+    messages: list[Any]
+    shape: Json
+    answer: Json
+    ids: array[int]
+    sampled: int
+    finish_reason: str | None
+    rendered: array[int]
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        return self.ids[len(self.ids) - self.sampled :].tolist()
+
+    @property
+    def size(self) -> int:
+        return len(self.ids) + len(self.rendered)
 
 
 @dataclass(slots=True)
@@ -198,31 +271,32 @@ class RecentTurns:
 
         `chat_of`: a recorded call's chat request.
         """
-        self._store = store
+        self._calls = store.calls
         self._chat_of = chat_of
         self._rollouts: OrderedDict[str, _Recent] = OrderedDict()
         self._tokens = 0
         self._recent, self._max_rollouts, self._max_tokens = recent, rollouts, tokens
 
     async def earlier(self, rollout_id: str, chat: Json) -> TokenTurn:
-        """Return the turn that a supported call continues, and mark it as the newest. Raise AsText if there is none."""
-        known = await self.known(rollout_id, chat)
-        if not is_last(known, chat):  # an edited history continues none, and is none of another worker's
-            await self._read_others(rollout_id)
-        turn = earlier_turn(known, chat)
-        known[:] = [*(other for other in known if other is not turn), turn]
-        return turn
+        """Return the turn that a supported call continues, and mark it as the newest. Raise AsText if there is none.
 
-    async def known(self, rollout_id: str, chat: Json) -> list[TokenTurn]:
-        """Return the rollout's recent turns, newest last. Read the store only at the second turn: most have one."""
-        if rollout_id not in self._rollouts and has_answers(chat):
-            seen = await self._store.calls.answered(rollout_id, LATELY)
-            recent = _Recent(seen)
-            stored = await asyncio.to_thread(self._newest, await self._recorded(rollout_id), recent)
-            if rollout_id not in self._rollouts:
-                self._rollouts[rollout_id] = recent
-                self._remember(rollout_id, stored)
-        return self._rollouts[rollout_id].turns if rollout_id in self._rollouts else []
+        The store is read where the request's last answer is not in memory: most rollouts have one turn.
+        """
+        messages = chat["messages"]
+        answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+        if not answers:
+            raise AsText("first")
+        recent = self._rollouts.get(rollout_id)
+        turn = continued(recent.turns, messages) if recent else None
+        if recent is None or turn is None or len(turn.messages) < answers[-1]:
+            recent = await self._read(rollout_id)
+            turn = continued(recent.turns, messages)
+        if turn is None:
+            raise AsText("edited" if recent.turns else "first")
+        if turn.shape != shape(chat):
+            raise AsText("changed")
+        recent.turns[:] = [*(other for other in recent.turns if other is not turn), turn]
+        return turn
 
     def add(self, rollout_id: str, answered: Iterable[TokenTurn], call_id: str = "") -> None:
         """Note that a call was answered, if its rollout is in memory."""
@@ -230,102 +304,57 @@ class RecentTurns:
             self._rollouts[rollout_id].seen.add(call_id)
             self._remember(rollout_id, answered)
 
-    async def _read_others(self, rollout_id: str) -> None:
-        """Read what other workers have answered since."""
-        answered = await self._store.calls.answered(rollout_id, LATELY)
-        if (recent := self._rollouts.get(rollout_id)) is None:
-            return
-        recent.seen &= answered
-        if not (unseen := answered - recent.seen):
-            return
-        calls = await self._store.calls.some(unseen, recent.parents)
-        calls = [call for call in calls if call.call_id not in recent.seen]
-        recent.seen |= unseen
-        stored = await asyncio.to_thread(self._newest, calls, recent)
-        if self._rollouts.get(rollout_id) is recent:
-            self._remember(rollout_id, stored)
-
     def forget(self, rollout_id: str) -> None:
+        """Drop all memory of a rollout, which was deleted or is the one that was quiet the longest."""
         if (recent := self._rollouts.pop(rollout_id, None)) is not None:
-            self._tokens -= sum(map(_size, recent.turns))
+            self._tokens -= sum(turn.size for turn in recent.turns)
 
-    async def _recorded(self, rollout_id: str) -> list[ModelCall]:
-        try:
-            return await self._store.calls.of(rollout_id)
-        except NotFound:
-            return []
+    async def _read(self, rollout_id: str) -> _Recent:
+        """Read the rollout, or if it is in memory what other workers have answered since."""
+        recent, read = self._rollouts.get(rollout_id), list[ModelCall]()
+        answered = await self._calls.answered(rollout_id, LATELY)
+        if recent is None:
+            recent = _Recent(answered)
+            with suppress(NotFound):
+                read = await self._calls.of(rollout_id)
+            new = await asyncio.to_thread(self._newest, read, recent)
+            self._rollouts.setdefault(rollout_id, recent)
+        else:
+            recent.seen &= answered
+            if unseen := answered - recent.seen:
+                read = await self._calls.some(unseen, recent.parents)
+                read = [call for call in read if call.call_id not in recent.seen]
+                recent.seen |= unseen
+            new = await asyncio.to_thread(self._newest, read, recent) if read else []
+        if self._rollouts.get(rollout_id) is recent:
+            self._remember(rollout_id, new)
+        return self._rollouts.get(rollout_id, recent)
 
     def _newest(self, calls: Sequence[ModelCall], recent: _Recent) -> list[TokenTurn]:
         """The newest turns of recorded calls, as many as are kept. A call of another API is made a chat first."""
         recent.exchanges |= by_response(call for call in calls if call.endpoint == "responses")
+        recent.parents = newest_parents(recent.parents, calls)
         found = deque[TokenTurn]()
         for call in reversed(calls):
-            if len(found) < self._recent and call.status == "ok" and call.policy_version is not None:
-                found.extendleft(reversed([*_turns(call, self._chat_of(call, recent.exchanges))]))
-        recent.parents = newest_parents(recent.parents, calls)
+            is_wanted = len(found) < self._recent and call.status == "ok" and call.policy_version is not None
+            if is_wanted and (chat := self._chat_of(call, recent.exchanges)) is not None:
+                answer = chat_answer(call.endpoint, call.response)
+                found.extendleft(reversed([*turns(chat, answer, call.prompt_token_ids, call.choices)]))
         return [*found]
 
     def _remember(self, rollout_id: str, more: Iterable[TokenTurn]) -> None:
+        """Keep more turns. Messages that one repeats are taken from an earlier one: they are in memory once."""
         known = self._rollouts[rollout_id].turns
         self._rollouts.move_to_end(rollout_id)
         for turn in more:
-            known.append(_sharing(turn, known))
-            self._tokens += _size(turn)
+            before = max((t.messages for t in known), key=lambda m: common_prefix(turn.messages, m), default=[])
+            same = common_prefix(turn.messages, before)
+            known.append(replace(turn, messages=before[:same] + turn.messages[same:]))
+            self._tokens += turn.size
         while len(known) > self._recent:
-            self._tokens -= _size(known.pop(0))
+            self._tokens -= known.pop(0).size
         while len(self._rollouts) > self._max_rollouts or (self._tokens > self._max_tokens and len(self._rollouts) > 1):
             self.forget(next(iter(self._rollouts)))
-
-
-def _turns(call: ModelCall, chat: Json | None) -> Iterator[TokenTurn]:
-    if chat is not None:
-        yield from turns(chat, chat_answer(call.endpoint, call.response), call.prompt_token_ids, call.choices)
-
-
-def _size(turn: TokenTurn) -> int:
-    return len(turn.ids) + len(turn.rendered)
-
-
-def _sharing(turn: TokenTurn, known: Sequence[TokenTurn]) -> TokenTurn:
-    """The turn with the messages that it repeats taken from an earlier one: kept in memory once."""
-    before = max((t.messages for t in known), key=lambda m: common_prefix(turn.messages, m), default=[])
-    same = common_prefix(turn.messages, before)
-    return replace(turn, messages=before[:same] + turn.messages[same:])
-
-
-class AsText(Exception):
-    """Signals that the call goes as text; `outcome` says why."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome)
-        self.outcome = outcome
-
-
-@dataclass(frozen=True, slots=True)
-class TokenTurn:
-    """An answered call, as messages and as tokens.
-
-    `ids`: its prompt, then its answer, which is the last `sampled` of them, with the end of turn if that was sampled.
-    `rendered`: its messages with the generation prompt, as vLLM renders them: the prompt, unless that was made here.
-    `shape`: what of its request a template reads besides the messages.
-    """
-
-    messages: list[Any]
-    shape: Json
-    answer: Json
-    ids: array[int]
-    sampled: int
-    finish_reason: str | None
-    rendered: array[int]
-
-    @property
-    def sampled_ids(self) -> list[int]:
-        return self.ids[len(self.ids) - self.sampled :].tolist()
-
-    @property
-    def ends_by_itself(self) -> bool:
-        """Return whether the turn's answer may end in the end-of-turn token."""
-        return self.finish_reason != "length"
 
 
 def turns(
@@ -360,29 +389,59 @@ def is_supported(request: Json) -> bool:
     return all(isinstance(message, dict) and _is_text(message.get("content")) for message in messages)
 
 
-def has_answers(request: Json) -> bool:
-    """Return whether the history has an answer of a model."""
-    return any(message.get("role") == "assistant" for message in dicts(request.get("messages")))
+def _is_text(content: Any) -> bool:
+    return not isinstance(content, list) or all(
+        isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text") for part in content
+    )
 
 
-def earlier_turn(known: Sequence[TokenTurn], request: Json) -> TokenTurn:
-    """Return the longest of the known turns (newest last) that a supported request continues, or raise AsText."""
-    continued = [turn for turn in known if _continues(request["messages"], turn)]
-    if not continued:
-        raise AsText("edited" if known and has_answers(request) else "first")
-    turn = max(reversed(continued), key=lambda turn: len(turn.messages))
-    if turn.shape != shape(request):
-        raise AsText("changed")
-    return turn
+def continued(known: Sequence[TokenTurn], messages: list[Any]) -> TokenTurn | None:
+    """Return the longest of the known turns (newest last) that messages continue; of equal ones the newest."""
+    same = [turn for turn in known if _continues(messages, turn)]
+    return max(reversed(same), key=lambda turn: len(turn.messages), default=None)
 
 
-def is_last(known: Sequence[TokenTurn], request: Json) -> bool:
-    """Return whether the request's last answer is that of one of the turns, or there is none in it."""
-    messages = request["messages"]
-    answered = [
-        i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "assistant"
-    ]
-    return not answered or any(len(turn.messages) == answered[-1] and _continues(messages, turn) for turn in known)
+def _continues(messages: list[Any], turn: TokenTurn) -> bool:
+    old = len(turn.messages)
+    if len(messages) <= old + 1:  # with nothing after the answer the model is to write on itself
+        return False
+    pairs = zip(messages, turn.messages, strict=False)
+    same = messages[:old] == turn.messages or all(_said(sent) == _said(kept) for sent, kept in pairs)
+    return same and _is_answer(messages[old], turn.answer)
+
+
+def _is_answer(sent: Any, answer: Json) -> bool:
+    """Whether a message is the answer as the agent got it; clients drop reasoning, and count tool calls anew."""
+    sent, answer = _said(sent), _said(answer)
+    if "reasoning" not in sent:
+        answer.pop("reasoning", None)
+    for message in (sent, answer):
+        content = message.get("content") or ""
+        if isinstance(content, list) and all(isinstance(part.get("text"), str) for part in dicts(content)):
+            content = "".join(part["text"] for part in dicts(content))
+        message["content"] = content
+        message["tool_calls"] = [_called(call) for call in dicts(message.get("tool_calls"))]
+    return bool(sent == answer)
+
+
+def _said(message: Any) -> Json:
+    """A message without empty fields, which clients may drop when they send it again."""
+    if not isinstance(message, dict):
+        return {}
+    kept = {name: value for name, value in message.items() if value not in (None, "", [])}
+    if "reasoning_content" in kept:
+        kept["reasoning"] = kept.pop("reasoning_content")
+    return kept
+
+
+def _called(call: Json) -> tuple[Any, Any]:
+    """The name and the arguments of a tool call, however their JSON is written."""
+    function = call.get("function")
+    function = function if isinstance(function, dict) else {}
+    arguments = function.get("arguments")
+    with suppress(orjson.JSONDecodeError):
+        arguments = orjson.loads(arguments) if isinstance(arguments, str) else arguments
+    return function.get("name"), arguments
 
 
 def closing(one: Sequence[int], other: Sequence[int]) -> list[int]:
@@ -395,9 +454,8 @@ def undrifted_prompt(turn: TokenTurn, rendered: Sequence[int], closing: Sequence
 
     `rendered`: the request's messages with the generation prompt. None where they differ.
     """
-    answer = turn.sampled_ids
-    old = [*turn.rendered, *answer]
-    ends = [*closing[_overlap(answer, closing) if turn.ends_by_itself else 0 :]]
+    old = [*turn.rendered, *turn.sampled_ids]
+    ends = [*_after(turn, closing, closing)]
     if [*rendered[: len(old) + len(ends)]] != old + ends:
         return None
     return [*turn.ids, *rendered[len(old) :]]
@@ -411,125 +469,12 @@ def exact_prompt(turn: TokenTurn, history: Sequence[int], rendered: Sequence[int
     end = len(history) - len(closing)
     if [*rendered[: len(history)]] != [*history] or [*history[end:]] != [*closing]:
         raise AsText("template")
-    follows = [*rendered[end:]]
-    if turn.ends_by_itself:
-        follows = follows[_overlap(turn.sampled_ids, follows[: max(len(closing), 1)]) :]
-    return [*turn.ids, *follows]
+    return [*turn.ids, *_after(turn, rendered[end:], closing)]
 
 
-def _overlap(answer: Sequence[int], follows: Sequence[int]) -> int:
-    """The number of following tokens that the answer already ends in: its end of turn, if that was sampled."""
-    longest = min(len(answer), len(follows))
-    return next((n for n in range(longest, 0, -1) if [*answer[-n:]] == [*follows[:n]]), 0)
-
-
-def _continues(messages: list[Any], turn: TokenTurn) -> bool:
-    old = len(turn.messages)
-    if len(messages) <= old + 1:  # with nothing after the answer the model is to write on itself
-        return False
-    same = messages[:old] == turn.messages or all(map(_same, messages, turn.messages))
-    return same and _is_answer(messages[old], turn.answer)
-
-
-def _same(one: Any, other: Any) -> bool:
-    return bool(_without_empty(one) == _without_empty(other))
-
-
-def _is_answer(sent: Any, answer: Json) -> bool:
-    """Whether a message is the answer as the agent got it; clients drop reasoning, and count tool calls anew."""
-    sent, answer = _without_empty(sent), _without_empty(answer)
-    if "reasoning" not in sent:
-        answer.pop("reasoning", None)
-    for message in (sent, answer):
-        message["content"] = _text(message.get("content"))
-        message["tool_calls"] = [_called(call) for call in dicts(message.get("tool_calls"))]
-    return bool(sent == answer)
-
-
-def _without_empty(message: Any) -> Json:
-    """A message without empty fields, which clients may drop when they send it again."""
-    if not isinstance(message, dict):
-        return {}
-    kept = {name: value for name, value in message.items() if value not in (None, "", [])}
-    if "reasoning_content" in kept:
-        kept["reasoning"] = kept.pop("reasoning_content")
-    return kept
-
-
-def _called(call: Json) -> tuple[Any, Any]:
-    function = call.get("function")
-    function = function if isinstance(function, dict) else {}
-    arguments = function.get("arguments")
-    try:
-        return function.get("name"), orjson.loads(arguments) if isinstance(arguments, str) else arguments
-    except orjson.JSONDecodeError:
-        return function.get("name"), arguments
-
-
-def _text(content: Any) -> Any:
-    """The texts of parts, joined; other content unchanged."""
-    if isinstance(content, list) and all(isinstance(part.get("text"), str) for part in dicts(content)):
-        return "".join(part["text"] for part in dicts(content))
-    return content or ""
-
-
-def _is_text(content: Any) -> bool:
-    return not isinstance(content, list) or all(
-        isinstance(part, str) or (isinstance(part, dict) and part.get("type") == "text") for part in content
-    )
-
-
-class Renderer:
-    """Asks the server that answers the call, because its template may differ from the model's own."""
-
-    def __init__(self, upstreams: Upstreams) -> None:
-        self._upstreams = upstreams
-        self._closings: dict[str, list[int]] = {}
-        self._warned: set[str] = set()
-
-    async def tokens(self, upstream: UpstreamConfig, request: Request, body: bytes) -> list[int]:
-        """Return the tokens that vLLM makes of the messages of a chat request's body; raise AsText.
-
-        `request`: a request of the agent's, for its credentials.
-        """
-        render_request = request._replace(path=RENDER, query=b"", sent=None).with_body(body)
-        try:
-            answer = await self._upstreams.open(upstream, render_request)
-            try:
-                raw = await answer.read()
-            finally:
-                answer.release()
-        except LightningError:
-            raise AsText("refused") from None  # the call itself will meet it too, and say so
-        if answer.status in (403, 404, 405, 501):
-            if upstream.name not in self._warned:
-                self._warned.add(upstream.name)
-                log.warning(NO_ROUTE, upstream.name, RENDER)
-            raise AsText("unavailable")
-        return _token_ids(raw)
-
-    async def closing(self, upstream: UpstreamConfig, request: Request, sent: Json) -> list[int]:
-        """Return the tokens that the template puts after an answer. Ask once per way to render; raise AsText."""
-        options = {"chat_template_kwargs": sent.get("chat_template_kwargs")}
-        key = f"{upstream.name} {dumps(options)}"
-        if key not in self._closings:
-            if len(self._closings) >= CLOSINGS:
-                self._closings.clear()
-            bodies = (dumps(options | {"model": sent.get("model")} | _answered(text)).encode() for text in ("0", "1"))
-            self._closings[key] = closing(*await asyncio.gather(*(self.tokens(upstream, request, b) for b in bodies)))
-        return self._closings[key]
-
-
-def _answered(text: str) -> Json:
-    messages = [{"role": "user", "content": "0"}, {"role": "assistant", "content": text}]
-    return {"messages": messages, "add_generation_prompt": False}
-
-
-def _token_ids(raw: bytes) -> list[int]:
-    try:
-        ids = orjson.loads(raw)["token_ids"]
-    except (orjson.JSONDecodeError, TypeError, KeyError):
-        raise AsText("refused") from None
-    if not ids or not isinstance(ids, list) or not all(type(token) is int for token in ids):
-        raise AsText("refused")
-    return ids
+def _after(turn: TokenTurn, follows: Sequence[int], closing: Sequence[int]) -> Sequence[int]:
+    """What follows the turn's answer, without the end of turn that was sampled: an answer cut short has none."""
+    answer = [] if turn.finish_reason == "length" else turn.sampled_ids
+    longest = min(len(answer), len(follows), max(len(closing), 1))
+    repeated = next((n for n in range(longest, 0, -1) if [*answer[-n:]] == [*follows[:n]]), 0)
+    return follows[repeated:]

@@ -26,13 +26,18 @@ def user(text: str) -> Json:
 async def test_the_rollouts_that_were_quiet_the_longest_are_forgotten(tmp_path: Path) -> None:
     database = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     recent = RecentTurns(Store(database), lambda call, known: call.request, recent=2, tokens=13)
-    for name, kept in (("a", 1), ("b", 1), ("b", 2), ("b", 2), ("a", 2), ("c", 1)):
-        asked = {"messages": [user("hi"), {"role": "assistant", "content": "ho"}, user("more")]}
-        response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}}]}
-        await recent.known(name, asked)
+    asked = {"messages": [user("hi"), {"role": "assistant", "content": "ho"}, user("more")]}
+    response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}}]}
+
+    async def outcome(name: str) -> str:
+        with pytest.raises(AsText) as raised:
+            await recent.earlier(name, asked)
+        return raised.value.outcome
+
+    for name in "abbbac":
+        await outcome(name)
         recent.add(name, turns_of(asked, response, (1, 2), (Choice(0, (3,), (-1.0,), "stop"),), (1,)))
-        assert len(await recent.known(name, asked)) == kept
-    assert [len(await recent.known(name, asked)) for name in "bac"] == [0, 2, 1]
+    assert [await outcome(name) for name in "bac"] == ["first", "edited", "edited"]
     await database.close()
 
 
@@ -53,8 +58,9 @@ async def test_only_the_newest_turns_are_made_of_a_stored_rollout_and_not_in_the
         for n in range(9):
             await recorder.start(CallStart(f"c{n}", name, "chat/completions", "m", 0, request, 0.0))
             await recorder.end(CallEnd(f"c{n}", "r", "ok", response, 200, (1, n), answer))
-    turns = await RecentTurns(Store(database), chat_of, recent=2).known("r", request)
-    assert [turn.ids.tolist() for turn in turns] == [[1, 7, 3], [1, 8, 3]]
+    recent = RecentTurns(Store(database), chat_of, recent=2)
+    goes_on = {"model": "m", "messages": [*request["messages"], response["choices"][0]["message"], user("again")]}
+    assert (await recent.earlier("r", goes_on)).ids.tolist() == [1, 8, 3]
     assert [call_id for call_id, _ in asked] == ["c8", "c7"]
     assert threading.main_thread() not in {thread for _, thread in asked}
     await database.close()
@@ -117,7 +123,7 @@ async def test_what_another_worker_answers_is_read_alone(tmp_path: Path, monkeyp
         for n in range(40):
             await turn((mine, others)[n % 2], n)
         recent, rows = RecentTurns(Store(database), lambda call, known: call.request), list[int]()
-        await recent.known("r", {"messages": messages})
+        await recent.earlier("r", {"model": "m", "messages": messages})
         run = database.all
 
         async def counted(sql: str, params: Any = None) -> Any:

@@ -16,7 +16,7 @@ from lightning_proxy.proxy.gateway.exact import (
     AsText,
     TokenTurn,
     closing,
-    earlier_turn,
+    continued,
     exact_prompt,
     turns,
     undrifted_prompt,
@@ -172,10 +172,9 @@ def test_the_longest_turn_counts_and_of_equal_ones_the_newest() -> None:
     first, again = (turn_of(TOLD, assistant("ok"), [1], [token]) for token in (2, 3))
     longer = replace(first, messages=[*TOLD, assistant("ok"), user("more")])
     messages = [*longer.messages, assistant("ok"), user("and more")]
-    assert earlier_turn([longer, first, again], {"messages": messages, "temperature": 0.5}) is longer
-    assert earlier_turn([first, again], {"messages": messages[:4]}) is again
-    with pytest.raises(AsText, match="first"):
-        earlier_turn([], {"messages": messages})
+    assert continued([longer, first, again], messages) is longer
+    assert continued([first, again], messages[:4]) is again
+    assert continued([], messages) is None
 
 
 def test_each_answer_of_a_call_is_a_turn_of_its_own() -> None:
