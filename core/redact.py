@@ -39,7 +39,7 @@ class SecretShape(NamedTuple):
     instead: str | Callable[[re.Match[str]], str] = MASK
 
 
-def _token(hint: str, then: str, inside: str = "A-Za-z0-9", **more: Any) -> SecretShape:
+def _token(hint: str, then: str, inside: str = "A-Za-z0-9") -> SecretShape:
     r"""A token that begins neither after a letter ("risk-…") nor after another sign from `inside`.
 
     It may begin after an escape: JSON in a string has "\nsk-…", a URL "%20sk-…".
@@ -47,7 +47,7 @@ def _token(hint: str, then: str, inside: str = "A-Za-z0-9", **more: Any) -> Secr
     begin = re.escape(hint)
     escapes = (r"\\[bfnrt]", r"\\u[0-9A-Fa-f]{4}", "%[0-9A-Fa-f]{2}")
     escaped = "|".join(f"(?<={escape}{begin})" for escape in escapes)
-    return SecretShape(hint, re.compile(f"{begin}(?:(?<![{inside}]{begin})|{escaped}){then}"), **more)
+    return SecretShape(hint, re.compile(f"{begin}(?:(?<![{inside}]{begin})|{escaped}){then}"), _unless_words)
 
 
 def _unless_words(found: re.Match[str]) -> str:
@@ -64,19 +64,21 @@ _KEY_BLOCK = (
 _BEARER = r"\s++(?:(?=[A-Za-z._~+/-]{0,100}\d)[\w.~+/-]{16,}|[\w.~+/-]{32,})=*"
 _AWS_SECRET = r"_?(?:access_?)?key[^\w/+]{1,8}))[A-Za-z0-9/+]{40}(?![A-Za-z0-9/+])"
 
+# What follows the beginnings of tokens: first our own keys, then those of OpenAI and Anthropic.
+_AFTER = {
+    "lpk-": r"[\w-]{20,}",
+    "sk- glpat-": "[A-Za-z0-9_-]{20,}",
+    "sk_live_ sk_test_ rk_live_ rk_test_": "[A-Za-z0-9]{16,}",
+    "AKIA ASIA": "[A-Z0-9]{16}",
+    "AIza": "[A-Za-z0-9_-]{35}",
+    "ghp_ gho_ ghu_ ghs_ ghr_": "[A-Za-z0-9]{36,}",
+    "github_pat_": "[A-Za-z0-9_]{22,}",
+    "hf_": "[A-Za-z0-9]{30,}",
+    "xoxa- xoxb- xoxe- xoxo- xoxp- xoxr- xoxs- xapp-": "[A-Za-z0-9-]{10,}",
+    "hooks.slack.com/services/": "[A-Za-z0-9/_-]{20,}",
+}
 SHAPES = (
-    _token("lpk-", r"[\w-]{20,}"),  # our own
-    _token("sk-", r"[A-Za-z0-9_-]{20,}", instead=_unless_words),  # OpenAI's and Anthropic's
-    *(_token(hint, "[A-Za-z0-9]{16,}") for hint in ("sk_live_", "sk_test_", "rk_live_", "rk_test_")),
-    *(_token(hint, "[A-Z0-9]{16}") for hint in ("AKIA", "ASIA")),
-    _token("AIza", "[A-Za-z0-9_-]{35}"),
-    *(_token(hint, "[A-Za-z0-9]{36,}") for hint in ("ghp_", "gho_", "ghu_", "ghs_", "ghr_")),
-    _token("github_pat_", "[A-Za-z0-9_]{22,}"),
-    _token("glpat-", "[A-Za-z0-9_-]{20,}"),
-    _token("hf_", "[A-Za-z0-9]{30,}"),
-    *(_token(f"xox{kind}-", "[A-Za-z0-9-]{10,}") for kind in "abeoprs"),
-    _token("xapp-", "[A-Za-z0-9-]{10,}"),
-    _token("hooks.slack.com/services/", "[A-Za-z0-9/_-]{20,}"),
+    *(_token(hint, then) for hints, then in _AFTER.items() for hint in hints.split()),
     # A JSON Web Token. Tried once in a run of its characters: or the time would grow with the square of its length.
     _token("eyJ", r"[A-Za-z0-9_-]{8,}(?:\.[A-Za-z0-9_-]*){2,4}", inside="A-Za-z0-9_-"),
     SecretShape("-----BEGIN ", re.compile(_KEY_BLOCK)),
@@ -136,10 +138,7 @@ class Redactor:
         unseen = self._hides and start.request.get("previous_response_id") is not None
         request = self.value(start.request, "request")
         model = start.model and self.text(start.model)
-        if request is start.request and model is start.model:
-            return start, unseen
-        request = request if isinstance(request, dict) else {}
-        before = start.request
+        request, before = request if isinstance(request, dict) else {}, start.request
         shown = any(request.get(name) is not before[name] for name in before if name not in _NOT_SHOWN)
         return start._replace(request=request, model=model), shown or unseen
 
@@ -179,28 +178,22 @@ class Redactor:
 
 
 def _mask_field(value: Any, path: Sequence[str]) -> Any:
-    """The value with everything at `path` masked; `*` stands for any key or index."""
+    """The value with everything at `path` masked; `*` stands for any key or index.
+
+    The mask of a number is null, since text in its place could not be read back.
+    """
     if not path:
-        return _masked(value)
-    new: Any
-    match value:
-        case dict():
-            names: Iterable[Any] = list(value) if path[0] == "*" else [path[0]] if path[0] in value else []
-            new = dict(value)
-        case list():
-            index = int(path[0]) if path[0].isdecimal() else len(value)
-            names = range(len(value)) if path[0] == "*" else [index] if index < len(value) else []
-            new = list(value)
-        case _:
-            return value
-    for name in names:
-        new[name] = _mask_field(value[name], path[1:])
-    return new if any(new[name] is not value[name] for name in names) else value
-
-
-def _masked(value: Any) -> Any:
-    """The mask for a value; null for a number, since text in its place could not be read back."""
-    return MASK if isinstance(value, str | list | dict) else None
+        return MASK if isinstance(value, str | list | dict) else None
+    first, names = path[0], list[Any]()
+    if isinstance(value, dict):
+        names = [*value] if first == "*" else [first] if first in value else []
+    elif isinstance(value, list) and (first == "*" or first.isdecimal()):
+        places = range(len(value))
+        names = [*places] if first == "*" else [*places[int(first) : int(first) + 1]]
+    changed = {name: new for name in names if (new := _mask_field(value[name], path[1:])) is not value[name]}
+    if not changed:
+        return value
+    return value | changed if isinstance(value, dict) else [changed.get(i, item) for i, item in enumerate(value)]
 
 
 def _without_tokens(value: Any) -> Any:
