@@ -167,13 +167,12 @@ class Redactor:
             case int() | float() if numbers:
                 return None if any(pattern.search(dumps(value)) for pattern in self._patterns) else value
             case list():
-                new = [self._texts(item, numbers=numbers) for item in value]
-                return value if all(a is b for a, b in zip(new, value, strict=True)) else new
+                items = [self._texts(item, numbers=numbers) for item in value]
+                return value if items == value else items
             case dict():
                 numbers = numbers or value.get("type") == "tool_use"
-                pairs = [(self.text(name), self._texts(item, numbers=numbers)) for name, item in value.items()]
-                same = all(a is c and b is d for (a, b), (c, d) in zip(pairs, value.items(), strict=True))
-                return value if same else dict(pairs)
+                fields = {self.text(name): self._texts(item, numbers=numbers) for name, item in value.items()}
+                return value if fields == value else fields
         return value
 
 
@@ -184,16 +183,14 @@ def _mask_field(value: Any, path: Sequence[str]) -> Any:
     """
     if not path:
         return MASK if isinstance(value, str | list | dict) else None
-    first, names = path[0], list[Any]()
+    name, *rest = path
+    new: Any = value
     if isinstance(value, dict):
-        names = [*value] if first == "*" else [first] if first in value else []
-    elif isinstance(value, list) and (first == "*" or first.isdecimal()):
-        places = range(len(value))
-        names = [*places] if first == "*" else [*places[int(first) : int(first) + 1]]
-    changed = {name: new for name in names if (new := _mask_field(value[name], path[1:])) is not value[name]}
-    if not changed:
-        return value
-    return value | changed if isinstance(value, dict) else [changed.get(i, item) for i, item in enumerate(value)]
+        new = {key: _mask_field(item, rest) if name in ("*", key) else item for key, item in value.items()}
+    elif isinstance(value, list):
+        place = int(name) if name.isdecimal() else None
+        new = [_mask_field(item, rest) if name == "*" or i == place else item for i, item in enumerate(value)]
+    return value if new == value else new
 
 
 def _without_tokens(value: Any) -> Any:

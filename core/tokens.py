@@ -60,10 +60,12 @@ class _ChoiceTokens:
 class Tokens:
     """Collects tokens from a non-streamed answer (one `add`) or from its chunks, before injected fields are removed."""
 
-    def __init__(self) -> None:
+    def __init__(self, body: Json | None = None) -> None:
         self.prompt_token_ids: tuple[int, ...] = ()
         self.usage: Json | None = None
         self._choices: dict[int, _ChoiceTokens] = {}
+        if body is not None:
+            self.add(body)
 
     def add(self, body: Json) -> None:
         if isinstance(usage := body.get("usage"), dict):

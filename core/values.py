@@ -24,13 +24,14 @@ def number(value: Any) -> int | None:
 
 
 _READ_AS: dict[str, type] = {
-    **dict.fromkeys(
-        ("n", "seed", "top_k", "top_logprobs", "max_tokens", "max_completion_tokens", "max_output_tokens"), int
-    ),
-    **dict.fromkeys(("temperature", "top_p", "min_p"), float),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), float),
-    **dict.fromkeys(("stream", "include_usage", "return_token_ids", "echo", "use_beam_search", "watermarking"), bool),
-    **dict.fromkeys(("parallel_tool_calls", "add_generation_prompt", "background"), bool),
+    name: kind
+    for kind, names in (
+        (int, "n seed top_k top_logprobs max_tokens max_completion_tokens max_output_tokens"),
+        (float, "temperature top_p min_p presence_penalty frequency_penalty repetition_penalty"),
+        (bool, "stream include_usage return_token_ids echo use_beam_search watermarking"),
+        (bool, "parallel_tool_calls add_generation_prompt background"),
+    )
+    for name in names.split()
 }
 _LAX: dict[type, TypeAdapter[Any]] = {kind: TypeAdapter(kind) for kind in (bool, int, float)}
 
@@ -78,10 +79,8 @@ def named_error(body: Json) -> Any:
     if error := body.get("error") or body.get("errors"):
         return error
     choices = body.get("choices")
-    errors = (
-        (choice.get("error") for choice in choices if isinstance(choice, dict)) if isinstance(choices, list) else ()
-    )
-    return next(filter(None, errors), None)
+    choices = choices if isinstance(choices, list) else ()
+    return next((error for choice in choices if isinstance(choice, dict) and (error := choice.get("error"))), None)
 
 
 def message_of_error(error: Any) -> str:

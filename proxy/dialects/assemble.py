@@ -140,10 +140,9 @@ class ToolCalls:
         for delta in dicts(deltas if isinstance(deltas, list) else [deltas]):
             index, piece = number(delta.get("index")), _Piece.read(delta)
             call = self._call_of(piece, index)
-            before = call.id
             if not call.has(piece):
                 call.add(delta)
-            self._calls.keep(call, index, call.id if call.id != before else None)
+            self._calls.keep(call, index, call.id)
 
     @property
     def opened(self) -> list[StreamedCall]:
@@ -230,18 +229,18 @@ class StreamedCall:
                 self.id = self._fields[name] = self.id or value
             elif name in _TEXTS and isinstance(value, dict):
                 self._add_called(name, value)
-            elif name != "index":
+            elif name not in ("index", *_TEXTS):
                 join(self._fields, name, value)
 
     def result(self) -> Json:
         """Return the call as an answer has it."""
         if isinstance(self._arguments, str | None):
             return self._fields
-        kind = next(kind for kind in _TEXTS if isinstance(self._fields.get(kind), dict))
+        kind = next(kind for kind in _TEXTS if kind in self._fields)
         return self._fields | {kind: self._fields[kind] | {_TEXTS[kind]: self.text}}
 
     def _add_called(self, kind: str, more: Json) -> None:
-        called = self._fields[kind] = self._fields.get(kind) or {}
+        called = self._fields.setdefault(kind, {})
         for name, value in more.items():
             if name == _TEXTS[kind]:
                 if kind == "function" and self._arguments == "{}" and _is_given(value):

@@ -203,9 +203,7 @@ class ChatApi(Dialect):
         return body if take_out(body, injection) else None
 
     def tokens(self, body: Json) -> Tokens:
-        tokens = Tokens()
-        tokens.add(body)
-        return tokens
+        return Tokens(body)
 
     def stream(self, injection: Injection) -> ChatStream:
         return ChatStream(injection)

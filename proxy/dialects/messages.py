@@ -10,7 +10,7 @@ from ...core.sse import event_name
 from ...core.tokens import Tokens
 from ...core.values import error_in, message_of_error, number
 from .assemble import AnswerParts, put
-from .stream import Dialect, Injection, PlainStream, untold
+from .stream import Dialect, Injection, PlainStream
 
 Json = dict[str, Any]
 
@@ -37,7 +37,8 @@ _EMPTY: dict[str, Json] = {
 
 class MessagesApi(Dialect):
     def tokens(self, body: Json) -> Tokens:
-        return untold(body, body.get("stop_reason"))
+        choice = {"index": 0, "finish_reason": body.get("stop_reason")}
+        return Tokens({"choices": [choice], "usage": body.get("usage")})
 
     def stream(self, injection: Injection) -> MessagesStream:
         return MessagesStream()

@@ -13,7 +13,7 @@ from ...core.tokens import Tokens
 from ...core.tools import dicts, is_call
 from ...core.values import error_in, message_of_error, number
 from .assemble import AnswerParts
-from .stream import Dialect, Injection, PlainStream, untold
+from .stream import Dialect, Injection, PlainStream
 
 Json = dict[str, Any]
 
@@ -26,7 +26,8 @@ _LAST = {
 
 class ResponsesApi(Dialect):
     def tokens(self, body: Json) -> Tokens:
-        return untold(body, _finish_reason(body))
+        choice = {"index": 0, "finish_reason": _finish_reason(body)}
+        return Tokens({"choices": [choice], "usage": body.get("usage")})
 
     def stream(self, injection: Injection) -> ResponsesStream:
         return ResponsesStream()

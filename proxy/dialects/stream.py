@@ -136,13 +136,6 @@ class Dialect(Protocol):
         return error.body()
 
 
-def untold(body: Json, finish_reason: Any) -> Tokens:
-    """Return the tokens of an answer that has none but its usage."""
-    tokens = Tokens()
-    tokens.add({"choices": [{"index": 0, "finish_reason": finish_reason}], "usage": body.get("usage")})
-    return tokens
-
-
 class Transcript:
     """A streamed answer: turns the upstream's bytes into the agent's bytes and the record.
 

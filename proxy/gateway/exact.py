@@ -159,65 +159,67 @@ class ExactTokens:
         return self._closings[key]
 
 
+@dataclass(slots=True)
 class ExactCall:
     """One call. `open` sends it, as exact tokens if possible; `ended` takes its outcome."""
 
-    def __init__(self, exact: ExactTokens, upstream: UpstreamConfig, start: CallStart, sent: Json, chat: Json) -> None:
-        self._exact = exact
-        self._chat = chat
-        self._upstream = upstream
-        self._start = start
-        self._sent = sent
-        self._prompt: tuple[int, ...] = ()
-        self._rendered: list[int] = []
-        self._outcome: Outcome | None = None
+    exact: ExactTokens
+    upstream: UpstreamConfig
+    start: CallStart
+    sent: Json
+    chat: Json
+    prompt: tuple[int, ...] = ()
+    rendered: Sequence[int] = ()
+    outcome: Outcome | None = None
 
     async def open(self, request: Request) -> Answer:
         """Return the upstream's answer to `sent`, like `Upstreams.open`. A second try goes as text."""
-        open_upstream = self._exact.upstreams.open
-        if self._outcome is not None:
-            return await open_upstream(self._upstream, request)
+        open_upstream = self.exact.upstreams.open
+        if self.outcome is not None:
+            return await open_upstream(self.upstream, request)
         try:
             prompt = await self._exact_prompt(request)
             added = orjson.dumps({"kv_transfer_params": {"prompt_token_ids": prompt}})  # instead of rendering
-            answer = await open_upstream(self._upstream, request.with_members(added))
+            answer = await open_upstream(self.upstream, request.with_members(added))
             if answer.status in (400, 422):  # whatever is wrong, the agent shall see vLLM's answer to its own request
                 answer.release()
                 raise AsText("refused")
-            self._outcome, self._prompt = "exact", tuple(prompt)
+            self.outcome, self.prompt = "exact", tuple(prompt)
             return answer
         except AsText as reason:
-            self._outcome, self._rendered = reason.outcome, []
-        if self._outcome != "first":
-            log.info("call %s goes as text: %s", self._start.call_id, self._outcome)
-        return await open_upstream(self._upstream, request)
+            self.outcome, self.rendered = reason.outcome, ()
+        if self.outcome != "first":
+            log.info("call %s goes as text: %s", self.start.call_id, self.outcome)
+        return await open_upstream(self.upstream, request)
 
     def ended(self, end: CallEnd) -> None:
         """Note that the call's record is committed."""
-        if self._outcome is None or end.fallback is not None:  # it did not reach the upstream, or another answered
+        if self.outcome is None or end.fallback is not None:  # it did not reach the upstream, or another answered
             return
-        if self._prompt and end.status == "ok" and end.prompt_token_ids != self._prompt:
-            self._outcome = "ignored"
-            self._exact.warn(IGNORED, self._upstream)
-        self._exact.count(self._outcome)
+        if self.prompt and end.status == "ok" and end.prompt_token_ids != self.prompt:
+            self.outcome = "ignored"
+            self.exact.warn(IGNORED, self.upstream)
+        self.exact.count(self.outcome)
         if end.status == "ok":
-            answer = chat_answer(self._start.endpoint, end.response)
-            answered = turns(self._chat, answer, end.prompt_token_ids, end.choices, self._rendered)
-            self._exact.turns.add(self._start.rollout.rollout_id, answered, self._start.call_id)
+            answer = chat_answer(self.start.endpoint, end.response)
+            answered = turns(self.chat, answer, end.prompt_token_ids, end.choices, self.rendered)
+            self.exact.turns.add(self.start.rollout.rollout_id, answered, self.start.call_id)
 
     async def _exact_prompt(self, request: Request) -> list[int]:
         """The exact tokens of the request; raises AsText."""
-        if not is_supported(self._chat):
+        if not is_supported(self.chat):
             raise AsText("unsupported")
-        turn = await self._exact.turns.earlier(self._start.rollout.rollout_id, self._chat)
-        exact, upstream, sent = self._exact, self._upstream, self._sent
-        rendered = self._rendered = await exact.rendered(upstream, request, request.sent_body())
+        turn = await self.exact.turns.earlier(self.start.rollout.rollout_id, self.chat)
+        exact, upstream, sent = self.exact, self.upstream, self.sent
+        rendered = self.rendered = await exact.rendered(upstream, request, request.sent_body())
         end = await exact.closing(upstream, request, sent)
-        prompt = undrifted_prompt(turn, rendered, end)
+        prompt = exact_prompt(turn, as_sampled(turn, end), rendered, end)
         if prompt is None:
             old = sent | {"messages": sent["messages"][: len(turn.messages) + 1], "add_generation_prompt": False}
             history = await exact.rendered(upstream, request, encode(old))
             prompt = exact_prompt(turn, history, rendered, end)
+        if prompt is None:
+            raise AsText("template")
         return prompt
 
 
@@ -444,37 +446,30 @@ def _called(call: Json) -> tuple[Any, Any]:
     return function.get("name"), arguments
 
 
-def closing(one: Sequence[int], other: Sequence[int]) -> list[int]:
+def closing(one: list[int], other: list[int]) -> list[int]:
     """Return the tokens that a template puts after an answer: the common end of renderings with different answers."""
-    return [*one][len(one) - common_prefix(one[::-1], other[::-1]) :]
+    return one[len(one) - common_prefix(one[::-1], other[::-1]) :]
 
 
-def undrifted_prompt(turn: TokenTurn, rendered: Sequence[int], closing: Sequence[int]) -> list[int] | None:
-    """Return the tokens to send when the answer is rendered as the same tokens that were sampled.
-
-    `rendered`: the request's messages with the generation prompt. None where they differ.
-    """
-    old = [*turn.rendered, *turn.sampled_ids]
-    ends = [*_after(turn, closing, closing)]
-    if [*rendered[: len(old) + len(ends)]] != old + ends:
-        return None
-    return [*turn.ids, *rendered[len(old) :]]
+def as_sampled(turn: TokenTurn, closing: list[int]) -> list[int]:
+    """Return the rendering of the turn with its answer, if that becomes the tokens that were sampled."""
+    answer = turn.sampled_ids
+    return [*turn.rendered, *answer[: len(answer) - _sampled_with(turn, closing)], *closing]
 
 
-def exact_prompt(turn: TokenTurn, history: Sequence[int], rendered: Sequence[int], closing: Sequence[int]) -> list[int]:
-    """Return the tokens to send. Raise AsText if the template mixes the new part with the old one.
+def exact_prompt(turn: TokenTurn, history: list[int], rendered: list[int], closing: list[int]) -> list[int] | None:
+    """Return the tokens to send; None if the template mixes the new part with the old one.
 
     `history`: the turn's messages and its answer, rendered; `rendered`: the request's with the generation prompt.
     """
     end = len(history) - len(closing)
-    if [*rendered[: len(history)]] != [*history] or [*history[end:]] != [*closing]:
-        raise AsText("template")
-    return [*turn.ids, *_after(turn, rendered[end:], closing)]
+    if rendered[: len(history)] != history or history[end:] != closing:
+        return None
+    follows = rendered[end:]
+    return [*turn.ids, *follows[_sampled_with(turn, follows[: max(len(closing), 1)]) :]]
 
 
-def _after(turn: TokenTurn, follows: Sequence[int], closing: Sequence[int]) -> Sequence[int]:
-    """What follows the turn's answer, without the end of turn that was sampled: an answer cut short has none."""
+def _sampled_with(turn: TokenTurn, follows: list[int]) -> int:
+    """How many of the tokens after an answer were sampled with it: its end of turn. One that was cut short has none."""
     answer = [] if turn.finish_reason == "length" else turn.sampled_ids
-    longest = min(len(answer), len(follows), max(len(closing), 1))
-    repeated = next((n for n in range(longest, 0, -1) if [*answer[-n:]] == [*follows[:n]]), 0)
-    return follows[repeated:]
+    return next((n for n in range(min(len(answer), len(follows)), 0, -1) if answer[-n:] == follows[:n]), 0)
