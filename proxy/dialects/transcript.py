@@ -13,9 +13,8 @@ from ...core.errors import NotFound
 from ...core.json_text import loads
 from ...core.tools import dicts
 from ...store.requests import full_calls
-from .as_chat.messages import chat_message, chat_messages, chat_tools
-from .as_chat.responses import messages_shown
-from .as_chat.responses_items import Tools, messages_of
+from .as_chat.messages import chat_messages, chat_tools, history_message
+from .as_chat.responses import messages_of, messages_shown, tools_of
 from .as_chat.translation import Untranslatable
 from .earlier import Exchange, exchange_of, exchanges_up_to, items_of
 
@@ -79,7 +78,7 @@ class _Reader:
             shown = [self._tidied[id(one)][1] for one in turn.shown]
             return ChatTurn(shown, [*map(_tidy, turn.answer)], [*map(_tidy_tool, turn.tools)])
         except Untranslatable as untranslatable:
-            reason = untranslatable.reason
+            reason = str(untranslatable)
         except NotFound as error:
             reason = error.message
         except (LookupError, TypeError, ValueError, AttributeError):
@@ -94,7 +93,7 @@ class _Reader:
         if not isinstance(given["input"], str):
             given["input"] = [*_visible(given["input"])]
         answer = messages_of(_visible(dicts(response.get("output"))))
-        return ChatTurn(messages_shown(given, [*_visible(earlier)]), answer, Tools(given.get("tools", [])).chat)
+        return ChatTurn(messages_shown(given, [*_visible(earlier)]), answer, tools_of(given.get("tools", [])))
 
     def _completions(self, request: Json, response: Json) -> ChatTurn:
         """A prompt that extends an earlier prompt and its answer is the next turn of the same conversation."""
@@ -118,9 +117,8 @@ def _chat(request: Json, response: Json) -> ChatTurn:
 
 
 def _messages(request: Json, response: Json) -> ChatTurn:
-    shown = chat_messages(request, False)
-    tools = chat_tools({**request, "tool_choice": None}, True).get("tools", [])
-    return ChatTurn(shown, [chat_message(response["content"])] if "content" in response else [], tools)
+    answer = [history_message(response["content"])] if "content" in response else []
+    return ChatTurn(chat_messages(request, False), answer, chat_tools(request) or [])
 
 
 def _prompt(prompt: Any) -> str:

@@ -27,7 +27,7 @@ from .exact import ExactTokens
 from .metrics import Metrics
 from .recorder import Recorder, Statement
 from .routing import PolicyRouter
-from .through_chat import ApiRequest, ChatDecision, ChatRoute
+from .through_chat import ChatDecision, ChatRoute
 from .unnamed import Conversation, UnnamedRollouts, end_statements, start_statements
 from .upstream import Answer, Request, Route
 
@@ -152,10 +152,9 @@ class Gateway:
     async def _chat_decision(self, question: Question, rollout: RolloutName, route: Route) -> ChatDecision:
         if self.chat_route is None or not question.recorded or question.endpoint not in self.chat_route.translators:
             return ChatDecision()
-        api_request = ApiRequest(
-            question.endpoint, question.dialect, question.request, question.body, rollout.rollout_id
+        return await self.chat_route.decide(
+            question.endpoint, question.dialect, question.request, question.body, rollout.rollout_id, route
         )
-        return await self.chat_route.decide(api_request, route)
 
 
 class CallUnderWay:

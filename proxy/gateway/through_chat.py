@@ -17,8 +17,8 @@ from ...core.http import in_thread_if_large
 from ...core.json_text import encode, loads
 from ...core.records import CallEnd, CallStart, ModelCall
 from ...store.store import Store
-from ..dialects.as_chat.dialect import TRANSLATORS, ThroughChat, chat_request
-from ..dialects.as_chat.translation import PROBES, Template, TemplateUnknown, Translation, Untranslatable, learn
+from ..dialects.as_chat.dialect import TRANSLATORS, ThroughChat, as_chat
+from ..dialects.as_chat.translation import MALFORMED, PROBES, Template, TemplateUnknown, Untranslatable, learn
 from ..dialects.earlier import Earlier, Exchange, exchanges_up_to, items_of
 from ..dialects.stream import Dialect
 from .attempts import Upstreams
@@ -31,16 +31,6 @@ UNKNOWN_PREVIOUS = "unknown previous_response_id on the server's own route: send
 NOT_AS_CHAT = "the chat route, which gives token ids, cannot stand for it"
 
 _NOT_NOW = frozenset({401, 403, 429})  # it did not let this request in; it may the next one
-
-
-class ApiRequest(NamedTuple):
-    """A request: the name of its API in records, its dialect, and its JSON."""
-
-    endpoint: str
-    dialect: Dialect
-    request: Request
-    body: Json
-    rollout_id: str
 
 
 class ChatDecision(NamedTuple):
@@ -61,27 +51,39 @@ class ChatRoute:
         self._history = Earlier(store)
         self._templates = Templates(upstreams)
 
-    async def decide(self, api_request: ApiRequest, route: Route) -> ChatDecision:
+    async def decide(
+        self, endpoint: str, dialect: Dialect, request: Request, body: Json, rollout_id: str, route: Route
+    ) -> ChatDecision:
         """Return whether a request goes through the chat route; its endpoint is one of `translators`.
 
         Raise NotFound if it continues an unknown response, InvalidRequest if no route can answer it.
         """
+        previous = body.get("previous_response_id") if endpoint == "responses" else None
         is_policys = route.version is not None and route.upstream.kind == "vllm"
-        if not (is_policys or self._continues_chat(api_request)):
+        if not (is_policys or self._history.has_lately(rollout_id, previous)):  # no server knows a response of chat's
             return ChatDecision()
-        earlier = await self._earlier(api_request)
+        earlier = await self._history.up_to(rollout_id, previous) if isinstance(previous, str) else []
         if any(exchange.redacted for exchange in earlier):  # the model must not be shown masks
             return ChatDecision(reason=f"{NOT_AS_CHAT}: the record of the conversation it continues is redacted")
+        items, size = items_of(earlier), len(request.body) + sum(exchange.size for exchange in earlier)
+
+        async def translated(template: Template) -> ChatDecision:
+            translator = self.translators[endpoint](body)
+            chat = await in_thread_if_large(size, partial(translator.chat, template, items))
+            return ChatDecision(ThroughChat(dialect, translator, chat, continues=bool(earlier)))
+
         try:
-            translation = await self._translation(api_request, earlier, route)
-            return ChatDecision(ThroughChat(api_request.dialect, translation, continues=bool(earlier)))
+            try:
+                return await translated(self._templates.of(route.upstream.name))
+            except TemplateUnknown:
+                return await translated(await self._templates.learned(route, request))
         except Untranslatable as untranslatable:
-            reason = f"{NOT_AS_CHAT}: {untranslatable.reason}"
+            reason = f"{NOT_AS_CHAT}: {untranslatable}"
             if earlier and earlier[-1].by_chat:
                 raise InvalidRequest(f"{reason}; {UNKNOWN_PREVIOUS}", param="previous_response_id") from None
             return ChatDecision(reason=reason)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:  # vLLM says what is wrong with it
-            log.info("a request for %s goes as it is: %r", api_request.endpoint, error)
+        except MALFORMED as error:  # vLLM says what is wrong with it
+            log.info("a request for %s goes as it is: %r", endpoint, error)
             return ChatDecision()
 
     def answered(self, start: CallStart, end: CallEnd) -> None:
@@ -95,26 +97,7 @@ class ChatRoute:
             earlier = items_of(exchanges_up_to(known, call.request.get("previous_response_id")))
         except NotFound:
             return None
-        return chat_request(call.endpoint, call.request, self._templates.of(call.upstream), earlier)
-
-    async def _translation(self, api_request: ApiRequest, earlier: list[Exchange], route: Route) -> Translation:
-        make, items = self.translators[api_request.endpoint], items_of(earlier)
-        size = len(api_request.request.body) + sum(exchange.size for exchange in earlier)
-        template = self._templates.of(route.upstream.name)
-        try:
-            return await in_thread_if_large(size, partial(make(template).request, api_request.body, items))
-        except TemplateUnknown:
-            template = await self._templates.learned(route, api_request.request)
-            return await in_thread_if_large(size, partial(make(template).request, api_request.body, items))
-
-    def _continues_chat(self, api_request: ApiRequest) -> bool:
-        """Whether a request continues a response of the chat route, which no server knows."""
-        previous = api_request.body.get("previous_response_id")
-        return api_request.endpoint == "responses" and self._history.has_lately(api_request.rollout_id, previous)
-
-    async def _earlier(self, api_request: ApiRequest) -> list[Exchange]:
-        previous = api_request.body.get("previous_response_id") if api_request.endpoint == "responses" else None
-        return await self._history.up_to(api_request.rollout_id, previous) if isinstance(previous, str) else []
+        return as_chat(call.endpoint, call.request, self._templates.of(call.upstream), earlier)
 
 
 class Templates:
@@ -140,10 +123,19 @@ class Templates:
         return await asyncio.shield(self._asking[name])
 
     async def _learned(self, route: Route, request: Request) -> Template:
+        async def ask(path: str, body: Json) -> tuple[int, Json]:
+            sent = request._replace(method="POST", path=path, query=b"", body=encode(body | {"model": route.model}))
+            answer = await self._upstreams.open(route.upstream, sent)
+            try:
+                return answer.status, dict(loads(await answer.read()))
+            except (TypeError, ValueError):
+                return answer.status, {}
+            finally:
+                answer.release()
+
         name = route.upstream.name
-        probes = (self._ask(route, request, path, body | {"model": route.model}) for path, body in PROBES.values())
         try:
-            answers = await asyncio.gather(*probes)
+            answers = await asyncio.gather(*(ask(path, body) for path, body in PROBES.values()))
         except LightningError as error:  # the call itself will meet it, too
             log.info("upstream %s: its chat template is not known: %s", name, error.message)
             return Template()
@@ -151,16 +143,3 @@ class Templates:
             return Template()
         self._known[name] = learn(dict(zip(PROBES, answers, strict=True)))
         return self._known[name]
-
-    async def _ask(self, route: Route, request: Request, path: str, body: Json) -> tuple[int, Any]:
-        probe = request._replace(method="POST", path=path, query=b"", body=encode(body))
-        answer = await self._upstreams.open(route.upstream, probe)
-        try:
-            raw = await answer.read()
-        finally:
-            answer.release()
-        try:
-            read = loads(raw)
-        except ValueError:
-            read = None
-        return answer.status, read if isinstance(read, dict) else {}

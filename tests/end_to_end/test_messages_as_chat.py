@@ -32,9 +32,9 @@ PICK = {"name": "pick", "input_schema": {"properties": {"a": {"enum": ["x", "y"]
 STRICT = {"tools": [PICK | {"strict": True}, NOW | {"strict": True}]}  # vLLM holds only strict tools to their schema
 ALONE = {"tools": [NOW | {"strict": True}]}
 ANY = {"tool_choice": {"type": "any"}}
-ONE = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
 # The model begins a tool call more readily than one of these numbers.
 NUMBER = {"output_config": {"format": {"type": "json_schema", "schema": {"enum": [0, 6, 8]}}}}
+THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": "x"}
 PIXEL = {"type": "base64", "media_type": "image/png", "data": "iVBORw0KGgo="}
 
 
@@ -67,91 +67,51 @@ def changed(kind: str, tool: Any) -> Json:
 CASES: list[Json] = [
     # text
     HELLO,
-    conversation([text(SAY)]),
-    conversation([text("Say"), text("hello.")]),
-    conversation([text(SAY, cache_control={"type": "ephemeral"}), text("")]),
-    conversation("One", "Two", "Three"),
+    conversation([text("Say"), text("hello.", cache_control={"type": "ephemeral"}), text("")]),
     conversation("One", [text("Two"), text("and a half")], [text("Three")]),
-    conversation("One", [], "Three"),
     conversation([], "Two", "Three"),
-    conversation("One", "Two", [text("")]),
-    conversation("", "Two"),
-    conversation('😀 \u2028 "quoted" \\ back'),
+    conversation("One", [], '😀 \u2028 "quoted" \\ back'),
     conversation("One", "The answer begins: "),
-    {"messages": [{"role": "assistant", "content": "I begin."}, {"role": "user", "content": "Go on."}]},
     # what is sampled, and when it ends
     HELLO | {"max_tokens": 1},
-    HELLO | {"max_tokens": 24},
     HELLO | {"stop_sequences": ["j"]},  # what it says most
-    HELLO | {"stop_sequences": ["hello", "jjjj", "jjj"]},
-    HELLO | {"stop_sequences": []},
-    HELLO | {"stop_sequences": ["never said"]},
-    HELLO | {"temperature": None, "top_k": 1},
-    HELLO | {"temperature": 0, "top_p": 0.5, "top_k": 3},
-    HELLO | {"metadata": {"user_id": "somebody"}, "service_tier": "auto", "unknown": [1]},
+    HELLO | {"temperature": None, "top_k": 1, "stop_sequences": []},
+    HELLO | {"top_p": 0.5, "top_k": 3, "metadata": {"user_id": "somebody"}, "service_tier": "auto", "unknown": [1]},
     HELLO | {"chat_template_kwargs": {"unknown": True}, "cache_salt": "salt"},
     # the system's message
-    HELLO | {"system": "Be brief."},
-    HELLO | {"system": ""},
-    HELLO | {"system": [text("Be brief."), text("Be kind.", cache_control={"type": "ephemeral"})]},
-    HELLO | {"system": [text("x-anthropic-billing-header: cc=1; hash=2"), text("Be brief.")]},
+    HELLO | {"system": "x-anthropic-billing-header: in text it stays"},
+    HELLO | {"system": [text("x-anthropic-billing-header: cc=1; hash=2"), text("Be brief."), text("Be kind.")]},
     HELLO | {"system": [text("x-anthropic-billing-header: cc=1; hash=2")]},
-    HELLO | {"system": []},
-    {"messages": [{"role": "system", "content": "Be brief."}, *HELLO["messages"]]},
     {"messages": [{"role": "system", "content": [text("Be"), text("brief.")]}, *HELLO["messages"]]},
-    {"messages": [{"role": "system", "content": "x-anthropic-billing-header: 1"}, *HELLO["messages"]]},
     {"system": "Be brief.", "messages": [*HELLO["messages"], {"role": "system", "content": "And kind."}]},
-    {"messages": [*HELLO["messages"], {"role": "system", "content": [text("x-anthropic-billing-header: 1")]}]},
+    {"messages": [*HELLO["messages"], {"role": "system", "content": "x-anthropic-billing-header: 1"}]},
     # tools
-    HELLO | TOOLS,
-    HELLO | TOOLS | {"tool_choice": {"type": "auto"}},
     HELLO | TOOLS | {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
     HELLO | TOOLS | {"tool_choice": {"type": "none"}},
-    HELLO | {"tools": [ADD | {"strict": True, "type": "custom", "cache_control": {"type": "ephemeral"}}]},
-    HELLO | {"tools": [ADD | {"defer_loading": True, "description": ""}]},
+    HELLO | {"tools": [ADD | {"strict": True, "type": "custom"}, NOW | {"defer_loading": True, "description": ""}]},
     HELLO | {"tools": []},
     HELLO | {"tool_choice": {"type": "auto"}},
-    HELLO | {"tool_choice": {"type": "none"}},
     # tools that are added and removed
     {**TOOLS, "messages": [*HELLO["messages"], changed("tool_removal", "add")]},
     {"tools": [ADD | {"defer_loading": True}], "messages": [*HELLO["messages"], changed("tool_addition", "add")]},
     {"messages": [*HELLO["messages"], changed("tool_addition", NOW)]},
-    {"tools": [NOW], "messages": [changed("tool_removal", "now"), *HELLO["messages"]]},
     # tools that were used
-    conversation(SAY, [used(given={"a": 1, "b": 2})], [result("3")]) | TOOLS,
     conversation(SAY, [text("I add."), used(given={"a": 1, "b": 2})], [result([text("3"), text("or so")])]) | TOOLS,
-    conversation(SAY, [used(), used("now", number=2)], [result("1", 1), result("2", 2)]) | TOOLS,
     conversation(SAY, [used(), used("now", number=2)], [result("2", 2), text("and"), result("1", 1)]) | TOOLS,
-    conversation(SAY, [used(given={"é": [1.5, None]})], [result("no such file", is_error=True)]) | TOOLS,
-    conversation(SAY, [used()], [result()]) | TOOLS,
-    conversation(SAY, [used()], [result([])]) | TOOLS,
-    conversation(SAY, [used()], [result("3"), text("Go on.")]) | TOOLS,
-    conversation(SAY, [used(), text("after it")], [result("3")]) | TOOLS,
+    conversation(SAY, [used(given={"é": [1.5, None]}), text("after it")], [result(is_error=True)]),
     conversation(SAY, [used()], [result([{"type": "document", "title": "left out"}, text("3")])]) | TOOLS,
-    conversation(SAY, [used()], [result("3")]),
-    conversation([result("3", number=7)]),
     conversation("One", [result("3")], "Two"),
     # thinking
     HELLO | {"thinking": {"type": "disabled"}},
-    HELLO | {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}},
-    HELLO | {"thinking": {"type": "adaptive"}},
     HELLO | {"thinking": {"type": "enabled", "budget_tokens": 2000}, "max_tokens": 3000},
-    HELLO | {"output_config": {"effort": "low"}},
     HELLO | {"output_config": {"effort": "max"}, "thinking": {"type": "adaptive", "display": "omitted"}},
-    conversation("One", [{"type": "thinking", "thinking": "Hm.", "signature": "x"}, text("Two")], "Three"),
-    conversation("One", [{"type": "thinking", "thinking": "Hm.", "signature": "x"}], "Three"),
-    conversation("One", [{"type": "redacted_thinking", "data": "eA=="}, text("Two")], "Three"),
+    conversation("One", [THOUGHT, {"type": "redacted_thinking", "data": "eA=="}, text("Two")], "Three"),
     # a form for the answer
-    HELLO | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 40},
     HELLO | TOOLS | {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}, "max_tokens": 40},
     HELLO | {"output_config": {"format": {"type": "json_schema", "schema": {}}}},
-    HELLO | {"output_config": {}},
     # refused by vLLM
     HELLO | {"model": "nobody"},
     HELLO | {"max_tokens": 100_000},
-    conversation("long " * 2000),
-    {"messages": []},
-    conversation([{"type": "image", "source": PIXEL}]),
     conversation([text("See:"), {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1:9/x.png"}}]),
     conversation(SAY, [used()], [result([text("3"), {"type": "image", "source": PIXEL}])]) | TOOLS,
 ]
@@ -160,14 +120,10 @@ CASES: list[Json] = [
 # Requests that tools are called for; how the answer ends.
 CALLS: list[tuple[Json, str]] = [
     (HELLO | ALONE | NUMBER, "tool_use"),
-    (HELLO | ALONE | NUMBER | {"tool_choice": {"type": "auto"}}, "tool_use"),
-    (HELLO | STRICT | ONE, "tool_use"),
-    (HELLO | STRICT | {"tool_choice": {"type": "tool", "name": "now"}}, "tool_use"),
     (HELLO | STRICT | {"tool_choice": {"type": "tool", "name": "pick", "disable_parallel_tool_use": True}}, "tool_use"),
     (HELLO | STRICT | ANY | {"max_tokens": 106}, "max_tokens"),  # two calls
     (HELLO | STRICT | ANY | {"stop_sequences": ["</tool_call>"]}, "tool_use"),
     (HELLO | STRICT | ANY | {"stop_sequences": ["}}"]}, "stop_sequence"),
-    (HELLO | STRICT | ANY | {"stop_sequences": ["arg"]}, "stop_sequence"),
     (HELLO | STRICT | ANY | {"max_tokens": 24}, "max_tokens"),
 ]
 
@@ -189,6 +145,8 @@ def test_the_chat_route_says_what_the_messages_route_says(
     merged: System, template: Template, case: Json, stream: bool
 ) -> None:
     url, body = asked(merged, case, stream)
+    own, ours = prompts(url, body, template)
+    assert ours == own
     assert through_chat(url, body, template) == native(url, body)
 
 
@@ -215,13 +173,6 @@ def test_tokens_are_counted_through_the_proxy(merged: System) -> None:
     direct = post(f"http://127.0.0.1:{merged.vllm_port}/v1/messages/count_tokens", body | {"model": "speller"})
     assert direct[0] == 200
     assert post(f"http://127.0.0.1:{merged.port}/v1/messages/count_tokens", body | {"model": "policy"}) == direct
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: re.sub(r"[\[\]]", "", json.dumps(case))[:90])
-def test_the_prompt_is_that_of_the_messages_route(merged: System, template: Template, case: Json) -> None:
-    url, body = asked(merged, case, stream=False)
-    own, ours = prompts(url, body, template)
-    assert ours == own
 
 
 def asked(system: System, case: Json, stream: bool) -> tuple[str, Json]:

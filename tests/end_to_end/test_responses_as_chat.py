@@ -9,7 +9,7 @@ import pytest
 
 from contract.real import System
 from lightning_proxy.proxy.dialects.as_chat.responses import ResponsesTranslator
-from support.responses_twice import assert_same, native, same, through_chat, unnumbered
+from support.responses_twice import assert_same, in_one_piece, native, same, through_chat
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
 
@@ -25,6 +25,7 @@ MULTIPLY = {"type": "function", "name": "multiply", "parameters": SCHEMA, "stric
 PATCH = {"type": "custom", "name": "patch", "description": "changes a file"}
 MAIL = {"type": "namespace", "name": "mail", "description": "letters", "tools": [ADD | {"name": "send"}]}
 CALL = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1, "b": 2}', "id": "fc_1"}
+TWICE = {"call_id": "c2"}
 RESULT = {"type": "function_call_output", "call_id": "c1", "output": "3"}
 TREE = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 PART = {"type": "output_text", "text": "Salut"}
@@ -61,96 +62,63 @@ ONE, TWO = 'add {"a": 1, "b": 2}', 'multiply {"a": 3, "b": 4}'
 HISTORY = [*SAY, CALL, RESULT, item("It is 3."), {"role": "user", "content": "again"}]
 
 TEXT: list[Json] = [
-    {"input": "Say hello."},
-    {"input": SAY},
-    {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": ZOE}]}]},
-    {"input": [{"role": "user", "content": [{"type": "input_text", "text": t} for t in ("one", "two")]}]},
     {"input": "😀 héllo \u2028 \"quoted\" \\", "instructions": "Be brief."},
-    {"input": SAY, "instructions": ""},
-    {"input": [{"role": "developer", "content": "Be brief."}, *SAY]},
-    {"input": [{"role": "system", "content": "Be brief."}, *SAY], "instructions": "Be kind."},
-    {"input": [*SAY, item("Bonjour"), {"role": "user", "content": "😀 again"}]},
-    {"input": [*SAY, {"role": "assistant", "content": "Bonjour"}, {"role": "user", "content": "again"}]},
-    {"input": [*SAY, {"type": "message", "role": "assistant", "content": [PART]}, *SAY]},
-    {"input": [*SAY, item("one"), item("two", id="msg_2"), *SAY]},
-    {"input": [*SAY, thought("Zoë is French."), item("Bonjour"), *SAY]},
+    {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": t} for t in "ab"]}]},
+    {"input": [{"role": "developer", "content": "Be brief."}, {"role": "system", "content": "Be kind."}, *SAY]},
+    {"input": [*SAY, item("one"), item("two", id="msg_2"), {"role": "user", "content": "😀"}], "instructions": ""},
+    {"input": [*SAY, {"role": "assistant", "content": "Bonjour"}, *SAY]},
+    {"input": [*SAY, thought("Zoë is French."), {"type": "message", "role": "assistant", "content": [PART]}, *SAY]},
     {"input": [*SAY, thought("x", content=None, summary=[{"type": "summary_text", "text": "y"}]), item("Salut"), *SAY]},
     {"input": [*SAY, item("Bonj", status="incomplete")]},
     {"input": SAY, "max_output_tokens": 1},
-    {"input": SAY, "max_output_tokens": 16, "stop": ["o"]},
     {"input": SAY, "stop": "e", "include_stop_str_in_output": True},
-    {"input": SAY, "include": LOGPROBS},
     {"input": SAY, "include": LOGPROBS, "top_logprobs": 2},
     {"input": SAY, "include": ["reasoning.encrypted_content"], "top_logprobs": 3},
     {"input": SAY, "presence_penalty": 1.5, "frequency_penalty": -1, "repetition_penalty": 1.2, "min_p": 0.1},
     {"input": SAY, "logit_bias": {"42": 50}, "ignore_eos": True, "seed": 3, "top_k": 5, "priority": 0},
     {"input": SAY, "top_p": 0.5, "temperature": 0.000001, "seed": 1},
     {"input": SAY, "reasoning": {"effort": "low", "summary": "auto"}, "include_reasoning": False},
-    {"input": SAY, "reasoning": {"effort": "none"}, "text": {"verbosity": "low"}},
     {"input": SAY, "metadata": {"a": "b"}, "user": "me", "service_tier": "flex", "store": False, "max_tool_calls": 3},
     {"input": SAY, "truncation": "auto", "prompt_cache_key": "x", "safety_identifier": "y", "unknown": [1]},
     {"input": SAY, "chat_template_kwargs": {"x": 1}, "cache_salt": "salt", "parallel_tool_calls": False},
-    {"input": SAY, "text": {"format": {"type": "text"}}},
-    {"input": SAY, "text": {"format": {"type": "json_object"}}},
+    {"input": SAY, "text": {"format": {"type": "json_object"}, "verbosity": "low"}},
     {"input": SAY, "text": {"format": {"type": "json_schema", "name": "x", "schema": TREE, "strict": True}}},
     {"input": SAY, **said(" \n")},
-    {"input": SAY, **said("über 😀 \u2028 \"x\"")},
-    {"input": SAY, **calls(ONE)},
 ]  # fmt: skip
 TOOLS: list[Json] = [
-    {"input": SAY, "tools": [ADD]},
     {"input": SAY, "tools": [ADD], "tool_choice": "none"},
-    {"input": SAY, "tools": [ADD, MULTIPLY], "tool_choice": "required", "max_output_tokens": 40},
-    {"input": SAY, "tools": [ADD], "tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 40},
+    {"input": SAY, "tools": [ADD | {"strict": True}, MULTIPLY], "tool_choice": "required", "max_output_tokens": 40},
     {"input": SAY, "tools": [ADD], "tool_choice": {"type": "function", "name": "add"}, "max_output_tokens": 10},
-    {"input": SAY, "tools": [ADD | {"strict": True}], "tool_choice": "required", "max_output_tokens": 40},
-    {"input": SAY, "tools": [ADD], **said("No.")},
-    {"input": SAY, "tools": [ADD], **calls(ONE)},
-    {"input": SAY, "tools": [ADD], **calls(ONE, before="I add. ")},
-    {"input": SAY, "tools": [ADD, MULTIPLY], **calls(ONE, TWO)},
-    {"input": SAY, "tools": [ADD, MULTIPLY], **calls(ONE, TWO), "parallel_tool_calls": False},
     {"input": SAY, "tools": [ADD, MULTIPLY], **calls(ONE, TWO, ONE, before="All: ")},
+    {"input": SAY, "tools": [ADD, MULTIPLY], **calls(ONE, TWO), "parallel_tool_calls": False},
     {"input": SAY, "tools": [ADD], **calls(ONE), "max_output_tokens": 25},
-    {"input": SAY, "tools": [ADD], **calls("add {}"), "include": LOGPROBS, "top_logprobs": 1},
-    {"input": SAY, "tools": [ADD], **calls(ONE, before="So: "), "include": LOGPROBS},
+    {"input": SAY, "tools": [ADD], **calls(ONE, before="So: "), "include": LOGPROBS, "top_logprobs": 1},
     {"input": SAY, "tools": [ADD], **calls('unknown {"é": ["\\n", 1.50, null]}')},
     {"input": SAY, "tools": [ADD], **said("<tool_call>\n{broken\n</tool_call>")},
-    {"input": SAY, "tools": [PATCH]},
     {"input": SAY, "tools": [PATCH], **calls('patch {"input": "+ 😀 \\"a\\"\\n\\u00e9\\ud83d\\ude00"}')},
     {"input": SAY, "tools": [PATCH], **calls('patch {"wrong": "a"}')},
     {"input": SAY, "tools": [PATCH, ADD], "tool_choice": {"type": "custom", "name": "patch"}, "max_output_tokens": 24},
-    {"input": SAY, "tools": [MAIL], **calls('mail__send {"a": 1}')},
+    {"input": SAY, "tools": [MAIL, {"type": "web_search"}], **calls('mail__send {"a": 1}')},
     {"input": SAY, "tools": [MAIL], "tool_choice": {"type": "function", "name": "send"}, "max_output_tokens": 24},
-    {"input": SAY, "tools": [{"type": "web_search"}, ADD], **calls(ONE)},
-    {"input": [*SAY, CALL, RESULT], "tools": [ADD]},
     {"input": HISTORY, "tools": [ADD], "instructions": "Be brief."},
-    {"input": [*SAY, thought("I add."), item("So:"), CALL, RESULT], "tools": [ADD]},
-    {"input": [*SAY, CALL, CALL | {"call_id": "c2"}, RESULT, RESULT | {"call_id": "c2"}], "tools": [ADD]},
+    {"input": [*SAY, thought("I add."), item("So:"), CALL, CALL | TWICE, RESULT, RESULT | TWICE]},
     {"input": [*SAY, CALL, RESULT | {"output": [{"type": "input_text", "text": t} for t in ("3", "4")]}]},
     {"input": [*SAY, {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "+ a"},
                {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}], "tools": [PATCH]},
     {"input": [*SAY, CALL | {"namespace": "mail", "name": "send"}, RESULT], "tools": [MAIL]},
 ]  # fmt: skip
 REFUSED: list[Json] = [
-    {"input": 5},
     {},
-    {"input": SAY, "temperature": 3},
     {"input": SAY, "temperature": "hot"},
-    {"input": SAY, "top_p": 2},
     {"input": SAY, "max_output_tokens": 100_000},
-    {"input": SAY, "max_output_tokens": 0},
     {"input": "word " * 3000},
     {"input": SAY, "model": "nobody"},
     {"input": SAY, "tools": [{"type": "function"}]},
     {"input": SAY, "tools": [ADD], "tool_choice": {"type": "function", "name": "subtract"}},
     {"input": SAY, "tool_choice": "required"},
     {"input": SAY, "previous_response_id": "resp_unknown"},
-    {"input": [{"type": "item_reference", "id": "msg_1"}]},
-    {"input": [*SAY, thought("", content=None, encrypted_content="xyz")]},
     {"input": SAY, "prompt": {"id": "p"}},
-    {"input": SAY, "include": ["everything"]},
     {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,xyz"}]}]},
-    {"input": SAY, "text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}}},
 ]  # fmt: skip
 
 
@@ -218,7 +186,7 @@ def test_any_stream_becomes_the_events_that_vllm_makes_of_it() -> None:
     tools = [ADD, PATCH, MAIL]
     for seed in range(300):
         deltas = some_deltas(seed)
-        stream = ResponsesTranslator().request({"model": "m", "input": "x", "tools": tools}).stream()
+        stream = ResponsesTranslator({"model": "m", "input": "x", "tools": tools})
         chunks = [{"created": 1, "model": "m", "choices": [{"delta": delta}]} for delta in deltas]
         ours = [event for chunk in chunks for event in stream.feed(chunk)] + list(stream.end())
-        assert same(unnumbered(ours[2:-1])) == same(unnumbered(vllms_events(tools, deltas))), seed
+        assert same(in_one_piece(ours[2:-1])) == same(in_one_piece(vllms_events(tools, deltas))), seed

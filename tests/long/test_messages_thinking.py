@@ -89,4 +89,4 @@ def test_system_messages_are_moved_as_the_server_moves_them(vllm: str, template:
 
 def test_an_empty_list_of_tools_that_the_template_shows_goes_to_its_own_route(template: Template) -> None:
     with pytest.raises(Untranslatable, match="list of tools"):
-        MessagesTranslator(template).request({"model": NAME, "max_tokens": 4, **HELLO, "tools": []})
+        MessagesTranslator({"model": NAME, "max_tokens": 4, **HELLO, "tools": []}).chat(template)

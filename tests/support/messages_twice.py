@@ -31,20 +31,19 @@ def native(url: str, body: Json) -> tuple[int, Any]:
 
 def through_chat(url: str, body: Json, template: Template) -> tuple[int, Any]:
     """As the proxy does it: with what it asks for on top."""
-    translation = MessagesTranslator(template).request(body)
-    status, answer = post(f"{url}/chat/completions", inject(translation.chat, "chat")[0])
+    status, answer = post(f"{url}/chat/completions", inject(MessagesTranslator(body).chat(template), "chat")[0])
     if status != 200:
-        return status, comparable(translation.refused(json.loads(answer)))
+        return status, comparable(MessagesTranslator(body).refusal(json.loads(answer)))
+    translated = MessagesTranslator(body)
     if not body["stream"]:
-        return status, comparable(translation.answer(json.loads(answer)))
-    stream = translation.stream()
-    streamed = [event for chunk in events(answer) for event in stream.feed(chunk)]
-    return status, comparable([*streamed, *stream.end()])
+        return status, comparable(translated.answer(json.loads(answer)))
+    streamed = [event for chunk in events(answer) for event in translated.feed(chunk)]
+    return status, comparable([*streamed, *translated.end()])
 
 
 def prompts(url: str, body: Json, template: Template) -> tuple[Any, Any]:
     """The status and the tokens that either route renders."""
-    chat = MessagesTranslator(template).request(body).chat
+    chat = MessagesTranslator(body).chat(template)
     rendered = [post(f"{url}/{path}/render", asks) for path, asks in (("messages", body), ("chat/completions", chat))]
     own, ours = ((status, json.loads(answer).get("token_ids")) for status, answer in rendered)
     return own, ours

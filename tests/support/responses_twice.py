@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from lightning_proxy.proxy.dialects.as_chat.responses import ResponsesTranslator
-from lightning_proxy.proxy.dialects.as_chat.translation import Untranslatable
+from lightning_proxy.proxy.dialects.as_chat.translation import MALFORMED, Template
 from lightning_proxy.proxy.dialects.chat import inject
 
 Json = dict[str, Any]
@@ -50,19 +50,20 @@ def native(vllm: str, body: Json) -> Answer:
 def through_chat(vllm: str, body: Json) -> Answer:
     """What the agent gets when the proxy asks the chat route, for tokens too."""
     try:
-        translation = ResponsesTranslator().request(body)
-    except (Untranslatable, LookupError, TypeError, ValueError, AttributeError):  # it goes as it is
+        chat = ResponsesTranslator(body).chat(Template())
+    except MALFORMED:  # it goes as it is
         return native(vllm, body)
-    status, text = post(f"{vllm}/chat/completions", inject(translation.chat, "chat")[0])
+    status, text = post(f"{vllm}/chat/completions", inject(chat, "chat")[0])
     if status != 200:
-        return Answer(status, [translation.refused(json.loads(text))], [])
+        return Answer(status, [ResponsesTranslator(body).refusal(json.loads(text))], [])
     chunks = events(text) if body.get("stream") else [json.loads(text)]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
     tokens = [chunks[0]["prompt_token_ids"], [token for choice in choices for token in choice.get("token_ids") or []]]
+    translated = ResponsesTranslator(body)
     if not body.get("stream"):
-        return Answer(status, [translation.answer(chunks[0])], tokens)
-    stream = translation.stream()
-    return Answer(status, [event for chunk in chunks for event in stream.feed(chunk)] + list(stream.end()), tokens)
+        return Answer(status, [translated.answer(chunks[0])], tokens)
+    streamed = [event for chunk in chunks for event in translated.feed(chunk)]
+    return Answer(status, [*streamed, *translated.end()], tokens)
 
 
 def events(text: str) -> list[Json]:
@@ -71,14 +72,15 @@ def events(text: str) -> list[Json]:
 
 
 def told(events: list[Json]) -> list[Json]:
-    """The events without their numbers; pieces that vLLM joins where it falls behind are joined."""
     numbers = [event["sequence_number"] for event in events if "sequence_number" in event]
     assert numbers in ([], list(range(len(events))))
-    return [event for _, group in groupby(unnumbered(events), _kind) for event in _joined(list(group))]
+    return in_one_piece(events)
 
 
-def unnumbered(events: list[Json]) -> list[Json]:
-    return [event | {"sequence_number": 0} for event in events]
+def in_one_piece(events: list[Json]) -> list[Json]:
+    """The events without their numbers; pieces that vLLM joins where it falls behind are joined."""
+    unnumbered = [event | {"sequence_number": 0} for event in events]
+    return [event for _, group in groupby(unnumbered, _kind) for event in _joined(list(group))]
 
 
 def _kind(event: Json) -> tuple[Any, Any]:

@@ -1,170 +1,65 @@
-"""Translates requests of /v1/messages, Anthropic's API, into chat requests, as vLLM 0.32's own route does.
+"""Translates /v1/messages, Anthropic's API, to chat and back, as vLLM 0.32's own route does.
 
-Fields are read as strictly as that route reads them: requests that it refuses are sent to it.
+What the chat route refuses is sent to the own route, so fields that both check are not checked here.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
+from uuid import uuid4
 
-from ....core.values import as_read
-from .messages_answer import MessagesEvents, error_of, message_of
-from .translation import EFFORTS, Template, TemplateUnknown, Untranslatable
+from ....core.json_text import dumps
+from ..messages import MessagesStream
+from .translation import EFFORTS, Template, TemplateUnknown, Translator, Untranslatable
 
 Json = dict[str, Any]
 
-_NUMBERS = {"temperature": "a number", "top_p": "a number", "top_k": "an integer"}
-# vLLM's own fields, of which both routes make the same.
-_ALIKE = {
-    "watermarking": "true or false", "cache_salt": "text", "kv_transfer_params": "an object",
-    "ec_transfer_params": "an object", "vllm_xargs": "an object", "chat_template_kwargs": "an object",
+# By their names, those of chat.
+_FIELDS = {"stop_sequences": "stop"} | {
+    name: name
+    for name in (
+        "model", "max_tokens", "temperature", "top_p", "top_k", "watermarking", "cache_salt", "kv_transfer_params",
+        "ec_transfer_params", "vllm_xargs", "chat_template_kwargs",
+    )
 }  # fmt: skip
+_OF_TOOL = ("description", "strict", "defer_loading")
 _LEAST_BUDGET = 1024
-
-_KINDS: dict[str, tuple[type, ...]] = {
-    "text": (str,),
-    "true or false": (bool,),
-    "an integer": (int,),
-    "a number": (int, float),
-    "an object": (dict,),
-    "a list": (list,),
-    "text or a list": (str, list),
-}
-
-CHANGES = ("tool_addition", "tool_removal")
-
+_CHANGES = ("tool_addition", "tool_removal")
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Claude Code's first system block. It changes with every request, so vLLM leaves it out.
 _BILLING = "x-anthropic-billing-header"
-_BLOCKS = frozenset({
-    "text", "image", "tool_use", "tool_result", "tool_reference", "thinking", "redacted_thinking", *CHANGES,
-})  # fmt: skip
-_TEXTS = ("text", "id", "tool_use_id", "name", "tool_name", "thinking", "signature", "data")
-
-_WORDS = {"auto": "auto", "any": "required", "none": "none"}
-
-
-class MessagesTranslator:
-    def __init__(self, template: Template = Template()) -> None:
-        """`template`: the known template of the server that answers."""
-        self._template = template
-
-    def request(self, body: Json, earlier: Sequence[Json] = ()) -> MessagesTranslation:
-        return MessagesTranslation(chat_request(as_read(body), self._template))
-
-    def history_message(self, answer: Json) -> Json:
-        try:
-            return chat_message(answer.get("content"))
-        except Untranslatable:
-            return {"role": "assistant"}
-
-
-class MessagesTranslation:
-    def __init__(self, chat: Json) -> None:
-        self.chat = chat
-
-    def answer(self, chat: Json) -> Json:
-        return message_of(chat)
-
-    def stream(self) -> MessagesEvents:
-        return MessagesEvents()
-
-    def refused(self, error: Json) -> Json:
-        """Return the chat route's refusal as vLLM's own route words it."""
-        return error_of(error.get("error"))
-
-
-def chat_request(body: Json, template: Template) -> Json:
-    """Return a Messages request as a chat request; raise Untranslatable."""
-    if not required(body, "model", "text"):
-        raise Untranslatable("`model` is empty")
-    most = required(body, "max_tokens", "an integer")
-    if most <= 0:
-        raise Untranslatable("`max_tokens` is not positive")
-    optional(body, "metadata", "an object")
-    chat = {"model": body["model"], "messages": chat_messages(body, template.merges_system)}
-    # Both, as vLLM does: which of them it names in a refusal depends on it.
-    chat |= {"max_tokens": most, "max_completion_tokens": most}
-    for name, kind in (_NUMBERS | _ALIKE).items():
-        if (value := optional(body, name, kind)) is not None:
-            chat[name] = value
-    chat |= _stop(body) | _streamed(body) | _output(body) | _thinking(body, template.disabled_effort)
-    return chat | chat_tools(body, template.ignores_no_tools)
-
-
-def _stop(body: Json) -> Json:
-    stop = optional(body, "stop_sequences", "a list")
-    if stop and not all(isinstance(text, str) for text in stop):
-        raise Untranslatable("`stop_sequences` are not texts")
-    return {} if stop is None else {"stop": stop}
-
-
-def _streamed(body: Json) -> Json:
-    if not optional(body, "stream", "true or false"):
-        return {}
-    return {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+_MAY_BE_LEFT_OUT = ("text", "image", "redacted_thinking", "tool_reference")
 
 
 def _output(body: Json) -> Json:
-    config = optional(body, "output_config", "an object") or {}
-    effort, form = optional(config, "effort", "text"), optional(config, "format", "an object") or {}
-    out: Json = {}
-    if effort is not None:
-        if effort not in EFFORTS:
-            raise Untranslatable(f"vLLM does not know the effort {effort!r}")
-        out["reasoning_effort"] = effort
+    config = body.get("output_config") or {}
+    effort, form = config.get("effort"), config.get("format") or {}
+    out: Json = {} if effort is None else {"reasoning_effort": effort}
+    if effort not in (None, *EFFORTS):
+        raise Untranslatable(f"vLLM does not know the effort {effort!r}")
     if form.get("type", "json_schema") != "json_schema":
         raise Untranslatable(f"vLLM does not know the output format {form['type']!r}")
-    if schema := optional(form, "schema", "an object"):
+    if schema := form.get("schema"):
         out["response_format"] = {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": schema}}
     return out
 
 
 def _thinking(body: Json, disabled_effort: str | None) -> Json:
-    thinking = optional(body, "thinking", "an object")
-    kind = None if thinking is None else thinking.get("type")
-    if thinking is None or kind == "adaptive":
-        return {}
-    if kind == "enabled":
-        budget = required(thinking, "budget_tokens", "an integer")
-        if not _LEAST_BUDGET <= budget < body["max_tokens"]:
+    thinking = body.get("thinking") or {"type": "adaptive"}
+    match thinking["type"]:
+        case "adaptive":
+            return {}
+        case "enabled" if _LEAST_BUDGET <= (budget := thinking["budget_tokens"]) < body["max_tokens"]:
+            return {"thinking_token_budget": budget}
+        case "enabled":
             raise Untranslatable("`thinking.budget_tokens` is below 1024, or not below `max_tokens`")
-        return {"thinking_token_budget": budget}
-    if kind == "disabled" and disabled_effort is not None:
-        return {"reasoning_effort": disabled_effort}
-    if kind == "disabled":
-        raise TemplateUnknown("it is not known how the server turns thinking off")
-    raise Untranslatable(f"vLLM does not know the type of thinking {kind!r}")
-
-
-def optional(part: Json, name: str, kind: str) -> Any:
-    """Return a field, None if it is absent; raise Untranslatable if it is not of its kind."""
-    value = part.get(name)
-    if value is None or _is(value, kind):
-        return value
-    raise Untranslatable(f"`{name}` is not {kind}")
-
-
-def required(part: Json, name: str, kind: str) -> Any:
-    """Return a field; raise Untranslatable if it is absent or not of its kind."""
-    value = optional(part, name, kind)
-    if value is None:
-        raise Untranslatable(f"`{name}` is missing")
-    return value
-
-
-def objects(values: Any, what: str) -> list[Json]:
-    """Return a list of objects; raise Untranslatable if it is none."""
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise Untranslatable(f"{what} are not objects in a list")
-    return values
-
-
-def _is(value: Any, kind: str) -> bool:
-    # JSON's true is no number, Python's is.
-    return isinstance(value, _KINDS[kind]) and (kind == "true or false" or not isinstance(value, bool))
+        case "disabled" if disabled_effort is None:
+            raise TemplateUnknown("it is not known how the server turns thinking off")
+        case "disabled":
+            return {"reasoning_effort": disabled_effort}
+    raise Untranslatable(f"vLLM does not know the type of thinking {thinking['type']!r}")
 
 
 def chat_messages(body: Json, merges_system: bool | None) -> list[Json]:
@@ -172,152 +67,84 @@ def chat_messages(body: Json, merges_system: bool | None) -> list[Json]:
 
     `merges_system`: whether the server moves all system messages to the front; None if that is not known.
     """
-    messages = objects(body.get("messages"), "messages")
-    for message in messages:
-        _check(message)
-    first = _system_texts(optional(body, "system", "text or a list"))
     if merges_system is not None:
-        return _converted(first, messages, merges_system)
-    merged, in_place = _converted(first, messages, True), _converted(first, messages, False)
+        return _converted(body, merges_system)
+    merged, in_place = _converted(body, True), _converted(body, False)
     if merged != in_place:
         raise TemplateUnknown("a system message is inside the conversation, and where the server puts it is unknown")
     return merged
 
 
-def chat_message(content: Any) -> Json:
-    """Return the chat message for an assistant message of this content; raise Untranslatable."""
-    message = {"role": "assistant", "content": content}
-    _check(message)
-    return _conversation_message(message)[-1]
-
-
-def _check(message: Json) -> None:
-    if message.get("role") not in ("user", "assistant", "system"):
-        raise Untranslatable(f"a message has the role {message.get('role')!r}")
-    content = required(message, "content", "text or a list")
-    if isinstance(content, list):
-        _check_blocks(content, message["role"])
-
-
-def _check_blocks(content: list[Any], role: str) -> None:
-    """Raise Untranslatable if these are no content blocks that vLLM knows."""
-    for block in objects(content, "content blocks"):
-        if block.get("type") not in _BLOCKS:
-            raise Untranslatable(f"vLLM does not take content blocks of type {block.get('type')!r}")
-        if block["type"] in CHANGES and role != "system":
-            raise Untranslatable(f"a block of type {block['type']} is not in a system message")
-        for name in _TEXTS:
-            optional(block, name, "text")
-        for name in ("source", "input"):
-            optional(block, name, "an object")
-        optional(block, "is_error", "true or false")
-        optional(block, "content", "text or a list")
-
-
-def _converted(first: list[str], messages: list[Json], merges_system: bool) -> list[Json]:
-    later = [text for message in messages if message["role"] == "system" if (text := _inline_text(message))]
-    system = "".join([*first, *later] if merges_system else first)
-    out: list[Json] = [{"role": "system", "content": system}] if system else []
-    for message in messages:
+def _converted(body: Json, merges_system: bool) -> list[Json]:
+    first, out = body.get("system") or [], list[Json]()
+    system = [first] if isinstance(first, str) else _system_texts(first)
+    for message in body["messages"]:
         if message["role"] != "system":
-            out += _conversation_message(message)
-        elif not merges_system and (text := _inline_text(message)):
+            out += _messages(message["role"], message["content"])
+        elif merges_system:
+            system += _system_texts(message["content"])
+        elif text := "".join(_system_texts(message["content"])):
             out.append({"role": "system", "content": text})
-    return out
+    return [{"role": "system", "content": "".join(system)}, *out] if system else out
 
 
-def _system_texts(system: Any) -> list[str]:
-    if not system:
-        return []
-    if isinstance(system, str):
-        return [system]
-    _check_blocks(system, "")
-    return _texts(system)
-
-
-def _inline_text(message: Json) -> str:
-    content = message["content"]
-    if isinstance(content, str):
-        return "" if content.startswith(_BILLING) else content
-    return "".join(_texts(content))
-
-
-def _texts(blocks: list[Json]) -> list[str]:
+def _system_texts(content: str | list[Json]) -> list[str]:
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     texts = [block.get("text") or "" for block in blocks if block["type"] == "text"]
     return [text for text in texts if text and not text.startswith(_BILLING)]
 
 
-def _conversation_message(message: Json) -> list[Json]:
+def _messages(role: str, content: str | list[Json]) -> list[Json]:
     """The chat messages for one of the user or the assistant: tool results come before the other blocks."""
-    if isinstance(message["content"], str):
-        return [{"role": message["role"], "content": message["content"]}]
-    collected = _Collected(message["role"])
-    for block in message["content"]:
-        collected.add(block)
-    own = collected.message()
-    return collected.results if own is None else [*collected.results, own]
-
-
-@dataclass
-class _Collected:
-    """The blocks of one message, sorted into the places that they have in chat."""
-
-    role: str
-    results: list[Json] = field(default_factory=list)
-    parts: list[Json] = field(default_factory=list)
-    calls: list[Json] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-
-    def add(self, block: Json) -> None:
-        kind = block["type"]
-        if kind == "text" and block.get("text"):
-            self.parts.append({"type": "text", "text": block["text"]})
-        elif kind == "image" and block.get("source"):
-            self.parts.append(_image(block["source"]))
-        elif kind == "thinking" and block.get("thinking") is not None:
-            self.reasoning.append(block["thinking"])
-        elif kind == "tool_use":
-            self.calls.append(_call(block))
-        elif kind == "tool_result" and self.role == "user":
-            self.results += _results(block)
-        elif kind == "tool_result":
-            result = str(block["content"]) if block.get("content") else ""
-            self.parts.append({"type": "text", "text": f"Tool result: {result}"})
-
-    def message(self) -> Json | None:
-        """Return the message itself, None if nothing is left of it."""
-        message: Json = {"role": self.role}
-        if self.reasoning:
-            message["reasoning"] = "".join(self.reasoning)
-        if self.calls:
-            message["tool_calls"] = self.calls
-        if self.parts:
-            only_text = len(self.parts) == 1 and self.parts[0]["type"] == "text"
-            message["content"] = self.parts[0]["text"] if only_text else self.parts
-        return None if self.role == "user" and not self.parts else message
-
-
-def _call(block: Json) -> Json:
-    if not block.get("id"):
-        raise Untranslatable("a tool_use block has no id")
-    # With the standard library's blanks: a template may show the text as it is.
-    function = {"name": block.get("name") or "", "arguments": json.dumps(block.get("input") or {})}
-    return {"id": block["id"], "type": "function", "function": function}
+    if role not in ("user", "assistant"):
+        raise Untranslatable(f"a message has the role {role!r}")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    results: list[Json] = []
+    parts: list[Json] = []
+    calls: list[Json] = []
+    thoughts: list[str] = []
+    for block in content:
+        match block["type"]:
+            case "text" if block.get("text"):
+                parts.append({"type": "text", "text": block["text"]})
+            case "image" if block.get("source"):
+                parts.append(_image(block["source"]))
+            case "thinking":
+                thoughts.append(block.get("thinking") or "")
+            case "tool_use":
+                # With the standard library's blanks: a template may show the text as it is.
+                function = {"name": block.get("name") or "", "arguments": json.dumps(dict(block.get("input") or {}))}
+                calls.append({"id": block["id"], "type": "function", "function": function})
+            case "tool_result" if role == "user":
+                results += _results(block)
+            case "tool_result":
+                parts.append({"type": "text", "text": f"Tool result: {block.get('content') or ''}"})
+            case kind if kind not in _MAY_BE_LEFT_OUT:
+                raise Untranslatable(f"vLLM does not take content blocks of type {kind!r}")
+    message: Json = {"role": role}
+    if thoughts:
+        message["reasoning"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    if parts:
+        only_text = len(parts) == 1 and parts[0]["type"] == "text"
+        message["content"] = parts[0]["text"] if only_text else parts
+    return [*results, message] if parts or role == "assistant" else results
 
 
 def _results(block: Json) -> list[Json]:
     """The chat messages for a tool's result: its text, then its images, then the tools that it names."""
     content = block.get("content") or ""
-    items = [] if isinstance(content, str) else objects(content, "a tool result's blocks")
-    texts = [required(item, "text", "text") for item in items if item.get("type") == "text" and "text" in item]
-    images = [_image(required(item, "source", "an object")) for item in items if item.get("type") == "image"]
-    names = [item.get("tool_name") or item.get("name") for item in items if item.get("type") == "tool_reference"]
+    items = [] if isinstance(content, str) else content
+    texts = [item["text"] for item in items if item.get("type") == "text" and "text" in item]
     answer = {"role": "tool", "tool_call_id": block.get("tool_use_id") or ""}
     out = [answer | {"content": content if isinstance(content, str) else "\n".join(texts)}]
-    if images := [image for image in images if image["image_url"]["url"]]:
+    if images := [_image(item["source"]) for item in items if item.get("type") == "image"]:
         out.append({"role": "user", "content": images})
-    if references := [{"type": "tool_reference", "name": name} for name in names if name]:
-        out.append(answer | {"content": references})
+    if named := [item for item in items if item.get("type") == "tool_reference"]:
+        names = [item.get("tool_name") or item["name"] for item in named]
+        out.append(answer | {"content": [{"type": "tool_reference", "name": name} for name in names]})
     return out
 
 
@@ -329,73 +156,160 @@ def _image(source: Json) -> Json:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def chat_tools(body: Json, ignores_no_tools: bool | None) -> Json:
-    """Return the tool fields of a chat request; raise Untranslatable.
-
-    `ignores_no_tools`: whether an empty list is as none to the server's template, None if that is not known.
-    """
-    given = None if body.get("tools") is None else objects(body["tools"], "tools")
-    in_effect = _in_effect(given, list(_changes(body["messages"])))
-    if in_effect == [] and not ignores_no_tools:
-        raise (TemplateUnknown if ignores_no_tools is None else Untranslatable)("the list of tools is empty")
-    tools = [_tool(tool) for tool in in_effect or ()]
-    # The chat route refuses an empty list. Null is not what the route takes for an absent choice.
-    return ({"tools": tools} if tools else {}) | _choice(body, [tool["function"]["name"] for tool in tools])
-
-
-def _changes(messages: list[Json]) -> Iterator[tuple[str, Json]]:
-    for message in messages:
-        for block in message["content"] if isinstance(message["content"], list) else ():
-            if block["type"] in CHANGES:
-                yield block["type"], required(block, "tool", "an object")
-
-
-def _in_effect(given: list[Json] | None, changes: list[tuple[str, Json]]) -> list[Json] | None:
-    """The tools at the end of the conversation."""
-    if not changes:
-        return given
-    tools = {required(tool, "name", "text"): tool for tool in given or ()}
-    removed: dict[str, bool] = {}
-    for kind, change in changes:
-        if kind == "tool_addition" and change.get("type") == "tool_definition":
-            tool = required(change, "definition", "an object")
-            tools[required(tool, "name", "text")] = tool
-        elif change.get("type") == "tool_reference" and change.get("name") in tools:
-            tool = tools[change["name"]]
-            if kind == "tool_addition":
-                tools[tool["name"]] = tool | {"defer_loading": None}
-        else:
-            raise Untranslatable("a tool that is added or removed is unknown")
-        removed[tool["name"]] = kind == "tool_removal"
-    return [tool for name, tool in tools.items() if not removed.get(name)]
+def chat_tools(body: Json) -> list[Json] | None:
+    """Return the chat tools at the end of the conversation: system messages add and remove some."""
+    given = body.get("tools")
+    contents = [message["content"] for message in body["messages"] if message["role"] == "system"]
+    blocks = [block for content in contents if not isinstance(content, str) for block in content]
+    if changes := [block for block in blocks if block["type"] in _CHANGES]:
+        tools, removed = {tool["name"]: tool for tool in given or ()}, set[str]()
+        for block in changes:
+            change = block["tool"]
+            tool = change.get("definition") or tools[change["name"]] | {"defer_loading": None}
+            if block["type"] == "tool_removal":
+                removed.add(tool["name"])
+            else:
+                tools[tool["name"]] = tool
+                removed.discard(tool["name"])
+        given = [tool for name, tool in tools.items() if name not in removed]
+    return None if given is None else [*map(_tool, given)]
 
 
 def _tool(tool: Json) -> Json:
-    schema = required(tool, "input_schema", "an object")
-    function = {"name": required(tool, "name", "text"), "parameters": {**schema, "type": schema.get("type", "object")}}
-    for name, kind in {"description": "text", "strict": "true or false", "defer_loading": "true or false"}.items():
-        if (value := optional(tool, name, kind)) is not None:
-            function[name] = value
+    if "input_schema" not in tool:
+        raise Untranslatable(f"vLLM does not take tools of type {tool.get('type')!r}")
+    schema = tool["input_schema"]
+    function = {"name": tool["name"], "parameters": {**schema, "type": schema.get("type", "object")}}
+    function |= {name: tool[name] for name in _OF_TOOL if tool.get(name) is not None}
     return {"type": "function", "function": function}
 
 
-def _choice(body: Json, names: list[str]) -> Json:
-    choice = optional(body, "tool_choice", "an object")
+def _tools(body: Json, ignores_no_tools: bool | None) -> Json:
+    """The tool fields of a chat request. `ignores_no_tools`: of the server's template; None if that is not known."""
+    tools, choice = chat_tools(body), body.get("tool_choice")
+    if tools == [] and not ignores_no_tools:
+        raise (TemplateUnknown if ignores_no_tools is None else Untranslatable)("the list of tools is empty")
+    # The chat route refuses an empty list. Null is not what the route takes for an absent choice.
+    chat: Json = {"tools": tools} if tools else {}
     if choice is None:
-        return {"tool_choice": "auto" if names else None}
-    kind = choice.get("type")
-    if kind not in (*_WORDS, "tool"):
-        raise Untranslatable(f"vLLM does not know the tool choice {kind!r}")
-    parallel = {"parallel_tool_calls": not optional(choice, "disable_parallel_tool_use", "true or false")}
-    if kind == "tool":
-        return parallel | {"tool_choice": {"type": "function", "function": {"name": _named(choice, names)}}}
-    if kind == "any" and not names:
-        raise Untranslatable("a tool must be called, and there is none")
-    return parallel | {"tool_choice": _WORDS[kind] if names or kind == "none" else None}
+        return chat | {"tool_choice": "auto" if tools else None}
+    if choice["type"] == "tool":
+        chosen: Any = {"type": "function", "function": {"name": choice["name"]}}
+    elif choice["type"] in _CHOICES:
+        chosen = _CHOICES[choice["type"]] if tools or choice["type"] != "auto" else None
+    else:
+        raise Untranslatable(f"vLLM does not know the tool choice {choice['type']!r}")
+    return chat | {"tool_choice": chosen, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
 
 
-def _named(choice: Json, names: list[str]) -> str:
-    name = required(choice, "name", "text")
-    if name not in names:
-        raise Untranslatable(f"`tool_choice` names the tool {name!r}, which is not among `tools`")
-    return str(name)
+def history_message(content: str | list[Json]) -> Json:
+    """Return the chat message for an answer of this content."""
+    return _messages("assistant", content)[-1]
+
+
+def _error(error: Any) -> Json:
+    parts = error if isinstance(error, dict) else {"message": str(error)}
+    kind, message = parts.get("type") or "internal_error", str(parts.get("message"))
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+# By the kind of a part of an answer: its block at the start, and where a delta has its text.
+_PARTS: dict[str, tuple[Json, str, str]] = {
+    "reasoning": ({"type": "thinking", "thinking": ""}, "thinking_delta", "thinking"),
+    "content": ({"type": "text", "text": ""}, "text_delta", "text"),
+    "call": ({"type": "tool_use"}, "input_json_delta", "partial_json"),
+}
+
+
+class MessagesTranslator(Translator):
+    """Its events: a start, blocks one after the other, a delta with the usage, a stop."""
+
+    def __init__(self, body: Json) -> None:
+        super().__init__(body)
+        self._index = 0
+
+    def chat(self, template: Template, earlier: Sequence[Json] = ()) -> Json:
+        body = self.body
+        chat = {_FIELDS[name]: value for name, value in body.items() if name in _FIELDS}
+        # Both, as vLLM does: which of them it names in a refusal depends on it.
+        chat |= {"max_completion_tokens": body["max_tokens"], "messages": chat_messages(body, template.merges_system)}
+        if body.get("stream"):
+            chat |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+        return (
+            chat | _output(body) | _thinking(body, template.disabled_effort) | _tools(body, template.ignores_no_tools)
+        )
+
+    @staticmethod
+    def history(answer: Json) -> Json:
+        return history_message(answer["content"])
+
+    def refusal(self, error: Json) -> Json:
+        return _error(error["error"])
+
+    def begun(self) -> Iterator[Json]:
+        message = {
+            "id": self.told["id"], "type": "message", "role": "assistant", "content": [], "model": self.told["model"],
+            "stop_reason": None, "stop_sequence": None, "usage": _usage(self.told),
+        }  # fmt: skip
+        yield {"type": "message_start", "message": message}
+
+    def opened(self, kind: str, call_id: str = "", name: str = "") -> Iterator[Json]:
+        call = {"id": call_id, "name": name, "input": {}} if kind == "call" else {}
+        yield {"type": "content_block_start", "content_block": _PARTS[kind][0] | call, "index": self._index}
+
+    def added(self, text: str, choice: Json) -> Iterator[Json]:
+        _, kind, name = _PARTS[self.kind]
+        yield {"type": "content_block_delta", "delta": {"type": kind, name: text}, "index": self._index}
+
+    def closed(self) -> Iterator[Json]:
+        if self.kind == "reasoning":
+            delta = {"type": "signature_delta", "signature": uuid4().hex}
+            yield {"type": "content_block_delta", "delta": delta, "index": self._index}
+        yield {"type": "content_block_stop", "index": self._index}
+        self._index += 1
+
+    def ended(self) -> Iterator[Json]:
+        reason, sequence = self._stop_reason()
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        yield {"type": "message_delta", "delta": delta, "usage": _usage(self.told)}
+        yield {"type": "message_stop"}
+
+    def error(self, error: Any) -> Json:
+        return _error(error)
+
+    def whole(self, events: Sequence[Json]) -> Json:
+        """A tool's input that is no object, as where max_tokens cut it, is kept as Anthropic suggests."""
+        stream = MessagesStream()
+        for event in events:
+            stream.feed(b"", event)
+        answer = stream.response()
+        answer["content"] = answer["content"] or [{"type": "text", "text": ""}]
+        for block in answer["content"]:
+            if not isinstance(given := block.get("input", {}), dict):
+                block["input"] = {"INVALID_JSON": given if isinstance(given, str) else dumps(given)}
+        answer |= {name: self.told.get(name) for name in ("kv_transfer_params", "ec_transfer_params")}
+        return {name: value for name, value in answer.items() if value is not None}
+
+    def _stop_reason(self) -> tuple[str | None, str | None]:
+        """Why the answer ended, and the stop sequence that ended it: one inside a call, which then must not run."""
+        finish, stop = self.choice["finish_reason"], self.choice.get("stop_reason")
+        if finish == "length":
+            return "max_tokens", None
+        if finish not in ("stop", "tool_calls"):
+            return None, None
+        calls = self.calls.opened
+        if calls and calls[-1].is_complete:  # only the last can have been cut
+            return "tool_use", None
+        if isinstance(stop, str):
+            return "stop_sequence", stop
+        return ("tool_use" if calls or finish == "tool_calls" else "end_turn"), None
+
+
+def _usage(chat: Json) -> Json:
+    """The usage, with cached tokens counted apart where vLLM reports them."""
+    usage = chat.get("usage") or {}
+    details = usage.get("prompt_tokens_details") or {}
+    cache = {"cache_creation_input_tokens": "created_cache_tokens", "cache_read_input_tokens": "cached_tokens"}
+    cached = {name: details[theirs] for name, theirs in cache.items() if details.get(theirs) is not None}
+    own = max(0, usage.get("prompt_tokens", 0) - sum(cached.values()))
+    return {"input_tokens": own, "output_tokens": usage.get("completion_tokens") or 0} | cached

@@ -6,64 +6,34 @@ are probed: one counts the tokens of a Messages request, the other returns a cha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, ClassVar
+from uuid import uuid4
+
+from ....core.values import as_read
+from ..assemble import StreamedCall, ToolCalls
 
 Json = dict[str, Any]
 
 EFFORTS = ("low", "medium", "high", "xhigh", "max")
+
+# What is raised where a request or an answer is not as its API says.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
 
 _USER: Json = {"role": "user", "content": "Hi"}
 _ASSISTANT: Json = {"role": "assistant", "content": "Hello"}
 _INLINE: Json = {"role": "system", "content": "Go on."}
 
 
-class Untranslatable(Exception):
-    """Signals a request that the chat route cannot answer as its own route would; `reason` goes into the record."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+class Untranslatable(ValueError):
+    """Signals a request that the chat route cannot answer as its own route would; its text goes into the record."""
 
 
-class StreamTranslation(Protocol):
-    """Turns the chunks of one streamed chat answer into the events of the agent's API, as they come."""
-
-    def feed(self, chunk: Json) -> Iterable[Json]:
-        """Return the events for a chunk, an error among them; each has a `type`. The chunk may have more than asked."""
-
-    def end(self) -> Iterable[Json]:
-        """Return the events that are left when the chat answer is complete; the last of them ends the stream."""
-
-
-class Translation(Protocol):
-    """Translates one request to chat, and its answer back."""
-
-    chat: Json
-    """The body for the chat route, without the additions of the proxy."""
-
-    def answer(self, chat: Json) -> Json:
-        """Return a non-streamed chat answer as the agent's API has it."""
-
-    def stream(self) -> StreamTranslation: ...
-
-    def refused(self, error: Json) -> Json:
-        """Return the body of the chat route's error as the agent's API has it."""
-
-
-class Translator(Protocol):
-    """Translates the requests of one API. It agrees with what vLLM's own route makes of them."""
-
-    def request(self, body: Json, earlier: Sequence[Json] = ()) -> Translation:
-        """Return a request as a chat request; raise Untranslatable.
-
-        `earlier`: the items before the body's own, oldest first, where the body only refers to them.
-        """
-
-    def history_message(self, answer: Json) -> Json:
-        """Return the chat message that an answer of this API becomes in the next request's history."""
+class TemplateUnknown(Untranslatable):
+    """Signals a request that can be translated once the server's template is known."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +47,6 @@ class Template:
     merges_system: bool | None = None
     disabled_effort: str | None = None
     ignores_no_tools: bool | None = None
-
-
-class TemplateUnknown(Untranslatable):
-    """Signals a request that can be translated once the server's template is known."""
 
 
 def _counted(**body: Any) -> tuple[str, Json]:
@@ -105,25 +71,152 @@ PROBES: Mapping[str, tuple[str, Json]] = MappingProxyType({
 
 def learn(answers: Mapping[str, tuple[int, Any]]) -> Template:
     """Return the template that the answers to the probes show; each is a status and a body. It may refuse some."""
-    if answers.keys() != PROBES.keys() or {status for status, _ in answers.values()} - {200, 400}:
-        return Template()
     bodies = {name: body if status == 200 else {} for name, (status, body) in answers.items()}
     prompts = {name: body.get("prompt_token_ids") for name, body in bodies.items()}
-    counts = {name: body.get("input_tokens", len(prompts[name] or ()) or None) for name, body in bodies.items()}
-    if counts["plain"] is None:
+    counts = {name: body.get("input_tokens") or len(prompts[name] or ()) for name, body in bodies.items()}
+    if {status for status, _ in answers.values()} - {200, 400} or not counts["plain"]:
         return Template()
-    return Template(_merges(counts), _effort(prompts, counts), counts["no tools"] == counts["plain"])
-
-
-def _merges(counts: Mapping[str, int | None]) -> bool | None:
     inline, merged, in_place = (counts[name] for name in ("inline", "merged", "in place"))
-    if inline is None or merged == in_place or inline not in (merged, in_place):
-        return None
-    return inline == merged
+    ignores_none = prompts["none"] in [None, *(prompts[effort] for effort in EFFORTS)]
+    disabled = "low" if ignores_none else "none"
+    return Template(
+        {merged: True, in_place: False}.get(inline) if inline and merged != in_place else None,
+        disabled if counts[disabled] == counts["disabled"] > 0 else None,
+        counts["no tools"] == counts["plain"],
+    )
 
 
-def _effort(prompts: Mapping[str, Any], counts: Mapping[str, int | None]) -> str | None:
-    """The effort that the server sets where thinking is disabled, if token counts show it."""
-    ignored = prompts["none"] in [None, *(prompts[effort] for effort in EFFORTS)]
-    effort = "low" if ignored else "none"
-    return effort if counts[effort] == counts["disabled"] is not None else None
+class Translator(ABC):
+    """Translates one call of another API: its request to chat, and the chunks of the answer back into events.
+
+    One part of the answer is open at a time: its reasoning, its content, or a tool call. Calls come one after the
+    other, however the server sends them; text that comes inside a call waits for the call's end.
+    """
+
+    kinds: tuple[str, ...] = ("reasoning", "content")  # the texts that are shown
+    opened_by_nothing: ClassVar[tuple[str, ...]] = ()  # those that vLLM opens for an empty text
+
+    def __init__(self, body: Json) -> None:
+        self.body = {name: value for name, value in as_read(body).items() if value is not None}
+        self.told: Json = {}  # the newest fields of the chunks
+        self.choice: Json = {"finish_reason": "stop"}  # the one that says why the answer ended
+        self.calls = ToolCalls()
+        self.kind = ""  # of the open part; a tool call is a "call"
+        self._place = 0  # of the call that is open, or is opened next
+        self._sent = 0  # characters of its arguments
+        self._held: list[tuple[str, str, Json]] = []
+
+    @abstractmethod
+    def chat(self, template: Template, earlier: Sequence[Json] = ()) -> Json:
+        """Return the request for the chat route, without additions of the proxy; raise Untranslatable.
+
+        `earlier`: the items before the body's own, oldest first, where the body only refers to them.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def history(answer: Json) -> Json:
+        """Return the chat message that an answer of this API becomes in the next request's history."""
+
+    @abstractmethod
+    def refusal(self, error: Json) -> Json:
+        """Return the body of the chat route's error as the agent's API has it."""
+
+    def feed(self, chunk: Json) -> Iterator[Json]:
+        """Yield the events for a chunk, which may have more than the agent asked for."""
+        is_first = not self.told
+        self.told |= {name: value for name, value in chunk.items() if value is not None}
+        if is_first:
+            yield from self.begun()
+        for choice in chunk["choices"][:1]:
+            delta, ends = choice.get("delta") or {}, bool(choice.get("finish_reason"))
+            if ends:
+                self.choice = choice
+            for kind in self.kinds:
+                if (text := delta.get(kind)) or (text == "" and kind in self.opened_by_nothing):
+                    yield from self._text(kind, text, choice)
+            if calls := delta.get("tool_calls"):
+                self.calls.feed(calls)
+            if calls or ends:
+                yield from self._called(is_all=ends)
+
+    def end(self) -> Iterator[Json]:
+        """Yield the events that are left when the chat answer is complete; the last of them ends the stream."""
+        yield from self._called(is_all=True)
+        yield from self._closed()
+        yield from self.ended()
+
+    def answer(self, chat: Json) -> Json:
+        """Return a chat answer that is no stream as the agent's API has it."""
+        choice = chat["choices"][0]
+        message = choice["message"]
+        delta = {kind: message.get(kind) or None for kind in self.kinds}
+        delta["tool_calls"] = [{"index": index} | call for index, call in enumerate(message.get("tool_calls") or ())]
+        return self.whole([*self.feed(chat | {"choices": [choice | {"delta": delta}]}), *self.end()])
+
+    def _text(self, kind: str, text: str, choice: Json) -> Iterator[Json]:
+        if self.kind == "call" and not self.calls.opened[self._place].is_complete:
+            self._held.append((kind, text, choice))
+            return
+        yield from self._closed(kind)
+        if not self.kind:
+            self.kind = kind
+            yield from self.opened(kind)
+        yield from self.added(text, choice)
+
+    def _called(self, *, is_all: bool) -> Iterator[Json]:
+        """What is new of calls. Each waits until the one before it is complete, or, with `is_all`, the answer."""
+        calls = self.calls.opened
+        while self._place < len(calls):
+            call, is_last = calls[self._place], self._place + 1 == len(calls)
+            if self.kind != "call":
+                if not (is_all or (call.name and (call.id or call.text))):
+                    return
+                yield from self._closed()
+                self.kind = "call"
+                yield from self.opened("call", call.id or f"chatcmpl-tool-{uuid4().hex}", call.name)
+            if not call.may_change:
+                yield from self._more_of(call)
+            if is_last or not (is_all or call.is_complete):
+                return
+            yield from self._closed()
+
+    def _more_of(self, call: StreamedCall) -> Iterator[Json]:
+        if more := call.text[self._sent :]:
+            self._sent += len(more)
+            yield from self.added(more, {})
+
+    def _closed(self, unless: str = "") -> Iterator[Json]:
+        """Close the open part, and what was held back meanwhile, `unless` it is of this kind."""
+        while self.kind not in ("", unless):
+            if self.kind == "call":
+                yield from self._more_of(self.calls.opened[self._place])
+                self._place, self._sent = self._place + 1, 0
+            yield from self.closed()
+            held, self._held, self.kind = self._held, [], ""
+            for text in held:
+                yield from self._text(*text)
+
+    @abstractmethod
+    def begun(self) -> Iterator[Json]: ...
+
+    @abstractmethod
+    def opened(self, kind: str, call_id: str = "", name: str = "") -> Iterator[Json]: ...
+
+    @abstractmethod
+    def added(self, text: str, choice: Json) -> Iterator[Json]:
+        """Yield the events for more of the open part. `choice` has the log-probabilities of a text."""
+
+    @abstractmethod
+    def closed(self) -> Iterator[Json]: ...
+
+    @abstractmethod
+    def ended(self) -> Iterator[Json]: ...
+
+    @abstractmethod
+    def whole(self, events: Sequence[Json]) -> Json:
+        """Return the answer, without streaming, that all of its events are."""
+
+    @abstractmethod
+    def error(self, error: Any) -> Json:
+        """Return the event for an error in the stream."""

@@ -1,36 +1,18 @@
-"""The input of a custom tool, read out of arguments that come in pieces, is what all of them together say so far."""
+"""The input of a custom tool, read out of arguments that come in pieces, is what all of them together say."""
 
 from __future__ import annotations
 
 import json
-import re
 from itertools import pairwise
-from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lightning_proxy.proxy.dialects.as_chat.responses_answer import OpenCall, ResponsesReply
-from lightning_proxy.proxy.dialects.as_chat.responses_items import Tools
+from lightning_proxy.proxy.dialects.as_chat.responses import ResponsesTranslator
 from support.fuzzing import examples
 
-BEGUN = re.compile(r'\s*\{\s*"input"\s*:\s*("(?:[^"\\]|\\u[0-9a-fA-F]{4}|\\["\\/bfnrt])*)', re.DOTALL)
 LETTERS = ["a", " ", "\n", "é", "😀", "\x00"]
-ESCAPES = ["\\n", '\\"', "\\\\", "\\u00e9", "\\ud83d", "\\ude00", "\\x"]
-
-
-def begun_input(arguments: str) -> str:
-    """The same, read from the beginning."""
-    begun = BEGUN.match(arguments.rstrip())
-    try:
-        text: str = json.loads(begun[1] + '"') if begun else ""
-    except ValueError:
-        return ""
-    return text[:-1] if "\ud800" <= text[-1:] <= "\udbff" else text
-
-
-def deltas(events: list[Any]) -> str:
-    return "".join(event["delta"] for event in events if event["type"].endswith(".delta"))
+ESCAPES = ["\\n", '\\"', "\\\\", "\\u00e9", "\\ud83d\\ude00", "\\ud83d", "\\x"]
 
 
 @examples(1000)
@@ -42,19 +24,23 @@ def deltas(events: list[Any]) -> str:
 )
 @example('{"input": "', "\\ud83d\\ude00", '"}', [11, 13, 17, 18, 20, 22])
 @example('{"input": "', "a  \\n  b", '"}', [12, 13, 14, 15, 17, 18])
-def test_what_is_told_of_it_after_each_piece(opening: str, inner: str, closing: str, cuts: list[int]) -> None:
+def test_the_deltas_are_the_input(opening: str, inner: str, closing: str, cuts: list[int]) -> None:
     arguments = opening + inner + closing
     places = [0, *sorted(min(cut, len(arguments)) for cut in cuts), len(arguments)]
-    call = OpenCall(
-        0, ResponsesReply({}, Tools([{"type": "custom", "name": "patch"}])), 0, {"function": {"name": "patch"}}
-    )
-    before = ""
-    for start, end in pairwise(places):
-        now = begun_input(arguments[:end])
-        assert deltas(call.add(arguments[start:end])) == now.removeprefix(before)
-        before = now
-    whole = call.close()[-1]["item"]["input"]
-    assert whole == (json.loads(arguments)["input"] if _is_valid(arguments) else arguments)
+    events = ResponsesTranslator({"model": "m", "input": "x", "tools": [{"type": "custom", "name": "patch"}]})
+    pieces = [{"arguments": arguments[start:end]} for start, end in pairwise(places)]
+    calls = [{"index": 0, "id": "c", "function": {"name": "patch"}}, *({"index": 0, "function": one} for one in pieces)]
+    chunks = [{"created": 1, "model": "m", "choices": [{"delta": {"tool_calls": [call]}}]} for call in calls]
+    early = [event for chunk in chunks for event in events.feed(chunk)]
+    *late, last = events.end()
+    whole = json.loads(arguments)["input"] if _is_valid(arguments) else arguments
+    deltas = [[event["delta"] for event in part if "delta" in event] for part in (early, late)]
+    assert last["response"]["output"][0]["input"] == whole
+    if _is_valid(arguments):
+        assert "".join([*deltas[0], *deltas[1]]) == whole
+        assert not deltas[1], "all of it was certain before the end"
+    else:
+        assert deltas[1][-1:] in ([whole], []) and (deltas[1] or not whole)
 
 
 def _is_valid(arguments: str) -> bool:

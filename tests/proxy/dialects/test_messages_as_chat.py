@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
-from lightning_proxy.proxy.dialects.as_chat.translation import PROBES, Template, TemplateUnknown, Untranslatable, learn
+from lightning_proxy.proxy.dialects.as_chat.translation import MALFORMED, PROBES, Template, TemplateUnknown, learn
 from support.messages_twice import assembled
 
 Json = dict[str, Any]
@@ -29,7 +29,7 @@ def answer(finish: str = "stop", stop: Any = None, **message: Any) -> Json:
 
 
 def whole(chat: Json) -> Json:
-    return MessagesTranslator().request(ASKED).answer(chat)
+    return MessagesTranslator(ASKED).answer(chat)
 
 
 def chunk(delta: Json, finish: str | None = None, stop: Any = None) -> Json:
@@ -39,7 +39,7 @@ def chunk(delta: Json, finish: str | None = None, stop: Any = None) -> Json:
 def streamed(*deltas: Json, finish: Json | None = None, usage: bool = True) -> list[Json]:
     """The events for an answer in these pieces."""
     chunks = [chunk({"role": "assistant", "content": ""}), *map(chunk, deltas), finish or chunk({}, "stop")]
-    stream = MessagesTranslator().request(ASKED | {"stream": True}).stream()
+    stream = MessagesTranslator(ASKED)
     events = [
         event
         for part in [*chunks, *([{"choices": [], "usage": USAGE}] if usage else ())]
@@ -135,10 +135,9 @@ def test_a_stream_without_usage_ends_as_one_with_it() -> None:
 
 
 def test_an_error_in_a_stream_keeps_its_words() -> None:
-    stream = MessagesTranslator().request(ASKED).stream()
-    error = {"error": {"message": "the engine died", "type": "InternalServerError", "code": 500}}
+    error = {"message": "the engine died", "type": "InternalServerError", "code": 500}
     expected = {"type": "error", "error": {"type": "InternalServerError", "message": "the engine died"}}
-    assert stream.feed(error) == [expected]
+    assert MessagesTranslator(ASKED).error(error) == expected
 
 
 @pytest.mark.parametrize(
@@ -152,9 +151,9 @@ def test_an_error_in_a_stream_keeps_its_words() -> None:
     ids=["text", "nothing", "everything", "cut"],
 )
 def test_an_answer_that_is_sent_back_is_what_was_said(chat: Json) -> None:
-    translator, said = MessagesTranslator(), whole(chat)
+    said = whole(chat)
     again = ASKED | {"messages": [HI, {"role": "assistant", "content": said["content"]}, HI]}
-    assert translator.request(again).chat["messages"][1] == translator.history_message(said)
+    assert MessagesTranslator(again).chat(Template())["messages"][1] == MessagesTranslator.history(said)
 
 
 def test_what_depends_on_the_template_waits_for_it() -> None:
@@ -162,11 +161,11 @@ def test_what_depends_on_the_template_waits_for_it() -> None:
     body = ASKED | {"system": "Be brief.", "messages": [HI, inline], "tools": [], "thinking": {"type": "disabled"}}
     for known in (Template(), Template(True, "none"), Template(True, None, True), Template(None, "none", True)):
         with pytest.raises(TemplateUnknown):
-            MessagesTranslator(known).request(body)
-    chat = MessagesTranslator(Template(True, "low", True)).request(body).chat
+            MessagesTranslator(body).chat(known)
+    chat = MessagesTranslator(body).chat(Template(True, "low", True))
     assert chat["messages"] == [{"role": "system", "content": "Be brief.Be kind."}, HI]
     assert (chat["reasoning_effort"], "tools" in chat) == ("low", False)
-    chat = MessagesTranslator(Template(False, "none", True)).request(body).chat
+    chat = MessagesTranslator(body).chat(Template(False, "none", True))
     assert chat["messages"] == [{"role": "system", "content": "Be brief."}, HI, inline]
 
 
@@ -203,13 +202,10 @@ def test_the_template_is_learnt_from_its_prompts() -> None:
         {"messages": [{"role": "tool", "content": "3"}]},
         {"messages": "Hi"},
         {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-        {"tool_choice": {"type": "any"}},
-        {"max_tokens": 0},
-        {"temperature": "hot"},
         {"thinking": {"type": "enabled", "budget_tokens": 2000}},
     ],
     ids=lambda changed: json.dumps(changed)[:60],
 )
 def test_what_vllm_refuses_or_reads_otherwise_goes_to_its_own_route(changed: Json) -> None:
-    with pytest.raises(Untranslatable):
-        MessagesTranslator().request(ASKED | changed)
+    with pytest.raises(MALFORMED):
+        MessagesTranslator(ASKED | changed).chat(Template())

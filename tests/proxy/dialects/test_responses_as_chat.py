@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.proxy.dialects.as_chat.responses import ResponsesTranslator
-from lightning_proxy.proxy.dialects.as_chat.translation import Untranslatable
+from lightning_proxy.proxy.dialects.as_chat.translation import Template, Untranslatable
 
 Json = dict[str, Any]
 
@@ -23,8 +23,13 @@ MESSAGES: list[Json] = [
 ]
 
 
-def translated(earlier: Any = (), **body: Any) -> Any:
-    return ResponsesTranslator().request({"model": "m", "input": [SAY]} | body, earlier)
+def asked(earlier: Any = (), **body: Any) -> Json:
+    """The chat request."""
+    return ResponsesTranslator({"model": "m", "input": [SAY]} | body).chat(Template(), earlier)
+
+
+def events(**body: Any) -> ResponsesTranslator:
+    return ResponsesTranslator({"model": "m", "input": [SAY]} | body)
 
 
 def chat(message: Json, finish: str = "stop") -> Json:
@@ -45,27 +50,26 @@ def chunks(message: Json) -> list[Json]:
     return [*told, top | {"choices": [], "usage": USAGE}]
 
 
-def streamed(translation: Any, chunks: list[Json]) -> list[Json]:
-    stream = translation.stream()
+def streamed(stream: ResponsesTranslator, chunks: list[Json]) -> list[Json]:
     return [event for chunk in chunks for event in stream.feed(chunk)] + list(stream.end())
 
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_an_answer_that_comes_back_is_the_message_that_was_said(message: Json) -> None:
     said = {"role": "assistant"} | message
-    answers = [translated(tools=[ADD]).answer(chat(message))]
-    answers.append(streamed(translated(tools=[ADD]), chunks(message))[-1]["response"])
+    answers = [events(tools=[ADD]).answer(chat(message))]
+    answers.append(streamed(events(tools=[ADD]), chunks(message))[-1]["response"])
     for answer in answers:
-        assert ResponsesTranslator().history_message(answer) == said
-        assert translated(input=[SAY, *answer["output"], RESULT]).chat["messages"][1] == said
-        later = translated([SAY, *answer["output"]], input=[RESULT], previous_response_id=answer["id"])
-        assert later.chat["messages"] == [SAY, said, {"role": "tool", "tool_call_id": "call_1", "content": "1"}]
+        assert ResponsesTranslator.history(answer) == said
+        assert asked(input=[SAY, *answer["output"], RESULT])["messages"][1] == said
+        later = asked([SAY, *answer["output"]], input=[RESULT], previous_response_id=answer["id"])
+        assert later["messages"] == [SAY, said, {"role": "tool", "tool_call_id": "call_1", "content": "1"}]
 
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_stream_ends_with_the_whole_answer(message: Json) -> None:
-    whole = translated(request_id="r", tools=[ADD]).answer(chat(message))
-    last = streamed(translated(request_id="r", tools=[ADD]), chunks(message))[-1]
+    whole = events(request_id="r", tools=[ADD]).answer(chat(message))
+    last = streamed(events(request_id="r", tools=[ADD]), chunks(message))[-1]
     assert last["type"] == "response.completed"
     for item in (*whole["output"], *last["response"]["output"]):
         del item["id"]
@@ -74,9 +78,9 @@ def test_a_stream_ends_with_the_whole_answer(message: Json) -> None:
 
 
 def test_an_error_in_a_stream_is_told() -> None:
-    stream = translated().stream()
+    stream = events()
     list(stream.feed(chunks({"content": "hi"})[0]))
-    (event,) = stream.feed({"error": {"message": "out of memory", "type": "InternalServerError", "code": 500}})
+    event = stream.error({"message": "out of memory", "type": "InternalServerError", "code": 500})
     assert event == {
         "type": "error", "code": "500", "message": "out of memory", "param": None, "sequence_number": 2
     }  # fmt: skip
@@ -84,8 +88,8 @@ def test_an_error_in_a_stream_is_told() -> None:
 
 def test_earlier_instructions_are_gone_and_earlier_system_messages_are_not() -> None:
     earlier = [{"role": "system", "content": "Be kind."}, SAY, {"role": "assistant", "content": "hi"}]
-    later = translated(earlier, previous_response_id="resp_1", instructions="Be brief.")
-    roles = [(message["role"], message["content"]) for message in later.chat["messages"]]
+    later = asked(earlier, previous_response_id="resp_1", instructions="Be brief.")
+    roles = [(message["role"], message["content"]) for message in later["messages"]]
     assert roles == [
         ("system", "Be brief."), ("system", "Be kind."), ("user", "add"), ("assistant", "hi"), ("user", "add")
     ]  # fmt: skip
@@ -96,45 +100,45 @@ def test_all_of_a_message_stays_in_the_history() -> None:
     parts = [{"type": "output_text", "text": "a"}, {"type": "output_text", "text": "b"}]
     refusal = [{"type": "refusal", "refusal": "No."}]
     items = [{"type": "message", "role": "assistant", "content": content} for content in (parts, refusal)]
-    assert [m["content"] for m in translated(input=[*items, SAY]).chat["messages"]] == ["ab", "No.", "add"]
+    assert [m["content"] for m in asked(input=[*items, SAY])["messages"]] == ["ab", "No.", "add"]
 
 
 def test_text_after_a_call_belongs_to_the_same_message() -> None:
     """A chat message has all of its text before its calls."""
     text = {"type": "message", "role": "assistant", "content": "b"}
     call = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a": 1}'}
-    (_, said) = translated(input=[SAY, text | {"content": "a"}, call, text]).chat["messages"]
+    (_, said) = asked(input=[SAY, text | {"content": "a"}, call, text])["messages"]
     assert said == {"role": "assistant", "content": "ab", "tool_calls": [CALL]}
 
 
 def test_all_allowed_tools_are_a_choice_of_chat() -> None:
     """vLLM finds no calls in an answer to this choice. It has none for fewer tools than it shows."""
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "add"}]}
-    assert translated(tools=[ADD], tool_choice=allowed).chat["tool_choice"] == "required"
+    assert asked(tools=[ADD], tool_choice=allowed)["tool_choice"] == "required"
     with pytest.raises(Untranslatable, match="allowed_tools"):
-        translated(tools=[ADD, ADD | {"name": "multiply"}], tool_choice=allowed)
+        asked(tools=[ADD, ADD | {"name": "multiply"}], tool_choice=allowed)
 
 
 def test_an_item_may_be_referred_to() -> None:
     earlier = [SAY | {"id": "msg_1"}, {"role": "assistant", "content": "hi", "id": "msg_2"}]
-    later = translated(earlier, previous_response_id="r", input=[{"type": "item_reference", "id": "msg_1"}])
-    assert later.chat["messages"][-1] == SAY
+    later = asked(earlier, previous_response_id="r", input=[{"type": "item_reference", "id": "msg_1"}])
+    assert later["messages"][-1] == SAY
     with pytest.raises(Untranslatable, match="unknown item"):
-        translated(earlier, previous_response_id="r", input=[{"type": "item_reference", "id": "msg_3"}])
+        asked(earlier, previous_response_id="r", input=[{"type": "item_reference", "id": "msg_3"}])
 
 
 def test_log_probabilities_that_only_the_proxy_asked_for_are_not_shown() -> None:
     token = {"token": "hi", "logprob": -0.5, "bytes": [104, 105], "top_logprobs": []}
     answer = chat({"content": "hi"})
     answer["choices"][0]["logprobs"] = {"content": [token]}
-    (message,) = translated().answer(answer)["output"]
+    (message,) = events().answer(answer)["output"]
     assert message["content"][0]["logprobs"] is None
-    (message,) = translated(include=["message.output_text.logprobs"]).answer(answer)["output"]
+    (message,) = events(include=["message.output_text.logprobs"]).answer(answer)["output"]
     assert message["content"][0]["logprobs"] == [token]
 
 
 def test_a_limit_is_told_also_where_chat_only_tells_of_calls() -> None:
-    cut = translated(tools=[ADD], max_output_tokens=5).answer(chat({"tool_calls": [CALL]}, "tool_calls"))
+    cut = events(tools=[ADD], max_output_tokens=5).answer(chat({"tool_calls": [CALL]}, "tool_calls"))
     assert (cut["status"], cut["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
 
 
@@ -153,4 +157,4 @@ def test_a_limit_is_told_also_where_chat_only_tells_of_calls() -> None:
 )
 def test_what_chat_cannot_do_is_left_to_its_own_route(body: Json) -> None:
     with pytest.raises(Untranslatable):
-        translated(**body)
+        asked(**body)
