@@ -167,9 +167,3 @@ def is_answer(item: Any) -> bool:
 def brings_result(item: Any) -> bool:
     """Return whether a message or item is, or has, a tool's result."""
     return any(True for _ in results_in(item))
-
-
-def item_ids(response: Any) -> list[str | None]:
-    """Return the ids of the items that are an answer's tool calls, in order; Responses alone has such ids."""
-    output = response.get("output") if isinstance(response, dict) else None
-    return [_text(item.get("id")) for item in dicts(output) if is_call(item)]

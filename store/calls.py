@@ -64,33 +64,34 @@ WHERE rollout_id = :rollout_id AND EXISTS (SELECT 1 FROM calls WHERE call_id = :
 """
 # Inserts nothing for a call that is gone: its rollout may have been deleted meanwhile.
 TOOL_CALL = """
-INSERT INTO tool_calls (rollout_id, call_id, position, tool_call_id, name, arguments, place, signs)
-SELECT rollout_id, call_id, :position, :tool_call_id, :name, :arguments, :place, :signs
+INSERT INTO tool_calls (rollout_id, call_id, position, tool_call_id, name, arguments, place)
+SELECT rollout_id, call_id, :position, :tool_call_id, :name, :arguments, :place
 FROM calls WHERE call_id = :call_id
 """
-# What a tool call's `signs` holds, digests of so many bytes each, and how much each tells when it is as in the request
-# that brings a result (proxy/gateway/recent.py).
-SIGN, NO_SIGN = 5, bytes(5)
-SIGNS = {"what": 8, "near": 4, "root": 3, "system": 1, "response": 6, "item": 8}
-_POINTS = " + ".join(
-    f"CASE WHEN substr(same.signs, {1 + SIGN * i}, {SIGN}) = :{name} THEN {points} ELSE 0 END"
-    for i, (name, points) in enumerate(SIGNS.items())
-)
-# Of the calls that stand at this place or have this id, the one that most speaks for. Where one stands there with this
-# id, no other is looked at. `least`: points below which it is a call of another conversation. `brought_before`: the
-# result, if it may have been. Of equal conversations the first is answered first, else the newest call. A call that
-# has its result keeps it.
-TOOL_RESULT = f"""
+# The recorded call that a result belongs to (proxy/gateway/recent.py finds the call that the request sends again, and
+# its place). By how well it fits:
+#   1  it has the result's id, and it stands there, or no other call has such an id, or it is in that answer;
+#   2  a call with these arguments stands there: the client wrote the id anew;
+#   3  it has the id, and these arguments, or the request does not send it again: the history was edited.
+# Example: recorded were "go: f(1), id f:0" and "go, f(1): f(2), id f:0". The result for f(2), id f:0, sent after
+# "go · f(1)", fits the second one (1) and is not compared with the first; sent after "summary", it fits the second (3).
+# A call that has its result keeps it. `brought_before`: the result, if it may have been. Of equal conversations the
+# first is answered first, else the newest call.
+TOOL_RESULT = """
 UPDATE tool_calls SET result = :result, is_error = :is_error
 WHERE result IS NULL AND (call_id, position) = (
     SELECT call_id, position FROM (
-        SELECT same.call_id, same.position, same.result, same.signs,
+        SELECT same.call_id, same.position, same.result, calls.agent,
                CASE WHEN same.place = :place THEN calls.seq ELSE -calls.seq END AS turn,
-               CASE WHEN calls.status = 'ok' AND calls.superseded_by IS NULL THEN 1 ELSE 0 END AS is_decision,
-               {_POINTS}
-               + CASE WHEN same.place = :place THEN 6 ELSE 0 END
-               + CASE WHEN same.tool_call_id = :tool_call_id THEN :telling ELSE 0 END
-               + CASE WHEN calls.agent = :agent THEN 1 ELSE 0 END AS points
+               CASE WHEN same.name = :name AND same.arguments = :arguments THEN 0 ELSE 1 END AS differs,
+               CASE WHEN calls.agent = :agent THEN 0 ELSE 1 END AS is_others,
+               CASE WHEN calls.status = 'ok' AND calls.superseded_by IS NULL THEN 0 ELSE 1 END AS is_unused,
+               CASE WHEN same.tool_call_id = :tool_call_id
+                         AND (same.place = :place OR :is_unique OR calls.response LIKE :answer) THEN 1
+                    WHEN same.place = :place AND same.name = :name AND same.arguments = :arguments THEN 2
+                    WHEN same.tool_call_id = :tool_call_id
+                         AND (:arguments IS NULL OR (same.name = :name AND same.arguments = :arguments)) THEN 3
+               END AS fit
         FROM (
             SELECT call_id, position FROM tool_calls WHERE rollout_id = :rollout_id AND place = :place
             UNION
@@ -98,13 +99,13 @@ WHERE result IS NULL AND (call_id, position) = (
             WHERE rollout_id = :rollout_id AND tool_call_id = CASE WHEN NOT EXISTS (
                 SELECT 1 FROM tool_calls
                 WHERE rollout_id = :rollout_id AND place = :place AND tool_call_id = :tool_call_id
-                AND substr(signs, 1, {SIGN}) = :what
+                AND name = :name AND arguments = :arguments
             ) THEN :tool_call_id END
         ) AS maybe
         CROSS JOIN tool_calls AS same ON same.call_id = maybe.call_id AND same.position = maybe.position
         CROSS JOIN calls ON calls.call_id = same.call_id
-    ) AS found WHERE points >= :least OR signs IS NULL
-    ORDER BY points DESC, is_decision DESC,
+    ) AS found WHERE fit IS NOT NULL
+    ORDER BY fit, differs, is_others, is_unused,
              CASE WHEN result = :brought_before THEN 0 WHEN result IS NULL THEN 1 ELSE 2 END, turn, position LIMIT 1
 )
 """

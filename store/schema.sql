@@ -1,4 +1,4 @@
--- schema 1
+-- schema 2
 -- The tables of the core for both databases, in SQLite's words; `schema.py` has PostgreSQL's. What only one database
 -- has is in `sqlite.sql` and `postgres.sql`. A key that is INTEGER PRIMARY KEY is a number that the database gives; one
 -- that is NOT NULL, too, is given by us. Times are Unix times in seconds. JSON is text.
@@ -234,8 +234,7 @@ CREATE TABLE rollout_agents (
 CREATE INDEX rollout_agents_by_rollout ON rollout_agents (n);
 
 -- Tool calls of answers, and the results that a later request brought back. A result is found by where the call stands
--- in its conversation: `place` is a digest of all that was said before it, `signs` are digests of its name and arguments
--- and of what is around it (proxy/gateway/recent.py).
+-- in its conversation: `place` is a digest of what users said and models called before it (proxy/gateway/recent.py).
 CREATE TABLE tool_calls (
     rollout_id   TEXT NOT NULL REFERENCES rollouts (rollout_id) ON DELETE CASCADE,
     call_id      TEXT NOT NULL REFERENCES calls (call_id) ON DELETE CASCADE,
@@ -246,7 +245,6 @@ CREATE TABLE tool_calls (
     result       TEXT,                            -- JSON
     is_error     INTEGER,
     place        BLOB,
-    signs        BLOB,
     PRIMARY KEY (call_id, position)
 );
 CREATE INDEX tool_calls_by_place ON tool_calls (rollout_id, place) WHERE place IS NOT NULL;

@@ -40,15 +40,14 @@ from ...store.requests import Parent, common_prefix, pack_ids, shrink_request
 from ...store.rollouts import ROLLOUT_SEEN
 from ...store.store import Store
 from ..dialects.atoms import is_unique
-from .recent import ReadRequest, RecentCall, RecentCalls, parent_of, read_request, results, sharing, spots
+from .recent import RecentCall, RecentCalls, after_call, parent_of, places_of, results, sharing
 
 log = logging.getLogger(__name__)
 
 LARGE_REQUEST = 4_000  # bytes of a request that is stored apart from its call
-# How much an id proves whose call it is, beside the signs of TOOL_RESULT; and how much a resent call needs.
-UNIQUE, COUNTED, FITS = 8, 3, 5
 
-Rows = list[dict[str, Any]]
+Json = dict[str, Any]
+Rows = list[Json]
 # One of the store's statements, with its parameters.
 Statement = tuple[str, dict[str, Any]]
 GROUP = 512  # records in one commit, at most
@@ -276,8 +275,8 @@ class Recorder(GroupCommit):
         later = calls[1 + next(i for i, call in enumerate(calls) if call.call_id == end.call_id) :]
 
         def brought() -> list[Statement]:
-            named = [(RolloutName(end.rollout_id, agent=call.agent), read_request(call.request)) for call in later]
-            return [one for name, read in named for one in _tool_results(name, read, 0, is_first=True)]
+            requests = [(RolloutName(end.rollout_id, agent=call.agent), call.request) for call in later]
+            return [one for name, request in requests for one in _tool_results(name, request, places_of(request), 0)]
 
         await self.put(await asyncio.to_thread(brought), 0)
 
@@ -305,17 +304,16 @@ def _prepared(
         recent = [call for call in recent if call.started_at <= start.started_at]
     parent, shared_messages = parent_of(start.request, recent)
     request = sharing(start.request, parent, shared_messages)
-    call = RecentCall(start.call_id, request, first_own=shared_messages, started_at=start.started_at)
-    before = parent.read if parent else None
-    if before or has_results(conversation(start.request), shared_messages):
-        call.read = read_request(call.request, before, shared_messages)
     if parent is not None:
-        shrunk = shrink_request(call.request, parent.request)
+        shrunk = shrink_request(request, parent.request)
         stored = encode(shrunk)
-        call.measure(parent, shrunk["same"])
+        request = request | {name: parent.request[name] for name in shrunk["same"]}
     else:
-        stored = encode(start.request) if start.request_text is None else start.request_text
-        call.measure(None, ())
+        stored = encode(request) if start.request_text is None else start.request_text
+    call = RecentCall(start.call_id, request, start.started_at)
+    before = parent.places if parent else None
+    if before or has_results(conversation(request), shared_messages):
+        call.places = places_of(request, before or (), shared_messages)
     is_large = len(stored) > LARGE_REQUEST
     row = start._asdict() | start.rollout._asdict()
     row |= {"at": start.started_at, "pin": start.policy_version if start.pins else None}
@@ -323,7 +321,8 @@ def _prepared(
     statements: list[Statement] = [(ROLLOUT_SEEN, row), (CALL_START, row)]
     if is_large:
         statements.append((CALL_LARGE_REQUEST, row))
-    statements += _tool_results(start.rollout, call.read, shared_messages, is_first=parent is None)
+    if call.places:
+        statements += _tool_results(start.rollout, request, call.places, shared_messages)
     return statements, len(stored), call, parent
 
 
@@ -345,43 +344,28 @@ def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, An
     }
 
 
-def _tool_calls(end: CallEnd, call: RecentCall | None) -> list[Statement]:
+def _tool_calls(end: CallEnd, call: RecentCall | None) -> Iterator[Statement]:
     """The tool calls of an answer. `call`: None if its request is not known; then their places are not, either."""
-    if not end.tool_calls:
-        return []
-    if call is not None and call.read is None:
-        call.read = read_request(call.request)
-    found = spots(call.read, end.response, end.tool_calls) if call is not None and call.read is not None else []
-    placed = [{"place": spot.place, "signs": spot.signs} for spot in found] or [{"place": None, "signs": None}]
-    return [
-        (
-            TOOL_CALL,
-            {"rollout_id": end.rollout_id, "call_id": end.call_id, "position": position}
-            | {"tool_call_id": tool.id, "name": tool.name, "arguments": tool.arguments}
-            | placed[min(position, len(placed) - 1)],
-        )
-        for position, tool in enumerate(end.tool_calls)
-    ]
+    place = None
+    if end.tool_calls and call is not None:
+        call.places = call.places or places_of(call.request)
+        place = call.places[-1]
+    for position, tool in enumerate(end.tool_calls):
+        row = {"rollout_id": end.rollout_id, "call_id": end.call_id, "position": position, "place": place}
+        yield TOOL_CALL, row | {"tool_call_id": tool.id, "name": tool.name, "arguments": tool.arguments}
+        place = None if place is None else after_call(place, tool.name, tool.arguments)
 
 
-def _tool_results(
-    rollout: RolloutName, read: ReadRequest | None, shared: int, *, is_first: bool
-) -> Iterator[Statement]:
-    """The results that a request brings after the messages that it shares with its parent, if it is not the first."""
-    for result, spot, is_old in results(read, shared) if read else ():
-        if result.tool_call_id is None and spot.place is None:
-            continue  # it cannot be told whose result it is
+def _tool_results(rollout: RolloutName, request: Json, places: Sequence[bytes], known: int) -> Iterator[Statement]:
+    """The results that a request brings after the `known` messages, which it shares with its parent."""
+    for result, call, place, answer, is_old in results(request, places, known):
         content = dumps(result.content)
-        yield (
-            TOOL_RESULT,
-            spot._asdict()
-            | {"rollout_id": rollout.rollout_id, "agent": rollout.agent}
-            | {"tool_call_id": result.tool_call_id, "is_error": result.is_error, "result": content}
-            # A call of the same name and arguments that only a counted id leads to may be another conversation's.
-            | {"telling": UNIQUE if is_unique(result.tool_call_id or "") else COUNTED}
-            | {"least": 0 if spot.what is None else FITS}
-            | {"brought_before": content if is_first or is_old else None},
-        )
+        row = {"rollout_id": rollout.rollout_id, "agent": rollout.agent, "place": place}
+        row |= {"tool_call_id": result.tool_call_id, "is_unique": is_unique(result.tool_call_id or "")}
+        row |= {"name": call and call.name, "arguments": call and call.arguments}
+        row |= {"answer": f"%{answer}%" if isinstance(answer, str) else None}
+        row |= {"brought_before": content if is_old else None, "result": content, "is_error": result.is_error}
+        yield TOOL_RESULT, row
 
 
 def _readable(rows: Rows) -> Rows:

@@ -25,7 +25,7 @@ INSERT INTO keys (key_id, key_hash, name, role, created_at) VALUES ('k', 'h', 'Ã
 INSERT INTO keys (key_id, key_hash, name, role, created_at, revoked_at) VALUES ('K', 'H', 'z', 'admin', 1, 2)
 INSERT INTO rollout_keys (key_hash, rollout_id, key_id) VALUES ('rh', 'a', 'k')
 INSERT INTO large_requests VALUES ('b-1', '{"large": "ÃŸ"}') ON CONFLICT DO NOTHING
-INSERT INTO tool_calls VALUES ('a', 'a-0', 0, 'tc', 'search', '{}', NULL, 0, :blob, :blob)
+INSERT INTO tool_calls VALUES ('a', 'a-0', 0, 'tc', 'search', '{}', NULL, 0, :blob)
 INSERT INTO events (rollout_id, seq, kind, value, created_at) VALUES ('a', 0, 'note', '"n"', 3)
 INSERT INTO idempotency VALUES ('b', 'x', '{}', 1)
 INSERT INTO idempotency VALUES ('B', 'x', '{}', 1)

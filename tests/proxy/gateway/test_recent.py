@@ -66,7 +66,7 @@ def test_what_is_kept_is_what_is_counted(calls: Any) -> None:
     for n, (rollout_id, body) in enumerate(calls()):
         text = orjson.dumps(body)
         start = CallStart(f"c{n}", RolloutName(rollout_id), "chat/completions", "m", 0, orjson.loads(text), 1.0)
-        recent.add(rollout_id, _prepared(start, recent.of(rollout_id)).call)
+        recent.add(rollout_id, _prepared(start, recent.of(rollout_id))[2])
         recent.ended(CallEnd(f"c{n}", rollout_id, "ok", {}, 200, (1, 2, 3), (Choice(0, ()),)))
     del text, body, start
     there, _ = tracemalloc.get_traced_memory()
