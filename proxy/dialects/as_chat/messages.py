@@ -158,20 +158,15 @@ def _image(source: Json) -> Json:
 
 def chat_tools(body: Json) -> list[Json] | None:
     """Return the chat tools at the end of the conversation: system messages add and remove some."""
-    given = body.get("tools")
-    contents = [message["content"] for message in body["messages"] if message["role"] == "system"]
-    blocks = [block for content in contents if not isinstance(content, str) for block in content]
-    if changes := [block for block in blocks if block["type"] in _CHANGES]:
-        tools, removed = {tool["name"]: tool for tool in given or ()}, set[str]()
+    given, messages = body.get("tools"), body["messages"]
+    contents = [one["content"] for one in messages if one["role"] == "system" and isinstance(one["content"], list)]
+    if changes := [block for content in contents for block in content if block["type"] in _CHANGES]:
+        tools = {tool["name"]: tool for tool in given or ()}
         for block in changes:
             change = block["tool"]
             tool = change.get("definition") or tools[change["name"]] | {"defer_loading": None}
-            if block["type"] == "tool_removal":
-                removed.add(tool["name"])
-            else:
-                tools[tool["name"]] = tool
-                removed.discard(tool["name"])
-        given = [tool for name, tool in tools.items() if name not in removed]
+            tools[tool["name"]] = tool | {"removed": block["type"] == "tool_removal"}
+        given = [tool for tool in tools.values() if not tool.get("removed")]
     return None if given is None else [*map(_tool, given)]
 
 

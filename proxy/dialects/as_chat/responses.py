@@ -236,28 +236,28 @@ def _tools(given: Json) -> Json:
         if choice in ("auto", "none"):
             return {}
         raise Untranslatable("tool_choice without tools")
-    if choice in ("auto", "none", "required"):
-        return {"tools": chat, "tool_choice": choice}
-    if choice["type"] in ("function", "custom"):
-        if "structured_outputs" in given:
-            raise Untranslatable("structured_outputs beside a named tool")
-        chosen = {"type": "function", "function": {"name": _named(choice, tools)["name"]}}
-        return {"tools": chat, "tool_choice": chosen}
-    allowed = {tool.get("name") for tool in choice["tools"]} if choice["type"] == "allowed_tools" else set()
-    if not {tool["function"]["name"] for tool in chat} <= allowed:
-        raise Untranslatable(f"tool_choice {choice['type']}")
-    return {"tools": chat, "tool_choice": choice["mode"]}
+    if isinstance(choice, dict):
+        allowed = {tool.get("name") for tool in choice.get("tools", ())}
+        if choice["type"] in ("function", "custom"):
+            if "structured_outputs" in given:
+                raise Untranslatable("structured_outputs beside a named tool")
+            choice = {"type": "function", "function": {"name": _named(choice, tools)["name"]}}
+        elif choice["type"] == "allowed_tools" and allowed.issuperset(tool["function"]["name"] for tool in chat):
+            choice = choice["mode"]
+        else:
+            raise Untranslatable(f"tool_choice {choice['type']}")
+    return {"tools": chat, "tool_choice": choice}
 
 
 def _named(choice: Any, tools: Sequence[Json]) -> Any:
     """`tool_choice` as the response repeats it, with the name that the model is shown."""
     if not isinstance(choice, dict) or choice["type"] not in ("function", "custom"):
         return choice
-    names = [one.name for one in _functions(tools) if choice["name"] in (one.name, one.own)]
-    name = choice["name"] if choice["name"] in names else names[0] if len(names) == 1 else None
-    if name is None:
-        raise Untranslatable(f"tool_choice names {choice['name']}, which is no tool or several")
-    return choice | {"name": name}
+    name = choice["name"]
+    names = [one.name for one in _functions(tools) if name in (one.name, one.own)]
+    if name not in names and len(names) != 1:
+        raise Untranslatable(f"tool_choice names {name}, which is no tool or several")
+    return choice | {"name": name if name in names else names[0]}
 
 
 # The fields of a response in vLLM's order, as they are where neither the request nor the answer has them.
