@@ -230,7 +230,7 @@ class StoreClient(ApiClient):
         super().__init__(ApiClient.of(config).url, key)
         proxy = config.proxy.model_copy(update={"api_keys": [SecretStr(key)]})
         self._api = api_to_read(config.model_copy(update={"proxy": proxy}))
-        self._app = Dispatch(self._api, forwards=False)
+        self._app = Dispatch(self._api)
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> StoreClient:

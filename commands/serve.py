@@ -72,7 +72,7 @@ def serve(config: Config, log_format: LogFormat = "text", *, calls: bool | None 
 
     LightningError if the port is taken, keys are needed and there is none, or a worker cannot start.
     """
-    from ..proxy.plugins.opening import check_plugins
+    from ..proxy.plugins import check_plugins
     from ..store.keys import require_keys
 
     publish_mode(config)  # their ConfigErrors are to be seen before anything starts

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from decimal import Decimal
 from typing import Any, Self
 
@@ -90,8 +91,13 @@ def with_model(text: bytes, model: str) -> tuple[bytes | memoryview, ...] | None
     return view[: found.start(1)], orjson.dumps(model), view[found.end(1) :]
 
 
+def fields_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name. Unlike `asdict` it copies nothing in them: they may be megabytes."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
+
+
 def encode(value: Any) -> bytes:
-    """Encode a value as JSON. What orjson refuses is written here: lone surrogates, integers over 64 bits."""
+    """Encode JSON values and records. What orjson refuses is written here: lone surrogates, integers over 64 bits."""
     try:
         return orjson.dumps(value, default=_fragment)
     except orjson.JSONEncodeError:
@@ -143,6 +149,8 @@ def _written(
             pieces.append(value)
         elif isinstance(value, Number):
             pieces.append(value.text)
+        elif is_dataclass(value):
+            left.append(fields_of(value))
         elif isinstance(value, dict) and value:
             left.append(_Ready("}"))
             names = [_Ready(f"{comma}{encoder.encode(str(name))}{colon}") for name in value]

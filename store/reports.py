@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..core.json_text import dumps, loads_or_none
 from ..core.prices import Used, used
-from ..core.records import Mode
+from ..core.records import CallStatus, Mode
 from .database import Database, Row, read
 from .rollouts import ROLLOUT_FILTERS
 
@@ -45,7 +45,7 @@ WHERE rollouts.rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout
 # Mean latency of the first calls: a rollout may have thousands.
 SUMMARIES = f"""
 SELECT rollouts.rollout_id, began.model, began.call_id AS first_id, ended.call_id AS last_id, ended.status AS last_call,
-       (SELECT name FROM keys WHERE keys.key_id = rollouts.key_id) AS key_name,
+       (SELECT name FROM keys WHERE keys.key_id = rollouts.key_id) AS key,
        (SELECT AVG(latency_ms) FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.seq < 32) AS latency_ms
 {_FIRST_AND_LAST_CALL}
 """
@@ -63,7 +63,7 @@ FROM calls ORDER BY rowid DESC LIMIT :newest
 """
 SIBLINGS = 256  # at most, the rollout itself among them
 CREDIT_OF = """
-SELECT calls.call_id, calls.seq, calls.agent, call_credit.step, call_credit."return" AS returned,
+SELECT calls.call_id, calls.seq, calls.agent, call_credit.step, call_credit."return" AS "return",
        call_credit.advantage, call_credit."row", call_credit.placed
 FROM rollouts CROSS JOIN calls ON calls.rollout_id = rollouts.rollout_id
      LEFT JOIN call_credit ON call_credit.n = rollouts.n AND call_credit.seq = calls.seq
@@ -125,7 +125,7 @@ class TaskRollout(NamedTuple):
 
     rollout_id: str
     task_id: str
-    mode: str
+    mode: Mode
     policy_version: int | None
     reward: float | None
     at: float
@@ -155,24 +155,20 @@ class Tasks:
         return await asyncio.to_thread(lambda: [TaskRollout(*row) for row in rows])
 
 
-class Words(NamedTuple):
-    """The first words of a rollout's question and answer."""
-
-    question: str | None
-    answer: str | None
-
-
+Words = tuple[str | None, str | None]  # the first ones of a rollout's question, and of its answer
 WordsIn = Callable[[str | None, str | None], Words]
 
 
-class Summary(NamedTuple):
-    """What a list says of a rollout. `last_call`: the status of its last call."""
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a list says of a rollout. `key`: its name; `last_call`: the status of its last call."""
 
-    words: Words
-    model: str | None
-    key_name: str | None
-    latency_ms: float | None
-    last_call: str | None
+    question: str | None = None
+    answer: str | None = None
+    model: str | None = None
+    key: str | None = None
+    latency_ms: float | None = None
+    last_call: CallStatus | None = None
 
 
 class Summaries:
@@ -212,7 +208,8 @@ def _state(row: Row) -> tuple[str, ...]:
 
 
 def _summary(row: Row, words: Words) -> Summary:
-    return Summary(words, row["model"], row["key_name"], row["latency_ms"], row["last_call"])
+    question, answer = words
+    return read(Summary, row, question=question, answer=answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,20 +252,6 @@ def _median(rows: Sequence[Row], name: str) -> float | None:
     return median(known) if known else None
 
 
-@dataclass(frozen=True, slots=True)
-class CallWithCredit:
-    """A call, and how it was trained (`CallCredit`). Without credit these fields are None: nothing was trained on."""
-
-    call_id: str
-    seq: int
-    agent: str | None
-    step: int | None
-    returned: float | None
-    advantage: float | None
-    row: int | None
-    placed: str | None
-
-
 class CreditOfCall(NamedTuple):
     """The newest step that trained a call, the return and the advantage that it had there."""
 
@@ -308,9 +291,9 @@ class Credit:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    async def of(self, rollout_id: str) -> list[CallWithCredit]:
-        """Return the rollout's calls, in order."""
-        return [read(CallWithCredit, row) for row in await self._db.all(CREDIT_OF, {"rollout_id": rollout_id})]
+    async def of(self, rollout_id: str) -> Sequence[Row]:
+        """Return the rollout's calls, in order, and how each was trained (`CallCredit`): all None if it was not."""
+        return await self._db.all(CREDIT_OF, {"rollout_id": rollout_id})
 
     async def of_several(self, rollout_ids: Sequence[str]) -> dict[str, dict[int, CreditOfCall]]:
         """Return the credit of the calls of these rollouts, by rollout and `seq`; none of those without credit."""

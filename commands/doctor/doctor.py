@@ -23,7 +23,7 @@ from ...core.json_text import encode, loads
 from ...core.prices import require_litellm
 from ...proxy.gateway.attempts import Upstreams
 from ...proxy.gateway.upstream import Request
-from ...proxy.plugins.opening import makers_of, plugins_of
+from ...proxy.plugins import makers_of, plugins_of
 from ...serving.mode import publish_mode
 from ...store.opening import opened
 from ...store.store import Store

@@ -18,9 +18,9 @@ from ...core.config.root import Config
 from ...core.config.section import feature_sections
 from ...core.config.server import StoreConfig
 from ...core.errors import ConfigError, LightningError, NotFound
-from ...core.json_text import dumps
+from ...core.json_text import dumps, fields_of
 from ...core.records import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
-from ...proxy.api.views import call_fields, record_view, transitions
+from ...proxy.api.views import call_fields, transitions
 from ...store.opening import opened
 from ...store.reports import CreditBySeq
 from ...store.sqlite.file import IdleFile, is_in_use, make_private
@@ -224,7 +224,7 @@ def _transitions(
             "status": rollout.status,
             "rollout_reward": rollout.reward,
             "policy_version": call.policy_version if call else None,
-            **{name: _without_ids(value) for name, value in record_view(transition).items()},
+            **{name: _without_ids(value) for name, value in fields_of(transition).items()},
             "prompt_token_ids": sampled.prompt_token_ids if sampled else (),
             "response_token_ids": sampled.response_token_ids if sampled else (),
             "logprobs": sampled.logprobs if sampled else (),

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from ...core.config.root import Config
 from ...core.errors import ConfigError
-from ...proxy.plugins.opening import check_plugins
+from ...proxy.plugins import check_plugins
 from ...store.keys import require_keys
 from ..formats import address
 from ..vllm import other_port, vllm_program

@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 from pydantic import BaseModel, Field, ValidationError
 
 from ...core.errors import Unprocessable
-from ...proxy.api.answers import ERRORS
 from ...proxy.api.bodies import NoteBody, PathId, RewardBody
-from ...proxy.api.requests import AgentRoute
+from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.api.rewards import post_reward
 from ...proxy.api.rollouts import post_events
 from ...proxy.hooks import ProxyPlugin
 
-router = APIRouter(tags=["agl"], responses=ERRORS, route_class=AgentRoute)
+router = APIRouter(tags=["agl"], route_class=UserRoute)
 
 
 class AglEvent(BaseModel):
@@ -29,17 +28,19 @@ class AglEvent(BaseModel):
 
 
 @router.post("/agl/api/rollouts/{rollout_id}/attempt/0/events", response_model=None)
-async def post_event(request: Request, rollout_id: PathId, body: AglEvent) -> Any:
+async def post_event(request: ControlRequest, rollout_id: PathId, body: AglEvent) -> Any:
     """Record an event in the form of Agent Lightning 1.0."""
     if body.event_type != "reward":
-        return await post_events(request, rollout_id, NoteBody(kind="note", name=body.event_type, value=body.data))
+        return await post_events(
+            request, rollout_id, NoteBody(kind="note", name=body.event_type, value=body.data), None
+        )
     given = {"rollout_id": rollout_id, "reward": body.data.get("value"), "comment": body.data.get("reason")}
     try:
         reward = RewardBody.model_validate(given | {"source": "agl"})
     except ValidationError as error:
         wrong = error.errors()[0]
         raise Unprocessable(f"{wrong['loc'][0]}: {wrong['msg']}, got {wrong['input']!r:.80}", param="data") from None
-    return await post_reward(request, reward)
+    return await post_reward(request, reward, None)
 
 
 class AglPlugin(ProxyPlugin):

@@ -8,15 +8,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter
 from pydantic import BaseModel
 
 from ...core.config.root import Config
 from ...core.json_text import loads_or_none
 from ...core.prices import Prices, Used, used
-from ...proxy.api.answers import ERRORS, RolloutDetail, answers
+from ...proxy.api.answers import RolloutDetail
 from ...proxy.api.bodies import Finite
-from ...proxy.api.requests import AgentRoute, Limit, caller_of, large_response, parts_for_all
+from ...proxy.api.requests import ControlRequest, Limit, UserRoute
 from ...proxy.hooks import Fields, ProxyPlugin
 from ...store.database import Database, Row
 from ...store.store import Store
@@ -183,7 +183,7 @@ class CostTable:
         return found
 
 
-router = APIRouter(tags=["costs"], responses=ERRORS, route_class=AgentRoute)
+router = APIRouter(tags=["costs"], route_class=UserRoute)
 
 
 class CostSeen(BaseModel):
@@ -216,20 +216,19 @@ class CostPage(BaseModel):
     complete: bool
 
 
-@router.get("/costs", response_model=None, responses=answers(CostPage))
-async def get_costs(request: Request, by: By = "day", since: Finite = 0.0, limit: Limit = 100) -> Response:
+@router.get("/costs", response_model=CostPage)
+async def get_costs(request: ControlRequest, by: By = "day", since: Finite = 0.0, limit: Limit = 100) -> dict[str, Any]:
     """What calls used and cost, by UTC day (newest first), model, key, task, rollout or mode (dearest first).
 
     `since` is Unix time. A key that sees only its own rollouts gets the costs of these.
     """
-    p = await parts_for_all(request)
-    costs = await CostTable(p.store.database, p.config).newest(by, since, caller_of(request).sight.key_id)
+    p = request.parts
+    costs = await CostTable(p.store.database, p.config).newest(by, since, request.caller.sight.key_id)
     parts = sorted(costs.parts.items(), key=lambda part: (part[1].usd, part[1].used.input), reverse=True)
     if by == "day":
         parts.sort(key=lambda part: part[0] or "", reverse=True)
     data = [{"name": name} | cost.view() for name, cost in parts[:limit]]
-    page = {"by": by, "data": data, "total": costs.total.view(), "since": costs.since, "complete": costs.complete}
-    return await large_response(lambda: page)
+    return {"by": by, "data": data, "total": costs.total.view(), "since": costs.since, "complete": costs.complete}
 
 
 class RolloutCost(CostSeen):

@@ -7,19 +7,18 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter
 from pydantic import BaseModel
 
 from ...core.json_text import dumps, loads_or_none
 from ...core.records import Mode
 from ...core.statistics import bootstrap_mean, mean_and_spread
-from ...proxy.api.answers import ERRORS, answers
-from ...proxy.api.requests import AgentRoute, caller_of, large_response, parts_for_all
+from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.hooks import ProxyPlugin
 from ...store.database import Database, Row
 from ...store.rollouts import ROLLOUT_FILTERS
 
-router = APIRouter(tags=["tasks"], responses=ERRORS, route_class=AgentRoute)
+router = APIRouter(tags=["tasks"], route_class=UserRoute)
 NEWEST = 10_000  # rollouts that are looked at
 PLAYED = """
 SELECT recent.*, events.value AS environment FROM (
@@ -62,15 +61,14 @@ class EnvironmentList(BaseModel):
     data: list[EnvironmentSeen]
 
 
-@router.get("/environments", response_model=None, responses=answers(EnvironmentList))
-async def get_environments(request: Request, mode: Mode | None = None) -> Response:
+@router.get("/environments", response_model=EnvironmentList)
+async def get_environments(request: ControlRequest, mode: Mode | None = None) -> dict[str, Any]:
     """What rollouts earned in each environment, of the newest 10,000 rollouts; the environment used last comes first.
 
     A rollout is in the environment that its first note named `environment` says, as `run --environment` posts it.
     """
-    p = await parts_for_all(request)
-    found = await EnvironmentTable(p.store.database).newest(mode, caller_of(request).sight.key_id)
-    return await large_response(lambda: {"data": found})
+    found = await EnvironmentTable(request.parts.store.database).newest(mode, request.caller.sight.key_id)
+    return {"data": found}
 
 
 class EnvironmentTable:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel
 
 from ...core.config.root import Config
 from ...core.errors import Forbidden
-from ...proxy.api.answers import ERRORS, answers
 from ...proxy.api.bodies import PathId
-from ...proxy.api.requests import AgentRoute, Limit, Parts, caller_of, json_response, parts_for, parts_for_all
+from ...proxy.api.requests import ControlRequest, Limit, Parts, UserRoute
 from .config import JudgeConfig, RewarderConfig
 from .kinds import made
 from .rewarder import Away
 from .table import ENOUGH, Checked, KeptAnswers, Order, PeopleTable, labels, last_check, spent_by_each, wait_for
 
-router = APIRouter(tags=["rewards"], responses=ERRORS, route_class=AgentRoute)
+router = APIRouter(tags=["rewards"], route_class=UserRoute)
 
 
 class CheckSeen(BaseModel):
@@ -75,10 +74,10 @@ class RewardersSeen(BaseModel):
     labels: LabelsSeen | None
 
 
-@router.get("/rewarders", response_model=None, responses=answers(RewardersSeen))
-async def get_rewarders(request: Request) -> dict[str, Any]:
+@router.get("/rewarders", response_model=RewardersSeen)
+async def get_rewarders(request: ControlRequest) -> dict[str, Any]:
     """What gives rewards by itself, whether people agree with it, what it has spent, and what waits for it."""
-    p, own = await parts_for_all(request), caller_of(request).sight.own
+    p, own = request.parts, request.caller.sight.own
     keys = p.config.section(JudgeConfig)
     spent = [] if own else await spent_by_each(p.store.database)
     of = {one["name"]: one for one in spent}
@@ -155,28 +154,28 @@ class UnratedList(BaseModel):
     data: list[Unrated]
 
 
-@router.get("/people/queue", response_model=None, responses=answers(UnratedList))
+@router.get("/people/queue", response_model=UnratedList)
 async def get_queue(
-    request: Request,
+    request: ControlRequest,
     person: Annotated[str, Query(min_length=1, max_length=200)],
     order: Order = "newest",
     limit: Limit = 50,
 ) -> Any:
     """Ended rollouts that this person (a `source`) has not rated; `uncertain`: first those with a middling reward."""
-    p, sight = await parts_for_all(request), caller_of(request).sight
+    p, sight = request.parts, request.caller.sight
     rows = await PeopleTable(p.store.database).queue(person, order, limit, sight.key_id)
-    return json_response({"data": [dict(row) for row in rows]})
+    return {"data": [dict(row) for row in rows]}
 
 
 @router.delete("/rollouts/{rollout_id}/rewards/{reward_id}", status_code=204)
 async def take_back_reward(
-    request: Request, rollout_id: PathId, reward_id: Annotated[int, Path(ge=0, lt=2**63)]
+    request: ControlRequest, rollout_id: PathId, reward_id: Annotated[int, Path(ge=0, lt=2**63)]
 ) -> None:
     """Take back a reward named `human` that was posted with the same key, or any as an admin.
 
     All of `proxy.api_keys` count as one key.
     """
-    p, caller = await parts_for(request, rollout_id), caller_of(request)
+    p, caller = request.parts, request.caller
     if caller.rollout is not None:
         raise Forbidden("a rollout's own key takes back no reward")
     table = PeopleTable(p.store.database)

@@ -79,7 +79,7 @@ async def post_traces(request: Request) -> Response:
 async def _record(request: Request, encoding: Encoding) -> bytes:
     p: Parts = request.app.state.parts
     headers = read_headers(request.scope)
-    caller = request.state.caller = await p.keys.authenticate(headers)
+    caller = await p.keys.authenticate(headers)
     require_may_reward(caller)
     with caller.counted(), p.bodies.memory.loan(caller.owner) as loan:
         body = await p.bodies.read(request.receive, headers, loan)

@@ -158,7 +158,7 @@ async def readyz() -> dict[str, str]:
 
 def create_dashboard(config: Config) -> ASGIApp:
     """Return the page over a store as an app."""
-    return Dispatch(dashboard_api(config), forwards=False)
+    return Dispatch(dashboard_api(config))
 
 
 def dashboard_api(config: Config) -> FastAPI:
@@ -216,7 +216,7 @@ class _Stores:
                     with suppress(LightningError):  # it is only just made: the next look opens it
                         await self._stack.enter_async_context(control.router.lifespan_context(control))
                         self._opened[url] = control
-                        self._pages.append(Dispatch(control, forwards=False))
+                        self._pages.append(Dispatch(control))
         opened = enumerate(self._opened.items())
         return [(n, found[url][0], control.state.parts.store) for n, (url, control) in opened if url in found]
 

@@ -10,20 +10,19 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
 from ...core.errors import InvalidRequest, LightningError
 from ...core.json_text import dumps, loads_rounded
 from ...proxy.access.sight import Sight
-from ...proxy.api.answers import ERRORS
 from ...proxy.api.bodies import Cursor
-from ...proxy.api.requests import AgentRoute, parts, parts_for_all
+from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.gateway.asgi import read_headers
 from ...proxy.gateway.server import is_stopping
 from ...store.database import Database, Feed, Row
 
-router = APIRouter(tags=["page"], responses=ERRORS, route_class=AgentRoute)
+router = APIRouter(tags=["page"], route_class=UserRoute)
 LOOK_S = 0.25  # from one look at the store to the next
 LONGEST_S = 1.0  # where the store notifies of changes, and there is none
 QUIET_S = 15.0  # after which a comment says that the feed is still there
@@ -70,7 +69,7 @@ _ROWS: dict[str, str] = {
 
 @router.get("/feed", response_class=StreamingResponse, responses=_EVENTS)  # type: ignore[arg-type]
 async def feed(
-    request: Request,
+    request: ControlRequest,
     cursor: Cursor = None,
     last_event_id: Annotated[str, Header(json_schema_extra={"pattern": "^[0-9]{0,18}$"})] = "",
 ) -> StreamingResponse:
@@ -79,7 +78,7 @@ async def feed(
     It continues after `cursor`, an event's `id`, or begins now. `missed` comes first if events after the cursor are no
     longer kept: look at everything again. Of events about one thing that come at once, only the last is sent.
     """
-    p = await parts_for_all(request)
+    p = request.parts
     looks = _looks(request, p.store.database)
     # A browser sends an empty Last-Event-ID before the first.
     given = [_number(one) for one in (cursor, last_event_id or None) if one is not None]
@@ -89,7 +88,7 @@ async def feed(
     return StreamingResponse(frames, headers=_HEADERS, media_type="text/event-stream")
 
 
-def _looks(request: Request, database: Database) -> Looks:
+def _looks(request: ControlRequest, database: Database) -> Looks:
     """The one look at the store for all feeds."""
     state = request.app.state
     if not hasattr(state, "looks"):
@@ -104,9 +103,9 @@ def _number(cursor: str) -> int:
     return int(cursor)
 
 
-async def _frames(request: Request, looks: Looks, cursor: int, nothing_missed: bool) -> AsyncIterator[bytes]:
+async def _frames(request: ControlRequest, looks: Looks, cursor: int, nothing_missed: bool) -> AsyncIterator[bytes]:
     yield b"id: %d\n\n" % cursor if nothing_missed else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
-    sent_at, keys, headers = monotonic(), parts(request).keys, read_headers(request.scope)
+    sent_at, keys, headers = monotonic(), request.parts.keys, read_headers(request.scope)
     try:
         with looks.followed():
             while not is_stopping(request.scope):

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from fastapi import APIRouter
 
 from ...core.config.root import Config
 from ...core.errors import LightningError, NotFound
 from ...core.records import ModelCall
-from ...proxy.api.answers import ERRORS, answers
 from ...proxy.api.bodies import Id, PathId
-from ...proxy.api.requests import AgentRoute, Parts, large_response, parts_for
-from ...proxy.api.training_rows import rows_of
+from ...proxy.api.requests import ControlRequest, Parts, UserRoute
+from ...proxy.api.views import rows_of
 from ...serving.mode import trained_model
 from ...serving.vllm import VllmFleet
-from ...store.reports import CallWithCredit
+from ...store.database import Row
 
-router = APIRouter(prefix="/rollouts", tags=["rollouts"], responses=ERRORS, route_class=AgentRoute)
+router = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=UserRoute)
 Ids = tuple[int, ...]
 Decode = Callable[[Sequence[int]], Awaitable[str]]
 Encode = Callable[[str], Awaitable[list[int]]]
@@ -52,20 +50,21 @@ class TokenRun:
     texts: Sequence[str | None] | None = None
 
 
-class TokenRuns(BaseModel):
+@dataclass
+class TokenRuns:
     """`texts` is null where the policy's tokenizer is not at hand, and at a token that ends another's character."""
 
     data: list[TokenRun]
 
 
-@router.get("/{rollout_id}/tokens", response_model=None, responses=answers(TokenRuns))
+@router.get("/{rollout_id}/tokens", response_model=TokenRuns)
 async def get_tokens(
-    request: Request, rollout_id: PathId, call_id: Id | None = None, row: int | None = None
-) -> Response:
+    request: ControlRequest, rollout_id: PathId, call_id: Id | None = None, row: int | None = None
+) -> TokenRuns:
     """The tokens of a rollout's answers, or of one `call_id`, or all of a training `row`, with their texts."""
-    p = await parts_for(request, rollout_id)
+    p = request.parts
     calls = {call.call_id: call for call in await p.store.calls.of(rollout_id, short=True)}
-    credit = {one.call_id: one for one in await p.store.credit.of(rollout_id)}
+    credit = {one["call_id"]: one for one in await p.store.credit.of(rollout_id)}
     if row is not None:
         runs = await _of_row(p, rollout_id, row, calls, credit)
     else:
@@ -77,28 +76,27 @@ async def get_tokens(
     if texts is not None:
         ends = [sum(len(run.token_ids) for run in runs[: i + 1]) for i in range(len(runs))]
         runs = [replace(run, texts=texts[end - len(run.token_ids) : end]) for run, end in zip(runs, ends, strict=True)]
-    return await large_response(lambda: {"data": [asdict(run) for run in runs]})
+    return TokenRuns(runs)
 
 
-def _answer(call: ModelCall, credit: CallWithCredit) -> TokenRun:
-    trained = credit.row is not None
-    step, advantage = (credit.step, credit.advantage) if trained else (None, None)
+def _answer(call: ModelCall, credit: Row) -> TokenRun:
+    step, advantage = (None, None) if credit["row"] is None else (credit["step"], credit["advantage"])
     return TokenRun(call.call_id, call.seq, step, advantage, call.response_token_ids, call.logprobs)
 
 
 async def _of_row(
-    p: Parts, rollout_id: str, number: int, calls: dict[str, ModelCall], credit: dict[str, CallWithCredit]
+    p: Parts, rollout_id: str, number: int, calls: dict[str, ModelCall], credit: dict[str, Row]
 ) -> list[TokenRun]:
     rows = rows_of(await p.store.credit.tokens_of(rollout_id))
     found = next((row for row in rows if row.row == number), None)
     if found is None:
         raise NotFound(f"no training row {number} of this rollout", param="row")
     runs, before = list[TokenRun](), 0
-    for call_id, start, end in sorted([*found.answers, *found.left_out], key=lambda one: one[1]):
-        if start > before:
-            runs.append(TokenRun(None, None, None, None, found.token_ids[before:start].tolist(), ()))
-        runs.append(_answer(calls[call_id], credit[call_id]))
-        before = end
+    for call in sorted([*found.calls, *found.left_out], key=lambda one: one.answer):
+        if call.answer > before:
+            runs.append(TokenRun(None, None, None, None, found.token_ids[before : call.answer].tolist(), ()))
+        runs.append(_answer(calls[call.call_id], credit[call.call_id]))
+        before = len(call.token_ids)
     return runs
 
 

@@ -16,7 +16,6 @@ from ...core.records import CallStart, RolloutName
 from ...core.redact import MASK, Redactor
 from ...proxy.api.answers import RolloutDetail
 from ...proxy.api.bodies import Id, RolloutsBody
-from ...proxy.api.views import record_view
 from ...proxy.gateway.call import Question
 from ...proxy.gateway.recorder import Statement
 from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
@@ -211,7 +210,7 @@ class RolloutPrompts(BaseModel):
 class PromptsPlugin(ProxyPlugin):
     """Rewrites requests where there are prompts."""
 
-    routers = (routes.router,)
+    routers = (routes.router, routes.agents, routes.admins)
     fields = ((RolloutsBody, OpenedWithPrompts), (RolloutDetail, RolloutPrompts))
 
     @asynccontextmanager
@@ -229,7 +228,7 @@ class PromptsPlugin(ProxyPlugin):
 
     async def rollout_fields(self, store: Store, rollout_id: str) -> Fields:
         placed = await PromptTable(store.database).placed_in(rollout_id)
-        return {"prompts": [*map(record_view, placed)]}
+        return {"prompts": placed}
 
 
 plugin = PromptsPlugin

@@ -5,29 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, Field
 
 from ...core.records import check_id
 from ...proxy.access.auth import Caller
-from ...proxy.api.answers import ERRORS, answers
 from ...proxy.api.bodies import INTEGER, Body, Id, PathId
-from ...proxy.api.requests import (
-    AdminRoute,
-    AgentRoute,
-    Limit,
-    Parts,
-    caller_of,
-    large_response,
-    parts,
-    parts_for,
-    parts_for_all,
-)
-from ...proxy.api.views import record_view
+from ...proxy.api.requests import AdminRoute, AgentRoute, ControlRequest, Limit, Parts, UserRoute
 from .table import Kept, Prompt, PromptTable, Role, TriedOut
 
-router = APIRouter(tags=["prompts"], responses=ERRORS, route_class=AgentRoute)
-admins = APIRouter(route_class=AdminRoute)
+router = APIRouter(tags=["prompts"], route_class=UserRoute)
+agents = APIRouter(tags=["prompts"], route_class=AgentRoute)
+admins = APIRouter(tags=["prompts"], route_class=AdminRoute)
 
 MOST_CHARACTERS = 1_000_000
 Version = Annotated[int, Field(strict=True, ge=1, lt=2**31), INTEGER]
@@ -95,62 +84,63 @@ class KeptList(BaseModel):
     data: list[Kept]
 
 
-@router.get("/prompts", response_model=None, responses=answers(PromptList))
-async def list_prompts(request: Request) -> Response:
+@router.get("/prompts", response_model=PromptList)
+async def list_prompts(request: ControlRequest) -> dict[str, Any]:
     """All prompts, by name, with their versions."""
-    p, caller = await parts_for_all(request), caller_of(request)
+    p, caller = request.parts, request.caller
     views = [await _view(p, prompt, prompt.live, caller) for prompt in await _table(p).all()]
-    return await large_response(lambda: {"data": views})
+    return {"data": views}
 
 
-@router.get("/prompts/{name}", response_model=None, responses=answers(PromptSeen))
-async def get_prompt(request: Request, name: PathId, version: Annotated[int | None, Query(ge=1)] = None) -> Response:
+@agents.get("/prompts/{name}", response_model=PromptSeen)
+async def get_prompt(
+    request: ControlRequest, name: PathId, version: Annotated[int | None, Query(ge=1)] = None
+) -> dict[str, Any]:
     """A prompt, for an agent that asks for its text.
 
     A rollout (its key, or `X-Rollout-Id`) gets the version that it keeps. If it is open and keeps none, it keeps the
     live one now, unless it asks for a `version`. A rollout's own key sees no `versions`.
     """
-    p, caller = parts(request), caller_of(request)
+    p, caller = request.parts, request.caller
     rollout_id = caller.rollout_id or request.headers.get("x-rollout-id")
     prompt = await _table(p).get(check_id(name, "name"))
     asks_for_one = version is not None and caller.rollout_id is None
     if rollout_id is not None:
-        await parts_for(request, rollout_id)
+        await p.keys.require(caller, [check_id(rollout_id, "rollout_id")])
     if rollout_id is not None and not asks_for_one:
         await _table(p).pin([rollout_id], {name: prompt.live})
     kept = None if rollout_id is None else await _table(p).kept_by(rollout_id, name)
     chosen = kept if caller.rollout_id is not None else version or kept
-    view = await _view(p, prompt, chosen or prompt.live, caller)
-    return await large_response(lambda: view)
+    return await _view(p, prompt, chosen or prompt.live, caller)
 
 
-@router.get("/prompts/{name}/rollouts", response_model=None, responses=answers(TriedOutList))
-async def list_tried_out(request: Request, name: PathId, run: Id | None = None) -> Response:
+@router.get("/prompts/{name}/rollouts", response_model=TriedOutList)
+async def list_tried_out(request: ControlRequest, name: PathId, run: Id | None = None) -> dict[str, Any]:
     """The rollouts in which optimisations have tried versions of a prompt, oldest first. `run` names one of them.
 
     Those that were opened with the key that asks, an admin's or an evaluator's.
     """
-    p, caller = await parts_for_all(request), caller_of(request)
+    p, caller = request.parts, request.caller
     await _table(p).get(check_id(name, "name"))
     tried = await _table(p).tried_out(name, run, own=caller.sight.own, key_id=caller.key_id)
-    return await large_response(lambda: {"data": [*map(record_view, tried)]})
+    return {"data": tried}
 
 
-@router.get("/prompts/{name}/versions/{version}/rollouts", response_model=None, responses=answers(KeptList))
+@router.get("/prompts/{name}/versions/{version}/rollouts", response_model=KeptList)
 async def list_kept(
-    request: Request, name: PathId, version: Annotated[int, Path(ge=1, lt=2**31)], limit: Limit = 100
-) -> Response:
+    request: ControlRequest, name: PathId, version: Annotated[int, Path(ge=1, lt=2**31)], limit: Limit = 100
+) -> dict[str, Any]:
     """The newest rollouts that kept a version."""
-    p, caller = await parts_for_all(request), caller_of(request)
+    p, caller = request.parts, request.caller
     (await _table(p).get(check_id(name, "name"))).text_of(version)
     kept = await _table(p).kept(name, version, limit, caller.sight.key_id)
-    return await large_response(lambda: {"data": [*map(record_view, kept)]})
+    return {"data": kept}
 
 
-@admins.post("/prompts", response_model=None, responses=answers(PromptSeen))
-async def post_prompt(request: Request, body: PromptBody) -> Response:
+@admins.post("/prompts", response_model=PromptSeen)
+async def post_prompt(request: ControlRequest, body: PromptBody) -> dict[str, Any]:
     """Add a prompt, or a version of one. A text that a version has already is that version."""
-    p, match = parts(request), body.match
+    p, match = request.parts, body.match
     version = await _table(p).add(
         body.name, body.text, agent=match.agent if match else None, role=match.role if match else None,
         parent=body.parent, comment=body.comment, metrics=body.metrics, promote=body.promote,
@@ -158,36 +148,31 @@ async def post_prompt(request: Request, body: PromptBody) -> Response:
     if body.metrics:
         await _table(p).measured(body.name, version, body.metrics)
     if body.promote:
-        caller_of(request).log_change(f"version {version} of prompt {body.name} was promoted")
-    view = await _view(p, await _table(p).get(body.name), version, caller_of(request))
-    return await large_response(lambda: view)
+        request.caller.log_change(f"version {version} of prompt {body.name} was promoted")
+    return await _view(p, await _table(p).get(body.name), version, request.caller)
 
 
-@admins.post("/prompts/{name}/promote", response_model=None, responses=answers(PromptSeen))
-async def promote_prompt(request: Request, name: PathId, body: PromptVersionBody) -> Response:
+@admins.post("/prompts/{name}/promote", response_model=PromptSeen)
+async def promote_prompt(request: ControlRequest, name: PathId, body: PromptVersionBody) -> dict[str, Any]:
     """Make a version live now. Rollouts that have begun keep theirs."""
-    p = parts(request)
+    p = request.parts
     await _table(p).promote(check_id(name, "name"), body.version)
-    caller_of(request).log_change(f"version {body.version} of prompt {name} was promoted")
-    return await _live(p, name, caller_of(request))
+    request.caller.log_change(f"version {body.version} of prompt {name} was promoted")
+    return await _live(p, name, request.caller)
 
 
-@admins.post("/prompts/{name}/rollback", response_model=None, responses=answers(PromptSeen))
-async def rollback_prompt(request: Request, name: PathId) -> Response:
+@admins.post("/prompts/{name}/rollback", response_model=PromptSeen)
+async def rollback_prompt(request: ControlRequest, name: PathId) -> dict[str, Any]:
     """Make the version before the live one live again."""
-    p = parts(request)
+    p = request.parts
     await _table(p).rollback(check_id(name, "name"))
-    caller_of(request).log_change(f"prompt {name} was rolled back")
-    return await _live(p, name, caller_of(request))
+    request.caller.log_change(f"prompt {name} was rolled back")
+    return await _live(p, name, request.caller)
 
 
-router.include_router(admins)
-
-
-async def _live(p: Parts, name: str, caller: Caller) -> Response:
+async def _live(p: Parts, name: str, caller: Caller) -> dict[str, Any]:
     prompt = await _table(p).get(name)
-    view = await _view(p, prompt, prompt.live, caller)
-    return await large_response(lambda: view)
+    return await _view(p, prompt, prompt.live, caller)
 
 
 async def _view(p: Parts, prompt: Prompt, version: int, caller: Caller) -> dict[str, Any]:

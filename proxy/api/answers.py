@@ -1,15 +1,14 @@
-"""The answers of the control API, for its OpenAPI document. `views.py` makes the bodies."""
+"""The answers of the control API. Those that features add to, or that a key may see less of, are made as dicts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from ...core.records import (
     CallFields,
-    CallStatus,
     Choice,
     Event,
     Mode,
@@ -19,11 +18,10 @@ from ...core.records import (
     RolloutStatus,
     Transition,
 )
-from ...store.reports import RecentTraffic
+from ...store.reports import ComparedRollout, RecentTraffic, Summary
 from ...store.training import Collapse, Step
 from ...store.trust import Uncounted
 from ...store.versions import MeanReward
-from .verified import Verified
 
 
 class ErrorDetail(BaseModel):
@@ -55,26 +53,21 @@ class EventRecorded(BaseModel):
     status: Literal["recorded"]
 
 
-class Opened(BaseModel):
+@dataclass
+class Opened:
     rollout_id: str
     base_url: str
     api_key: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListedRollout(Rollout):
+@dataclass(frozen=True, kw_only=True)
+class ListedRollout(Rollout, Summary):
     """With `words`: first words of its first request and last answer, model, key's name, mean latency of its calls.
 
     `awaits_reward`: as in the answer about one rollout. `last_call`, with `words`: the status of its last call.
     """
 
     awaits_reward: bool
-    question: str | None = None
-    answer: str | None = None
-    model: str | None = None
-    key: str | None = None
-    latency_ms: float | None = None
-    last_call: CallStatus | None = None
 
 
 class RolloutPage(BaseModel):
@@ -142,13 +135,51 @@ class RolloutDetail(BaseModel):
     awaits_reward: bool
 
 
-class Transitions(BaseModel):
+@dataclass
+class Transitions:
     """The state of a model's call may have `request_of` and `prompt_of`, as a call has."""
 
     data: list[Transition]
 
 
-class TaskReward(BaseModel):
+class CreditedCall(BaseModel):
+    """How a call was trained, by the newest step that took its rollout: null where it has no credit.
+
+    `row`: the index of the rollout's training row. `placed`: `first` of its rollout; `merged` into a row; `drift`,
+    `edited`, `repeated`, `adjoining` or `new`: why it opened a row; otherwise why it is in none.
+    """
+
+    call_id: str
+    seq: int
+    agent: str | None
+    step: int | None
+    returned: float | None = Field(alias="return")
+    advantage: float | None
+    row: int | None
+    placed: str | None
+
+
+class TrainingRow(BaseModel):
+    row: int
+    call_ids: list[str]
+    tokens: int
+    trained_tokens: int
+
+
+class TrainingRows(BaseModel):
+    """`group`: the rollouts it was or will be compared with, itself among them, at most 256, oldest first."""
+
+    rollout_id: str
+    task_id: str | None
+    step: int | None
+    dropped: str | None
+    group: list[ComparedRollout]
+    calls: list[CreditedCall]
+    rows: list[TrainingRow]
+
+
+@dataclass
+class TaskReward:
     rollout_id: str
     reward: float
     at: float
@@ -156,7 +187,11 @@ class TaskReward(BaseModel):
     policy_version: int | None
 
 
-class TaskSeen(BaseModel):
+Solved = Literal["never", "always", "sometimes"]
+
+
+@dataclass
+class TaskSeen:
     """A task, in the newest rollouts. Mean, `std`, `min` and `max` are those of the rewards of `rewarded` rollouts.
 
     `solved`: `never` if each reward is the lowest that any task got, `always` if each is the highest. `recent`: the
@@ -170,12 +205,13 @@ class TaskSeen(BaseModel):
     std: float | None
     min: float | None
     max: float | None
-    solved: Literal["never", "always", "sometimes"] | None
+    solved: Solved | None
     last_at: float
     recent: list[TaskReward]
 
 
-class TaskPage(BaseModel):
+@dataclass
+class TaskPage:
     """`of_newest`: how many rollouts were looked at."""
 
     data: list[TaskSeen]
@@ -222,7 +258,8 @@ class TaskSide(MeanReward):
     latency_ms: float | None = None
 
 
-class ComparedTask(BaseModel):
+@dataclass
+class ComparedTask:
     """A task of both versions. `tokens` of a rollout and `latency_ms` of its calls are means; with `costs` alone."""
 
     task_id: str
@@ -230,7 +267,8 @@ class ComparedTask(BaseModel):
     b: TaskSide
 
 
-class Compared(BaseModel):
+@dataclass
+class Compared:
     """Two versions on the tasks that both had. Each task counts once, however many rollouts it has.
 
     `rollouts_a`, `rollouts_b`: all rewarded rollouts of the mode that have a task, in common or not.
@@ -254,6 +292,26 @@ class Compared(BaseModel):
 class Steps(BaseModel):
     data: list[Step]
     next_cursor: str | None
+
+
+@dataclass
+class Verified:
+    """How the live version was seen to be served; `story` says it to people.
+
+    `deviations`: by how many standard deviations the servers' answers were those of the new weights and not of those
+    before; null where that was not recorded. `difference`: how far they were from the trainer's own, in nats. `by`:
+    what was compared where answers told nothing. `probed_at`: when the proxy last compared an answer with the
+    version's first one (Unix time); `problem`: what was wrong.
+    """
+
+    version: int
+    verified: bool
+    deviations: float | None
+    difference: float | None
+    by: str | None
+    probed_at: float | None
+    problem: str | None
+    story: str
 
 
 class Standstill(BaseModel):
@@ -311,8 +369,3 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     422: {"model": Error, "description": "Wrong types"},
     "default": {"model": Error, "description": "Any other error"},
 }
-
-
-def answers(model: Any, status: int = 200) -> dict[int | str, dict[str, Any]]:
-    """Return the value of a route's `responses`. Fields of features come to it later, from `ProxyPlugin.fields`."""
-    return {status: {"model": model}}

@@ -16,18 +16,14 @@ Id = Annotated[str, Field(pattern=ID_PATTERN)]
 # In paths and queries they are checked with more to say than 422: their patterns are only for the document.
 PathId = Annotated[str, Path(json_schema_extra={"pattern": ID_PATTERN})]
 Cursor = Annotated[str | None, Query(json_schema_extra={"pattern": "^[0-9]{1,18}$"})]
-Count = Annotated[int, Query(ge=0, lt=2**31)]
-Named = Annotated[str, Query(min_length=1, max_length=200)]
-Finite = Annotated[float, Query(allow_inf_nan=False)]
-Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-
-
-def _integer(value: Any) -> Any:
-    """Return a number's integer: in JSON, 3.0 is one."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-INTEGER = BeforeValidator(_integer)
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Comment = Annotated[str | None, Field(max_length=10_000)]
+Flag = Annotated[bool, Field(strict=True)]
+# In JSON, 3.0 is an integer.
+INTEGER = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
+Integer = Annotated[int, Field(strict=True, ge=0, lt=2**31), INTEGER]
 
 
 class Body(BaseModel):
@@ -38,13 +34,13 @@ class RewardBody(Body):
     """One reward. `final` defaults to true without `call_id`, to false with it."""
 
     rollout_id: Id
-    reward: Number
+    reward: Annotated[Finite, Field(strict=True)]
     call_id: Id | None = None
-    name: Annotated[str, Field(min_length=1, max_length=200)] = "reward"
+    name: Name = "reward"
     source: Annotated[str, Field(max_length=200)] | None = None
-    comment: Annotated[str, Field(max_length=10_000)] | None = None
-    final: Annotated[bool, Field(strict=True)] | None = None
-    retrain: Annotated[bool, Field(strict=True)] = False
+    comment: Comment = None
+    final: Flag | None = None
+    retrain: Flag = False
 
 
 def _not_too_many(rewards: Any) -> Any:
@@ -69,19 +65,19 @@ class RolloutsBody(Body, extra="allow", json_schema_extra={"additionalProperties
     mode: Literal["train", "eval"] = "train"
     metadata: dict[str, Any] = {}
     n: Annotated[int, Field(strict=True, ge=0, le=1000), INTEGER] = 1
-    may_reward: Annotated[bool, Field(strict=True)] = True
+    may_reward: Flag = True
     sibling_of: Id | None = None
-    policy_version: Annotated[int, Field(strict=True, ge=0, lt=2**31), INTEGER] | None = None
-    model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    policy_version: Integer | None = None
+    model: Name | None = None
 
 
 class EndBody(Body):
     status: Literal["completed", "failed", "discarded"]
-    reason: Annotated[str, Field(max_length=10_000)] | None = None
+    reason: Comment = None
 
 
 class PromoteBody(Body):
-    version: Annotated[int, Field(strict=True, ge=0, lt=2**31), INTEGER]
+    version: Integer
 
 
 class _EventBody(Body):
@@ -93,17 +89,17 @@ class StateBody(_EventBody):
 
     kind: Literal["state"]
     value: Any
-    name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    name: Name | None = None
 
 
 class ActionBody(_EventBody):
     """An action that the agent took without a model, and its result."""
 
     kind: Literal["action"]
-    name: Annotated[str, Field(min_length=1, max_length=200)]
+    name: Name
     arguments: Any = None
     result: Any = None
-    is_error: Annotated[bool, Field(strict=True)] = False
+    is_error: Flag = False
 
 
 class NoteBody(_EventBody):
@@ -111,7 +107,7 @@ class NoteBody(_EventBody):
 
     kind: Literal["note"]
     value: Any
-    name: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    name: Name | None = None
 
 
 EventBody = Annotated[StateBody | ActionBody | NoteBody, Field(discriminator="kind")]

@@ -6,13 +6,13 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, is_dataclass
+from functools import partial, wraps
 from hashlib import blake2b
+from inspect import iscoroutinefunction
 from typing import Annotated, Any, ClassVar
 
-from fastapi import Query, Request, Response, Security
-from fastapi.params import Depends
+from fastapi import Depends, Header, Query, Request, Response, Security
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
@@ -21,41 +21,40 @@ from starlette.types import Message, Receive, Scope, Send
 from ...core.config.root import Config
 from ...core.errors import Forbidden, InvalidRequest
 from ...core.http import LARGE, in_thread_if_large
-from ...core.json_text import dumps, encoded_parts, loads_in_turns
+from ...core.json_text import encode, encoded_parts, fields_of, loads_in_turns
 from ...core.records import check_id
 from ...core.redact import Redactor
 from ...serving.health import Health, Reach
 from ...serving.mode import ModeInUse
-from ...serving.swap import Pins, Swap
+from ...serving.swap import Swap
 from ...store.store import Store
 from ..access.auth import Caller, Keys, credentials
 from ..access.limits import Turns
 from ..gateway.asgi import Bodies, ClientDisconnected, Loan, Reply, read_headers
-from ..gateway.exact import ExactTokens
 from ..gateway.metrics import Metrics
 from ..gateway.recorder import Recorder
 from ..gateway.relay import Relay
 from ..gateway.routing import ModelCheck, PolicyRouter, Watch
-from ..hooks import ProxyPlugin
+from ..hooks import OnDeleted, ProxyPlugin
+from .answers import ERRORS
+from .bodies import Cursor
 
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
 # For the OpenAPI document alone: `Keys` reads them, and is asked first.
-_ANY = HTTPBearer(
+_ANY = Security(HTTPBearer(
     scheme_name="key",
     description="Any of the proxy's keys. None is needed until the first one is made.",
     auto_error=False,
-)
-_ANY_AS_HEADER = APIKeyHeader(
+))  # fmt: skip
+_ANY_AS_HEADER = Security(APIKeyHeader(
     name="x-api-key", scheme_name="key in a header", description="The same keys.", auto_error=False
-)
-_ADMIN = HTTPBearer(
+))  # fmt: skip
+_ADMIN = Security(HTTPBearer(
     scheme_name="admin key",
     description="An admin's key. Where there is none, any key that sees all rollouts.",
     auto_error=False,
-)
-
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,59 +68,41 @@ class Parts:
     swap: Swap | None
     watch: Watch | None
     router: PolicyRouter
-    pins: Pins
     keys: Keys
     metrics: Metrics
     redactor: Redactor
-    relay: Relay
+    relay: Relay | None
     bodies: Bodies
     reads: Turns
-    exact: ExactTokens | None
     model_check: ModelCheck
     health: Health
     reach: Reach
     plugins: Sequence[ProxyPlugin]
-    also_forget: tuple[Callable[[str], None], ...]  # memories of plugins
+    on_deleted: Sequence[OnDeleted]
 
     def forget(self, rollout_id: str, why: str) -> None:
         """Drop all memory of a rollout that was deleted."""
-        self.recorder.forget(rollout_id)
-        self.pins.forget(rollout_id)
-        if self.exact is not None:
-            self.exact.turns.forget(rollout_id)
-        for forget in self.also_forget:
+        for forget in self.on_deleted:
             forget(rollout_id)
         self.metrics.deleted.labels(why).inc()
 
 
-def parts(request: Request) -> Parts:
-    """Return the parts of the running proxy."""
-    opened: Parts = request.app.state.parts
-    return opened
+class ControlRequest(Request):
+    """A request of a caller whom an `AgentRoute` let in. Its body was read."""
+
+    def __init__(self, request: Request, parts: Parts, caller: Caller, body: bytes) -> None:
+        super().__init__(request.scope, request.receive)
+        self.parts, self.caller, self._read = parts, caller, body
+
+    async def body(self) -> bytes:
+        return self._read
+
+    async def json(self) -> Any:
+        """Return the body's JSON. NaN and infinities are read, too: the check of the values names the field."""
+        return await in_thread_if_large(len(self._read), partial(loads_in_turns, self._read, float))
 
 
-def caller_of(request: Request) -> Caller:
-    """Return who sent a request that an `AgentRoute` let in."""
-    caller: Caller = request.state.caller
-    return caller
-
-
-async def parts_for(request: Request, rollout_id: str) -> Parts:
-    """Return the proxy's parts for a request about one rollout. The rollout's own key is enough for it."""
-    p = parts(request)
-    await p.keys.require(caller_of(request), [check_id(rollout_id, "rollout_id")])
-    return p
-
-
-async def parts_for_all(request: Request) -> Parts:
-    """Return the proxy's parts for a request about no single rollout. A rollout's own key is not enough for it."""
-    p = parts(request)
-    await p.keys.require(caller_of(request), [])
-    return p
-
-
-def position_of(cursor: str | None) -> int | None:
-    """Return where the next page begins. Raise InvalidRequest for a cursor that no page gave."""
+def _position(cursor: Cursor = None) -> int | None:
     if cursor is None:
         return None
     if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
@@ -129,80 +110,85 @@ def position_of(cursor: str | None) -> int | None:
     return int(cursor)
 
 
-def own_key(request: Request, idempotency_key: str | None) -> str | None:
-    """Return the `Idempotency-Key`, made unique to its sender: another API key may use the same one."""
+def _own_key(request: Request, idempotency_key: Annotated[str | None, Header(max_length=200)] = None) -> str | None:
     sender = credentials(request.headers)
     if idempotency_key is None or not sender.strip():
         return idempotency_key
     return f"{blake2b(sender.encode(), digest_size=16).hexdigest()} {idempotency_key}"
 
 
-def redacted_text(p: Parts, text: str | None) -> str | None:
-    return None if text is None else p.redactor.text(text)
+# Where the page begins that a `cursor` names.
+Position = Annotated[int | None, Depends(_position)]
+# The header `Idempotency-Key`, made unique to its sender: another API key may use the same one.
+OwnKey = Annotated[str | None, Depends(_own_key)]
 
 
-def json_response(value: Any) -> Response:
-    """Return a response encoded as the store does. UTF-8 cannot hold all texts, and FastAPI is slow on long lists."""
-    return Response(dumps(value), media_type="application/json")
-
-
-async def large_response(view: Callable[[], dict[str, Any]]) -> Response:
-    """Return a response like `json_response`, which may be large: it is put together and encoded in a thread.
+async def json_response(value: Any) -> Response:
+    """Return a response encoded as the store does, in a thread. UTF-8 cannot hold all texts, and FastAPI is slow.
 
     It is sent in parts, each when the one before has left, and forgotten.
     """
-    parts = await asyncio.to_thread(lambda: deque(encoded_parts(view())))
+    made = fields_of(value) if is_dataclass(value) else value
+    parts = await asyncio.to_thread(lambda: deque(encoded_parts(made) if isinstance(made, dict) else [encode(made)]))
     if len(parts) == 1:
         return Response(parts[0], media_type="application/json")
+
+    async def each() -> AsyncIterator[bytes]:
+        while parts:
+            yield parts.popleft()
+
     length = {"content-length": str(sum(map(len, parts)))}
-    return StreamingResponse(_each(parts), headers=length, media_type="application/json")
-
-
-async def _each(parts: deque[bytes]) -> AsyncIterator[bytes]:
-    while parts:
-        yield parts.popleft()
+    return StreamingResponse(each(), headers=length, media_type="application/json")
 
 
 class AgentRoute(APIRoute):
-    """A route for agents and admins. The handler finds the caller in `request.state.caller`."""
+    """A route for whoever has a key, a rollout's own one too: about a rollout (`rollout_id`) for those who may see it.
 
-    schemes: ClassVar[tuple[Callable[..., Any], ...]] = (_ANY, _ANY_AS_HEADER)
+    Its handler may ask for a `ControlRequest`. What it returns is encoded as it is, records too; the response model is
+    for the document.
+    """
 
-    def __init__(
-        self,
-        *args: Any,
-        dependencies: Sequence[Depends] | None = None,
-        openapi_extra: dict[str, Any] | None = None,
-        **named: Any,
-    ) -> None:
-        known = {id(one.dependency) for one in dependencies or ()}  # a router that is included makes its routes anew
-        added = [Security(one) for one in self.schemes if id(one) not in known]
-        none_needed = {**(openapi_extra or {}), "security": [{}]}  # beside the schemes: until the first key is made
-        given = [*(dependencies or ()), *added]
-        super().__init__(*args, dependencies=given, openapi_extra=none_needed, **named)
+    schemes: ClassVar[Sequence[Any]] = (_ANY, _ANY_AS_HEADER)
 
-    def get_route_handler(self) -> Handler:
+    def __init__(self, path: str, endpoint: Callable[..., Coroutine[Any, Any, Any]], **options: Any) -> None:
+        @wraps(endpoint)
+        async def answer(**values: Any) -> Any:
+            made = await endpoint(**values)
+            if made is None or isinstance(made, Response):
+                return made
+            try:
+                return await json_response(made)
+            except TypeError:  # FastAPI knows more types
+                return made
+
+        options["dependencies"] = [*(options.get("dependencies") or ()), *self.schemes]
+        options["responses"] = {**ERRORS, **(options.get("responses") or {})}
+        # No key is needed until the first one is made.
+        options["openapi_extra"] = {**(options.get("openapi_extra") or {}), "security": [{}]}
+        super().__init__(path, answer if iscoroutinefunction(endpoint) else endpoint, **options)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def let_in(request: Request) -> Response:
             p: Parts = request.app.state.parts
             headers = read_headers(request.scope)
-            caller = request.state.caller = await p.keys.authenticate(headers)
-            self.require(p.keys, caller)
+            caller = await p.keys.authenticate(headers)
             reads = request.method == "GET"
             with ExitStack() as held:
                 held.enter_context(caller.counted(reads=reads))
-                loan = request.state.loan = held.enter_context(p.bodies.memory.loan(caller.owner))
+                loan = held.enter_context(p.bodies.memory.loan(caller.owner))
+                await self.require(p.keys, caller, request.path_params.get("rollout_id"))
                 try:
                     body = await p.bodies.read(request.receive, headers, loan) if self.body_field else b""
                 except ClientDisconnected:
                     return Response(status_code=400)  # to nobody
-                asked = _ReadRequest(request.scope, request.receive, body)
+                admitted = ControlRequest(request, p, caller, body)
                 if not reads:
-                    return _UntilSent(await handle(asked), loan, held.pop_all())
+                    return _UntilSent(await handle(admitted), loan, held.pop_all())
                 with Reply(request.receive, request._send).while_connected():
                     async with p.reads.turn(caller.owner):
-                        response = await handle(asked)
+                        response = await handle(admitted)
                         if (size := int(response.headers.get("content-length", 0))) >= LARGE:
                             await loan.grow(size)
                         return _UntilSent(response, loan, held.pop_all())
@@ -210,9 +196,20 @@ class AgentRoute(APIRoute):
 
         return let_in
 
-    def require(self, keys: Keys, caller: Caller) -> None:
-        """Raise Forbidden or Unauthorized for a caller who has no right to this route."""
+    async def require(self, keys: Keys, caller: Caller, rollout_id: str | None) -> None:
+        """Raise LightningError for a caller who has no right to this route, or to this rollout."""
         require_may_reward(caller)
+        if rollout_id is not None:
+            await keys.require(caller, [check_id(rollout_id, "rollout_id")])
+
+
+class UserRoute(AgentRoute):
+    """A route for which a rollout's own key is not enough, unless it is about that rollout."""
+
+    async def require(self, keys: Keys, caller: Caller, rollout_id: str | None) -> None:
+        await super().require(keys, caller, rollout_id)
+        if rollout_id is None:
+            await keys.require(caller, [])
 
 
 class AdminRoute(AgentRoute):
@@ -220,8 +217,9 @@ class AdminRoute(AgentRoute):
 
     schemes = (_ADMIN,)
 
-    def require(self, keys: Keys, caller: Caller) -> None:
+    async def require(self, keys: Keys, caller: Caller, rollout_id: str | None) -> None:
         keys.require_admin(caller)
+        await super().require(keys, caller, rollout_id)
 
 
 def require_may_reward(caller: Caller) -> None:
@@ -243,18 +241,3 @@ class _UntilSent(Response):
 
         with self._held:
             await self._response(scope, receive, send_part)
-
-
-class _ReadRequest(Request):
-    """A request whose body was read."""
-
-    def __init__(self, scope: Any, receive: Receive, body: bytes) -> None:
-        super().__init__(scope, receive)
-        self._read = body
-
-    async def body(self) -> bytes:
-        return self._read
-
-    async def json(self) -> Any:
-        """Return the body's JSON. NaN and infinities are read, too: the check of the values names the field."""
-        return await in_thread_if_large(len(self._read), partial(loads_in_turns, self._read, float))

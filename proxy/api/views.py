@@ -6,21 +6,24 @@ no decisions, and moves text that others share with them. `words_view` has the f
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any
 
 from ...core.config.section import feature_sections
-from ...core.json_text import loads_or_none
-from ...core.records import Event, ModelCall, PolicyVersion, Reward, Rollout, ToolCall, Transition
-from ...core.tools import dicts
-from ...store.reports import CallWithCredit, Summary, Words
+from ...core.json_text import fields_of, loads_or_none
+from ...core.records import Event, ModelCall, Reward, Rollout, ToolCall, Transition
+from ...core.tools import dicts, tool_calls
+from ...store.reports import CallTokens, TokenIds
 from ...store.requests import begun
-from ..dialects.transcript import called, text
-from .answers import Call
+from ..dialects.transcript import messages_answered, messages_in, text
+from .answers import Call, RewardSeen
 
 _OF_CALL = tuple(field.name for field in fields(Call) if field.name != "choices")
+
+_OF_REWARD = {name: "value" if name == "reward" else name for name in RewardSeen.model_fields}
 
 # What of a request the model is shown, in any of the recorded APIs.
 _SHOWN = ("system", "instructions", "messages", "prompt", "input", "previous_response_id", "tools")
@@ -30,20 +33,15 @@ Of = dict[str, Any] | None
 WORDS = 200  # characters
 
 
-def record_view(record: Any) -> dict[str, Any]:
-    """Return a record's fields by name. Unlike `asdict` it copies nothing in them: they may be megabytes."""
-    return {field.name: getattr(record, field.name) for field in fields(record)}
-
-
 def rollout_detail(
     rollout: Rollout, calls: Sequence[ModelCall], rewards: Sequence[Reward], events: Sequence[Event] = ()
 ) -> dict[str, Any]:
     """Return a rollout with its calls and events in order and every reward ever posted for it."""
-    return record_view(rollout) | {
+    return fields_of(rollout) | {
         "call_count": rollout.calls,
         "calls": [call_view(call) | more for call, more in zip(calls, call_fields(calls), strict=True)],
-        "events": [record_view(event) for event in events],
-        "rewards": [reward_view(reward) for reward in rewards],
+        "events": [*map(fields_of, events)],
+        "rewards": [{name: getattr(one, field) for name, field in _OF_REWARD.items()} for one in rewards],
     }
 
 
@@ -59,31 +57,7 @@ def call_fields(calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
 def call_view(call: ModelCall) -> dict[str, Any]:
     """Return a call without its rollout. It has `choices` only if there are several."""
     view = {name: getattr(call, name) for name in _OF_CALL}
-    view["tool_calls"] = [asdict(tool) for tool in call.tool_calls]
-    if len(call.choices) > 1:
-        view["choices"] = [asdict(choice) for choice in call.choices]
-    return view
-
-
-def reward_view(reward: Reward) -> dict[str, Any]:
-    """Return a reward as JSON; its value has the name `reward`."""
-    view = record_view(reward)
-    view["reward"] = view.pop("value")
-    del view["retrain"]
-    return view
-
-
-def credit_view(call: CallWithCredit) -> dict[str, Any]:
-    """Return how a call was trained as JSON; its return has the name `return`."""
-    view = record_view(call)
-    view["return"] = view.pop("returned")
-    return view
-
-
-def version_view(version: PolicyVersion, live: int, obstacle: str | None = None) -> dict[str, Any]:
-    """Return a policy version, whether it is the live one, and whether it can be made live: if not, the `obstacle`."""
-    facts = {"live": version.version == live, "promotable": obstacle is None, "obstacle": obstacle}
-    return record_view(version) | facts
+    return view | {"choices": call.choices} if len(call.choices) > 1 else view
 
 
 def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[Event] = ()) -> list[Transition]:
@@ -106,25 +80,25 @@ def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[E
         elif step.kind == "state":
             states[step.agent] = step.value
         elif step.kind == "action":
-            made.append(_action_transition(len(made), step, states.get(step.agent)))
+            made.append(_of_tool(len(made), step.agent, None, states.get(step.agent), step))
     if made and rollout.status != "running":
         made[-1] = replace(made[-1], done=True)
     return made
 
 
 def _call_transitions(t: int, call: ModelCall, after: ModelCall | None, rollout: Rollout) -> list[Transition]:
-    reward = (call.reward or 0.0) + (0.0 if after else rollout.own_reward or 0.0)
-    action = {"message": message_of(call), "token_ids": call.response_token_ids, "finish_reason": call.finish_reason}
+    reward, message = (call.reward or 0.0) + (0.0 if after else rollout.own_reward or 0.0), message_of(call)
+    action = {"message": message, "token_ids": call.response_token_ids, "finish_reason": call.finish_reason}
     following = _state(after) if after else None
     own = Transition(t, "llm", call.agent, call.call_id, _state(call), action, reward, following, False)
-    with_results = [tool for tool in call.tool_calls if tool.result is not None]
-    return [own, *(_tool_transition(t + 1 + i, call, tool) for i, tool in enumerate(with_results))]
+    tools = [tool for tool in call.tool_calls if tool.result is not None]
+    return [own, *(_of_tool(t + 1 + i, call.agent, call.call_id, message, tool) for i, tool in enumerate(tools))]
 
 
-def _action_transition(t: int, event: Event, state: Any) -> Transition:
-    action = {"id": None, "name": event.name, "arguments": event.arguments}
-    observation = {"result": event.result, "is_error": event.is_error}
-    return Transition(t, "tool", event.agent, None, state, action, 0.0, observation, False)
+def _of_tool(t: int, agent: str | None, call_id: str | None, state: Any, tool: ToolCall | Event) -> Transition:
+    action = {"id": getattr(tool, "id", None), "name": tool.name, "arguments": tool.arguments}
+    following = {"result": tool.result, "is_error": tool.is_error}
+    return Transition(t, "tool", agent, call_id, state, action, 0.0, following, False)
 
 
 def message_of(call: ModelCall) -> Any:
@@ -145,12 +119,6 @@ def _state(call: ModelCall) -> dict[str, Any]:
     state = shown | {"prompt_token_ids": call.prompt_token_ids}
     state |= {"request_of": shared} if len(shared) > 1 else {}
     return state | ({"prompt_of": call.prompt_of} if call.prompt_of else {})
-
-
-def _tool_transition(t: int, call: ModelCall, tool: ToolCall) -> Transition:
-    action = {"id": tool.id, "name": tool.name, "arguments": tool.arguments}
-    observation = {"result": tool.result, "is_error": tool.is_error}
-    return Transition(t, "tool", call.agent, call.call_id, message_of(call), action, 0.0, observation, False)
 
 
 def among_decisions(calls: Sequence[ModelCall]) -> list[ModelCall]:
@@ -189,55 +157,52 @@ def _prompt(call: ModelCall, count: int, parent: ModelCall) -> tuple[tuple[int, 
     return prompt, parent.prompt_of and parent.prompt_of | {"tokens": min(count, most)}
 
 
-def words_view(summary: Summary | None) -> dict[str, Any]:
-    """Return the fields that a rollout has in a list with `words`."""
-    if summary is None:
-        return dict.fromkeys(("question", "answer", "model", "key", "latency_ms", "last_call"))
-    return {
-        **summary.words._asdict(),
-        "model": summary.model,
-        "key": summary.key_name,
-        "latency_ms": summary.latency_ms,
-        "last_call": summary.last_call,
-    }
-
-
-def words_in(request: str | None, response: str | None) -> Words:
-    """Return the first words of a first request and a last answer, which are JSON as it is stored."""
-    stored = loads_or_none(request) if request else None
-    asked = stored.get("new") if isinstance(stored, dict) else None
-    return Words(_first_words(_question(asked)), _first_words(_answer(loads_or_none(response))))
-
-
-def _question(request: Any) -> str:
-    """The text of the last user's message of a request of any API."""
-    if not isinstance(request, dict):
-        return ""
-    asked = next((request[name] for name in ("messages", "input", "prompt") if request.get(name)), "")
-    if isinstance(asked, str):
-        return asked
-    messages = dicts(asked)
-    users = [message for message in messages if message.get("role") == "user"]
-    return text((users or messages or [{}])[-1])
-
-
-def _answer(response: Any) -> str:
-    """The text of an answer of any API, or the tools that it calls."""
-    found = answer_in(response)
-    if isinstance(found, str):
-        return found
-    messages = dicts(found.get("output")) or [found] if isinstance(found, dict) else []
-    said = "\n".join(filter(None, map(text, messages)))
-    tools = [one for message in messages for one in (*called(message), *_calls(message))]
-    return said if not tools else f"{said} {', '.join(str(tool.get('name')) for tool in tools)}(…)"
-
-
-def _calls(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """The tool calls of Messages and Responses."""
-    kinds = ("tool_use", "function_call")
-    parts = [message, *dicts(message.get("content"))]
-    return [part for part in parts if part.get("type") in kinds]
+def words_in(request: str | None, response: str | None) -> tuple[str | None, str | None]:
+    """Return the first words of a first request's question and a last answer, which are JSON as it is stored."""
+    stored, answered = loads_or_none(request), loads_or_none(response)
+    shown = messages_in(stored["new"]) if isinstance(stored, dict) and isinstance(stored.get("new"), dict) else []
+    asked = [message for message in shown if message.get("role") == "user"] or shown or [{}]
+    answer = "\n".join(filter(None, map(text, messages_answered(answered)))) if isinstance(answered, dict) else ""
+    if tools := tool_calls(answered):
+        answer += f" {', '.join(tool.name for tool in tools)}(…)"
+    return _first_words(text(asked[-1])), _first_words(answer)
 
 
 def _first_words(words: str) -> str | None:
     return " ".join(words[: 4 * WORDS].split())[:WORDS] or None
+
+
+@dataclass
+class TrainedRow:
+    """A training row: the prompt of its last call and that call's answer. The answers of its calls lie in it.
+
+    `left_out`: calls of which it has the tokens, and whose answers are not trained on.
+    """
+
+    row: int
+    calls: list[CallTokens] = field(default_factory=list)
+    left_out: list[CallTokens] = field(default_factory=list)
+
+    @property
+    def token_ids(self) -> TokenIds:
+        return self.calls[-1].token_ids
+
+
+def rows_of(calls: Sequence[CallTokens]) -> list[TrainedRow]:
+    """Return the training rows of a rollout from its calls, in order."""
+    rows: dict[int, TrainedRow] = {}
+    for call in calls:
+        if call.row is not None:
+            rows.setdefault(call.row, TrainedRow(call.row)).calls.append(call)
+    ordered = sorted((_sortable(row.token_ids), n) for n, row in rows.items())
+    for call in calls:
+        begins = _sortable(call.token_ids)
+        at = bisect_left(ordered, (begins, 0))
+        if call.row is None and at < len(ordered) and ordered[at][0].startswith(begins):
+            rows[ordered[at][1]].left_out.append(call)
+    return [row for _, row in sorted(rows.items())]
+
+
+def _sortable(token_ids: TokenIds) -> bytes:
+    """Bytes that sort as the tokens do."""
+    return token_ids.astype(">i4").tobytes()

@@ -83,7 +83,7 @@ class _Reader:
             reason = error.message
         except (LookupError, TypeError, ValueError, AttributeError):
             reason = "its request or answer is not as its API says"
-        return ChatTurn(_raw(request), _raw_answer(response), [], reason)
+        return ChatTurn(messages_in(request), messages_answered(response), [], reason)
 
     def _responses(self, request: Json, response: Json) -> ChatTurn:
         given = {name: value for name, value in request.items() if value is not None}
@@ -184,7 +184,8 @@ def _tidy_tool(tool: Json) -> Json:
     return tool | {"function": {name: function[name] for name in dict.fromkeys([*ordered, *function])}}
 
 
-def _raw(request: Json) -> list[Json]:
+def messages_in(request: Json) -> list[Json]:
+    """Return the messages of a request of any API, as they are."""
     found = request.get("messages", request.get("input", request.get("prompt", [])))
     first = request.get("system") or request.get("instructions")
     system = [{"role": "system", "content": first}] if first else []
@@ -193,7 +194,8 @@ def _raw(request: Json) -> list[Json]:
     return [*system, {"role": "user", "content": found}]
 
 
-def _raw_answer(response: Json) -> list[Json]:
+def messages_answered(response: Json) -> list[Json]:
+    """Return the messages of an answer of any API, as they are."""
     if "content" in response:
         return [{"role": "assistant", "content": response["content"]}]
     choices = dicts(response.get("choices"))[:1]

@@ -77,11 +77,6 @@ class Question(NamedTuple):
 Rewrite = Callable[[Question, RolloutName], Awaitable[Question]]
 
 
-async def unchanged(question: Question, _: RolloutName) -> Question:
-    """Return the question as it is."""
-    return question
-
-
 # Hears of every recorded call once its end is durable; the headers are the request's, their names in lower case.
 OnCall = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
 
@@ -100,12 +95,12 @@ class Gateway:
         unnamed: UnnamedRollouts | None = None,
         exact: ExactTokens | None = None,
         chat_route: ChatRoute | None = None,
-        rewrite: Rewrite = unchanged,
+        rewrites: Sequence[Rewrite] = (),
         listeners: Sequence[OnCall] = (),
     ) -> None:
         """Without `unnamed` an unnamed call is a rollout of its own, without `exact` all go as text.
 
-        Without `chat_route` each goes to its own route. `rewrite` may change the question. By default a plain chat call
+        Without `chat_route` each goes to its own route. `rewrites` change the question. By default a plain chat call
         meets no `exact`, no `chat` in its ChatDecision, no redactor in the recorder and no `choose` in the router.
         """
         self.policy = policy
@@ -115,7 +110,7 @@ class Gateway:
         self.unnamed = unnamed
         self.exact = exact
         self.chat_route = chat_route
-        self.rewrite = rewrite
+        self.rewrites = rewrites
         self.listeners = listeners
         recording = config.recording
         self.finish_s = recording.finish_timeout_s if recording.on_disconnect == "finish" else 0.0
@@ -125,7 +120,8 @@ class Gateway:
         rollout, conversation = await self._rollout(question)
         # Which weights answer. Without a route to them the call fails before a plugin sees it.
         route = await self.policy.route(rollout, model_of(question.body), recorded=question.recorded)
-        question = await self.rewrite(question, rollout)  # the model, and so the record, gets what plugins make of it
+        for rewrite in self.rewrites:  # the model, and so the record, gets what plugins make of it
+            question = await rewrite(question, rollout)
         decision = await self._chat_decision(question, rollout, route)  # to the API's own route, or the chat route
         call = CallUnderWay(self, question, rollout, route, decision, reply, conversation)
         # What failed above this line is not recorded: nothing would have been asked.

@@ -17,7 +17,7 @@ import yaml
 
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.proxy.plugins import others
+from lightning_proxy.proxy import plugins
 from lightning_proxy.trainer.credit.strategies import own_credit
 from lightning_proxy.trainer.functions import load
 from support.command_line import lightning
@@ -180,13 +180,13 @@ async def test_a_plugin_adds_fields_to_bodies_and_answers_of_the_core(
         ("rewrite=forgets", "its hook rewrite failed"),
         ("rewrite=of_none", "its hook rewrite failed"),
         ("on_call=of_none", "its hook on_call failed"),
-        ("work=(broken,)", "its work beside the calls ended"),
+        ("work=(broken,)", "its hook work failed"),
     ],
 )
 async def test_a_hook_that_raises_or_hangs_fails_no_call(
     running: Running, tmp_path: Path, install: Install, caplog: Any, monkeypatch: Any, hook: str, why: str
 ) -> None:
-    monkeypatch.setattr(others, "LIMIT_S", 0.2)
+    monkeypatch.setattr(plugins, "LIMIT_S", 0.2)
     install(
         "bad",
         f"""

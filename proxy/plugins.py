@@ -1,0 +1,158 @@
+"""How features, and packages of others, plug into the proxy: one typed shape. docs/plugins.md explains it.
+
+The plugins of others cannot fail a call: their hooks have limits, and an error in one is a line in the log. A hook that
+blocks the event loop still stops everything, so `on_call` runs in a thread if it is no coroutine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from ..core.config.root import Config
+from ..core.config.upstreams import UpstreamConfig
+from ..core.errors import ConfigError
+from ..core.features import load_plugin, modules
+from ..core.json_text import encode
+from ..core.records import CallEnd, CallStart, RolloutName
+from .api.bodies import Body
+from .api.requests import AdminRoute, AgentRoute
+from .gateway.call import Question, Rewrite
+from .gateway.upstream import Upstream
+from .hooks import Core, Hooks, ProxyPlugin
+
+__all__ = ["AdminRoute", "AgentRoute", "Core", "Hooks", "ProxyPlugin"]
+
+log = logging.getLogger(__name__)
+
+LIMIT_S = 5.0  # for one hook of one call
+WAITING = 1_000  # calls that wait for a hook; further ones it misses
+
+T = TypeVar("T")
+
+
+def plugins_of(config: Config) -> list[ProxyPlugin]:
+    """Return the plugins of the features and of the configuration. Raise ConfigError if one cannot run."""
+    features = [module.plugin(config) for module in modules("proxy")]
+    others = ((name, getattr(load_plugin(name), "proxy", None)) for name in config.plugins)
+    return [*features, *(_others(name, made, config) for name, made in others if made is not None)]
+
+
+def _others(name: str, made: Callable[[Config], ProxyPlugin], config: Config) -> ProxyPlugin:
+    try:
+        plugin = made(config)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"plugins: {name}: {type(error).__name__}: {error}") from error
+    for route in (route for router in plugin.routers for route in router.routes):
+        if not isinstance(route, AgentRoute) or not route.path.startswith(f"/plugins/{name}/"):
+            raise ConfigError(
+                f"plugins: {name}: its routes begin with /plugins/{name}/, and their router has route_class=AgentRoute"
+            )
+    return OthersPlugin(name, plugin)
+
+
+async def check_plugins(config: Config) -> None:
+    """Raise ConfigError if a plugin cannot do what the configuration asks for."""
+    for plugin in plugins_of(config):
+        await plugin.check()
+
+
+def makers_of(plugins: Sequence[ProxyPlugin]) -> dict[str, Callable[[UpstreamConfig], Upstream]]:
+    """Return the makers of upstreams by kind."""
+    return {kind: make for plugin in plugins for kind, make in plugin.upstreams.items()}
+
+
+def add_fields(schemas: dict[str, Any], plugins: Sequence[ProxyPlugin]) -> None:
+    """Add the fields of plugins to the core's bodies and answers in an OpenAPI document."""
+    for core, model in (pair for plugin in plugins for pair in plugin.fields):
+        added = model.model_json_schema(
+            ref_template="#/components/schemas/{model}",
+            mode="validation" if issubclass(core, Body) else "serialization",
+        )
+        for name, schema in added.pop("$defs", {}).items():
+            schemas.setdefault(name, schema)
+        described = schemas[core.__name__]
+        described["properties"] |= added["properties"]
+        if "description" in added:
+            described["description"] += f"\n\n{added['description']}"
+        if "required" in added:
+            described.setdefault("required", []).extend(added["required"])
+
+
+# By hook: what there is in place of its answer if it fails.
+_OTHERWISE: Mapping[str, Any] = {
+    "rollouts_opened": None, "rollout_fields": {}, "status_fields": {}, "policy_fields": {},
+    "version_fields": lambda _: {}, "measure": None,
+}  # fmt: skip
+
+
+class OthersPlugin(ProxyPlugin):
+    """Runs the plugin of somebody else. It may choose no weights: `choose` and `placed` are the features' own."""
+
+    def __init__(self, name: str, plugin: ProxyPlugin) -> None:
+        super().__init__(plugin.config)
+        self._name, self._plugin = name, plugin
+        for same in ("routers", "fields", "check_rollouts"):
+            setattr(self, same, getattr(plugin, same))
+        for hook, otherwise in _OTHERWISE.items():
+            setattr(self, hook, partial(self._within, hook, otherwise, getattr(plugin, hook)))
+
+    @asynccontextmanager
+    async def opened(self, core: Core) -> AsyncIterator[Hooks]:
+        calls = asyncio.Queue[tuple[CallStart, CallEnd, Mapping[str, str]]](WAITING)
+
+        def on_call(start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
+            try:
+                calls.put_nowait((start, end, headers))
+            except asyncio.QueueFull:
+                log.warning("plugin %s: its hook on_call is too slow, and misses call %s", self._name, start.call_id)
+
+        def on_deleted(rollout_id: str) -> None:
+            try:
+                if hooks.on_deleted is not None:
+                    hooks.on_deleted(rollout_id)
+            except Exception:
+                log.exception("plugin %s: its hook on_deleted failed", self._name)
+
+        async with self._plugin.opened(core) as hooks, asyncio.TaskGroup() as group:
+            hears = None if hooks.on_call is None else group.create_task(self._hear(hooks.on_call, calls))
+            yield Hooks(
+                rewrite=None if hooks.rewrite is None else partial(self._rewritten, hooks.rewrite),
+                on_call=None if hears is None else on_call,
+                on_deleted=on_deleted,
+                work=[partial(self._within, "work", None, work) for work in hooks.work],
+            )
+            if hears is not None:
+                hears.cancel()
+
+    async def _hear(self, hook: Callable[..., Any], calls: asyncio.Queue[Any]) -> None:
+        ask = hook if inspect.iscoroutinefunction(hook) else partial(asyncio.to_thread, hook)
+        while True:
+            call = await calls.get()
+            await self._within("on_call", None, ask, *call)
+
+    async def _rewritten(self, hook: Rewrite, question: Question, rollout: RolloutName) -> Question:
+        async def rewrite() -> Question:
+            made = await hook(question, rollout)
+            if made.body is not question.body:  # the model is sent the request's bytes
+                made = made._replace(request=made.request.with_body(encode(made.body)))
+            return made
+
+        return await self._within("rewrite", question, rewrite)
+
+    async def _within(self, name: str, otherwise: T, hook: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """The hook's result; `otherwise` if it raises, or takes longer than its limit, which `work` has none of."""
+        try:
+            return await asyncio.wait_for(hook(*args), None if name == "work" else LIMIT_S)
+        except TimeoutError:
+            log.error("plugin %s: its hook %s took longer than %g s", self._name, name, LIMIT_S)
+        except Exception:
+            log.exception("plugin %s: its hook %s failed", self._name, name)
+        return otherwise
