@@ -204,7 +204,7 @@ class _Cycle(RequestResponseCycle):
         if message["type"] == "http.response.start":
             if self.scope["http_version"] == "1.0":
                 self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
-            if "whole" in message:
+            if "whole" in message and self.scope["method"] != "HEAD":  # whose body is never written
                 self.transport = _HoldsHead(self.transport)  # type: ignore[assignment]
         if not self._has_length:
             body = message.get("body", b"")
