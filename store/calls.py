@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ..core.json_text import dumps, dumps_or_none, loads_or_none
 from ..core.records import CallStatus, Choice, Event, ModelCall, RolloutName, ToolCall
 from .database import Database, Row, Sql, Transaction, read
-from .requests import Parent, ShortCalls, full_calls
+from .requests import Parent, full_calls, short_calls
 from .rewards import Answer, Rewards, answer_once
 from .rollouts import ROLLOUT_SEEN, Rollouts
 
@@ -328,8 +328,7 @@ def _read_calls(
         is_error = None if row["is_error"] is None else bool(row["is_error"])
         tool = ToolCall(row["tool_call_id"], row["name"], row["arguments"], loads_or_none(row["result"]), is_error)
         tools.setdefault(row["call_id"], []).append(tool)
-    reader = ShortCalls(known or {})
-    parts = [reader.read(row) for row in rows]
+    parts = [*short_calls(rows, known or {})]
     rewards, calls = rewards or {}, []
     for row, own in zip(rows, parts if short else full_calls(parts, known), strict=True):
         answer, reason = own.pop("response_token_ids"), _untrainable_reason(row)

@@ -1,18 +1,24 @@
 """Stores a request as its difference from an earlier one: agents resend their entire history every turn. Pure.
 
-A stored request is `{"same": [keys], "grown": {key: [kept, suffix]}, "new": {key: value}}`, relative to its parent's.
-It is read as a short call: `request_of: {"call_id": C, NAME: n, …}` says of each field NAME that it begins as the first
-n of call C's full field: items of a list, characters (Unicode code points) of a text, members of an object. What the
-request itself has in the field comes after that. `prompt_of: {"call_id": C, "tokens": n}` says that the prompt begins
-with the first n of call C's tokens, prompt and answer. Without them, or where they are null, nothing is shared. C is an
-earlier call of the same answer. `full_calls` gives each call all of both.
+A stored request is `{"new": {NAME: value, …}, "shared": {NAME: n, …}}`: each field of `shared` begins as the first n of
+its parent's full field: items of a list, characters (Unicode code points) of a text, members of an object. What `new`
+has of the field comes after that. Example, a second turn:
+
+    parent   {"messages": [m1], "tools": [t], "model": "m"}
+    request  {"messages": [m1, a1, m2], "tools": [t], "model": "m"}
+    stored   {"new": {"messages": [a1, m2], "tools": [], "model": "m"}, "shared": {"messages": 1, "tools": 1}}
+
+A short call is the same: its request is what is new, and `request_of` is `{"call_id": C, NAME: n, …}`. `prompt_of`,
+`{"call_id": C, "tokens": n}`, says that the prompt begins with the first n of call C's tokens, prompt and answer.
+Without them, or where they are null, nothing is shared. C is an earlier call of the same answer. `full_calls` gives
+each call all of both.
 """
 
 from __future__ import annotations
 
 from array import array
 from bisect import bisect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -29,13 +35,6 @@ TOKEN_SIZE = 4  # bytes
 PARENTS = 16  # calls of a rollout that are kept to read later ones
 
 Json = dict[str, Any]
-
-
-class Long(NamedTuple):
-    """Stands for a list, text or object of so many items, characters or members."""
-
-    kind: type
-    size: int
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -75,59 +74,27 @@ def shrink_request(request: Json, parent: Json | None) -> Json:
     """Return the stored form of `request`, relative to its parent."""
     if parent is None:
         return {"new": request}
-    same, grown, new = [], {}, {}
-    for key, value in request.items():
-        before = parent.get(key)
-        if key in parent and is_same(value, before):
-            same.append(key)
-        elif kept := _kept(value, before):
-            grown[key] = [kept, value[kept:]]
-        else:
-            new[key] = value
-    return {"same": same, "grown": grown, "new": new}
+    new, shared = dict(request), dict[str, int]()
+    for name, value in request.items():
+        if name not in _NEVER_SHARED and (count := _shared(value, parent.get(name))):
+            shared[name], new[name] = count, {} if isinstance(value, dict) else value[count:]
+    return {"new": new, "shared": shared}
 
 
-def _kept(value: Any, before: Any) -> int:
-    """How many leading items or characters a value shares with the one before."""
-    if isinstance(value, list) and isinstance(before, list):
-        return same_prefix(value, before)
-    if not isinstance(value, str) or not isinstance(before, str):
+def _shared(value: Any, before: Any) -> int:
+    """How many leading items or characters a value shares with the one before; of an object all members or none."""
+    if type(value) is not type(before):
         return 0
-    shared = len(before)
+    if isinstance(value, list):
+        return same_prefix(value, before)
+    if isinstance(value, dict):
+        return len(value) if is_same(value, before) and len(encode(value)) >= LARGE_OBJECT else 0
+    if not isinstance(value, str):
+        return 0
+    count = len(before)
     if not value.startswith(before):
-        shared = bisect(range(1, shared + 1), False, key=lambda length: not value.startswith(before[:length]))
-    return shared if shared >= LONG_TEXT else 0
-
-
-def outline(request: Json) -> Json:
-    """Return a request with a `Long` in the place of each value that a later request may share."""
-    return {key: Long(type(value), len(value)) if _is_long(key, value) else value for key, value in request.items()}
-
-
-def _is_long(key: str, value: Any) -> bool:
-    if key in _NEVER_SHARED:
-        return False
-    if isinstance(value, str):
-        return len(value) >= LONG_TEXT
-    return isinstance(value, list) or (isinstance(value, dict) and len(encode(value)) >= LARGE_OBJECT)
-
-
-def short_request(stored: Json, parent: Json) -> tuple[Json, dict[str, int], Json]:
-    """Return a stored request's additions to its parent's, how much it shares by field, and its outline.
-
-    `parent`: the parent's outline.
-    """
-    request, shared, outlined = dict(stored["new"]), {}, outline(stored["new"])
-    for key in stored.get("same", ()):
-        request[key] = outlined[key] = before = parent[key]
-        if isinstance(before, Long):
-            request[key], shared[key] = before.kind(), before.size
-    for key, (kept, suffix) in stored.get("grown", {}).items():
-        if isinstance(before := parent[key], Long):
-            request[key], shared[key], outlined[key] = suffix, kept, Long(before.kind, kept + len(suffix))
-        else:
-            request[key] = outlined[key] = before[:kept] + suffix
-    return request, shared, outlined
+        count = bisect(range(1, count + 1), False, key=lambda length: not value.startswith(before[:length]))
+    return count if count >= LONG_TEXT else 0
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -182,32 +149,26 @@ def begun(before: Any, shared: int, own: Any) -> Any:
     return dict(islice(before.items(), shared)) | own if isinstance(before, dict) else before[:shared] + own
 
 
-class ShortCalls:
-    """Gives each call what its request and prompt add to its parent's, which was read before.
+def short_calls(rows: Iterable[Row], known: Mapping[str, Parent]) -> Iterator[Json]:
+    """Yield the fields of a rollout's short calls that need the parent, with their ids and the tokens of their answers.
 
-    All calls together take as much work and memory as the rollout has content.
+    `known`: calls that were read before, and may be parents of these. All calls together take as much work and memory
+    as the rollout has content.
     """
-
-    def __init__(self, known: Mapping[str, Parent]) -> None:
-        """`known`: calls that were read before, and may be parents of these."""
-        self._outlines = {call_id: outline(parent.request) for call_id, parent in known.items()}
-        self._sizes = {call_id: len(parent.tokens) // TOKEN_SIZE for call_id, parent in known.items()}
-
-    def read(self, row: Row) -> Json:
-        """Return the fields of a call that need its parent, with its id and the tokens of its answer."""
+    sizes = {call_id: len(parent.tokens) // TOKEN_SIZE for call_id, parent in known.items()}
+    for row in rows:
         call_id, parent_id, tokens = row["call_id"], row["parent_id"], row["prompt_shared"]
-        before = self._outlines.get(parent_id, {})
-        request, shared, self._outlines[call_id] = short_request(_stored_request(row), before)
-        prompt, answer = unpack_ids(row["prompt_ids"]), unpack_ids(row["token_ids"])
-        self._sizes[call_id] = tokens + len(prompt) + len(answer)
-        return {
+        stored, prompt, answer = _stored_request(row), unpack_ids(row["prompt_ids"]), unpack_ids(row["token_ids"])
+        shared = stored.get("shared")
+        sizes[call_id] = tokens + len(prompt) + len(answer)
+        yield {
             "call_id": call_id,
-            "request": request,
+            "request": stored["new"],
             "request_of": {"call_id": parent_id, **shared} if shared else None,
             "prompt_token_ids": prompt,
             "prompt_of": {"call_id": parent_id, "tokens": tokens} if tokens else None,
             "response_token_ids": answer,
-            "extends": parent_id if 0 < tokens == self._sizes.get(parent_id) else None,
+            "extends": parent_id if 0 < tokens == sizes.get(parent_id) else None,
         }
 
 

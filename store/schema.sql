@@ -1,4 +1,4 @@
--- schema 2
+-- schema 3
 -- The tables of the core for both databases, in SQLite's words; `schema.py` has PostgreSQL's. What only one database
 -- has is in `sqlite.sql` and `postgres.sql`. A key that is INTEGER PRIMARY KEY is a number that the database gives; one
 -- that is NOT NULL, too, is given by us. Times are Unix times in seconds. JSON is text.

@@ -306,8 +306,9 @@ def _prepared(
     request = sharing(start.request, parent, shared_messages)
     if parent is not None:
         shrunk = shrink_request(request, parent.request)
-        stored = encode(shrunk)
-        request = request | {name: parent.request[name] for name in shrunk["same"]}
+        stored, counts = encode(shrunk), shrunk["shared"].items()
+        same = [name for name, n in counts if not shrunk["new"][name] and n == len(parent.request[name])]
+        request = request | {name: parent.request[name] for name in same}
     else:
         stored = encode(request) if start.request_text is None else start.request_text
     call = RecentCall(start.call_id, request, start.started_at)

@@ -41,7 +41,7 @@ def test_messages_that_only_python_takes_for_equal_are_kept_apart(one: object, o
 def test_a_growing_conversation_stores_only_its_new_messages() -> None:
     messages = [{"role": "user", "content": str(i) * 100} for i in range(50)]
     stored = shrink_request({"messages": messages, "model": "m"}, {"messages": messages[:49], "model": "m"})
-    assert stored == {"same": ["model"], "grown": {"messages": [49, messages[49:]]}, "new": {}}
+    assert stored == {"new": {"messages": messages[49:], "model": "m"}, "shared": {"messages": 49}}
 
 
 @given(st.lists(st.integers(0, 3)), st.lists(st.integers(0, 3)))

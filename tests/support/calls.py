@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_proxy.core.json_text import dumps
 from lightning_proxy.core.records import ModelCall
-from lightning_proxy.store.requests import Parent, ShortCalls, full_calls, shrink_request
+from lightning_proxy.store.requests import Parent, full_calls, short_calls, shrink_request
 
 
 def call(call_id: str, agent: str | None = None, prompt: tuple[int, ...] = (), **changed: Any) -> ModelCall:
@@ -24,8 +24,8 @@ def stored_and_read(request: dict[str, Any], parent: dict[str, Any]) -> dict[str
     """The request of a call as it is read after it was stored as its difference from its parent's."""
     known = {"parent": Parent(parent, b"")}
     row = dict.fromkeys(("prompt_ids", "token_ids")) | {"call_id": "call", "parent_id": "parent", "prompt_shared": 0}
-    short = ShortCalls(known).read(row | {"request": dumps(shrink_request(request, parent))})
-    made: dict[str, Any] = full_calls([short], known)[0]["request"]
+    short = short_calls([row | {"request": dumps(shrink_request(request, parent))}], known)
+    made: dict[str, Any] = full_calls(short, known)[0]["request"]
     return made
 
 
