@@ -21,9 +21,9 @@ from ..core.errors import Forbidden, InvalidRequest, LightningError, NotFound, U
 from ..core.redact import Redactor
 from ..core.returns import Rules
 from ..serving.health import Reach, check_health
-from ..serving.mode import ModeInUse
+from ..serving.mode import ModeInUse, decide
 from ..serving.operator import operator_headers, relay_headers
-from ..serving.swap import Pins, Swap
+from ..serving.swap import Swap
 from ..serving.vllm import VllmFleet, operator_session
 from ..store.database import HURRIED
 from ..store.opening import opened
@@ -41,7 +41,7 @@ from .gateway.exact import ExactTokens, RecentTurns
 from .gateway.metrics import Metrics
 from .gateway.recorder import Recorder
 from .gateway.relay import Relay, parse_path
-from .gateway.routing import ModelCheck, PolicyRouter, Prober, Watch
+from .gateway.routing import PolicyRouter, Watch
 from .gateway.through_chat import ChatRoute
 from .gateway.unnamed import UnnamedRollouts
 from .gateway.upstream import make_session
@@ -116,7 +116,9 @@ async def _opened(
     async with AsyncExitStack() as stack:
         # The store, and the connections to upstreams.
         store = Store(await stack.enter_async_context(opened(config.store, to_write=writes)))
-        mode = await ModeInUse.of(config, store) if writes else ModeInUse(config, store)
+        if writes and config.policy.publish != "auto":
+            await decide(config, store, "proxy")
+        mode = ModeInUse(config, store)
         session = await stack.enter_async_context(make_session())
         vouching = {} if vllm is None else {vllm.name: relayed}
         upstreams = Upstreams(session, makers=makers_of(plugins), vouching=vouching)
@@ -132,10 +134,9 @@ async def _opened(
         hooks = [await stack.enter_async_context(plugin.opened(core)) for plugin in to_open]
         choose = next((one.choose for one in hooks if one.choose is not None), None)
         placed = next((one.placed for one in hooks if one.placed is not None), None)
-        pins = Pins(store, config.policy.pin_timeout_s)
         swap = None if vllm is None else Swap(store, VllmFleet.of(config, operator), mode.mode, directory, placed)
-        watch = None if vllm is None or swap is None else Watch(swap, vllm, pins, upstreams.health, mode)
-        router = PolicyRouter(config, store, pins, watch, choose)
+        watch = None if vllm is None or swap is None else Watch(config.policy, swap, vllm, upstreams.health, mode)
+        router = PolicyRouter(config, store, watch, choose)
         # The data path.
         chat_route, exact = ChatRoute(config.policy, store, upstreams), None
         if config.policy.token_continuity == "exact":
@@ -147,11 +148,11 @@ async def _opened(
         )  # fmt: skip
         # The control API's view of them, and the background work.
         relay = Relay(config, keys, gateway, bodies) if writes else None
-        memories = [recorder.forget, pins.forget, *([] if exact is None else [exact.turns.forget])]
+        memories = [recorder.forget, *([] if exact is None else [exact.turns.forget])]
         parts = Parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router, keys=keys,
             metrics=metrics, redactor=redactor, relay=relay, bodies=bodies,
-            reads=Turns(), model_check=ModelCheck(config, store, swap), health=upstreams.health, reach=Reach(session),
+            reads=Turns(), health=upstreams.health, reach=Reach(session),
             plugins=plugins, on_deleted=[*memories, *(h.on_deleted for h in hooks if h.on_deleted is not None)],
         )  # fmt: skip
         if writes:
@@ -172,7 +173,7 @@ def _work_of(parts: Parts) -> Iterable[Coroutine[Any, Any, None]]:
     yield end_idle_rollouts(database, config.rollouts)
     if parts.watch is not None:
         yield parts.watch.run()
-        yield Prober(config.policy, parts.watch, parts.health).run()
+        yield parts.watch.ask_again()
 
 
 @asynccontextmanager

@@ -74,16 +74,15 @@ async def check_health(config: Config, session: aiohttp.ClientSession, health: H
 
     Not the policy's: `proxy/gateway/routing.py` knows more of it, whether a server has the live weights for one.
     """
-    of_policy = config.policy_upstream
-    checked = [upstream for upstream in config.upstreams if upstream.health_check_s and upstream is not of_policy]
-    await asyncio.gather(*(_watch(upstream, url, session, health) for upstream in checked for url in upstream.urls))
 
+    async def watch(upstream: UpstreamConfig, url: str, every_s: float) -> None:
+        while True:
+            health.report(upstream.name, url, await _problem(upstream, url, session))
+            await asyncio.sleep(every_s)
 
-async def _watch(upstream: UpstreamConfig, url: str, session: aiohttp.ClientSession, health: Health) -> None:
-    assert upstream.health_check_s is not None
-    while True:
-        health.report(upstream.name, url, await _problem(upstream, url, session))
-        await asyncio.sleep(upstream.health_check_s)
+    others = [upstream for upstream in config.upstreams if upstream is not config.policy_upstream]
+    checked = [(upstream, upstream.health_check_s) for upstream in others if upstream.health_check_s]
+    await asyncio.gather(*(watch(upstream, url, every_s) for upstream, every_s in checked for url in upstream.urls))
 
 
 async def _problem(upstream: UpstreamConfig, url: str, session: aiohttp.ClientSession) -> str | None:

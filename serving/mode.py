@@ -83,35 +83,30 @@ def otherwise(who: str, mode: PublishMode, decided: Decided) -> str:
 
 
 class ModeInUse:
-    """The mode in which a running proxy serves versions. With `auto` it is that of the live version."""
+    """The mode in which a running proxy serves versions. With `auto` it is that of the live version.
+
+    `problem`: another process publishes otherwise.
+    """
 
     def __init__(self, config: Config, store: Store) -> None:
         self.mode: PublishMode = publish_mode(config)
-        self.problem: str | None = None  # another process publishes otherwise
+        self.problem: str | None = None
         self._is_configured = config.policy.publish != "auto"
         self._store = store
-
-    @classmethod
-    async def of(cls, config: Config, store: Store) -> ModeInUse:
-        """Return that of a proxy that starts. Where it is `auto` the trainer decides, whatever GPUs are here."""
-        if config.policy.publish != "auto":
-            await decide(config, store, "proxy")
-        return cls(config, store)
 
     async def look(self) -> PublishMode:
         """Return the mode as it is now, after a look at what the trainer has decided."""
         decided = await self._store.publishing.decided()
         if not self._is_configured:
-            live = (await self._store.versions.live()).publish
-            self.mode = live or (self.mode if decided is None else decided.mode)
-        elif decided is not None:
-            self._log_new(None if decided.mode == self.mode else otherwise("proxy", self.mode, decided))
-        return self.mode
-
-    def _log_new(self, problem: str | None) -> None:
-        if problem is not None and self.problem is None:
-            log.warning("%s", problem)
+            self.mode = (await self._store.versions.live()).publish or (decided.mode if decided else self.mode)
+            return self.mode
+        problem = None
+        if decided is not None and decided.mode != self.mode:
+            problem = otherwise("proxy", self.mode, decided)
+            if self.problem is None:
+                log.warning("%s", problem)
         self.problem = problem
+        return self.mode
 
 
 def check_base_model(config: Config) -> None:
@@ -120,7 +115,7 @@ def check_base_model(config: Config) -> None:
     A model that is now in another place is known by the last part of its name. The trainer compares weights, too.
     """
     model, before = config.policy.model, trained_model(config.store)
-    if model is None or before is None or _last_part(model) == _last_part(before):
+    if model is None or before is None or Path(model).expanduser().name == Path(before).expanduser().name:
         return
     store, directory = config.store.where, config.policy.directory.absolute()
     raise ConfigError(
@@ -139,7 +134,3 @@ def trained_model(config: StoreConfig) -> str | None:
         return None
     model = saved.get("policy.model") if isinstance(saved, dict) else None
     return model if isinstance(model, str) else None
-
-
-def _last_part(model: str) -> str:
-    return Path(model).expanduser().name

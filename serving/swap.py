@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
-import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from time import monotonic
 
@@ -24,7 +23,6 @@ ASK_AGAIN_S = 30.0  # a server without operator routes
 LEAVE_S = 3.0  # until every proxy has seen that a server has no version's label, and sends it no call
 DRAIN_S = 120.0  # for requests under way; those that take longer are frozen, and finish with the new weights
 DRAIN_POLL_S = 0.2
-PINS_KEPT = 20_000  # rollouts
 
 
 # The servers whose merged weights are of another version than the live one, by URL.
@@ -56,7 +54,7 @@ class Swap:
         self.placed = placed
         self.vllm = vllm
         self.mode = mode
-        self._directory = directory
+        self._locked = partial(swap_lock, directory)
         self._refused: dict[str, tuple[VllmError, float]] = {}
 
     async def activate(
@@ -88,9 +86,12 @@ class Swap:
             live = await self._live_before(version, expected)
             path, label = await self._weights(version), labels_of(version)[0]
             reachable = await self.vllm.reachable()
-            served = [(await self._serves_live(server, live), server) for server in reachable]
+            try:
+                problems = await self.problems()
+            except LightningError:
+                problems = {}
             # Servers that answer nobody come first, so that there is always one that answers.
-            servers = [server for _, server in sorted(served, key=lambda pair: pair[0])]
+            servers = sorted(reachable, key=lambda server: problems.get(server.base_url, server) is None)
             half = (len(servers) + 1) // 2
             await self._give_all(servers[:half], path, label, check, live)
             await self.store.versions.set_live(version.version, step, verified=True)
@@ -168,24 +169,23 @@ class Swap:
         """Return whether merged weights in one server carry the label of this version, verified or not."""
         return (await server.weight_version()).removeprefix(LOADED) in labels_of(version)
 
-    async def _serves_live(self, server: VllmServer, live: PolicyVersion) -> bool:
-        try:
-            return await server.weight_version() in labels_of(live) and not await server.is_paused()
-        except LightningError:
-            return False
-
-    async def wanted(self, server: VllmServer) -> PolicyVersion:
-        """Return the version whose merged weights a server is to have."""
-        placed = (await self.placed()).get(server.base_url) if self.placed is not None else None
-        return await self.store.versions.live() if placed is None else placed
+    async def _fault(self, server: VllmServer) -> tuple[PolicyVersion, str | None]:
+        """The version whose merged weights a server is to have, and whether it has `other weights` or is `paused`."""
+        placed = {} if self.placed is None else await self.placed()
+        version = placed.get(server.base_url) or await self.store.versions.live()
+        label = await self._label(server, version)
+        if label is None:
+            return version, None
+        if label not in labels_of(version):
+            return version, "other weights"
+        return version, "paused" if await server.is_paused() else None
 
     async def problems(self) -> dict[str, LightningError | None]:
         """Return, by URL, why a server lacks the merged weights wanted of it. Nothing is repaired. Raise if all do."""
 
         async def look(server: VllmServer) -> None:
-            version = await self.wanted(server)
-            label = await self._label_or_none(server, version)
-            if label is not None and (label not in labels_of(version) or await server.is_paused()):
+            version, fault = await self._fault(server)
+            if fault is not None:
                 raise NotServed(f"it does not serve policy version {version.version} yet")
 
         return await self.vllm.each(look)
@@ -212,15 +212,12 @@ class Swap:
             return await self.vllm.each(lambda server: self._restore_adapters(server, pinned))
 
     async def _restore_weights(self, server: VllmServer) -> None:
-        version = await self.wanted(server)
-        labels, label = labels_of(version), await self._label_or_none(server, version)
-        if label is None:
-            return
-        if label not in labels:
+        version, fault = await self._fault(server)
+        if fault == "other weights":
             log.warning("vLLM does not serve policy version %d: loading it again", version.version)
             await server.load_weights(await self._weights(version))
-            await server.go_on(labels[0])
-        elif await server.is_paused():
+            await server.go_on(labels_of(version)[0])
+        elif fault is not None:
             log.warning("vLLM was left paused: resuming it")
             await server.resume()
 
@@ -228,51 +225,42 @@ class Swap:
         """Return why new weights cannot reach a server, as far as its last check showed."""
         return next((str(error) for error, _ in self._refused.values()), None)
 
-    async def _label_or_none(self, server: VllmServer, version: PolicyVersion) -> str | None:
-        """The label of a server's weights. None if it has no such route, and none is needed yet."""
-        try:
-            return await self._label(server)
-        except VllmError as error:
-            if not isinstance(error, VllmFault) and await self.store.versions.is_new():
-                return None  # it serves its own weights, which are version 0
-            raise NotServed(
-                f"vLLM does not say whether it serves policy version {version.version} ({error}): `lightning-proxy "
-                "doctor` says what it needs to publish"
-            ) from None
+    async def _label(self, server: VllmServer, version: PolicyVersion) -> str | None:
+        """The label of a server's weights. None if it has no such route, and none is needed yet.
 
-    async def _label(self, server: VllmServer) -> str:
-        """The label of a server's weights. A server that refused is asked again after a while."""
-        refused, until = self._refused.get(server.base_url, (None, 0.0))
-        if refused is not None and monotonic() < until:
-            raise refused
-        try:
-            label = await server.weight_version()
-            self._refused.pop(server.base_url, None)
-            return label
-        except VllmFault:
-            raise
-        except VllmError as error:
-            self._refused[server.base_url] = error, monotonic() + ASK_AGAIN_S
-            raise
+        A server that refused is asked again after a while.
+        """
+        error, until = self._refused.get(server.base_url, (None, 0.0))
+        if error is None or monotonic() > until:
+            try:
+                label = await server.weight_version()
+                self._refused.pop(server.base_url, None)
+                return label
+            except VllmError as refused:
+                error = refused
+                if not isinstance(error, VllmFault):
+                    self._refused[server.base_url] = error, monotonic() + ASK_AGAIN_S
+        if not isinstance(error, VllmFault) and await self.store.versions.is_new():
+            return None  # it serves its own weights, which are version 0
+        raise NotServed(
+            f"vLLM does not say whether it serves policy version {version.version} ({error}): `lightning-proxy doctor` "
+            "says what it needs to publish"
+        )
 
     async def _restore_adapters(self, server: VllmServer, pinned: set[int]) -> None:
         served = await server.adapters()
         for version in await self.store.versions.to_serve(pinned):
             if version.publish == self.mode and (fault := fault_of(version, served)) is not None:
                 log.warning("vLLM %s policy version %d: loading it again", fault, version.version)
-                await self._load_again(server, version)
-
-    async def _load_again(self, server: VllmServer, version: PolicyVersion) -> None:
-        try:
-            for name, path in adapters_of(version).items():
-                await server.load_adapter(name, path)
-        except NotFound:
-            if version.status == "live":
-                raise
-            log.warning(
-                "policy version %d has lost its files: its rollouts continue with the live one", version.version
-            )
-            await self.store.versions.forget_files(version.version)
+                try:
+                    for name, path in adapters_of(version).items():
+                        await server.load_adapter(name, path)
+                except NotFound:
+                    if version.status == "live":
+                        raise
+                    log.warning("policy version %d has lost its files: its rollouts continue with the live one",
+                                version.version)  # fmt: skip
+                    await self.store.versions.forget_files(version.version)
 
     async def _live_before(self, version: PolicyVersion, expected: int | None) -> PolicyVersion:
         """The version that is live until `version` is; Superseded if another one was expected."""
@@ -297,9 +285,6 @@ class Swap:
         if root is None:
             raise NotFound("vLLM does not say where the base model's files are")
         return str(root)
-
-    def _locked(self) -> AbstractAsyncContextManager[None]:
-        return swap_lock(self._directory)
 
 
 @asynccontextmanager
@@ -377,38 +362,3 @@ def labels_of(version: PolicyVersion) -> tuple[str, ...]:
     """Return vLLM's weight version for ours. The time tells stores apart; `default` is vLLM's after a start."""
     label = f"{version.version}-{int(version.created_at)}"
     return (label,) if version.version else (label, "default")
-
-
-class Pins:
-    """Knows the version that each rollout began with, in any process. The newest rollouts are in memory."""
-
-    def __init__(self, store: Store, timeout_s: float) -> None:
-        self._store = store
-        self._timeout_s = timeout_s
-        self._recent: OrderedDict[str, tuple[int, float]] = OrderedDict()  # the version, and when the rollout began
-
-    async def of(self, rollout_id: str) -> int | None:
-        """Return the rollout's version; None before its first call."""
-        known = self._recent.get(rollout_id)
-        if known is not None:
-            return known[0]
-        try:
-            rollout = await self._store.rollouts.get(rollout_id)
-        except NotFound:
-            return None
-        pin = rollout.policy_version
-        if pin is not None:
-            self._recent[rollout_id] = pin, rollout.created_at
-            if len(self._recent) > PINS_KEPT:
-                self._recent.popitem(last=False)
-        return pin
-
-    async def in_use(self) -> set[int]:
-        """Return every version that a rollout may still ask for (`policy.pin_timeout_s`)."""
-        since = time.time() - self._timeout_s
-        recent = {version for version, began in self._recent.values() if began > since}
-        return recent | await self._store.versions.pinned(since)
-
-    def forget(self, rollout_id: str) -> None:
-        """Drop the version of a deleted rollout. A new rollout of the same name begins with the live version."""
-        self._recent.pop(rollout_id, None)

@@ -81,6 +81,11 @@ ROLLOUT_KEY = """
 INSERT INTO rollout_keys (key_hash, rollout_id, key_id, may_reward)
 VALUES (:key_hash, :rollout_id, :key_id, :may_reward)
 """
+ROLLOUT_OPENED_FOR = """
+SELECT policy_version, (SELECT model FROM rollout_models WHERE rollout_id = :rollout_id) AS model
+FROM rollouts WHERE rollout_id = :rollout_id
+"""
+
 ROLLOUT_OF_KEY = """
 SELECT rollout_id, task_id, mode, status <> 'running' AS ended, may_reward, rollout_keys.key_id, evidence
 FROM rollout_keys JOIN rollouts USING (rollout_id) WHERE key_hash = :key_hash
@@ -287,11 +292,10 @@ class Rollouts:
         rows = await self._db.all(ROLLOUTS_OF_VERSION, {"version": version, "limit": limit})
         return [*map(read_rollout, rows)]
 
-    async def model_of(self, rollout_id: str) -> str | None:
-        """Return the model that answers the alias in this rollout, if it was opened for one."""
-        statement = "SELECT model FROM rollout_models WHERE rollout_id = :rollout_id"
-        row = await self._db.quick(statement, {"rollout_id": rollout_id})
-        return None if row is None else row["model"]
+    async def opened_for(self, rollout_id: str) -> tuple[str | None, int | None]:
+        """Return the model that answers the alias in this rollout, and the policy version that it began with."""
+        row = await self._db.quick(ROLLOUT_OPENED_FOR, {"rollout_id": rollout_id})
+        return (None, None) if row is None else (row["model"], row["policy_version"])
 
     async def of_key(self, key_hash: str) -> RolloutKey | None:
         """Return the rollout's key with this hash, as its rollout is now; None if there is none."""

@@ -47,7 +47,7 @@ async def readyz(request: Request) -> Response:
         if p.watch is None:
             checks["upstream"] = await p.reach.problem(first) or "ok"
         elif await p.watch.reachable():
-            await p.watch.require()
+            await p.watch.current()
         else:
             checks["upstream"] = "not reachable"
     except LightningError as error:

@@ -34,7 +34,7 @@ from ..gateway.asgi import Bodies, ClientDisconnected, Loan, Reply, read_headers
 from ..gateway.metrics import Metrics
 from ..gateway.recorder import Recorder
 from ..gateway.relay import Relay
-from ..gateway.routing import ModelCheck, PolicyRouter, Watch
+from ..gateway.routing import PolicyRouter, Watch
 from ..hooks import OnDeleted, ProxyPlugin
 from .answers import ERRORS
 from .bodies import Cursor
@@ -74,7 +74,6 @@ class Parts:
     relay: Relay | None
     bodies: Bodies
     reads: Turns
-    model_check: ModelCheck
     health: Health
     reach: Reach
     plugins: Sequence[ProxyPlugin]

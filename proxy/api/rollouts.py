@@ -43,7 +43,7 @@ async def open_rollouts(request: ControlRequest, body: RolloutsBody) -> list[Ope
         if body.task_id not in (None, task_id):
             raise Unprocessable(f"sibling_of: its task is {task_id!r}, not {body.task_id!r}", param="sibling_of")
         body.task_id = task_id
-    await p.model_check.require(body.policy_version, body.model)
+    await p.router.require(body.policy_version, body.model)
     for plugin, fields in added:
         await plugin.check_rollouts(p.store, fields)
     metadata = await in_thread_if_large(len(await request.body()), partial(_metadata, p, body))

@@ -1,9 +1,8 @@
 """Decides the upstream, model and policy version that a call goes to, and watches that the policy's vLLM serves them.
 
-`Watch` looks every second, and makes vLLM serve the live version again after an outage. `Prober` sends the servers the
-same prompt every few minutes. A label of weights proves nothing: anybody could have set it. Each version's first answer
-is kept. After every restart of a server and every few minutes it is sampled again, with the same seed. This detects
-wholly other weights; a single training step changes less than two servers' arithmetic may differ.
+A label of weights proves nothing: anybody could have set it. So `Watch` also asks each server the same question with
+the same seed: when it starts, when another version goes live, and a day later. It keeps each version's first answer.
+This detects wholly other weights; a single training step changes less than two servers' arithmetic may differ.
 """
 
 from __future__ import annotations
@@ -12,8 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from time import monotonic
 from typing import Any
 
@@ -25,10 +23,9 @@ from ...core.errors import Conflict, LightningError, NotFound, StoreUnavailable,
 from ...core.records import PolicyVersion, RolloutName
 from ...serving.health import Health, replica_name
 from ...serving.mode import ModeInUse
-from ...serving.swap import NotServed, Pins, Swap
+from ...serving.swap import NotServed, Swap, obstacle
 from ...serving.vllm import VllmError, VllmFault, VllmServer
 from ...store.store import Store
-from ...store.versions import Probed
 from .upstream import Route
 
 log = logging.getLogger(__name__)
@@ -41,27 +38,26 @@ MENDED_S = 3.0  # that a look waits for servers that are being mended
 
 Wanted = tuple[int, Mapping[str, int]]  # the live version, and by URL those of servers that are to have another
 
-PROBE_S = 120.0  # between two questions to one server
+PROBE_S = 86_400.0  # between two questions to one server
 LOOK_S = 1.0  # until a restart is noticed
 TOLERANCE = 0.2  # mean difference of log-probabilities; bfloat16 alone makes up to 0.1
-
-# By position: the sampled token, and the log-probabilities of the most likely ones.
-Scored = list[tuple[str, dict[str, float]]]
 
 
 class PolicyRouter:
     """Routes each call by its rollout and the model that it asks for."""
 
-    def __init__(
-        self, config: Config, store: Store, pins: Pins, watch: Watch | None, choose: Choose | None = None
-    ) -> None:
+    def __init__(self, config: Config, store: Store, watch: Watch | None, choose: Choose | None = None) -> None:
         """`watch`: that of the policy's vLLM; None without an upstream of kind vllm. Without `choose`, live answers."""
         self.alias = config.policy.alias
         self._policy = config.policy
         self._upstreams = config.upstreams
-        self._named = models_by_upstream(config.upstreams)
+        standing_by = {name for upstream in config.upstreams for name in upstream.fallbacks}
+        self._named = {  # the first upstream that names a model; names that only a fallback maps are none
+            model: upstream
+            for upstream in reversed(config.upstreams)
+            for model in (*upstream.models, *(() if upstream.name in standing_by else upstream.model_map))
+        }
         self._store = store
-        self._pins = pins
         self._watch = watch
         self._choose = choose
 
@@ -70,10 +66,21 @@ class PolicyRouter:
 
         Only in a call that is `recorded` a rollout may begin with another version than the live one.
         """
-        opened_for = await self._store.rollouts.model_of(rollout.rollout_id) if model == self.alias else None
+        opened_for, pin = None, None
+        if model == self.alias:
+            opened_for, pin = await self._store.rollouts.opened_for(rollout.rollout_id)
         if opened_for is None:
-            return await self._route(rollout, model, recorded)
-        return _asking_for(opened_for, await self._route(rollout, opened_for, recorded))
+            return await self._route(rollout, model, pin, recorded)
+        return _asking_for(opened_for, await self._route(rollout, opened_for, pin, recorded))
+
+    async def require(self, policy_version: int | None, model: str | None) -> None:
+        """Raise NotFound or Conflict unless a rollout can be opened for this version or model; None: the live one."""
+        if policy_version is not None and model is not None:
+            raise Conflict("policy_version and model exclude each other", param="model")
+        if policy_version is not None:
+            await self._require_version(policy_version)
+        if model is not None and model not in self._named and not await self._first_serves(model):
+            raise NotFound(f"no upstream serves the model {model!r}: name it in the `models` of one", param="model")
 
     def alias_entry(self) -> dict[str, Any]:
         """Return the alias as an entry of `GET /v1/models`."""
@@ -84,14 +91,15 @@ class PolicyRouter:
         first = self._upstream_of(self.alias)
         return [first, *(route.upstream for route in self._fallbacks(first, self.alias))]
 
-    async def _route(self, rollout: RolloutName, model: str | None, recorded: bool) -> Route:
+    async def _route(self, rollout: RolloutName, model: str | None, pin: int | None, recorded: bool) -> Route:
         upstream = self._upstream_of(model)
         fallbacks = tuple(self._fallbacks(upstream, model)) if upstream.fallbacks else ()
         if self._watch is None or upstream is not self._watch.upstream:
             renamed = self._policy.model if model == self.alias else None
             return Route(upstream, upstream.model_map.get(model or "", renamed), None, fallbacks)
         try:
-            route = await self._route_to_policy(self._watch, rollout, model, recorded)
+            choose = self._choose if recorded and model == self.alias else None
+            route = await self._route_to_policy(self._watch, rollout, model, pin, choose)
         except (NotServed, UpstreamTimeout) as error:
             if not fallbacks:
                 raise
@@ -100,62 +108,63 @@ class PolicyRouter:
         adds_usage = any(self._watch.adds_usage.values())
         return route._replace(fallbacks=fallbacks, adds_usage=adds_usage) if fallbacks or adds_usage else route
 
-    async def _route_to_policy(self, watch: Watch, rollout: RolloutName, model: str | None, recorded: bool) -> Route:
-        upstream, (live, placed) = watch.upstream, await self._live_and_placed(watch)
-        choose = self._choose if recorded and model == self.alias else None
+    async def _route_to_policy(
+        self, watch: Watch, rollout: RolloutName, model: str | None, pin: int | None, choose: Choose | None
+    ) -> Route:
+        upstream, (version, placed) = watch.upstream, await watch.current()
         if watch.swap.mode == "merged":
-            ours = model in (None, self.alias, watch.base)
-            version, servers = await self._merged(watch, rollout, live, placed, choose)
+            servers: tuple[str, ...] = ()
+            if placed:
+                versions = {url: placed.get(url, version) for url in upstream.urls}
+                up = {versions[url].version: versions[url] for url in watch.up(versions)}
+                chosen = await choose(rollout, version) if choose is not None and len(up) > 1 else version
+                for one in (chosen, version, *up.values()):  # only one that is up can be chosen
+                    if one.version in up or not up:
+                        version = one
+                        break
+                servers = tuple(url for url, its in versions.items() if its.version == version.version)
             served = watch.base if model == self.alias else None
+            ours = model in (None, self.alias, watch.base)
             return Route(upstream, served, version.version if ours else None, servers=servers)
-        if model == self.alias:
-            version = await self._version_of(rollout, live, choose)
-            adapter = self._policy.adapter_of(rollout.agent)
-            served = watch.base if version.version == 0 else version.adapters.get(adapter, version.served_model)
-            return Route(upstream, served, version.version)
-        named = 0 if model is None or model == watch.base else await self._store.versions.named(model)
-        return Route(upstream, None, named, pins=False)
+        if model != self.alias:
+            named = 0 if model is None or model == watch.base else await self._store.versions.named(model)
+            return Route(upstream, None, named, pins=False)
+        if pin is not None and self._policy.pin_rollouts:
+            began_with = version if pin == version.version else await self._store.versions.get(pin)
+            # A version whose files were pruned cannot be served any more.
+            if pin == 0 or (began_with.path and began_with.publish == "lora"):
+                version = began_with
+        elif choose is not None:
+            version = await choose(rollout, version)
+        adapter = self._policy.adapter_of(rollout.agent)
+        served = watch.base if version.version == 0 else version.adapters.get(adapter, version.served_model)
+        return Route(upstream, served, version.version)
 
-    async def _live_and_placed(self, watch: Watch) -> tuple[PolicyVersion, Mapping[str, PolicyVersion]]:
-        """The live version, and the versions that servers have in its place, both as of the same check."""
-        for _ in range(2):  # another one may become live between two readings
-            await watch.require()
-            live = await self._store.versions.live_now()
-            placed = {} if watch.swap.placed is None else await watch.swap.placed()
-            if watch.was_checked_for(live, placed):
-                break
-        return live, placed
+    async def _require_version(self, number: int) -> None:
+        """Have the version served beside the live one; Conflict if it cannot be, NotFound if there is none."""
+        version, live = await self._store.versions.get(number), await self._store.versions.live()
+        if version.version == live.version:
+            return
+        if self._watch is None:
+            raise Conflict("no upstream is of kind vllm: there are no policy versions", param="policy_version")
+        if self._watch.swap.mode == "merged":
+            raise Conflict(
+                f"policy version {number} is not served: with policy.publish: merged the live one alone is, version "
+                f"{live.version}; promote it first (`eval --promote` does, and takes it back)",
+                param="policy_version",
+            )
+        if not self._policy.pin_rollouts:
+            raise Conflict("with policy.pin_rollouts: false only the live version answers", param="policy_version")
+        if (why := obstacle(version, "lora")) is not None:
+            raise Conflict(f"policy version {number} cannot be served: {why}", param="policy_version")
+        await self._watch.swap.load(version)
 
-    async def _merged(
-        self,
-        watch: Watch,
-        rollout: RolloutName,
-        live: PolicyVersion,
-        placed: Mapping[str, PolicyVersion],
-        choose: Choose | None,
-    ) -> tuple[PolicyVersion, tuple[str, ...]]:
-        """The version that answers, and the servers that have it (empty: any). Only one that is up can be chosen."""
-        if not placed:
-            return live, ()
-        versions = {url: placed.get(url, live) for url in watch.upstream.urls}
-        up = {versions[url].version: versions[url] for url in watch.up(versions)}
-        version = live if live.version in up or not up else next(iter(up.values()))
-        if choose is not None and len(up) > 1:
-            chosen = await choose(rollout, live)
-            version = up.get(chosen.version, version)
-        return version, tuple(url for url, its in versions.items() if its.version == version.version)
-
-    async def _version_of(self, rollout: RolloutName, live: PolicyVersion, choose: Choose | None) -> PolicyVersion:
-        """The version that the rollout began with; one for it if it begins now; the live one if that is not served."""
-        pin = await self._pins.of(rollout.rollout_id) if self._policy.pin_rollouts else None
-        if pin is None and choose is not None:
-            return await choose(rollout, live)
-        if pin is None or pin == live.version:
-            return live
-        version = await self._store.versions.get(pin)
-        # A version whose files were pruned cannot be served any more.
-        servable = version.version == 0 or (version.path and version.publish == "lora")
-        return version if servable else live
+    async def _first_serves(self, name: str) -> bool:
+        """The first upstream gets every model that none names; only the policy's vLLM says which it has."""
+        first = self._upstreams[0]
+        if self._watch is None or first.kind != "vllm":
+            return first.kind != "litellm"
+        return name == self.alias or name in {model["id"] for model in await self._watch.swap.vllm.models()}
 
     def _upstream_of(self, model: str | None) -> UpstreamConfig:
         if model == self.alias and self._watch is not None:
@@ -181,25 +190,17 @@ def _asking_for(model: str, route: Route) -> Route:
     return route._replace(model=route.model or model, fallbacks=fallbacks)
 
 
-def models_by_upstream(upstreams: Sequence[UpstreamConfig]) -> dict[str, UpstreamConfig]:
-    """Return the upstream of every model that one names, without names that only a fallback maps."""
-    standing_by = {name for upstream in upstreams for name in upstream.fallbacks}
-    named: dict[str, UpstreamConfig] = {}
-    for upstream in upstreams:
-        for model in (*upstream.models, *(() if upstream.name in standing_by else upstream.model_map)):
-            named.setdefault(model, upstream)
-    return named
-
-
 class Watch:
     """Knows whether vLLM serves the live version. Servers that do not are reported and get no calls."""
 
-    def __init__(self, swap: Swap, upstream: UpstreamConfig, pins: Pins, health: Health, mode: ModeInUse) -> None:
+    def __init__(self, config: PolicyConfig, swap: Swap, upstream: UpstreamConfig, health: Health,
+                 mode: ModeInUse) -> None:  # fmt: skip
         self.swap = swap
         self.upstream = upstream
         self.base: str | None = None  # the name under which vLLM serves the base model
         self.adds_usage: dict[str, bool] = {}  # by URL, whether streams have a usage chunk that nobody asked for
-        self._pins = pins
+        self._tolerance = config.verify_tolerance or TOLERANCE
+        self._pin_timeout_s = config.pin_timeout_s
         self._health = health
         self._mode = mode
         self._look: asyncio.Task[None] | None = None
@@ -208,6 +209,7 @@ class Watch:
         # The version that was live at the last check of vLLM, and by URL the placed ones.
         self._checked_for: Wanted = (0, {})
         self._problem: LightningError | None = None
+        self._probed: dict[str, tuple[PolicyVersion, float]] = {}  # by URL; with the time of the last question
 
     async def run(self) -> None:
         """Check vLLM every second until cancelled."""
@@ -219,47 +221,49 @@ class Watch:
             for task in filter(None, (self._look, self._mending)):
                 task.cancel()
 
+    async def ask_again(self) -> None:
+        """Ask every server that needs it the same question, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for server in self.swap.vllm.servers:
+                try:
+                    await self._probe(server)
+                except LightningError as error:  # it is away, has no such route, or the store is
+                    log.debug("%s is not probed: %s", replica_name(server.base_url), error)
+
     async def reachable(self) -> bool:
         """Return whether any of the servers answers, whatever it says."""
         try:
             await self.swap.vllm.models()
-        except VllmFault:
-            return False
-        except VllmError:
-            return True
-        except LightningError:
-            return False
+        except LightningError as error:
+            return isinstance(error, VllmError) and not isinstance(error, VllmFault)
         return True
 
-    async def require(self) -> None:
-        """Return when a call may go out. If vLLM is unreachable, return too: the call itself will fail.
+    async def current(self) -> tuple[PolicyVersion, Mapping[str, PolicyVersion]]:
+        """Return the live version, and those that servers have in its place, for a call that may go out now.
 
-        Raises NotServed, and UpstreamTimeout if vLLM does not say within the upstream's `connect_timeout_s`.
+        If vLLM is unreachable, too: the call itself will fail. Raises NotServed, and UpstreamTimeout if vLLM does not
+        say within the upstream's `connect_timeout_s`.
         """
         if not self._is_served:
             await self._check(self.upstream.connect_timeout_s)
-        elif len(self.upstream.published_to) > 1:
-            await self._see_who_missed_the_live_version()
+        live, placed = await self._wanted()
+        if len(self.upstream.published_to) > 1:
+            for _ in range(2):  # servers that missed a version get no call; a look may have begun before it was live
+                if self._checked_for != _numbers(live, placed):
+                    await self._check(self.upstream.connect_timeout_s)
+                    live, placed = await self._wanted()
         if isinstance(self._problem, NotServed):
             raise self._problem
-
-    def was_checked_for(self, live: PolicyVersion, placed: Mapping[str, PolicyVersion]) -> bool:
-        """Return whether these were live and placed when the servers were looked at last."""
-        return self._checked_for == _wanted(live, placed)
+        return live, placed
 
     def up(self, urls: Iterable[str]) -> tuple[str, ...]:
         """Return those of the upstream's servers that have no problem, as far as was seen."""
         return tuple(url for url in urls if not self._health.problems.get((self.upstream.name, url)))
 
-    async def _see_who_missed_the_live_version(self) -> None:
-        """Take servers without it out of rotation, before a call that needs it is sent."""
-        for _ in range(2):  # a look that was under way may have begun before
-            if self._checked_for != await self._wanted():
-                await self._check(self.upstream.connect_timeout_s)
-
-    async def _wanted(self) -> Wanted:
+    async def _wanted(self) -> tuple[PolicyVersion, Mapping[str, PolicyVersion]]:
         placed = {} if self.swap.placed is None else await self.swap.placed()
-        return _wanted(await self.swap.store.versions.live_now(), placed)
+        return await self.swap.store.versions.live_now(), placed
 
     async def _check(self, timeout: float | None = None) -> None:
         """Look, or wait for a look that is under way; UpstreamTimeout if it takes longer than `timeout` s."""
@@ -272,22 +276,15 @@ class Watch:
     async def _look_at_vllm(self) -> None:
         problems: dict[str, LightningError | None] = {}
         try:
-            wanted = await self._wanted()
+            wanted = _numbers(*await self._wanted())
             self.swap.mode = await self._mode.look()
             self.base = await self.swap.vllm.base_model()
             problems = await self._problems()
             self._is_served, self._checked_for, self._problem = True, wanted, None
         except StoreUnavailable:  # it says nothing of vLLM; calls read the store, too, and get this error
             return
-        except (UpstreamUnreachable, UpstreamTimeout) as error:
-            self._set_problem(error, f"the policy is not served yet: {error}")
-        except NotServed as error:
-            self._set_problem(error, str(error))
-        except LightningError as error:
-            self._set_problem(NotServed(f"{error}: `lightning-proxy doctor` says what to do"), str(error))
         except Exception as error:  # the next look may find it mended
-            unknown = NotServed(f"vLLM does not serve the live policy version: {error}")
-            self._set_problem(unknown, "the live policy version cannot be served", exc_info=error)
+            self._set_problem(error)
         for url in dict.fromkeys((*self.upstream.urls, *self.upstream.published_to)):
             problem = problems.get(url, self._problem)
             self._health.report(self.upstream.name, url, None if problem is None else str(problem))
@@ -298,7 +295,8 @@ class Watch:
         Where one of several has the live merged weights, calls do not wait for the others, which may take minutes.
         """
         if self.swap.mode != "merged" or len(self.swap.vllm.servers) < 2:
-            return await self.swap.restore(await self._pins.in_use())
+            began_after = time.time() - self._pin_timeout_s
+            return await self.swap.restore(await self.swap.store.versions.pinned(began_after))
         try:
             problems = await self.swap.problems()
         except LightningError:  # none has them; mending waits for a trainer that publishes, which may take minutes
@@ -310,84 +308,65 @@ class Watch:
 
     def _mend(self) -> asyncio.Task[None]:
         """Give the live weights to servers that do not have them, while calls go on."""
+
+        async def restore() -> None:
+            try:
+                await self.swap.restore(set())
+            except LightningError as error:
+                log.warning("servers without the live weights are not repaired: %s", error)
+
         if self._mending is None or self._mending.done():
-            self._mending = asyncio.create_task(self._restore())
+            self._mending = asyncio.create_task(restore())
         return self._mending
 
-    async def _restore(self) -> None:
-        try:
-            await self.swap.restore(set())
-        except LightningError as error:
-            log.warning("servers without the live weights are not repaired: %s", error)
-
-    def _set_problem(self, problem: LightningError, why: str, exc_info: Exception | None = None) -> None:
+    def _set_problem(self, error: Exception) -> None:
         """Log a problem once, not at every check while it stays the same: vLLM may be away for days."""
+        if isinstance(error, UpstreamUnreachable | UpstreamTimeout | NotServed):
+            problem: LightningError = error
+        elif isinstance(error, LightningError):
+            problem = NotServed(f"{error}: `lightning-proxy doctor` says what to do")
+        else:
+            problem = NotServed(f"vLLM does not serve the live policy version: {error}")
         if str(problem) != str(self._problem):
-            log.warning("%s", why, exc_info=exc_info)
+            unknown = None if isinstance(error, LightningError) else error
+            log.warning("the policy is not served yet: %s", problem, exc_info=unknown)
         problem.message = without_addresses(problem.message)  # which agents are shown
         self._is_served, self._problem = False, problem
 
-
-def _wanted(live: PolicyVersion, placed: Mapping[str, PolicyVersion]) -> Wanted:
-    return live.version, {url: version.version for url, version in placed.items()}
-
-
-class Prober:
-    """Compares what the servers sample with the live version's first answer. The store notes what is wrong."""
-
-    def __init__(self, config: PolicyConfig, watch: Watch, health: Health) -> None:
-        self._tolerance = config.verify_tolerance or TOLERANCE
-        self._watch = watch
-        self._swap = watch.swap
-        self._health = health
-        self._store = watch.swap.store
-        self._probed: dict[str, tuple[PolicyVersion, float]] = {}  # by URL; with the time of the last question
-
-    async def run(self) -> None:
-        """Probe every server that needs it until cancelled."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            for server in self._swap.vllm.servers:
-                try:
-                    await self._look_at(server)
-                except LightningError as error:  # it is away, has no such route, or the store is
-                    log.debug("%s is not probed: %s", replica_name(server.base_url), error)
-
-    async def _look_at(self, server: VllmServer) -> None:
-        url, live = server.base_url, await self._store.versions.live_now()
-        if self._health.problems.get((self._watch.upstream.name, url), "not seen yet") is not None:
+    async def _probe(self, server: VllmServer) -> None:
+        """Ask a server that was not asked yet, or not lately, and compare its answer with the version's first one."""
+        url, live = server.base_url, await self.swap.store.versions.live_now()
+        if self._health.problems.get((self.upstream.name, url), "not seen yet") is not None:
             self._probed.pop(url, None)
             return
         if url not in self._probed:
             self._probed[url] = live, -math.inf
-            self._watch.adds_usage[url] = await server.adds_usage()
-        version, at = self._probed.get(url, (None, -math.inf))
+            self.adds_usage[url] = await server.adds_usage()
+        version, at = self._probed[url]
         if version == live and monotonic() < at + PROBE_S:
             return
         self._probed[url] = live, monotonic()
-        await self._compare(server, live)
-
-    async def _compare(self, server: VllmServer, live: PolicyVersion) -> None:
-        merged = self._swap.mode == "merged"
-        if merged and not await self._swap.has_label(server, live):
-            return
+        merged = self.swap.mode == "merged"
         if not merged and live.version == 0:
             return  # nothing can have replaced it: its operator routes load adapters only
-        model = await server.base_model() if merged else str(live.served_model)
-        answer = await server.probe(model)
-        if await self._store.versions.live_now() != live or (merged and not await self._swap.has_label(server, live)):
-            return  # other weights went live meanwhile
-        first = await self._store.probes.of(live.version)
-        if first is None or first.model != model:
-            await self._store.probes.first(live.version, model, answer)
-        else:
-            await self._note_difference(server, live, first, difference(first.answer, answer))
 
-    async def _note_difference(self, server: VllmServer, live: PolicyVersion, first: Probed, apart: float) -> None:
-        problem = None
-        if not apart <= self._tolerance:  # NaN too
-            mend = f"`policy promote {live.version}`" if self._swap.mode == "merged" else "a restart of vLLM"
-            name = self._watch.upstream.server_name(server.base_url)
+        async def is_live() -> bool:
+            return not merged or await self.swap.has_label(server, live)
+
+        model = await server.base_model() if merged else str(live.served_model)
+        if not await is_live():
+            return
+        answer = await server.probe(model)
+        if await self.swap.store.versions.live_now() != live or not await is_live():
+            return  # other weights went live meanwhile
+        probes, problem = self.swap.store.probes, None
+        first = await probes.of(live.version)
+        if first is None or first.model != model:
+            await probes.first(live.version, model, answer)
+            return
+        if not (apart := difference(first.answer, answer)) <= self._tolerance:  # NaN too
+            mend = f"`policy promote {live.version}`" if merged else "a restart of vLLM"
+            name = self.upstream.server_name(url)
             problem = (
                 f"{name} does not answer as policy version {live.version} did: its "
                 f"log-probabilities differ by {apart:.3g} on average ({self._tolerance:g} is allowed); {mend} loads "
@@ -395,7 +374,11 @@ class Prober:
             )
         if problem != first.problem:
             log.log(logging.INFO if problem is None else logging.ERROR, "%s", problem or "the live version is back")
-        await self._store.probes.found(live.version, problem)
+        await probes.found(live.version, problem)
+
+
+def _numbers(live: PolicyVersion, placed: Mapping[str, PolicyVersion]) -> Wanted:
+    return live.version, {url: version.version for url, version in placed.items()}
 
 
 def difference(first: list[Any], again: list[Any]) -> float:
@@ -411,58 +394,3 @@ def difference(first: list[Any], again: list[Any]) -> float:
         if token != other:
             break
     return math.fsum(found) / len(found) if found else math.nan
-
-
-class ModelCheck:
-    """Refuses an unavailable model when a rollout is opened, so that its first call does not fail."""
-
-    def __init__(self, config: Config, store: Store, swap: Swap | None) -> None:
-        self._policy = config.policy
-        self._named = models_by_upstream(config.upstreams)
-        self._first = config.upstreams[0]
-        self._store = store
-        self._swap = swap
-
-    async def require(self, policy_version: int | None, model: str | None) -> None:
-        """Raise NotFound or Conflict if the model cannot be served. Both None means the live version, always served."""
-        if policy_version is not None and model is not None:
-            raise Conflict("policy_version and model exclude each other", param="model")
-        if policy_version is not None:
-            await self._require_version(policy_version)
-        if model is not None and model not in self._named and not await self._first_serves(model):
-            raise NotFound(f"no upstream serves the model {model!r}: name it in the `models` of one", param="model")
-
-    async def _require_version(self, number: int) -> None:
-        """Have the version served beside the live one; Conflict if it cannot be, NotFound if there is none."""
-        version, live = await self._store.versions.get(number), await self._store.versions.live()
-        if version.version == live.version:
-            return
-        if self._swap is None:
-            raise Conflict("no upstream is of kind vllm: there are no policy versions", param="policy_version")
-        if self._swap.mode == "merged":
-            raise Conflict(
-                f"policy version {number} is not served: with policy.publish: merged the live one alone is, version "
-                f"{live.version}; promote it first (`eval --promote` does, and takes it back)",
-                param="policy_version",
-            )
-        if not self._policy.pin_rollouts:
-            raise Conflict("with policy.pin_rollouts: false only the live version answers", param="policy_version")
-        _require_files(version)
-        await self._swap.load(version)
-
-    async def _first_serves(self, name: str) -> bool:
-        """The first upstream gets every model that none names; only the policy's vLLM says which it has."""
-        if self._swap is None or self._first.kind != "vllm":
-            return self._first.kind != "litellm"
-        return name == self._policy.alias or name in {model["id"] for model in await self._swap.vllm.models()}
-
-
-def _require_files(version: PolicyVersion) -> None:
-    if version.version == 0:
-        return
-    if version.publish != "lora":
-        as_what = f"published as {version.publish}, and policy.publish is now lora"
-        raise Conflict(f"policy version {version.version} was {as_what}", param="policy_version")
-    if version.status in ("publishing", "failed") or version.path is None or not Path(version.path).is_dir():
-        gone = "its files are gone (policy.keep_versions)" if version.status == "ready" else f"it is {version.status}"
-        raise Conflict(f"policy version {version.version} cannot be served: {gone}", param="policy_version")
