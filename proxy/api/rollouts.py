@@ -55,7 +55,9 @@ async def open_rollouts(request: ControlRequest, body: RolloutsBody) -> list[Ope
     )  # fmt: skip
     for plugin, fields in added:
         await plugin.rollouts_opened(p.store, [*keys], fields)
-    return [Opened(name, f"{request.base_url}rollouts/{name}/v1", key) for name, key in keys.items()]
+    root, scheme = request.base_url, request.headers.get("x-forwarded-proto")
+    root = root.replace(scheme=scheme) if scheme in ("http", "https") else root
+    return [Opened(name, f"{root}rollouts/{name}/v1", key) for name, key in keys.items()]
 
 
 def _added(plugins: Sequence[ProxyPlugin], body: RolloutsBody) -> list[tuple[ProxyPlugin, BaseModel]]:
