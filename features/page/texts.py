@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
+from numpy import array_equal
 
 from ...core.config.root import Config
 from ...core.errors import LightningError, NotFound
 from ...core.records import ModelCall
 from ...proxy.api.bodies import Id, PathId
 from ...proxy.api.requests import ControlRequest, Parts, UserRoute
-from ...proxy.api.views import rows_of
 from ...serving.mode import trained_model
 from ...serving.vllm import VllmFleet
 from ...store.database import Row
@@ -87,14 +87,17 @@ def _answer(call: ModelCall, credit: Row) -> TokenRun:
 async def _of_row(
     p: Parts, rollout_id: str, number: int, calls: dict[str, ModelCall], credit: dict[str, Row]
 ) -> list[TokenRun]:
-    rows = rows_of(await p.store.credit.tokens_of(rollout_id))
-    found = next((row for row in rows if row.row == number), None)
-    if found is None:
+    of_all = await p.store.credit.tokens_of(rollout_id)
+    token_ids = next((call.token_ids for call in reversed(of_all) if call.row == number), None)
+    if token_ids is None:
         raise NotFound(f"no training row {number} of this rollout", param="row")
+    # Those, too, that it begins with and whose answers are not trained on.
+    begins = (one for one in of_all if one.row is None and array_equal(one.token_ids, token_ids[: len(one.token_ids)]))
+    found = [*(one for one in of_all if one.row == number), *begins]
     runs, before = list[TokenRun](), 0
-    for call in sorted([*found.calls, *found.left_out], key=lambda one: one.answer):
+    for call in sorted(found, key=lambda one: one.answer):
         if call.answer > before:
-            runs.append(TokenRun(None, None, None, None, found.token_ids[before : call.answer].tolist(), ()))
+            runs.append(TokenRun(None, None, None, None, token_ids[before : call.answer].tolist(), ()))
         runs.append(_answer(calls[call.call_id], credit[call.call_id]))
         before = len(call.token_ids)
     return runs

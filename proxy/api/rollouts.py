@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
@@ -17,14 +18,14 @@ from ...core.http import in_thread_if_large
 from ...core.json_text import dumps, fields_of
 from ...core.records import Event, Mode, Rollout, RolloutName, RolloutStatus
 from ...store.keys import hash_key, new_key
-from ...store.reports import Summary
+from ...store.reports import CallTokens, Summary
 from ...store.rollouts import RolloutSearch
 from ..gateway.relay import DataPath, name_rollout
 from ..hooks import ProxyPlugin
 from .answers import EventRecorded, Opened, RolloutDetail, RolloutPage, TrainingRows, Transitions
 from .bodies import Body, Count, EndBody, EventBody, EventList, Finite, Id, Name, PathId, RolloutsBody
 from .requests import AdminRoute, ControlRequest, Limit, OwnKey, Parts, Position, UserRoute
-from .views import rollout_detail, rows_of, transitions, words_in
+from .views import rollout_detail, transitions, words_in
 
 Requests = Literal["short", "whole"]
 
@@ -165,7 +166,10 @@ async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any
     The answer has nothing of siblings that the caller may not see. Supervised fine-tuning assigns no credit.
     """
     store, sight = request.parts.store, request.caller.sight
-    rollout = await store.rollouts.get(rollout_id)
+    rollout, rows = await store.rollouts.get(rollout_id), defaultdict[int, list[CallTokens]](list)
+    for call in await store.credit.tokens_of(rollout_id):
+        if call.row is not None:
+            rows[call.row].append(call)
     return {
         "rollout_id": rollout_id,
         "task_id": rollout.task_id,
@@ -174,9 +178,10 @@ async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any
         "group": await store.credit.group_of(rollout_id, sight.key_id, siblings=sight.siblings),
         "calls": [dict(row) for row in await store.credit.of(rollout_id)],
         "rows": [
-            {"row": row.row, "call_ids": [call.call_id for call in row.calls], "tokens": len(row.token_ids)}
-            | {"trained_tokens": sum(len(call.token_ids) - call.answer for call in row.calls)}
-            for row in rows_of(await store.credit.tokens_of(rollout_id))
+            # The prompt of its last call and that call's answer, in which the answers of its calls lie.
+            {"row": row, "call_ids": [call.call_id for call in calls], "tokens": len(calls[-1].token_ids)}
+            | {"trained_tokens": sum(len(call.token_ids) - call.answer for call in calls)}
+            for row, calls in sorted(rows.items())
         ],
     }
 

@@ -6,9 +6,8 @@ no decisions, and moves text that others share with them. `words_view` has the f
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +15,6 @@ from ...core.config.section import feature_sections
 from ...core.json_text import fields_of, loads_or_none
 from ...core.records import Event, ModelCall, Reward, Rollout, ToolCall, Transition
 from ...core.tools import dicts, tool_calls
-from ...store.reports import CallTokens, TokenIds
 from ...store.requests import begun
 from ..dialects.transcript import messages_answered, messages_in, text
 from .answers import Call, RewardSeen
@@ -28,7 +26,7 @@ _OF_REWARD = {name: "value" if name == "reward" else name for name in RewardSeen
 # What of a request the model is shown, in any of the recorded APIs.
 _SHOWN = ("system", "instructions", "messages", "prompt", "input", "previous_response_id", "tools")
 
-Of = dict[str, Any] | None
+Fields = dict[str, Any]
 
 WORDS = 200  # characters
 
@@ -87,7 +85,7 @@ def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[E
 
 
 def _call_transitions(t: int, call: ModelCall, after: ModelCall | None, rollout: Rollout) -> list[Transition]:
-    reward, message = (call.reward or 0.0) + (0.0 if after else rollout.own_reward or 0.0), message_of(call)
+    reward, message = (call.reward or 0.0) + (0.0 if after else rollout.own_reward or 0.0), answer_in(call.response)
     action = {"message": message, "token_ids": call.response_token_ids, "finish_reason": call.finish_reason}
     following = _state(after) if after else None
     own = Transition(t, "llm", call.agent, call.call_id, _state(call), action, reward, following, False)
@@ -101,13 +99,8 @@ def _of_tool(t: int, agent: str | None, call_id: str | None, state: Any, tool: T
     return Transition(t, "tool", agent, call_id, state, action, 0.0, following, False)
 
 
-def message_of(call: ModelCall) -> Any:
-    """Return the answer: the first choice's message (chat), its text (completions), or another API's response."""
-    return answer_in(call.response)
-
-
 def answer_in(response: Any) -> Any:
-    """Return what `message_of` returns, of a response."""
+    """Return the answer: the first choice's message (chat), its text (completions), or another API's response."""
     fields = response if isinstance(response, dict) else {}
     first = next(iter(dicts(fields.get("choices"))), {})
     return first.get("message", first.get("text", response))
@@ -129,32 +122,27 @@ def among_decisions(calls: Sequence[ModelCall]) -> list[ModelCall]:
 
 def _shortened(call: ModelCall, left_out: dict[str, ModelCall]) -> ModelCall:
     while call.request_of and (parent := left_out.get(call.request_of["call_id"])):
-        request, request_of = _request(call, parent)
-        call = replace(call, request=request, request_of=request_of)
+        request, of = _rebased(call.request, call.request_of, parent.request, parent.request_of)
+        call = replace(call, request=request, request_of=of)
     while call.prompt_of and (parent := left_out.get(call.prompt_of["call_id"])):
-        prompt, prompt_of = _prompt(call, call.prompt_of["tokens"], parent)
-        call = replace(call, prompt_token_ids=prompt, prompt_of=prompt_of)
+        own, before = {"tokens": call.prompt_token_ids}, {"tokens": parent.row_token_ids}
+        prompt, of = _rebased(own, call.prompt_of, before, parent.prompt_of)
+        call = replace(call, prompt_token_ids=prompt["tokens"], prompt_of=of)
     return call
 
 
-def _request(call: ModelCall, parent: ModelCall) -> tuple[dict[str, Any], Of]:
-    """The request as its difference from the request that its parent is stored against."""
-    request, before, shared = dict(call.request), parent.request_of or {}, {}
-    for name, count in (call.request_of or {}).items():
+def _rebased(own: Fields, of: Fields, parents: Fields, parents_of: Fields | None) -> tuple[Fields, Fields | None]:
+    """Fields that begin as a parent's do, as their difference from what the parent's begin as."""
+    own, before, shared = dict(own), parents_of or {}, dict[str, Any]()
+    for name, count in of.items():
         if name == "call_id":
             continue
         most = before.get(name, 0)
         if count > most:
-            request[name] = begun(parent.request[name], count - most, call.request[name])
+            own[name] = begun(parents[name], count - most, own[name])
         if most:
             shared[name] = min(count, most)
-    return request, {"call_id": before["call_id"], **shared} if shared else None
-
-
-def _prompt(call: ModelCall, count: int, parent: ModelCall) -> tuple[tuple[int, ...], Of]:
-    most = parent.prompt_of["tokens"] if parent.prompt_of else 0
-    prompt = parent.row_token_ids[: max(0, count - most)] + call.prompt_token_ids
-    return prompt, parent.prompt_of and parent.prompt_of | {"tokens": min(count, most)}
+    return own, {"call_id": before["call_id"], **shared} if shared else None
 
 
 def words_in(request: str | None, response: str | None) -> tuple[str | None, str | None]:
@@ -170,39 +158,3 @@ def words_in(request: str | None, response: str | None) -> tuple[str | None, str
 
 def _first_words(words: str) -> str | None:
     return " ".join(words[: 4 * WORDS].split())[:WORDS] or None
-
-
-@dataclass
-class TrainedRow:
-    """A training row: the prompt of its last call and that call's answer. The answers of its calls lie in it.
-
-    `left_out`: calls of which it has the tokens, and whose answers are not trained on.
-    """
-
-    row: int
-    calls: list[CallTokens] = field(default_factory=list)
-    left_out: list[CallTokens] = field(default_factory=list)
-
-    @property
-    def token_ids(self) -> TokenIds:
-        return self.calls[-1].token_ids
-
-
-def rows_of(calls: Sequence[CallTokens]) -> list[TrainedRow]:
-    """Return the training rows of a rollout from its calls, in order."""
-    rows: dict[int, TrainedRow] = {}
-    for call in calls:
-        if call.row is not None:
-            rows.setdefault(call.row, TrainedRow(call.row)).calls.append(call)
-    ordered = sorted((_sortable(row.token_ids), n) for n, row in rows.items())
-    for call in calls:
-        begins = _sortable(call.token_ids)
-        at = bisect_left(ordered, (begins, 0))
-        if call.row is None and at < len(ordered) and ordered[at][0].startswith(begins):
-            rows[ordered[at][1]].left_out.append(call)
-    return [row for _, row in sorted(rows.items())]
-
-
-def _sortable(token_ids: TokenIds) -> bytes:
-    """Bytes that sort as the tokens do."""
-    return token_ids.astype(">i4").tobytes()

@@ -32,7 +32,7 @@ from lightning_proxy.features.judge.judge import Judge
 from lightning_proxy.features.judge.rewarder import Away
 from lightning_proxy.features.tune.data import prepare
 from lightning_proxy.features.tune.offline import train_offline
-from lightning_proxy.proxy.api.views import message_of
+from lightning_proxy.proxy.api.views import answer_in
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
@@ -274,7 +274,7 @@ async def test_an_export_holds_rewards_of_every_name_and_what_automatic_ones_are
             collector = Collector(TrainerConfig.model_validate(settings), Store(database))
             batch = await collector.next_batch(0, fewer=True)
             calls = await Store(database).calls.of("good")
-            said = [(message_of(call), call.response["choices"][0]["finish_reason"]) for call in calls]
+            said = [(answer_in(call.response), call.response["choices"][0]["finish_reason"]) for call in calls]
             assert batch is not None
             found.append((said, {s.call_ids[0]: s.advantages[-1] for s in batch.samples}))
     # Returns of the second call: 1 + 2 * (4 + 0.5) - 0.1 and 1 - 0.1; the first adds 8 * 0.75 and 8 * 0.25 - 2 * 0.1.

@@ -15,9 +15,8 @@ import pytest
 from lightning_proxy.core.records import Choice, Reward, RolloutName
 from lightning_proxy.core.returns import Rules
 from lightning_proxy.core.tokens import NOT_FOLLOWED
-from lightning_proxy.proxy.api.views import message_of
+from lightning_proxy.proxy.api.views import answer_in
 from lightning_proxy.trainer.collect.collector import Collector
-from support.calls import call
 from support.rewarded import Traffic, advantages, traffic
 from support.sections import TrainerConfig
 
@@ -444,4 +443,4 @@ async def test_a_rollout_that_cannot_be_used_costs_the_others_nothing(
 
 @pytest.mark.parametrize("choices", [{"a": 1}, 5, [], ["a"], None])
 def test_an_answer_of_no_known_shape_is_shown_whole(choices: Any) -> None:
-    assert message_of(call("a", response={"choices": choices})) == {"choices": choices}
+    assert answer_in({"choices": choices}) == {"choices": choices}
