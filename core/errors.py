@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import math
 
+# By HTTP status, the type that OpenAI's API gives an error; "server_error" of others.
+TYPES = dict.fromkeys((400, 405, 408, 413, 415, 422, 426, 501), "invalid_request_error") | {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+    502: "upstream_error",
+    504: "upstream_error",
+}
+
 
 class LightningError(Exception):
     """The base of all errors here. Its message is shown as it is: what was wrong, where, and what to do."""
 
     status = 500
-    type = "server_error"
+    type: str | None = None  # None: that of the status
     exit_code = 1
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
@@ -21,7 +32,8 @@ class LightningError(Exception):
 
     def body(self) -> dict[str, object]:
         """Return the error in OpenAI's shape."""
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        kind = self.type or TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 class ConfigError(LightningError):
@@ -32,62 +44,51 @@ class ConfigError(LightningError):
 
 class InvalidRequest(LightningError):
     status = 400
-    type = "invalid_request_error"
 
 
 class Unauthorized(LightningError):
     status = 401
-    type = "authentication_error"
 
 
 class Forbidden(LightningError):
     status = 403
-    type = "permission_error"
 
 
 class NotFound(LightningError):
     status = 404
-    type = "not_found_error"
 
 
 class MethodNotAllowed(LightningError):
     status = 405
-    type = "invalid_request_error"
 
 
 class RequestTimeout(LightningError):
     """The client did not send its request in time. Where the next one would begin is not known."""
 
     status = 408
-    type = "invalid_request_error"
     headers = ((b"connection", b"close"),)
 
 
 class Conflict(LightningError):
     status = 409
-    type = "conflict_error"
 
 
 class TooLarge(LightningError):
     status = 413
-    type = "invalid_request_error"
 
 
 class UnsupportedMediaType(LightningError):
     status = 415
-    type = "invalid_request_error"
 
 
 class Unprocessable(LightningError):
     status = 422
-    type = "invalid_request_error"
 
 
 class UpgradeRequired(LightningError):
     """A client asked for a WebSocket. Some fall back to HTTP on this status alone."""
 
     status = 426
-    type = "invalid_request_error"
     headers = ((b"upgrade", b"HTTP/1.1"),)
 
 
@@ -95,7 +96,6 @@ class RateLimited(LightningError):
     """A key has reached its limit. The headers say when to try again, as those of OpenAI's API do."""
 
     status = 429
-    type = "rate_limit_error"
 
     def __init__(self, message: str, *, retry_after_s: float, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         super().__init__(message, code="rate_limit_exceeded")
@@ -108,21 +108,18 @@ class Unsupported(LightningError):
     """The upstream has no such API."""
 
     status = 501
-    type = "invalid_request_error"
 
 
 class UpstreamUnreachable(LightningError):
     """The upstream could not be reached, or broke off or sent garbage before the agent got anything."""
 
     status = 502
-    type = "upstream_error"
 
 
 class StoreUnavailable(LightningError):
     """The store cannot be opened, read or written: locked, disk full, damaged, away. Nothing was recorded."""
 
     status = 503
-    type = "server_error"
     headers = ((b"retry-after", b"1"),)
 
 
@@ -136,13 +133,11 @@ class Overloaded(LightningError):
     """There is no memory for another large request now, or no file for another connection."""
 
     status = 503
-    type = "server_error"
     headers = ((b"retry-after", b"1"),)
 
 
 class UpstreamTimeout(LightningError):
     status = 504
-    type = "upstream_error"
 
 
 class NotSaved(LightningError):

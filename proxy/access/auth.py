@@ -198,9 +198,8 @@ class Keys:
         return {self._digest(h): caller(_limiter(self._default), name=name) for name, h in hashed.items()}
 
     def _caller(self, key: StoredKey) -> Caller:
-        limiter, is_admin = _limiter(key.limits | self._default), key.role == "admin"
+        limiter, is_admin, own = _limiter(key.limits | self._default), key.role == "admin", key.scope == "own"
         evidence = is_admin or key.evaluator
-        own = key.scope == "own"
         return Caller(None, False, limiter, key.recording, key.key_id, is_admin, own, evidence, key.name)
 
     def _digest(self, key_hash: str) -> bytes:
@@ -260,12 +259,12 @@ def log_keys(before: Sequence[StoredKey], after: Sequence[StoredKey]) -> None:
     """Log the keys that commands on the store made, revoked or purged meanwhile."""
     old, new = {key.key_id: key for key in before}, {key.key_id: key for key in after}
     for key_id, key in (old | new).items():
-        was, now = old.get(key_id), new.get(key_id)
-        rights = f"{key.role}, scope {key.scope}{', evaluator' * key.evaluator}"
-        changes = {
-            f"was created ({rights})": was is None,
-            "was revoked": now is not None and not now.live and (was is None or was.live),
-            "was purged": now is None,
-        }
-        for change in (change for change, is_so in changes.items() if is_so):
+        was, now, changes = old.get(key_id), new.get(key_id), list[str]()
+        if was is None:
+            changes.append(f"was created ({key.role}, scope {key.scope}{', evaluator' * key.evaluator})")
+        if now is None:
+            changes.append("was purged")
+        elif not now.live and (was is None or was.live):
+            changes.append("was revoked")
+        for change in changes:
             log_change(f"key {key.name} (id {key_id}) {change}", once=True, key_id=key_id)

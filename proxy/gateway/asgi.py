@@ -12,8 +12,8 @@ import sys
 import zlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -105,54 +105,66 @@ class Reply:
     async def error(self, error: LightningError, headers: Iterable[Header] = ()) -> None:
         await self.json(error.status, self._error_body(error), (*error.headers, *headers))
 
-    @contextmanager
-    def while_connected(self, *, finish_s: float = 0.0) -> Iterator[None]:
+    def while_connected(self, *, finish_s: float = 0.0) -> WhileConnected:
         """Run the block once the request is read; it is cancelled so many seconds after the agent has disconnected.
 
         `agent_left` is set at once.
         """
-        this, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert this is not None
-        cancelled = False
-        watch: asyncio.Task[None] | None = None
+        return WhileConnected(self, finish_s)
 
-        async def wait_for_the_end() -> None:
-            nonlocal cancelled
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            self.agent_left = True
-            await asyncio.sleep(finish_s)
-            cancelled = this.cancel()
+    async def wait_for_the_end(self) -> None:
+        """Return when the agent has disconnected, or has the entire answer."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.agent_left = True
 
-        def begin() -> None:
-            nonlocal watch
-            watch = loop.create_task(wait_for_the_end())
 
-        later = loop.call_later(WATCH_AFTER_S, begin)
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not cancelled or this.uncancel() > 0:
-                raise
-        finally:
-            later.cancel()
-            if watch is not None:
-                watch.cancel()
+class WhileConnected:
+    """The block of `Reply.while_connected`."""
+
+    __slots__ = ("_cancelled", "_finish_s", "_later", "_reply", "_task", "_watch")
+
+    def __init__(self, reply: Reply, finish_s: float) -> None:
+        self._reply, self._finish_s, self._cancelled = reply, finish_s, False
+        self._watch: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        self._later = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
+
+    def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        self._later.cancel()
+        if self._watch is not None:
+            self._watch.cancel()
+        # A cancellation of this block alone ends here.
+        return isinstance(error, asyncio.CancelledError) and self._cancelled and self._uncancelled()
+
+    def _uncancelled(self) -> bool:
+        return self._task is not None and self._task.uncancel() == 0
+
+    def _begin(self) -> None:
+        self._watch = asyncio.get_running_loop().create_task(self._wait())
+
+    async def _wait(self) -> None:
+        await self._reply.wait_for_the_end()
+        await asyncio.sleep(self._finish_s)
+        self._cancelled = self._task is not None and self._task.cancel()
 
 
 LATE_EVERY_S = 1.0  # how often late bodies are looked for, at most
 SLOW_S, SLOW_BYTES = 10.0, 10_000  # a body, or an answer, of which less moves in this time is given up
 
 
+@dataclass(slots=True)
 class _Reading:
-    """A body that is being read. `seen` of its bytes had come at `looked_at`."""
+    """A body that is being read since `since`. `seen` of its bytes had come at `looked_at`."""
 
-    __slots__ = ("looked_at", "received", "seen", "since", "waits")
-
-    def __init__(self, now: float) -> None:
-        self.since = self.looked_at = now
-        self.received = self.seen = 0
-        self.waits = False  # for memory, which is not its sender's fault
+    since: float
+    looked_at: float
+    seen: int = 0
+    received: int = 0
+    waits: bool = False  # for memory, which is not its sender's fault
+    late: str | None = None
 
     def is_slow(self, now: float) -> bool:
         if not self.waits and now < self.looked_at + SLOW_S:
@@ -174,25 +186,37 @@ class Bodies:
         self.memory = Memory(int(config.max_bodies_mb * 1_000_000), self.limit)
         self._seconds = config.body_timeout_s
         self._reading: dict[asyncio.Task[Any], _Reading] = {}
-        self._late: dict[asyncio.Task[Any], str] = {}
 
     async def read(self, receive: Receive, headers: Mapping[str, str], loan: Loan) -> bytes:
         """Return a request's body. `loan` holds what of it did not come with the head.
 
         Raises TooLarge, RequestTimeout, Overloaded if too many are being read, and ClientDisconnected.
         """
-        task = asyncio.current_task()
+        length = headers.get("content-length", "")
+        if length.isdecimal():
+            self._require_size(int(length))
+        task, now = asyncio.current_task(), asyncio.get_running_loop().time()
         assert task is not None
-        reading = self._reading[task] = _Reading(asyncio.get_running_loop().time())
+        reading = self._reading[task] = _Reading(now, now)
         try:
-            return await self._read(receive, headers, loan, reading)
+            piece, more = await self._piece(receive, reading)
+            if not more:
+                return piece
+            body = bytearray()
+            while True:
+                reading.waits = True
+                await loan.grow(len(piece))
+                reading.waits = False
+                body += piece
+                if not more:
+                    return bytes(body)
+                piece, more = await self._piece(receive, reading)
         except asyncio.CancelledError:
-            if task not in self._late or task.uncancel() > 0:
+            if reading.late is None or task.uncancel() > 0:
                 raise
-            raise RequestTimeout(self._late[task]) from None
+            raise RequestTimeout(reading.late) from None
         finally:
             del self._reading[task]
-            self._late.pop(task, None)
 
     async def watch(self) -> None:
         """End the reading of late bodies until cancelled."""
@@ -203,42 +227,23 @@ class Bodies:
             now = asyncio.get_running_loop().time()
             for task, reading in self._reading.items():
                 is_late = reading.since + self._seconds < now
-                if (is_late or reading.is_slow(now)) and task not in self._late:
-                    self._late[task] = late if is_late else slow
+                if (is_late or reading.is_slow(now)) and reading.late is None:
+                    reading.late = late if is_late else slow
                     task.cancel()
 
-    async def _read(self, receive: Receive, headers: Mapping[str, str], loan: Loan, reading: _Reading) -> bytes:
-        length = headers.get("content-length", "")
-        if length.isdecimal() and int(length) > self.limit:
-            raise self._too_large()
-        piece, more = await _piece(receive)
-        if not more:
-            if len(piece) > self.limit:
-                raise self._too_large()
-            return piece
-        body = bytearray()
-        while True:
-            reading.received += len(piece)
-            if reading.received > self.limit:
-                raise self._too_large()
-            reading.waits = True
-            await loan.grow(len(piece))
-            reading.waits = False
-            body += piece
-            if not more:
-                return bytes(body)
-            piece, more = await _piece(receive)
+    async def _piece(self, receive: Receive, reading: _Reading) -> tuple[bytes, bool]:
+        """The next piece of a body, and whether more comes."""
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected
+        piece = bytes(message.get("body", b""))
+        reading.received += len(piece)
+        self._require_size(reading.received)
+        return piece, bool(message.get("more_body"))
 
-    def _too_large(self) -> TooLarge:
-        return TooLarge(f"the request body is larger than {self.limit} bytes (proxy.max_body_mb)")
-
-
-async def _piece(receive: Receive) -> tuple[bytes, bool]:
-    """The next piece of a body, and whether more comes."""
-    message = await receive()
-    if message["type"] == "http.disconnect":
-        raise ClientDisconnected
-    return bytes(message.get("body", b"")), bool(message.get("more_body"))
+    def _require_size(self, size: int) -> None:
+        if size > self.limit:
+            raise TooLarge(f"the request body is larger than {self.limit} bytes (proxy.max_body_mb)")
 
 
 WAIT_S = 5.0
@@ -250,11 +255,11 @@ class Memory:
     First come first served: a large loan is not overtaken for ever. A key that has its share holds up no other.
     """
 
-    def __init__(self, size: int, largest: int, wait_s: float | None = None) -> None:
+    def __init__(self, size: int, largest: int = 0, wait_s: float = WAIT_S) -> None:
         """`largest`: bytes of the largest body."""
         self.share = max(size // 4, largest)
         self._free = max(size, largest)
-        self._wait_s = WAIT_S if wait_s is None else wait_s
+        self._wait_s = wait_s
         self._of_key, self._not_taken = Counter[Hashable](), Counter[Hashable]()
         self._queue: deque[tuple[Hashable, int, asyncio.Future[None]]] = deque()
 
@@ -266,17 +271,17 @@ class Memory:
 
     async def take(self, key: Hashable, size: int) -> None:
         """Lend so many bytes, which is at most the share of a key. Raise Overloaded after a wait."""
-        if not self._queue and self._fits(key, size):
-            self.add(key, size)
-            return
         turn = (key, size, asyncio.get_running_loop().create_future())
         self._queue.append(turn)
         self._lend()
         try:
             async with asyncio.timeout(self._wait_s):
                 await turn[2]
-        except BaseException as error:
-            self._leave(turn)
+        except BaseException as error:  # a turn that has come just now gives its bytes back
+            if turn in self._queue:
+                self._queue.remove(turn)
+            self.add(key, -size if turn[2].done() and not turn[2].cancelled() else 0)
+            self._lend()
             if isinstance(error, TimeoutError):
                 raise Overloaded("too many large requests or answers at once; try again in a moment") from None
             raise
@@ -293,27 +298,16 @@ class Memory:
         self._not_taken[key] += size
         self.add(key, size)
 
-    def _fits(self, key: Hashable, size: int) -> bool:
-        return size <= self._free and self._of_key[key] + size <= self.share
-
     def _lend(self) -> None:
         for turn in [*self._queue]:
             key, size, come = turn
-            if self._fits(key, size):
+            if size <= self._free and self._of_key[key] + size <= self.share:
                 self._queue.remove(turn)
                 if not come.done():  # it is, if the waiting task was cancelled just now
                     self.add(key, size)
                     come.set_result(None)
             elif size > self._free:
                 return
-
-    def _leave(self, turn: tuple[Hashable, int, asyncio.Future[None]]) -> None:
-        """Give up a turn: one that has come just now gives its bytes back."""
-        key, size, come = turn
-        if turn in self._queue:
-            self._queue.remove(turn)
-        self.add(key, -size if come.done() and not come.cancelled() else 0)
-        self._lend()
 
 
 class Loan:
@@ -414,13 +408,8 @@ def _gzip(_: bytes) -> Any:
 
 
 def _zstd(_: bytes) -> Any:
-    zstd = _zstd_module()
+    zstd = import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
     return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _WINDOW})
-
-
-@cache
-def _zstd_module() -> Any:
-    return import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
 
 _UNPACKERS: dict[str, Callable[[bytes], Any]] = {"gzip": _gzip, "x-gzip": _gzip, "deflate": _deflate, "zstd": _zstd}

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -81,39 +81,31 @@ Rewrite = Callable[[Question, RolloutName], Awaitable[Question]]
 OnCall = Callable[[CallStart, CallEnd, Mapping[str, str]], None]
 
 
+@dataclass(eq=False)
 class Gateway:
-    """Answers model calls. State shared by all calls is here; state of a single call is in `CallUnderWay`."""
+    """Answers model calls. State shared by all calls is here; state of a single call is in `CallUnderWay`.
 
-    def __init__(
-        self,
-        config: Config,
-        policy: PolicyRouter,
-        upstreams: Upstreams,
-        recorder: Recorder,
-        metrics: Metrics,
-        *,
-        unnamed: UnnamedRollouts | None = None,
-        exact: ExactTokens | None = None,
-        chat_route: ChatRoute | None = None,
-        rewrites: Sequence[Rewrite] = (),
-        listeners: Sequence[OnCall] = (),
-    ) -> None:
-        """Without `unnamed` an unnamed call is a rollout of its own, without `exact` all go as text.
+    Without `unnamed` an unnamed call is a rollout of its own, without `exact` all go as text, without `chat_route` each
+    goes to its own route. `rewrites` change the question. By default a plain chat call meets no `exact`, no `chat`
+    in its ChatDecision, no redactor in the recorder and no `choose` in the router.
+    """
 
-        Without `chat_route` each goes to its own route. `rewrites` change the question. By default a plain chat call
-        meets no `exact`, no `chat` in its ChatDecision, no redactor in the recorder and no `choose` in the router.
-        """
-        self.policy = policy
-        self.upstreams = upstreams
-        self.recorder = recorder
-        self.metrics = metrics
-        self.unnamed = unnamed
-        self.exact = exact
-        self.chat_route = chat_route
-        self.rewrites = rewrites
-        self.listeners = listeners
-        recording = config.recording
-        self.finish_s = recording.finish_timeout_s if recording.on_disconnect == "finish" else 0.0
+    config: Config
+    policy: PolicyRouter
+    upstreams: Upstreams
+    recorder: Recorder
+    metrics: Metrics
+    unnamed: UnnamedRollouts | None = None
+    exact: ExactTokens | None = None
+    chat_route: ChatRoute | None = None
+    rewrites: Sequence[Rewrite] = ()
+    listeners: Sequence[OnCall] = ()
+
+    @property
+    def finish_s(self) -> float:
+        """Return for how long an answer is finished for the record when its agent has left."""
+        recording = self.config.recording
+        return recording.finish_timeout_s if recording.on_disconnect == "finish" else 0.0
 
     async def answer(self, question: Question, reply: Reply) -> None:
         """Answer a call; its record is durable before the answer's last byte leaves."""
@@ -125,14 +117,19 @@ class Gateway:
         decision = await self._chat_decision(question, rollout, route)  # to the API's own route, or the chat route
         call = CallUnderWay(self, question, rollout, route, decision, reply, conversation)
         # What failed above this line is not recorded: nothing would have been asked.
-        async with call.under_way():
-            await call.record_start()
-            # Entering `attempts` sends the request, with retries and fallbacks, as exact tokens where possible.
-            async with asyncio.timeout(route.upstream.total_timeout_s) as limit, call.attempts as answer:
-                await call.pass_on(answer)
-                limit.reschedule(None)  # the rest does not wait for the upstream: the commit, and a slow agent
-                await call.record_end()
-                await call.pass_on_the_rest()
+        with reply.while_connected(finish_s=self.finish_s if question.recorded else 0.0):
+            try:
+                await call.record_start()
+                # Entering `attempts` sends the request, with retries and fallbacks, as exact tokens where possible.
+                async with asyncio.timeout(route.upstream.total_timeout_s) as limit, call.attempts as answer:
+                    await call.pass_on(answer)
+                    limit.reschedule(None)  # the rest does not wait for the upstream: the commit, and a slow agent
+                    await call.record_end()
+                    await call.pass_on_the_rest()
+            except BaseException as error:  # a call whose start is durable gets an end, whatever happens
+                await call.failed(error)
+                if not isinstance(error, Exception):
+                    raise
 
     async def _rollout(self, question: Question) -> tuple[RolloutName, Conversation | None]:
         """The rollout that is named; without a name the one that the conversation continues, or a new one."""
@@ -310,32 +307,22 @@ class CallUnderWay:
                 status = "incomplete"
             size = len(self._question.request.body) + (self._transcript.size if self._transcript else 0)
             if size < LARGE:
-                self._committed = self._commit(self._call_end(status, error))
+                self._committed = self._commit(*self._end(status, error))
             else:
                 self._committed = asyncio.ensure_future(self._commit_large(status, error))
         await asyncio.shield(self._committed)
 
-    @asynccontextmanager
-    async def under_way(self) -> AsyncIterator[None]:
-        """Record the call's end, if the block has not, and show the agent any failure."""
-        finish_s = self._gateway.finish_s if self._question.recorded else 0.0
-        with self._reply.while_connected(finish_s=finish_s):
-            try:
-                yield
-            except TimeoutError:
-                seconds = self._route.upstream.total_timeout_s
-                await self._failed(UpstreamTimeout(f"{self.upstream}: no complete answer within {seconds} s"))
-            except asyncio.CancelledError:
-                await self._cancelled()
-                raise
-            except LightningError as error:
-                await self._failed(error)
-            except Exception:
-                log.exception("call %s: internal error", self._start.call_id)
-                await self._failed(LightningError("internal error of the proxy; its log says more"))
-
-    async def _failed(self, error: LightningError) -> None:
+    async def failed(self, error: BaseException) -> None:
         """Record the failure and show it: as an error, or, where the answer has begun, by leaving it unfinished."""
+        if not isinstance(error, Exception):
+            await self._cancelled()
+            return
+        if isinstance(error, TimeoutError):
+            seconds = self._route.upstream.total_timeout_s
+            error = UpstreamTimeout(f"{self.upstream}: no complete answer within {seconds} s")
+        elif not isinstance(error, LightningError):
+            log.error("call %s: internal error", self._start.call_id, exc_info=error)
+            error = LightningError("internal error of the proxy; its log says more")
         if not self._reply.started:
             self._http_status = error.status
         try:
@@ -359,21 +346,19 @@ class CallUnderWay:
         except StoreUnavailable as error:
             log.warning("call %s: %s", self._start.call_id, error.message)
 
-    def _call_end(self, status: CallStatus, error: str | None) -> CallEnd:
-        transcript, fell_back = self._transcript, self.attempts.fell_back
+    def _end(self, status: CallStatus, error: str | None) -> tuple[CallEnd, list[Statement]]:
+        """How the call ended, and statements by which a later request finds it."""
+        question, target, transcript = self._question, self.attempts.target, self._transcript
         response = transcript.response() if transcript else None
         tokens = transcript.tokens if transcript else Tokens()
         unkept = transcript.unkept if transcript and status == "ok" else None
-        target = self.attempts.target
         sent = target.sent if target.translated else self._start.request
         reason = unkept or tokens.untrainable_reason(status, sent)
         if reason == NO_TOKEN_IDS and self._decision.reason:
             reason = self._decision.reason
         if status == "ok" and target.route.version is None:
             reason = NOT_THE_POLICY
-        if self._question.only_recorded:
-            reason = ONLY_RECORDED
-        return CallEnd(
+        end = CallEnd(
             call_id=self._start.call_id,
             rollout_id=self._start.rollout.rollout_id,
             status=status,
@@ -384,36 +369,35 @@ class CallUnderWay:
             usage=tokens.usage,
             tool_calls=tool_calls(response),
             error=error,
-            untrainable_reason=reason,
+            untrainable_reason=ONLY_RECORDED if question.only_recorded else reason,
             ttft_ms=self._ttft_ms,
             latency_ms=self._elapsed_ms(),
-            fallback=self.attempts.upstream.name if fell_back else None,
-            model=model_of(target.sent) if fell_back else None,
+            fallback=self.attempts.upstream.name if self.attempts.fell_back else None,
+            model=model_of(target.sent) if self.attempts.fell_back else None,
         )
-
-    def _commit(self, end: CallEnd) -> asyncio.Future[None]:
-        recorder, also = self._gateway.recorder, self._found_again_by(end)
-        return self._notifying(end, asyncio.ensure_future(recorder.end(end, also)) if self._question.recorded else None)
-
-    async def _commit_large(self, status: CallStatus, error: str | None) -> None:
-        """Do what `_commit` does, with the work of a large request or answer in threads."""
-        end = await asyncio.to_thread(self._call_end, status, error)
-        also = await asyncio.to_thread(self._found_again_by, end)
-        await self._notifying(
-            end, await self._gateway.recorder.end_large(end, also) if self._question.recorded else None
-        )
-
-    def _found_again_by(self, end: CallEnd) -> list[Statement]:
         known = self._conversation
-        return [] if known is None else end_statements(credentials(self._question.headers), self._start, known, end)
+        also = [] if known is None else end_statements(credentials(question.headers), self._start, known, end)
+        return end, also
 
-    def _notifying(self, end: CallEnd, committed: asyncio.Future[None] | None) -> asyncio.Future[None]:
-        """The future that tells the listeners when it is done: at once if the call is not recorded."""
-        if committed is None:
+    def _commit(self, end: CallEnd, also: list[Statement]) -> asyncio.Future[None]:
+        """The future of the end's commit; it is done if the call is not recorded. Listeners hear of it then."""
+        if self._question.recorded:
+            committed = asyncio.ensure_future(self._gateway.recorder.end(end, also))
+        else:
             committed = asyncio.get_running_loop().create_future()
             committed.set_result(None)
         committed.add_done_callback(partial(self._tell_listeners, end))
         return committed
+
+    async def _commit_large(self, status: CallStatus, error: str | None) -> None:
+        """Do what `_commit` does, with the work of a large request or answer in threads."""
+        end, also = await asyncio.to_thread(self._end, status, error)
+        if not self._question.recorded:
+            await self._commit(end, also)
+            return
+        committed = await self._gateway.recorder.end_large(end, also)
+        committed.add_done_callback(partial(self._tell_listeners, end))
+        await committed
 
     def _tell_listeners(self, end: CallEnd, written: asyncio.Future[None]) -> None:
         """Update limits, metrics and telemetry with a call whose end is durable."""

@@ -27,7 +27,6 @@ from ...core.tools import tool_calls
 from ...core.values import is_under_way
 from ...store.calls import Giver
 from ..access.auth import Caller, Keys, credentials
-from ..access.limits import Limiter
 from ..dialects.chat import ChatApi
 from ..dialects.messages import MessagesApi
 from ..dialects.responses import ResponsesApi
@@ -94,27 +93,25 @@ def name_rollout(path: DataPath, headers: Mapping[str, str], key_rollout_id: str
 
     `headers` has lower-case names. Raises InvalidRequest for an id or a mode that is not valid.
     """
+    name = headers.get("x-rollout-id", path.rollout_id)
+    if name is not None:
+        check_id(name, "X-Rollout-Id" if "x-rollout-id" in headers else "rollout_id")
     if "x-rollout-id" in headers:
-        rollout_id = check_id(headers["x-rollout-id"], "X-Rollout-Id")
         path = DataPath(path.rest)
-    elif path.rollout_id is not None:
-        rollout_id = check_id(path.rollout_id, "rollout_id")
-    else:
-        rollout_id = key_rollout_id or uuid4().hex
-    named = key_rollout_id is not None or "x-rollout-id" in headers or path.rollout_id is not None
-    task_id = _first_id((path.task_id, "task_id"), (headers.get("x-task-id"), "X-Task-Id"))
-    agent = _first_id((path.agent, "agent"), (headers.get("x-agent-name"), "X-Agent-Name"))
+    task_id, agent = headers.get("x-task-id"), headers.get("x-agent-name")
+    if path.task_id is not None:
+        task_id = check_id(path.task_id, "task_id")
+    elif task_id is not None:
+        check_id(task_id, "X-Task-Id")
+    if path.agent is not None:
+        agent = check_id(path.agent, "agent")
+    elif agent is not None:
+        check_id(agent, "X-Agent-Name")
     mode = headers.get("x-rollout-mode", "train")
     if mode not in ("train", "eval"):
         raise InvalidRequest(f"X-Rollout-Mode must be train or eval, got {mode[:60]!r}", param="X-Rollout-Mode")
-    return RolloutName(rollout_id, task_id, agent, cast(Mode, mode), named)
-
-
-def _first_id(*candidates: tuple[str | None, str]) -> str | None:
-    for value, what in candidates:
-        if value is not None:
-            return check_id(value, what)
-    return None
+    named = name is not None or key_rollout_id is not None
+    return RolloutName(name or key_rollout_id or uuid4().hex, task_id, agent, cast(Mode, mode), named)
 
 
 def wants_recording(headers: Mapping[str, str]) -> bool:
@@ -189,19 +186,18 @@ class Relay:
         reply = Reply(receive, send, dialect.error_body if dialect else LightningError.body)
         try:
             visit = await self._let_in(scope, path)
-            state = scope.setdefault("state", {})  # as the control API has it
-            if visit.caller is not _NOBODY:
-                state["caller"] = visit.caller
-            with self._bodies.memory.loan(visit.caller.owner) as loan:
+            caller, state = visit.caller, scope.setdefault("state", {})  # as the control API has it
+            if caller is not _NOBODY:
+                state["caller"] = caller
+            with self._bodies.memory.loan(caller.owner) as loan:
                 state["loan"] = loan
-                if visit.caller.limiter is None:
-                    await self._handle(visit, receive, reply, loan)
-                    return
-                visit.caller.limiter.enter()
+                if caller.limiter is not None:
+                    caller.limiter.enter()
                 try:
                     await self._handle(visit, receive, reply, loan)
                 finally:
-                    visit.caller.limiter.leave()
+                    if caller.limiter is not None:
+                        caller.limiter.leave()
         except ClientDisconnected:
             return
         except LightningError as error:
@@ -328,7 +324,7 @@ class Relay:
         elif giver is not None and is_under_way(giver.response) and response.get("id") == giver.response["id"]:
             if "status" not in response or is_under_way(response):
                 return
-            await self._resumed.end(giver.call_id, transcript, visit.rollout, visit.headers, visit.caller.limiter)
+            await self._resumed.end(giver.call_id, transcript, visit)
 
 
 async def _show(reply: Reply, error: LightningError) -> None:
@@ -390,29 +386,14 @@ class Resumed:
         self._unnamed = unnamed
         self._ending: dict[str, asyncio.Future[None]] = {}  # by call
 
-    async def end(
-        self,
-        call_id: str,
-        transcript: Transcript | BufferedTranscript,
-        rollout: RolloutName,
-        headers: Mapping[str, str],
-        limiter: Limiter | None,
-    ) -> None:
+    async def end(self, call_id: str, transcript: Transcript | BufferedTranscript, visit: Visit) -> None:
         """Return when the call's record durably has its response. Two that poll at once write it once."""
         if call_id not in self._ending:
-            ending = asyncio.ensure_future(self._end(call_id, transcript, rollout, headers, limiter))
-            self._ending[call_id] = ending
+            ending = self._ending[call_id] = asyncio.ensure_future(self._end(call_id, transcript, visit))
             ending.add_done_callback(lambda _: self._ending.pop(call_id))
         await asyncio.shield(self._ending[call_id])
 
-    async def _end(
-        self,
-        call_id: str,
-        transcript: Transcript | BufferedTranscript,
-        rollout: RolloutName,
-        headers: Mapping[str, str],
-        limiter: Limiter | None,
-    ) -> None:
+    async def _end(self, call_id: str, transcript: Transcript | BufferedTranscript, visit: Visit) -> None:
         gateway, call = self._gateway, await self._unnamed.call(call_id)
         if not is_under_way(call.response):
             return
@@ -423,7 +404,7 @@ class Resumed:
         reason = tokens.untrainable_reason(status, call.request)
         start = CallStart(
             call_id=call_id,
-            rollout=rollout._replace(rollout_id=call.rollout_id),
+            rollout=visit.rollout._replace(rollout_id=call.rollout_id),
             endpoint=call.endpoint,
             model=call.model,
             policy_version=call.policy_version,
@@ -446,10 +427,10 @@ class Resumed:
         )
         conversation = await asyncio.to_thread(Conversation, call.request)
         gateway.recorder.resume(start)
-        also = [] if rollout.named else end_statements(credentials(headers), start, conversation, end)
+        also = [] if visit.rollout.named else end_statements(credentials(visit.headers), start, conversation, end)
         await gateway.recorder.end(end, also, counted=call.status != "incomplete")
-        if limiter is not None:
-            limiter.spend(end, 0)
+        if visit.caller.limiter is not None:
+            visit.caller.limiter.spend(end, 0)
         gateway.metrics.call_ended(end, True)
         for listener in gateway.listeners:
-            listener(start, end, headers)
+            listener(start, end, visit.headers)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import resource
 import socket
 import struct
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGISendEvent
 
 from ...core.errors import InvalidRequest, LightningError, Overloaded, RequestTimeout, UpgradeRequired
-from .asgi import SLOW_BYTES, SLOW_S, Loan
+from .asgi import SLOW_BYTES, SLOW_S, Loan, Memory
 
 log = logging.getLogger(__name__)
 
@@ -75,18 +76,18 @@ def calls_at_once(files: int) -> int:
     return max(int((files - OWN_FILES) * (1 - LEAST_SILENT)) // FILES_OF_A_CALL, 1)
 
 
-class Silent(Protocol):
-    """A connection that can be closed while it has no request under way."""
-
-    def close_silent(self) -> None:
-        """Close the connection."""
+class Connection(Protocol):
+    """A connection as `Connections` knows it."""
 
     @property
     def is_idle_without_key(self) -> bool:
         """Return whether its request had no key, and its answer is not read or takes long."""
 
+    def close_silent(self) -> None:
+        """Close it while it has no request under way."""
+
     def abort(self) -> None:
-        """Close the connection at once, also in the middle of an answer."""
+        """Close it at once, also in the middle of an answer."""
 
 
 class Connections:
@@ -98,50 +99,44 @@ class Connections:
     def __init__(self, files: int) -> None:
         self._calls, self._room = calls_at_once(files), files - OWN_FILES
         self._most_silent = min(self._room // 4, MOST_SILENT)
-        self._new: dict[Silent, None] = {}  # in the order in which they came
-        self._idle: dict[Silent, None] = {}
-        self._at_work: dict[Silent, None] = {}
+        self._new: dict[Connection, None] = {}  # in the order in which they came
+        self._idle: dict[Connection, None] = {}
+        self._at_work: dict[Connection, None] = {}
         self._closed, self._logged_at = 0, -LOG_EVERY_S
-        self.untaken = 0  # bytes of answers without a key that their clients do not take
+        self.without_key = Memory(UNTAKEN_WITHOUT_KEY, UNTAKEN_WITHOUT_KEY)  # for answers that are not taken
 
-    def opened(self, connection: Silent) -> None:
+    def opened(self, connection: Connection) -> None:
         """Note a connection that has not sent a request yet."""
-        self._new[connection] = None
-        self._close_silent()
+        self._move(connection, self._new)
 
-    def began(self, connection: Silent, *, is_probe: bool = False) -> bool:
+    def began(self, connection: Connection, *, is_probe: bool = False) -> bool:
         """Note that a request's head has come. False if there is no place for another call."""
-        self._new.pop(connection, None)
-        self._idle.pop(connection, None)
         most = self._calls + (PROBES if is_probe else 0)
-        if connection not in self._at_work and len(self._at_work) >= most and not self._abort_idle():
-            return False
-        self._at_work[connection] = None
-        self._close_silent()
-        return True
-
-    def ended(self, connection: Silent) -> None:
-        """Note that a request was answered; the connection may bring another one."""
-        self._at_work.pop(connection, None)
-        self._idle[connection] = None
-        self._close_silent()
-
-    def lost(self, connection: Silent) -> None:
-        """Forget a connection."""
-        self._new.pop(connection, None)
-        self._idle.pop(connection, None)
-        self._at_work.pop(connection, None)
-
-    def _abort_idle(self) -> bool:
-        idle = next((one for one in self._at_work if one.is_idle_without_key), None)
-        if idle is not None:
+        if connection not in self._at_work and len(self._at_work) >= most:
+            idle = next((one for one in self._at_work if one.is_idle_without_key), None)
+            if idle is None:
+                self.lost(connection)
+                return False
             self.lost(idle)
             idle.abort()
-        return idle is not None
+        self._move(connection, self._at_work)
+        return True
 
-    def _close_silent(self) -> None:
+    def ended(self, connection: Connection) -> None:
+        """Note that a request was answered; the connection may bring another one."""
+        self._move(connection, self._idle)
+
+    def lost(self, connection: Connection) -> None:
+        """Forget a connection."""
+        for connections in (self._new, self._idle, self._at_work):
+            connections.pop(connection, None)
+
+    def _move(self, connection: Connection, to: dict[Connection, None]) -> None:
+        """Note what a connection does, and close the silent ones that are too many."""
+        self.lost(connection)
+        to[connection] = None
         allowed = max(min(self._most_silent, self._room - FILES_OF_A_CALL * len(self._at_work)), 1)
-        while (silent := len(self._new) + len(self._idle)) > allowed and silent:
+        while len(self._new) + len(self._idle) > allowed:
             oldest = next(iter(self._new or self._idle))
             self.lost(oldest)
             oldest.close_silent()
@@ -226,8 +221,7 @@ class ServerProtocol(HttpToolsProtocol):
     _requested_at = 0.0
     _head_timer: asyncio.TimerHandle | None = None
     _untaken_timer: asyncio.TimerHandle | None = None
-    _loan: Loan | None = None  # of the answer that is not taken
-    _without_key = 0  # bytes of it, where its request had no key
+    _loan: Loan  # of the answer that is not taken
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -245,16 +239,13 @@ class ServerProtocol(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        size = self.transport.get_write_buffer_size()
-        self._loan = None if self.cycle is None else self.cycle.scope["state"].get("loan")
-        if self._loan is not None:
-            self._loan.not_taken(size)
-        else:
-            self._without_key = size
-            self._others.untaken += size
-            if self._others.untaken > UNTAKEN_WITHOUT_KEY:
-                self.loop.call_soon(self.transport.abort)  # not in the middle of a write
-        self._untaken_timer = self.loop.call_later(UNTAKEN_S, self._is_untaken, size)
+        loan = None if self.cycle is None else self.cycle.scope["state"].get("loan")
+        try:
+            self._loan = loan or self._others.without_key.loan(None)
+        except Overloaded:
+            self.loop.call_soon(self.transport.abort)  # not in the middle of a write
+            return
+        self._wait_until_taken()
 
     def resume_writing(self) -> None:
         self._taken()
@@ -264,21 +255,16 @@ class ServerProtocol(HttpToolsProtocol):
         if self._untaken_timer is not None:
             self._untaken_timer.cancel()
             self._untaken_timer = None
-            self._others.untaken -= self._without_key
-            self._without_key = 0
-            if self._loan is not None:
-                self._loan.not_taken(0)
-                self._loan = None
+            self._loan.not_taken(0)
 
-    def _is_untaken(self, before: int) -> None:
+    def _wait_until_taken(self, before: float = math.inf) -> None:
         """End the connection if less than the least of its answer was taken since `before` bytes waited."""
         size = self.transport.get_write_buffer_size()
         if size > before - SLOW_BYTES * UNTAKEN_S / SLOW_S:
             self.transport.abort()
             return
-        if self._loan is not None:
-            self._loan.not_taken(size)
-        self._untaken_timer = self.loop.call_later(UNTAKEN_S, self._is_untaken, size)
+        self._loan.not_taken(size)
+        self._untaken_timer = self.loop.call_later(UNTAKEN_S, self._wait_until_taken, size)
 
     def close_silent(self) -> None:
         self.transport.close()
@@ -295,12 +281,12 @@ class ServerProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
         self._read(data)
         if not self._at_work and self._head_timer is None:
             self._await_head()  # a part of the next head, or bytes to ignore
 
     def _read(self, data: bytes) -> None:
-        self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
