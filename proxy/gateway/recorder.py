@@ -361,7 +361,7 @@ def _tool_results(rollout: RolloutName, request: Json, places: Sequence[bytes], 
     """The results that a request brings after the `known` messages, which it shares with its parent."""
     for result, call, place, answer, is_old in results(request, places, known):
         content = dumps(result.content)
-        row = {"rollout_id": rollout.rollout_id, "agent": rollout.agent, "place": place}
+        row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "agent": rollout.agent, "place": place}
         row |= {"tool_call_id": result.tool_call_id, "is_unique": is_unique(result.tool_call_id or "")}
         row |= {"name": call and call.name, "arguments": call and call.arguments}
         row |= {"answer": f"%{answer}%" if isinstance(answer, str) else None}
