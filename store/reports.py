@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -34,6 +34,7 @@ ORDER BY n DESC
 LARGE_TEXT = 100_000  # characters; larger requests and answers are not read
 TEXTS_AT_ONCE = 20  # rollouts whose texts one statement reads
 WORDS_KEPT = 5_000  # rollouts whose words are remembered
+WORDS_DEPEND_ON = ("rollout_id", "first_id", "last_id", "last_call")
 
 _FIRST_AND_LAST_CALL = """
 FROM rollouts
@@ -179,37 +180,25 @@ class Summaries:
 
     def __init__(self, database: Database) -> None:
         self._db = database
-        self._words: OrderedDict[tuple[str, ...], Words] = OrderedDict()
+        self._words: dict[tuple[str, ...], Words] = {}
 
     async def of(self, rollout_ids: Sequence[str], words_in: WordsIn) -> dict[str, Summary]:
         """Return the summaries of rollouts by their ids. `words_in`: finds the words in a stored request and answer."""
-        found = await self._db.all(SUMMARIES, {"rollout_ids": dumps([*rollout_ids])})
-        rows = {row["rollout_id"]: row for row in found}
-        words = {name: known for name, row in rows.items() if (known := self._words.get(_state(row)))}
+        rows = {row["rollout_id"]: row for row in await self._db.all(SUMMARIES, {"rollout_ids": dumps([*rollout_ids])})}
+        states = {name: tuple(str(row[part]) for part in WORDS_DEPEND_ON) for name, row in rows.items()}
+        words = {name: self._words[state] for name, state in states.items() if state in self._words}
         missing = [name for name in rows if name not in words]
+
+        def read_words(texts: Sequence[Row]) -> dict[str, Words]:
+            return {row["rollout_id"]: words_in(row["request"], row["response"]) for row in texts}
+
         for i in range(0, len(missing), TEXTS_AT_ONCE):
-            texts = await self._db.all(
-                TEXTS, {"rollout_ids": dumps(missing[i : i + TEXTS_AT_ONCE]), "large": LARGE_TEXT}
-            )
-            words |= await asyncio.to_thread(_words_of, texts, words_in)
-        self._words |= {_state(rows[name]): known for name, known in words.items()}
+            some = {"rollout_ids": dumps(missing[i : i + TEXTS_AT_ONCE]), "large": LARGE_TEXT}
+            words |= await asyncio.to_thread(read_words, await self._db.all(TEXTS, some))
+        self._words |= {states[name]: known for name, known in words.items()}
         while len(self._words) > WORDS_KEPT:
-            self._words.popitem(last=False)
-        return {name: _summary(rows[name], known) for name, known in words.items()}
-
-
-def _words_of(texts: Sequence[Row], words_in: WordsIn) -> dict[str, Words]:
-    return {row["rollout_id"]: words_in(row["request"], row["response"]) for row in texts}
-
-
-def _state(row: Row) -> tuple[str, ...]:
-    """What the words depend on."""
-    return tuple(str(row[name]) for name in ("rollout_id", "first_id", "last_id", "last_call"))
-
-
-def _summary(row: Row, words: Words) -> Summary:
-    question, answer = words
-    return read(Summary, row, question=question, answer=answer)
+            del self._words[next(iter(self._words))]
+        return {name: read(Summary, rows[name], question=q, answer=a) for name, (q, a) in words.items()}
 
 
 @dataclass(frozen=True, slots=True)
