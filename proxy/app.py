@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
+from aiohttp import ClientSession
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -45,7 +46,7 @@ from .gateway.routing import PolicyRouter, Watch
 from .gateway.through_chat import ChatRoute
 from .gateway.unnamed import UnnamedRollouts
 from .gateway.upstream import make_session
-from .hooks import Core, ProxyPlugin
+from .hooks import Core, Hooks, ProxyPlugin
 from .plugins import add_fields, makers_of, plugins_of
 
 CORE = (rewards.router, rollouts.router, rollouts.admins, tasks.router, policy.router, policy.admins, status.router)
@@ -157,29 +158,20 @@ async def _opened(
         )  # fmt: skip
         if writes:
             await store.returns.adopt(Rules.of(config.trainer))
-            work = [check_health(config, operator, parts.health), *(run() for one in hooks for run in one.work)]
-            await stack.enter_async_context(_at_work([*_work_of(parts), *work]))
+            await stack.enter_async_context(_at_work(parts, operator, hooks))
         yield parts
 
 
-def _work_of(parts: Parts) -> Iterable[Coroutine[Any, Any, None]]:
-    """The background work of the core."""
-    config, database = parts.config, parts.store.database
-    yield parts.keys.watch()
-    yield parts.bodies.watch()
-    yield database.look_for_damage()
-    yield Keeper(database, config, parts.forget).run()
-    yield parts.store.returns.keep()
-    yield end_idle_rollouts(database, config.rollouts)
-    if parts.watch is not None:
-        yield parts.watch.run()
-        yield parts.watch.ask_again()
-
-
 @asynccontextmanager
-async def _at_work(work: Iterable[Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+async def _at_work(parts: Parts, operator: ClientSession, hooks: Sequence[Hooks]) -> AsyncIterator[None]:
     """Run the background work during the block, and cancel it at its end."""
-    tasks = [*map(asyncio.create_task, work)]
+    config, database = parts.config, parts.store.database
+    work = [parts.keys.watch(), parts.bodies.watch(), check_health(config, operator, parts.health)]
+    work += [Keeper(database, config, parts.forget).run(), end_idle_rollouts(database, config.rollouts)]
+    work += [database.look_for_damage(), parts.store.returns.keep()]
+    if parts.watch is not None:
+        work += [parts.watch.run(), parts.watch.ask_again()]
+    tasks = [asyncio.create_task(one) for one in (*work, *(run() for one in hooks for run in one.work))]
     try:
         yield
     finally:

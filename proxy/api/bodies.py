@@ -84,12 +84,21 @@ class _EventBody(Body):
     agent: Id | None = None
 
 
-class StateBody(_EventBody):
+class _ValueBody(_EventBody):
+    value: Any
+    name: Name | None = None
+
+
+class StateBody(_ValueBody):
     """The state that the agent is in when it takes the actions that follow."""
 
     kind: Literal["state"]
-    value: Any
-    name: Name | None = None
+
+
+class NoteBody(_ValueBody):
+    """Something to keep with the rollout; it is no part of its transitions."""
+
+    kind: Literal["note"]
 
 
 class ActionBody(_EventBody):
@@ -100,14 +109,6 @@ class ActionBody(_EventBody):
     arguments: Any = None
     result: Any = None
     is_error: Flag = False
-
-
-class NoteBody(_EventBody):
-    """Something to keep with the rollout; it is no part of its transitions."""
-
-    kind: Literal["note"]
-    value: Any
-    name: Name | None = None
 
 
 EventBody = Annotated[StateBody | ActionBody | NoteBody, Field(discriminator="kind")]

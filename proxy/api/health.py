@@ -91,22 +91,18 @@ async def metrics(request: Request) -> Response:
             shown.disk_free.labels(what).set((await asyncio.to_thread(shutil.disk_usage, directory)).free)
     try:
         await _require_store(p)
-        await _measure_store(p)
+        seen = await verified(p.store)
+        shown.seen_served(seen.version, seen.deviations, seen.probed_at, ok=seen.problem is None)
+        shown.waiting.set(await waiting(p))
+        shown.stopped_for(await p.store.steps.collapse())
+        shown.step_began.set(await p.store.steps.under_way_since() or 0)
+        if (last := await p.store.steps.last()) is not None:
+            shown.step_ended(last.step, last.metrics)
+        for (mode, status), count in (await p.store.rollouts.counts()).items():
+            shown.rollouts.labels(mode, status).set(count)
+        for plugin in p.plugins:
+            await plugin.measure(p.store, shown)
         shown.store_up.set(1)
     except StoreUnavailable:
         shown.store_up.set(0)
     return Response(shown.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-async def _measure_store(p: Parts) -> None:
-    seen = await verified(p.store)
-    p.metrics.seen_served(seen.version, seen.deviations, seen.probed_at, ok=seen.problem is None)
-    p.metrics.waiting.set(await waiting(p))
-    p.metrics.stopped_for(await p.store.steps.collapse())
-    p.metrics.step_began.set(await p.store.steps.under_way_since() or 0)
-    if (last := await p.store.steps.last()) is not None:
-        p.metrics.step_ended(last.step, last.metrics)
-    for (mode, status), count in (await p.store.rollouts.counts()).items():
-        p.metrics.rollouts.labels(mode, status).set(count)
-    for plugin in p.plugins:
-        await plugin.measure(p.store, p.metrics)
