@@ -23,7 +23,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from ..core.http import LARGE
-from ..core.json_text import Number, encode, loads, loads_in_turns
+from ..core.json_text import encode, loads, loads_in_turns
 from ..core.records import SAMPLING, ModelCall
 from .database import Row
 
@@ -47,19 +47,7 @@ def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def is_same(a: Any, b: Any) -> bool:
     """Compare values as JSON texts: Python takes True, 1 and 1.0 for equal, and an object's names in any order."""
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, str):
-        return bool(a == b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(map(is_same, a.values(), b.values()))
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(is_same, a, b))
-    if isinstance(a, Number):
-        return bool(a.text == b.text)
-    return bool(a == b) and (a != 0 or str(a) == str(b))  # 0.0 and -0.0
+    return a is b or bool(a == b and (isinstance(a, str) or encode(a) == encode(b)))
 
 
 def same_prefix(a: list[Any], b: list[Any]) -> int:
