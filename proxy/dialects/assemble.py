@@ -120,7 +120,7 @@ class AnswerParts(Generic[Part]):
     def open(self, index: int | None, part: Part) -> Part:
         place = self._end if index is None or index in self._parts else index
         self._end = max(self._end, place + 1)
-        self._parts[place] = part
+        self._parts[place] = self._known[index] = self._known[None] = part
         return part
 
     def keep(self, part: Part, index: int | None, part_id: Any = None) -> None:

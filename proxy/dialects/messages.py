@@ -74,7 +74,7 @@ class MessagesStream(PlainStream):
         elif kind == "content_block_start":
             block, before = _object(event.get("content_block")), self._blocks.get(index)
             if before is None or not block.get("id") or before.get("id") != block["id"]:
-                self._open(index, block)
+                self._blocks.open(index, dict(block))
         elif kind == "content_block_delta":
             self._feed_block_delta(index, _object(event.get("delta")))
         self.finished = kind == "message_stop" or self.error is not None
@@ -95,18 +95,13 @@ class MessagesStream(PlainStream):
         # Counts only grow: some servers send 0 for counts that they sent before.
         message["usage"] = before | {name: n for name, n in usage.items() if n or not before.get(name)}
 
-    def _open(self, index: int | None, block: Json) -> Json:
-        opened = self._blocks.open(index, dict(block))
-        self._blocks.keep(opened, index)
-        return opened
-
     def _feed_block_delta(self, index: int | None, delta: Json) -> None:
         """Join a delta to its block, which is opened if it was not started."""
         block = self._blocks.get(index)
         empty = next((empty for name, empty in _EMPTY.items() if delta.get(name) is not None), {})
         is_other = empty and block and block.get("type") in ("text", "thinking", "tool_use")
         if block is None or (is_other and block["type"] != empty["type"]):
-            block = self._open(index, empty)
+            block = self._blocks.open(index, dict(empty))
         for name, value in delta.items():
             old = block.get(name)
             if name == "citation":

@@ -12,7 +12,7 @@ from ...core.sse import event_name
 from ...core.tokens import Tokens
 from ...core.tools import dicts, is_call
 from ...core.values import error_in, message_of_error, number
-from .assemble import AnswerParts
+from .assemble import AnswerParts, put
 from .stream import Dialect, Injection, PlainStream
 
 Json = dict[str, Any]
@@ -49,14 +49,13 @@ class ResponsesStream(PlainStream):
     def feed(self, raw: bytes, event: Json) -> bytes:
         response = event if event.get("object") == "response" else event.get("response")
         response = response if isinstance(response, dict) else {}
-        kind = str(event.get("type") or event_name(raw) or f"response.{response.get('status')}")
+        kind = str(event.get("type") or event_name(raw) or (f"response.{response.get('status')}" if response else ""))
         self._feed_items(kind, event)
         if response:
-            response = dict(response)
-            for name, value in (self._response or {}).items():
-                response[name] = response.get(name) or value
-            self._response = response
-        error = None if kind.startswith("response.") and not _is_bare(event) else error_in(raw, event)
+            self._response = self._response or {}
+            for name, value in response.items():
+                put(self._response, name, value)
+        error = None if kind.startswith("response.") else error_in(raw, event)
         self.finished = kind in _LAST or error is not None
         if error is not None:
             self.error = message_of_error(error)
@@ -92,8 +91,7 @@ class ResponsesStream(PlainStream):
         known = (self._items.get(item_id) if isinstance(item_id, str) else None) or self._items.get(index)
         if known is None or known.ends_before(item, what):
             known = self._items.open(index, _Item(item))
-            self._items.keep(known, index, item_id)
-        self._items.keep(known, index)
+        self._items.keep(known, index, known.id)
         return known
 
     def _finish(self, status: str, event: Json) -> None:
@@ -106,11 +104,6 @@ class ResponsesStream(PlainStream):
             self.error = message_of_error(error)
         elif response["status"] in ("failed", "cancelled", "canceled"):
             self.error = f"the upstream says that the response is {response['status']}"
-
-
-def _is_bare(event: Json) -> bool:
-    """Whether an event has neither a type nor a response."""
-    return not event.get("type") and not isinstance(event.get("response"), dict)
 
 
 def _type(item: Any) -> Any:
@@ -151,15 +144,15 @@ class _Item:
     """One item, as far as it has come: as it was added or done, and what the events about its texts make of it."""
 
     def __init__(self, item: Json) -> None:
-        self._id, self._type = item.get("id"), item.get("type")
+        self.id, self._type = item.get("id"), item.get("type")
         self._state = ""  # or added, or done
-        self._item = {"type": self._type} | ({"id": self._id} if self._id else {})
+        self._item = {"type": self._type} | ({"id": self.id} if self.id else {})
         self._item |= {"role": "assistant"} if self._type == "message" else {}
         self._parts: dict[tuple[_Text, int], Json] = {}
 
     def ends_before(self, item: Json, what: str) -> bool:
         """Return whether a piece with another id, at the same place, belongs to another item."""
-        if self._id is not None and item.get("id") == self._id:
+        if self.id is not None and item.get("id") == self.id:
             return False
         return item.get("type") != self._type or self._state == "done" or (what == "added" and self._state == "added")
 
