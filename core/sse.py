@@ -48,7 +48,11 @@ class SSEDecoder:
         return len(self._buffer)
 
     def feed(self, data: bytes) -> list[Frame]:
-        return [self._frame(raw) for raw in self._cut(data)]
+        frames = self._cut(data)
+        if frames and (self._begins or self._let_go):
+            frames[0] = self._last_of(frames[0].raw)
+            self._begins = self._let_go = False
+        return frames
 
     def let_go(self) -> bytes:
         """Return the bytes so far of a frame that has not ended. The rest of it will be a frame without data."""
@@ -57,37 +61,38 @@ class SSEDecoder:
         del self._buffer[:-_BLANK]
         return given
 
-    def close(self) -> Frame:
-        """Return the bytes of a frame that never ended, once the stream is over; they are given out once."""
-        last = self._frame(bytes(self._buffer))
-        self._buffer.clear()
-        return last
-
-    def _cut(self, data: bytes) -> list[bytes]:
+    def _cut(self, data: bytes) -> list[Frame]:
         if len(self._buffer) < _LARGE and b"\r" not in (text := bytes(self._buffer) + data):
             *complete, rest = text.split(b"\n\n")
             self._buffer = bytearray(rest)
-            return [raw + b"\n\n" for raw in complete]
+            return [
+                # One line of data, as most frames are.
+                Frame(raw + b"\n\n", raw[6:])
+                if raw.startswith(b"data: ") and b"\n" not in raw
+                else _frame(raw + b"\n\n")
+                for raw in complete
+            ]
         search_from = max(0, len(self._buffer) - _BLANK)
         buffer = self._buffer
         buffer += data
-        found = []
+        frames = []
         start = 0
         while match := _BLANK_LINE.search(buffer, max(start, search_from)):
-            found.append(bytes(buffer[start : match.end()]))
+            frames.append(_frame(bytes(buffer[start : match.end()])))
             start = match.end()
         del buffer[:start]
-        return found
+        return frames
 
-    def _frame(self, raw: bytes) -> Frame:
-        if self._begins or self._let_go:
-            text = raw.removeprefix(BOM_UTF8) if self._begins else raw
-            data = None if self._let_go else _data(text)
-            self._begins = self._let_go = False
-            return Frame(raw, data)
-        if raw.startswith(b"data: ") and raw.endswith(b"\n\n") and raw.count(b"\n") == 2 and b"\r" not in raw:
-            return Frame(raw, raw[6:-2])  # one line of data, as most frames are
-        return Frame(raw, _data(raw))
+    def close(self) -> Frame:
+        """Return the bytes of a frame that never ended, once the stream is over; they are given out once."""
+        last = self._last_of(bytes(self._buffer))
+        self._buffer.clear()
+        return last
+
+    def _last_of(self, raw: bytes) -> Frame:
+        """A frame that is the first, or of which a part was given out."""
+        text = raw.removeprefix(BOM_UTF8) if self._begins else raw
+        return Frame(raw, None if self._let_go else _frame(text).data)
 
 
 def encode(data: bytes) -> bytes:
@@ -101,7 +106,7 @@ def event_name(raw: bytes) -> str:
     return match[1].decode(errors="replace") if match else ""
 
 
-def _data(raw: bytes) -> bytes | None:
+def _frame(raw: bytes) -> Frame:
     lines = (line.partition(b":") for line in _LINE_END.split(raw) if line.startswith(b"data"))
     values = [value.removeprefix(b" ") for name, _, value in lines if name == b"data"]
-    return b"\n".join(values) if values else None
+    return Frame(raw, b"\n".join(values) if values else None)

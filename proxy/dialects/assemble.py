@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ...core.json_text import dumps, loads
 from ...core.tools import dicts
@@ -17,6 +17,7 @@ from ...core.values import number
 
 Json = dict[str, Any]
 Part = TypeVar("Part")
+_Piece = tuple[Any, str, Any]  # of a tool call: its id, name and arguments: a text, or by some servers an object
 
 # By the last word of their names, texts that are sent in full, and by some servers again in every chunk.
 _WORDS = frozenset({
@@ -25,8 +26,9 @@ _WORDS = frozenset({
 })  # fmt: skip
 # AnswerParts of a content that are streamed in pieces, each in a part of its own.
 _TEXT_PARTS = ("text", "thinking", "output_text", "reasoning")
-# What a choice has in pieces beside its message.
+# What a choice has in pieces beside its message, and what is read before all else.
 _PIECES = frozenset({"text", "logprobs", "token_ids"})
+_PLACED = frozenset({"index", "delta", "message"})
 # What a tool is called with: functions have arguments, custom tools an input.
 _TEXTS = {"function": "arguments", "custom": "input"}
 
@@ -34,21 +36,17 @@ _TEXTS = {"function": "arguments", "custom": "input"}
 def join(into: Json, name: str, value: Any) -> None:
     """Join a value to that of the chunks before: texts and lists get longer; null, and no text, change nothing."""
     old = into.get(name)
-    if isinstance(old, list) and isinstance(value, str):
-        value = _as_parts(value)
-    elif isinstance(old, str) and isinstance(value, list):
-        old = _as_parts(old)
     if value is None:
         into.setdefault(name, None)
-    elif isinstance(value, str):
+    elif isinstance(value, str) and not isinstance(old, list):
         longer = old + value if isinstance(old, str) and not _is_word(name) else value
         into[name] = longer or old or ""
     elif isinstance(value, dict):
         merged = into[name] = old if isinstance(old, dict) else {}  # ours: no chunk's own object is ever put in
         for key, item in value.items():
             join(merged, key, item)
-    elif isinstance(value, list):
-        into[name] = _with_items(old if isinstance(old, list) else [], value)
+    elif isinstance(value, str | list):
+        into[name] = _with_items(_as_parts(old), _as_parts(value))
     else:
         into[name] = value
 
@@ -69,8 +67,9 @@ def _is_word(name: str) -> bool:
     return name.rpartition("_")[2] in _WORDS
 
 
-def _as_parts(text: str) -> list[Any]:
-    return [{"type": "text", "text": text}] if text else []
+def _as_parts(content: Any) -> list[Any]:
+    text = [{"type": "text", "text": content}] if content and isinstance(content, str) else []
+    return content if isinstance(content, list) else text
 
 
 def _with_items(items: list[Any], new: list[Any]) -> list[Any]:
@@ -130,54 +129,33 @@ class AnswerParts(Generic[Part]):
             self._known[part_id] = part
 
 
-class ToolCalls:
+class ToolCalls(AnswerParts["StreamedCall"]):
     """The calls of one answer."""
-
-    def __init__(self) -> None:
-        self._calls = AnswerParts[StreamedCall]()
 
     def feed(self, deltas: Any) -> None:
         for delta in dicts(deltas if isinstance(deltas, list) else [deltas]):
-            index, piece = number(delta.get("index")), _Piece.read(delta)
+            index, piece = number(delta.get("index")), _read(delta)
             call = self._call_of(piece, index)
             if not call.has(piece):
                 call.add(delta)
-            self._calls.keep(call, index, call.id)
-
-    @property
-    def opened(self) -> list[StreamedCall]:
-        """Return the calls in the order in which they were opened."""
-        return self._calls.opened
+            self.keep(call, index, call.id)
 
     def result(self) -> list[Json]:
         """Return the calls as an answer has them."""
-        return [call.result() for call in self._calls]
+        return [call.result() for call in self]
 
     def _call_of(self, piece: _Piece, index: int | None) -> StreamedCall:
         """The call that a piece belongs to: by its id, its index, or else that of the piece before."""
-        call, last = self._calls.get(index), self._calls.get(None)
-        same = self._calls.get(piece.id) if isinstance(piece.id, str) else None
-        if same is not None and (index is None or not piece.name or (piece.name == same.name and not same.is_complete)):
+        call_id, name, arguments = piece
+        call, last = self.get(index), self.get(None)
+        same = self.get(call_id) if isinstance(call_id, str) else None
+        if same is not None and (index is None or not name or (name == same.name and not same.is_complete)):
             call = same
-        elif call is None and last is not None and not (piece.name or piece.id):
-            call = None if _is_given(piece.arguments) and last.is_complete else last
+        elif call is None and last is not None and not (name or call_id):
+            call = None if _is_given(arguments) and last.is_complete else last
         if call is None or call.ends_before(piece, index):
-            call = self._calls.open(index, StreamedCall())
+            call = self.open(index, StreamedCall())
         return call
-
-
-class _Piece(NamedTuple):
-    id: Any
-    name: str
-    arguments: Any  # a text, or by some servers an object
-
-    @classmethod
-    def read(cls, call: Json) -> _Piece:
-        for kind, text in _TEXTS.items():
-            if isinstance(called := call.get(kind), dict):
-                name = called.get("name")
-                return cls(call.get("id"), name if isinstance(name, str) else "", called.get(text))
-        return cls(call.get("id"), "", None)
 
 
 class StreamedCall:
@@ -185,7 +163,9 @@ class StreamedCall:
 
     def __init__(self) -> None:
         self._fields: Json = {}
-        self.id, self.name, self._arguments = _Piece(None, "", None)
+        self.id: Any = None
+        self.name = ""
+        self._arguments: Any = None
 
     @property
     def text(self) -> str:
@@ -253,6 +233,14 @@ class StreamedCall:
                 join(called, name, value)
 
 
+def _read(piece: Json) -> _Piece:
+    for kind, text in _TEXTS.items():
+        if isinstance(called := piece.get(kind), dict):
+            name = called.get("name")
+            return piece.get("id"), name if isinstance(name, str) else "", called.get(text)
+    return piece.get("id"), "", None
+
+
 def _longer(before: Any, more: Any) -> Any:
     """The arguments with another piece of them."""
     if isinstance(before, str) and isinstance(more, str):
@@ -315,7 +303,7 @@ class _Choice:
         for name, value in choice.items():
             if name in _PIECES:
                 join(self._fields, name, value)
-            elif name not in ("index", "delta", "message"):
+            elif name not in _PLACED:
                 put(self._fields, name, value)
 
     def result(self) -> Json:

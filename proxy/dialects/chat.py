@@ -13,7 +13,7 @@ from ...core.json_text import encode, loads, loads_rounded
 from ...core.tokens import Tokens
 from ...core.values import as_read, error_in, lax, message_of_error
 from .assemble import Assembler
-from .stream import Dialect, Injection
+from .stream import Dialect, Injection, Stream
 
 Json = dict[str, Any]
 Endpoint = Literal["chat", "completions"]
@@ -55,7 +55,9 @@ def _wants_usage(body: Json, options: Any) -> bool:
 
 def take_out(body: Json, injection: Injection) -> bool:
     """Remove from an answer, in place, the fields that only the proxy asked for; return whether there were any."""
-    changed, fields, choices = False, injection.fields, body.get("choices")
+    if not (fields := injection.fields):
+        return False
+    changed, choices = False, body.get("choices")
     for part in (body, *choices) if isinstance(choices, list) else (body,):
         if isinstance(part, dict):
             is_sglangs = "message" in part and "prompt_token_ids" in part  # which has no null in their place
@@ -209,17 +211,14 @@ class ChatApi(Dialect):
         return ChatStream(injection)
 
 
-class ChatStream:
+class ChatStream(Stream):
     """A stream of chunks, less what only the proxy asked for. Other chunks keep their exact bytes.
 
     It ends with [DONE], which is no chunk, and which some servers leave out. Where usage was injected, the chunk with
     the finish reason is held until the next one: the usage chunk, which is left out, may have something for it.
     """
 
-    finished = False
-
     def __init__(self, injection: Injection) -> None:
-        self.error: str | None = None
         self.rewrites = bool(injection)
         self._tokens = Tokens()
         self._injection = injection
@@ -264,9 +263,6 @@ class ChatStream:
         if held is None or fingerprint is None:
             return b"" if held is None else held[0]
         return sse.encode(encode(held[1] | {"system_fingerprint": fingerprint}))
-
-    def last(self, raw: bytes) -> bytes:
-        return raw
 
     def response(self) -> Any:
         self._catch_up()

@@ -10,7 +10,7 @@ from ...core.sse import event_name
 from ...core.tokens import Tokens
 from ...core.values import error_in, message_of_error, number
 from .assemble import AnswerParts, put
-from .stream import Dialect, Injection, PlainStream
+from .stream import Dialect, Injection, Stream
 
 Json = dict[str, Any]
 
@@ -48,20 +48,25 @@ class MessagesApi(Dialect):
         return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-class MessagesStream(PlainStream):
+class MessagesStream(Stream):
     """A stream of message_start, blocks (start, deltas, stop), message_delta and message_stop.
 
     Some servers give several blocks one index, or leave out their starts.
     """
 
     def __init__(self) -> None:
-        self.complete = False  # a message_delta came with the stop reason: some servers send no more after it
+        self._stopped = False
         self._message: Json | None = None
         self._blocks = AnswerParts[Json]()
 
     @property
     def tokens(self) -> Tokens:
         return MessagesApi().tokens(self._message or {})
+
+    @property
+    def complete(self) -> bool:
+        """Return whether a message_delta came with the stop reason: some servers send no more after it."""
+        return self._stopped
 
     def feed(self, raw: bytes, event: Json) -> bytes:
         kind, index = str(event.get("type") or event_name(raw)), number(event.get("index"))
@@ -90,7 +95,7 @@ class MessagesStream(PlainStream):
         message = self._message = self._message or {"type": "message", "role": "assistant"}
         for name, value in _object(event.get("delta")).items():
             put(message, name, value)
-        self.complete = bool(message.get("stop_reason"))
+        self._stopped = bool(message.get("stop_reason"))
         before, usage = _object(message.get("usage")), _object(event.get("usage"))
         # Counts only grow: some servers send 0 for counts that they sent before.
         message["usage"] = before | {name: n for name, n in usage.items() if n or not before.get(name)}

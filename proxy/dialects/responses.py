@@ -13,7 +13,7 @@ from ...core.tokens import Tokens
 from ...core.tools import dicts, is_call
 from ...core.values import error_in, message_of_error, number
 from .assemble import AnswerParts, put
-from .stream import Dialect, Injection, PlainStream
+from .stream import Dialect, Injection, Stream
 
 Json = dict[str, Any]
 
@@ -33,10 +33,8 @@ class ResponsesApi(Dialect):
         return ResponsesStream()
 
 
-class ResponsesStream(PlainStream):
+class ResponsesStream(Stream):
     """A stream of events that each say their `type`; the last one holds the full response, or should."""
-
-    complete = False  # before the last one
 
     def __init__(self) -> None:
         self._response: Json | None = None

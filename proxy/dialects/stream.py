@@ -58,60 +58,41 @@ class Shortcut(Protocol):
         """Keep those that `data` begins with. Return the agent's bytes for them, and the rest of `data`."""
 
 
-class Stream(Protocol):
-    """The events of one streamed answer, in order."""
+class Stream:
+    """The events of one streamed answer, in order. By default the agent gets them as they are."""
+
+    usual: Shortcut | None = None  # None where all events are parsed
+    rewrites = False  # whether the agent gets other bytes than the upstream sent
+    finished = False  # whether the last event that was fed in was the answer's last event
+    error: str | None = None
 
     @property
-    def usual(self) -> Shortcut | None:
-        """Return the shortcut for the usual events; None where all are parsed."""
-
-    @property
-    def tokens(self) -> Tokens: ...
-
-    @property
-    def error(self) -> str | None: ...
-
-    @property
-    def rewrites(self) -> bool:
-        """Return whether the agent gets other bytes than the upstream sent."""
-
-    @property
-    def finished(self) -> bool:
-        """Return whether the last event that was fed in was the answer's last event."""
+    def tokens(self) -> Tokens:
+        raise NotImplementedError
 
     @property
     def complete(self) -> bool:
         """Return whether the answer is complete although the stream's last event is missing."""
+        return False
 
     def feed(self, raw: bytes, event: Json) -> bytes:
         """Return the bytes to send for an event. Bytes without injected fields pass unchanged."""
+        raise NotImplementedError
 
     def flush(self) -> bytes:
         """Return the bytes held back so far, for a stream that continues or ends differently."""
-
-    def last(self, raw: bytes) -> bytes:
-        """Return the agent's last bytes where the upstream's are `raw`, its [DONE]; empty where that is missing."""
-
-    def response(self) -> Any:
-        """Return the answer so far, in the shape that it has without streaming; None before the first event."""
-
-
-class PlainStream:
-    """A stream that the agent gets as it is."""
-
-    usual: Shortcut | None = None
-    rewrites = False
-    finished = False
-    error: str | None = None
-
-    def flush(self) -> bytes:
         return b""
 
     def last(self, raw: bytes) -> bytes:
+        """Return the agent's last bytes where the upstream's are `raw`, its [DONE]; empty where that is missing."""
         return raw
 
+    def response(self) -> Any:
+        """Return the answer so far, in the shape that it has without streaming; None before the first event."""
+        raise NotImplementedError
 
-class Dialect(Protocol):
+
+class Dialect:
     """Handles the special features of one API."""
 
     def inject(self, body: Json) -> tuple[Json, Injection]:
@@ -128,8 +109,10 @@ class Dialect(Protocol):
 
     def tokens(self, body: Json) -> Tokens:
         """Return the tokens that a non-streamed answer reports. Call it before `agents`, which may change it."""
+        raise NotImplementedError
 
-    def stream(self, injection: Injection) -> Stream: ...
+    def stream(self, injection: Injection) -> Stream:
+        raise NotImplementedError
 
     def error_body(self, error: LightningError) -> Json:
         """Return one of our errors in the API's own shape."""
