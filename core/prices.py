@@ -27,8 +27,6 @@ _LITELLM_SETTINGS = {
     "MAX_IMAGE_URL_DOWNLOAD_SIZE_MB": "0",  # a URL that an agent names is not called
 }
 
-Json = dict[str, Any]
-
 
 class Used(NamedTuple):
     """Tokens of calls. `input` counts those that were read from a cache (`cached`) or written to it (`kept`), too.
@@ -60,25 +58,20 @@ def used(usage: Any) -> Used | None:
     given, said = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
     read, kept = _count(usage, "cache_read_input_tokens"), _count(usage, "cache_creation_input_tokens")
     first = _count(usage, f"{given}_tokens") + (read + kept if given == "input" else 0)
-    found = read or _count(_object(usage, f"{given}_tokens_details"), "cached_tokens")
+    cached = read or _count(usage.get(f"{given}_tokens_details"), "cached_tokens")
     return Used(
         input=first,
-        cached=found or _count(usage, "prompt_cache_hit_tokens"),  # DeepSeek's
+        cached=cached or _count(usage, "prompt_cache_hit_tokens"),  # DeepSeek's
         kept=kept,
         output=max(_count(usage, f"{said}_tokens"), _count(usage, "total_tokens") - first),
-        reasoning=_count(_object(usage, f"{said}_tokens_details"), "reasoning_tokens"),
+        reasoning=_count(usage.get(f"{said}_tokens_details"), "reasoning_tokens"),
     )
 
 
-def _object(value: Json, name: str) -> Json:
-    found = value.get(name)
-    return found if isinstance(found, dict) else {}
-
-
-def _count(value: Json, name: str) -> int:
+def _count(value: Any, name: str) -> int:
     """The count of this name; anything else is none."""
-    found = value.get(name)
-    return found if type(found) is int and 0 < found < 2**53 else 0
+    count = value.get(name) if isinstance(value, dict) else None
+    return count if type(count) is int and 0 < count < 2**53 else 0
 
 
 class Price(NamedTuple):
@@ -110,24 +103,22 @@ class Prices:
 
     def configured(self, model: str | None) -> Price | None:
         """Return the price in the configuration."""
-        found = next((price for name, price in self._configured.items() if fnmatchcase(model or "", name)), None)
-        if found is None:
-            return None
-        first, output, *cached = found
-        return Price(first, output, cached[0] if cached else first, first)
+        for name, (first, output, *cached) in self._configured.items():
+            if fnmatchcase(model or "", name):
+                return Price(first, output, cached[0] if cached else first, first)
+        return None
 
 
 def _litellms(model: str) -> Price | None:
     """The price in litellm's table, by the whole name, or without its providers."""
     table, (provider, _, rest) = _table(), model.partition("/")
     called = [model] if provider in OWN_MACHINES else [model, rest, rest.rpartition("/")[2]]
-    found = next((table[name] for name in called if name in table), None)
-    if not isinstance(found, dict) or not isinstance(first := found.get("input_cost_per_token"), int | float):
+    listed = next((table[name] for name in called if name in table), None)
+    if not isinstance(listed, dict) or not isinstance(first := listed.get("input_cost_per_token"), int | float):
         return None
     names = ("output_cost_per_token", "cache_read_input_token_cost", "cache_creation_input_token_cost")
-    others = [found.get(name) for name in names]
-    output, cached, kept = (one if isinstance(one, int | float) else first for one in others)
-    return Price(*(MILLION * price for price in (first, output, cached, kept)))
+    others = (price if isinstance(price := listed.get(name), int | float) else first for name in names)
+    return Price(*(MILLION * price for price in (first, *others)))
 
 
 @cache

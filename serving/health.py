@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
 
 import aiohttp
 
@@ -26,24 +25,19 @@ class Health:
     """Remembers the state of the servers that are watched; all others count as up."""
 
     def __init__(self) -> None:
-        self._problems: dict[Server, str | None] = {}
-
-    @property
-    def problems(self) -> Mapping[Server, str | None]:
-        """Return the problem of each watched server, or None for a server without any."""
-        return self._problems
+        self.problems: dict[Server, str | None] = {}  # of watched servers
 
     def report(self, upstream: str, url: str, problem: str | None) -> None:
         server = (upstream, url)
-        if problem is not None and self._problems.get(server) is None:
+        if problem is not None and self.problems.get(server) is None:
             log.warning("upstream %s, %s is down: %s", upstream, replica_name(url), problem, extra=ONCE)
-        elif problem is None and self._problems.get(server) is not None:
+        elif problem is None and self.problems.get(server) is not None:
             log.warning("upstream %s, %s is up again", upstream, replica_name(url), extra=ONCE)
-        self._problems[server] = problem
+        self.problems[server] = problem
 
     def is_down(self, upstream: UpstreamConfig) -> bool:
         """Return whether none of an upstream's servers is up."""
-        return bool(upstream.urls) and all(self._problems.get((upstream.name, url)) for url in upstream.urls)
+        return bool(upstream.urls) and all(self.problems.get((upstream.name, url)) for url in upstream.urls)
 
 
 class Reach:

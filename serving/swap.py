@@ -161,12 +161,8 @@ class Swap:
             raise Conflict(f"there is no version before {live.version} to go back to")
         return await self.promote(earlier.version)
 
-    async def serves(self, version: PolicyVersion) -> bool:
-        """Return whether merged weights in vLLM carry the label of this version."""
-        return await self.vllm.weight_version() in labels_of(version)
-
-    async def has_label(self, server: VllmServer, version: PolicyVersion) -> bool:
-        """Return whether merged weights in one server carry the label of this version, verified or not."""
+    async def has_label(self, server: VllmServer | VllmFleet, version: PolicyVersion) -> bool:
+        """Return whether merged weights in one server, or in all, carry the label of this version, verified or not."""
         return (await server.weight_version()).removeprefix(LOADED) in labels_of(version)
 
     async def _fault(self, server: VllmServer) -> tuple[PolicyVersion, str | None]:
@@ -192,6 +188,7 @@ class Swap:
 
     async def load(self, version: PolicyVersion) -> None:
         """Serve the version's adapters beside the others; the base model has none."""
+        files_of(version)
         for name, path in adapters_of(version).items():
             await self.vllm.load_adapter(name, path)
 
@@ -250,17 +247,21 @@ class Swap:
     async def _restore_adapters(self, server: VllmServer, pinned: set[int]) -> None:
         served = await server.adapters()
         for version in await self.store.versions.to_serve(pinned):
-            if version.publish == self.mode and (fault := fault_of(version, served)) is not None:
-                log.warning("vLLM %s policy version %d: loading it again", fault, version.version)
-                try:
-                    for name, path in adapters_of(version).items():
-                        await server.load_adapter(name, path)
-                except NotFound:
-                    if version.status == "live":
-                        raise
-                    log.warning("policy version %d has lost its files: its rollouts continue with the live one",
-                                version.version)  # fmt: skip
-                    await self.store.versions.forget_files(version.version)
+            missing = [
+                (name, path) for name, path in adapters_of(version).items() if served.get(name, "") not in (path, None)
+            ]
+            if version.publish != self.mode or not missing:
+                continue
+            log.warning("vLLM does not serve policy version %d: loading it again", version.version)
+            try:
+                files_of(version)
+                for name, path in missing:
+                    await server.load_adapter(name, path)
+            except NotFound:
+                if version.status == "live":
+                    raise
+                log.warning("policy version %d has lost its files: its rollouts get the live one", version.version)
+                await self.store.versions.forget_files(version.version)
 
     async def _live_before(self, version: PolicyVersion, expected: int | None) -> PolicyVersion:
         """The version that is live until `version` is; Superseded if another one was expected."""
@@ -324,38 +325,20 @@ def obstacle(version: PolicyVersion, mode: PublishMode) -> str | None:
     return None if version.publish in (None, mode) else f"it was published as {version.publish}"
 
 
-def files_of(version: PolicyVersion) -> str:
-    """Return the directory of a version's files; NotFound if it is gone."""
-    if version.path is None or not Path(version.path).is_dir():
-        raise NotFound(f"the files of policy version {version.version} are gone: {version.path}")
-    return version.path
-
-
 def adapters_of(version: PolicyVersion) -> dict[str, str]:
-    """Return the directory of each adapter, by the name that it is served under; NotFound if one is gone."""
+    """Return the directory of each adapter, by the name that it is served under; the base model has none."""
     if version.version == 0:
         return {}
-    files_of(version)
-    paths = _named_paths(version)
-    if gone := [path for path in paths.values() if not Path(path).is_dir()]:
-        raise NotFound(f"files of policy version {version.version} are gone: {gone[0]}")
-    return paths
-
-
-def fault_of(version: PolicyVersion, served: Mapping[str, str | None]) -> str | None:
-    """Return why a server does not serve the version; None if it does.
-
-    `served`: the paths that its models were loaded from, by name, as far as it says.
-    """
-    found = [(path, served.get(name, "")) for name, path in _named_paths(version).items()]
-    if any(root == "" for _, root in found):
-        return "does not serve"
-    return "serves other weights as" if any(root not in (path, None) for path, root in found) else None
-
-
-def _named_paths(version: PolicyVersion) -> dict[str, str]:
     own = {name: f"{version.path}/{directory}" for directory, name in version.adapters.items()}
     return {str(version.served_model): str(version.path)} | own
+
+
+def files_of(version: PolicyVersion) -> str:
+    """Return the directory of a version's files; NotFound if it is gone, or that of one of its adapters."""
+    for path in adapters_of(version).values():
+        if version.path is None or not Path(path).is_dir():
+            raise NotFound(f"the files of policy version {version.version} are gone: {path}")
+    return str(version.path)
 
 
 def labels_of(version: PolicyVersion) -> tuple[str, ...]:

@@ -110,7 +110,7 @@ class Verifier:
             except PublishError:
                 if (live := await self._swap.store.versions.live()).version != version.version:
                     raise Superseded(f"policy version {live.version} was made live meanwhile") from None
-                if await self._swap.serves(version):
+                if await self._swap.has_label(self._swap.vllm, version):
                     raise
                 log.warning("vLLM restarted while its weights were verified: trying again")
 

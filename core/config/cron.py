@@ -34,16 +34,10 @@ def next_time(times: Sequence[str], now: float) -> float:
 def _times(text: str, now: float, *, reverse: bool = False) -> Iterator[float]:
     """The times from about `now` on. In an hour that a clock change repeats, a time of day counts once, first.
 
-    Within that hour cronsim cannot tell which of the two it is, so it begins before or after both.
+    Within that hour cronsim cannot tell which of the two it is, so it begins hours before or after both.
     """
-    changes = _offset(now - _NEAR_S) != _offset(now + _NEAR_S)
-    away_s = _NEAR_S if changes else 1.0
-    begin = datetime.fromtimestamp(now + away_s if reverse else now - away_s, _LOCAL)
+    begin = datetime.fromtimestamp(now + _NEAR_S if reverse else now - _NEAR_S, _LOCAL)
     return (moment.timestamp() for moment in CronSim(expression(text), begin, reverse=reverse))
-
-
-def _offset(moment: float) -> timedelta | None:
-    return datetime.fromtimestamp(moment, _LOCAL).utcoffset()
 
 
 class _Local(tzinfo):

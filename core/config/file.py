@@ -66,11 +66,13 @@ def inherited() -> dict[str, str]:
 
     Where the proxy listens is there: a program may run our commands.
     """
-
-    def is_ours(name: str) -> bool:
-        return name.startswith(ENV_PREFIX) and (_keys_of(name) is not None or "KEY" in name or name in ENV_NOT_CONFIG)
-
-    return {name: value for name, value in os.environ.items() if name in PLACE or not is_ours(name)}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name in PLACE
+        or not name.startswith(ENV_PREFIX)
+        or not (_keys_of(name) or "KEY" in name or name in ENV_NOT_CONFIG)
+    }
 
 
 def read_config(path: Path | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from .section import Count, Gpu, Port, Seconds, Section
+from .section import Above0, Count, Gpu, Port, Seconds, Section, Share
 
 # The adapter of agents that have none of their own. PEFT calls it so.
 DEFAULT_ADAPTER = "default"
@@ -31,7 +31,7 @@ class PolicyConfig(Section):
     keep_versions: Annotated[int, Field(ge=2)] = 3
     directory: Path = Path("lightning-policy")
     verify_samples: Count = 4
-    verify_tolerance: Annotated[float, Field(gt=0)] | None = None
+    verify_tolerance: Above0 | None = None
 
     @field_validator("adapters")
     @classmethod
@@ -61,9 +61,9 @@ class VllmConfig(Section):
     port: Port = 8100
     dtype: str = "auto"
     max_model_len: int | None = None
-    kv_cache_gib: Annotated[float, Field(gt=0)] = 2.0
+    kv_cache_gib: Above0 = 2.0
     devices: list[Gpu] = []
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    gpu_memory_utilization: Share | None = None
     max_loras: Count = 4
     start_timeout_s: Seconds = 600.0
     extra_args: list[str] = []

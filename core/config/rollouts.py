@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PlainSerializer, field_validator
 
 from ..errors import ConfigError, Unprocessable
-from .section import Number, Seconds, Section, check_url
+from .section import Above0, Number, Seconds, Section, check_url
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 DEFAULT_RANGE = (-10_000.0, 10_000.0)
@@ -67,7 +67,7 @@ class RunConfig(Section):
     executor: Literal["local", "ray"] = "local"
     proxy_url: str | None = None
     timeout_s: Seconds | None = None
-    log_mb: Annotated[float, Field(gt=0)] = 10.0
+    log_mb: Above0 = 10.0
 
     def faults(self) -> Iterator[str]:
         if self.proxy_url is not None:

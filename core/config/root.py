@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from .policy import PolicyConfig, VllmConfig
 from .rollouts import RewardsConfig, RolloutsConfig, RunConfig
-from .section import FeatureSection, Kind, NotNegative, Section, Sections, feature_sections
+from .section import FeatureSection, Kind, NotNegative, Section, feature_sections, section_of
 from .server import ProxyConfig, RecordingConfig, StoreConfig
 from .trainer import TrainerConfig
 from .upstreams import UpstreamConfig, fallback_faults
@@ -47,12 +47,12 @@ class Config(Section):
 
     def section(self, kind: type[Kind]) -> Kind:
         """Return a feature's section."""
-        return self.sections.section(kind)
+        return section_of(self.sections, kind)
 
     @property
-    def sections(self) -> Sections:
+    def sections(self) -> tuple[FeatureSection, ...]:
         """Return the sections of all features."""
-        return Sections(self.__pydantic_extra__.values())
+        return tuple(self.__pydantic_extra__.values())
 
     @model_validator(mode="before")
     @classmethod

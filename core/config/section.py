@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 from urllib.parse import urlsplit
@@ -15,9 +15,10 @@ from .address import shown
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 Gpu = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Above0 = Annotated[float, Field(gt=0)]  # .inf too
+Seconds = Above0
+Share = Annotated[float, Field(gt=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
-Limit = Count | None
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -116,12 +117,9 @@ class FeatureSection(Section):
 Kind = TypeVar("Kind", bound=FeatureSection)
 
 
-class Sections(tuple[FeatureSection, ...]):
-    """The sections of the installed features."""
-
-    def section(self, kind: type[Kind]) -> Kind:
-        """Return one; with its defaults if it was not handed in."""
-        return next((one for one in self if isinstance(one, kind)), None) or kind()
+def section_of(sections: Iterable[FeatureSection], kind: type[Kind]) -> Kind:
+    """Return a feature's section; with its defaults if it is not among these."""
+    return next((one for one in sections if isinstance(one, kind)), None) or kind()
 
 
 @cache

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from ..errors import ConfigError
-from .section import NOT_SENDABLE, Limit, Port, Positive, Seconds, Section, is_sendable
+from .section import NOT_SENDABLE, Above0, Count, Port, Positive, Seconds, Section, is_sendable
 
 
 class LimitsConfig(Section):
-    requests_per_minute: Limit = None
-    tokens_per_minute: Limit = None
-    concurrent: Limit = None
+    requests_per_minute: Count | None = None
+    tokens_per_minute: Count | None = None
+    concurrent: Count | None = None
 
 
 class ProxyConfig(Section):
@@ -46,35 +46,30 @@ class ProxyConfig(Section):
         return self.host in ("127.0.0.1", "::1", "localhost")
 
 
+def _pattern(text: str) -> str:
+    try:
+        if re.compile(text).search("") is not None:
+            raise ValueError(f"{text!r} matches the empty text")
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
+
+def _path(text: str) -> str:
+    if re.fullmatch(r"(request|response|metadata)(\.[^.]+)+", text, re.DOTALL) is None:
+        raise ValueError(f"{text!r} is no path such as request.user, response.choices.*.text or metadata.email")
+    return text
+
+
 class RedactConfig(Section):
     secrets: bool = False
-    patterns: list[str] = []
-    fields: list[str] = []
-
-    @field_validator("patterns")
-    @classmethod
-    def _find_something(cls, patterns: list[str]) -> list[str]:
-        for pattern in patterns:
-            try:
-                if re.compile(pattern).search("") is not None:
-                    raise ValueError(f"{pattern!r} matches the empty text")
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-        return patterns
-
-    @field_validator("fields")
-    @classmethod
-    def _begin_with_what_is_stored(cls, fields: list[str]) -> list[str]:
-        for path in fields:
-            root, *names = path.split(".")
-            if root not in ("request", "response", "metadata") or not names or "" in names:
-                raise ValueError(f"{path!r} is no path such as request.user, response.choices.*.text or metadata.email")
-        return fields
+    patterns: list[Annotated[str, AfterValidator(_pattern)]] = []
+    fields: list[Annotated[str, AfterValidator(_path)]] = []
 
 
 class RetentionConfig(Section):
-    max_age_days: Annotated[float, Field(gt=0)] | None = None
-    max_gib: Annotated[float, Field(gt=0)] | None = None
+    max_age_days: Above0 | None = None
+    max_gib: Above0 | None = None
 
 
 class StoreConfig(Section):

@@ -11,8 +11,10 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, Valid
 from . import cron
 from .rollouts import DEFAULT_RANGE
 from .section import (
+    Above0,
     CanBeOff,
     Count,
+    FeatureSection,
     Gpu,
     Kind,
     NotNegative,
@@ -20,8 +22,9 @@ from .section import (
     Positive,
     Seconds,
     Section,
-    Sections,
+    Share,
     feature_sections,
+    section_of,
 )  # fmt: skip
 
 # The fewest earlier rollouts from which a usual reward can be estimated.
@@ -56,7 +59,7 @@ class ScheduleConfig(Section):
     every_rollouts: Count = 512
     at: list[Time] = []
     idle_s: Seconds = 300.0
-    max_load: Annotated[float, Field(gt=0, le=1)] = 0.5
+    max_load: Share = 0.5
 
     def faults(self) -> Iterator[str]:
         if self.when == "times" and not self.at:
@@ -97,7 +100,7 @@ class CollapseConfig(Section):
     min_drop: Annotated[float, Field(ge=0, le=1)] = 0.25
     steps: Count = 3
     min_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.1
-    max_clip_share: Annotated[float, Field(gt=0, le=1)] | None = 0.3
+    max_clip_share: Share | None = 0.3
     max_kl: Positive | None = 1.0
     max_kl_base: Positive | None = 5.0
 
@@ -138,10 +141,10 @@ class TrainerConfig(Section):
     learning_rate: Literal["auto"] | Positive = "auto"
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    clip_low: Annotated[float, Field(gt=0)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.3
-    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    max_grad_norm: Above0 = 1.0
+    clip_low: Above0 = 0.2
+    clip_high: Above0 = 0.3
+    importance_cap: Above0 = 2.0
     sapo: SapoConfig = SapoConfig()
     vespo: VespoConfig = VespoConfig()
     guide_limit: Positive = 5.0
@@ -164,22 +167,22 @@ class TrainerConfig(Section):
     poll_s: Seconds = 0.5
     seed: int = 0
     _range: tuple[float, float] = PrivateAttr(DEFAULT_RANGE)
-    _sections: Sections = PrivateAttr(Sections())
+    _sections: tuple[FeatureSection, ...] = PrivateAttr(())
 
-    def with_sections(self, limits: tuple[float, float], sections: Sections) -> TrainerConfig:
+    def with_sections(self, limits: tuple[float, float], sections: tuple[FeatureSection, ...]) -> TrainerConfig:
         """Return the section with what it reads of others: `rewards.range` and the sections of features."""
         copy = self.model_copy()
         copy._range, copy._sections = limits, sections
         return copy
 
     @property
-    def sections(self) -> Sections:
+    def sections(self) -> tuple[FeatureSection, ...]:
         """Return the sections of features."""
         return self._sections
 
     def section(self, kind: type[Kind]) -> Kind:
         """Return a feature's section."""
-        return self._sections.section(kind)
+        return section_of(self._sections, kind)
 
     @property
     def reward_range(self) -> tuple[float, float]:

@@ -335,7 +335,8 @@ class Watch:
 
     async def _probe(self, server: VllmServer) -> None:
         """Ask a server that was not asked yet, or not lately, and compare its answer with the version's first one."""
-        url, live = server.base_url, await self.swap.store.versions.live_now()
+        url, versions, probes = server.base_url, self.swap.store.versions, self.swap.store.probes
+        live = await versions.live_now()
         if self._health.problems.get((self.upstream.name, url), "not seen yet") is not None:
             self._probed.pop(url, None)
             return
@@ -349,15 +350,13 @@ class Watch:
         merged = self.swap.mode == "merged"
         if not merged and live.version == 0:
             return  # nothing can have replaced it: its operator routes load adapters only
-
-        async def is_live() -> bool:
-            return not merged or await self.swap.has_label(server, live)
-
-        model = await server.base_model() if merged else str(live.served_model)
-        if not await is_live():
+        if merged and not await self.swap.has_label(server, live):
             return
+        model = await server.base_model() if merged else str(live.served_model)
         answer = await server.probe(model)
-        if await self.swap.store.versions.live_now() != live or not await is_live():
+        if await self.swap.store.versions.live_now() != live or (
+            merged and not await self.swap.has_label(server, live)
+        ):
             return  # other weights went live meanwhile
         probes, problem = self.swap.store.probes, None
         first = await probes.of(live.version)
