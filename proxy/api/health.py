@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 from contextlib import suppress
-from typing import Any
+from typing import Any, get_args
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from ...core.config.address import without_addresses
 from ...core.errors import LightningError, StoreUnavailable
+from ...core.records import CollapseSign
 from ...serving.health import replica_name
 from ...store.retention import over_bound
 from .answers import ERRORS, Ready
@@ -78,31 +79,37 @@ async def _require_store(p: Parts) -> None:
 async def metrics(request: Request) -> Response:
     """Metrics in Prometheus' text format. While the store does not answer, what it holds is as at the last look."""
     p: Parts = request.app.state.parts
-    shown = p.metrics
-    shown.queue.set(p.recorder.depth)
-    shown.per_step.set(p.config.trainer.rollouts_per_step)
+    show = p.metrics.set
+    show("recorder_queue", p.recorder.depth)
+    show("rollouts_per_step", p.config.trainer.rollouts_per_step)
     for (name, url), problem in p.health.problems.items():
-        shown.upstream_up.labels(name, replica_name(url)).set(problem is None)
+        show("upstream_up", problem is None, name, replica_name(url))
     directories = {"policy": p.config.policy.directory}
     if not p.config.store.is_postgres:
         directories["store"] = p.config.store.path.expanduser().absolute().parent
     for what, directory in directories.items():
         with suppress(OSError):  # no policy was published yet
-            shown.disk_free.labels(what).set((await asyncio.to_thread(shutil.disk_usage, directory)).free)
+            show("disk_free_bytes", (await asyncio.to_thread(shutil.disk_usage, directory)).free, what)
     try:
         await _require_store(p)
-        seen = await verified(p.store)
-        shown.seen_served(seen.version, seen.deviations, seen.probed_at, ok=seen.problem is None)
-        shown.waiting.set(await waiting(p))
-        shown.stopped_for(await p.store.steps.collapse())
-        shown.step_began.set(await p.store.steps.under_way_since() or 0)
+        seen, collapse = await verified(p.store), await p.store.steps.collapse()
+        show("policy_version", seen.version)
+        show("policy_verify_deviations", seen.deviations or 0.0)
+        show("policy_probed_seconds", seen.probed_at or 0.0)
+        show("policy_probe_ok", seen.problem is None)
+        for sign in get_args(CollapseSign):
+            show("policy_collapsed", collapse is not None and collapse.sign == sign, sign)
+        show("rollouts_waiting", await waiting(p))
+        show("step_began_seconds", await p.store.steps.under_way_since() or 0)
         if (last := await p.store.steps.last()) is not None:
-            shown.step_ended(last.step, last.metrics)
+            for name, value in {"step": last.step, **last.metrics}.items():
+                if isinstance(value, int | float):
+                    show("step", value, name)
         for (mode, status), count in (await p.store.rollouts.counts()).items():
-            shown.rollouts.labels(mode, status).set(count)
+            show("rollouts", count, mode, status)
         for plugin in p.plugins:
-            await plugin.measure(p.store, shown)
-        shown.store_up.set(1)
+            await plugin.measure(p.store, p.metrics)
+        show("store_up", 1)
     except StoreUnavailable:
-        shown.store_up.set(0)
-    return Response(shown.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        show("store_up", 0)
+    return Response(p.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
 
-from ...core.records import CallEnd, CallStatus, CollapseSign
+from ...core.records import CallEnd, CallStatus
 from ...core.tokens import NOT_THE_POLICY
-from ...store.training import Collapse
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 # Where several workers share their counts; prometheus_client looks at it when it is imported.
 SHARED = "PROMETHEUS_MULTIPROC_DIR"
+# By name, what a gauge shows, and its labels. They are the store's: of several workers' looks the newest is right.
+_GAUGES: dict[str, tuple[str, ...]] = {
+    "policy_version": ("The live policy version",),
+    "policy_verify_deviations": (
+        "How clearly the live version's answers were the new weights': standard deviations; 0: not known",
+    ),
+    "policy_probed_seconds": ("Unix time when the live version was last probed",),
+    "policy_probe_ok": ("0 if the policy's server answers as with other weights",),
+    "policy_collapsed": ("1: publication is stopped, for this sign of collapse", "sign"),
+    "step": ("The last training step's numbers, as docs/metrics.md names them; its own: step", "metric"),
+    "upstream_up": ("Servers that are watched: 1 if up", "upstream", "replica"),
+    "rollouts": ("Rollouts in the store", "mode", "status"),
+    "rollouts_waiting": ("Complete rollouts that no training step has taken yet",),
+    "rollouts_per_step": ("Rollouts that a training step takes",),
+    "step_began_seconds": ("Unix time when the step under way began; 0: none is",),
+    "store_up": ("1 if the store can be read and written",),
+    "disk_free_bytes": ("Room on the disk of the store, of the policy", "directory"),
+}
 
 
 class Metrics:
@@ -42,24 +58,9 @@ class Metrics:
         self.rewards = self.counter("rewards", "Recorded rewards")
         deleted = "Rollouts deleted: by request, or for their age or the store's size"
         self.deleted = self.counter("rollouts_deleted", deleted, "why")
-        # Each worker has a queue of its own. All other gauges are the store's: the newest look is right.
-        self.queue = self.gauge("recorder_queue", "Records that wait for their commit", mode="livesum")
-        self._live_version = self.gauge("policy_version", "The live policy version")
-        deviations = "How clearly the live version's answers were the new weights': standard deviations; 0: not known"
-        self._deviations = self.gauge("policy_verify_deviations", deviations)
-        self._probed_at = self.gauge("policy_probed_seconds", "Unix time when the live version was last probed")
-        self._probe_ok = self.gauge("policy_probe_ok", "0 if the policy's server answers as with other weights")
-        collapsed = "1: publication is stopped, for this sign of collapse"
-        self._collapsed = self.gauge("policy_collapsed", collapsed, "sign")
-        step = "The last training step's numbers, as docs/metrics.md names them; its own: step"
-        self._step = self.gauge("step", step, "metric")
-        self.upstream_up = self.gauge("upstream_up", "Servers that are watched: 1 if up", "upstream", "replica")
-        self.rollouts = self.gauge("rollouts", "Rollouts in the store", "mode", "status")
-        self.waiting = self.gauge("rollouts_waiting", "Complete rollouts that no training step has taken yet")
-        self.per_step = self.gauge("rollouts_per_step", "Rollouts that a training step takes")
-        self.step_began = self.gauge("step_began_seconds", "Unix time when the step under way began; 0: none is")
-        self.store_up = self.gauge("store_up", "1 if the store can be read and written")
-        self.disk_free = self.gauge("disk_free_bytes", "Room on the disk of the store, of the policy", "directory")
+        self._gauges = {name: self.gauge(name, *about) for name, about in _GAUGES.items()}
+        queue = "Records that wait for their commit"
+        self._gauges["recorder_queue"] = self.gauge("recorder_queue", queue, mode="livesum")  # each worker has its own
 
     def call_ended(self, end: CallEnd, recorded: bool) -> None:
         if not recorded:
@@ -77,23 +78,10 @@ class Metrics:
     def continued(self, outcome: str) -> None:
         self._continuity.labels(outcome).inc()
 
-    def step_ended(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Show the metrics that the trainer reported for its last step."""
-        for name, value in {"step": step, **metrics}.items():
-            if isinstance(value, int | float):
-                self._step.labels(name).set(value)
-
-    def seen_served(self, version: int, deviations: float | None, probed_at: float | None, *, ok: bool) -> None:
-        """Show the live version, how clearly and when it was seen to be served, and whether it still is."""
-        self._live_version.set(version)
-        self._deviations.set(deviations or 0.0)
-        self._probed_at.set(probed_at or 0.0)
-        self._probe_ok.set(ok)
-
-    def stopped_for(self, collapse: Collapse | None) -> None:
-        """Show the sign of collapse for which publication is stopped, if any."""
-        for sign in get_args(CollapseSign):
-            self._collapsed.labels(sign).set(collapse is not None and collapse.sign == sign)
+    def set(self, name: str, value: float, *labels: str) -> None:
+        """Show a gauge's value."""
+        gauge = self._gauges[name]
+        (gauge.labels(*labels) if labels else gauge).set(value)
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         """Return a new counter, which is shown with the others."""
