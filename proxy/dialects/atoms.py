@@ -77,11 +77,12 @@ def item_atoms(item: Any) -> list[Atom]:
     role = str(item.get("role"))
     # Reasoning, say, has no text here: some clients send it back, others do not.
     has_text = item.get("type") in (None, "message") and role not in ("tool", "function")
-    return [
-        *(_said("system" if role == "developer" else role, item.get("content")) if has_text else ()),
-        *(Atom("result", result.tool_call_id or "", text_of(result.content)) for result in results_in(item)),
-        *(Atom("call", call.id or "", call.arguments, call.name) for call in calls_in(item)),
-    ]
+    atoms = _said("system" if role == "developer" else role, item.get("content")) if has_text else []
+    if role != "assistant":
+        atoms += (Atom("result", one.tool_call_id or "", text_of(one.content)) for one in results_in(item))
+    if role != "user":
+        atoms += (Atom("call", call.id or "", call.arguments, call.name) for call in calls_in(item))
+    return atoms
 
 
 def _said(role: str, content: Any) -> list[Atom]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,7 @@ from ...core.tools import calls_in, conversation, is_answer, results_in, written
 from ...store.requests import same_prefix
 from ..dialects.atoms import digest, item_atoms, same_arguments
 
-A_CALL, A_PART, AN_ENTRY = (
-    1_500,
-    200,
-    16,
-)  # bytes that a call, its messages and fields, and their lists take beside content
+A_CALL, A_MESSAGE, AN_ENTRY = 1_500, 50, 24  # bytes beside content: of a call, of a message, of it in a list
 
 Json = dict[str, Any]
 
@@ -27,7 +24,8 @@ Json = dict[str, Any]
 class RecentCall:
     """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once they are durable.
 
-    `places`: of its messages, as `places_of` returns them, where there are tool calls.
+    `places`: of its messages, as `places_of` returns them, where there are tool calls. `ends`: how many bytes its
+    messages take up to each one's end; `fields`: how many each other field takes, by its `id`.
     """
 
     call_id: str
@@ -35,11 +33,17 @@ class RecentCall:
     started_at: float = 0.0
     places: list[bytes] | None = None
     row_ids: array[int] = field(default_factory=partial(array, "i"))
+    ends: array[int] = field(default_factory=partial(array, "q"))
+    fields: dict[int, int] = field(default_factory=dict)
 
-    def parts(self) -> list[Any]:
-        """Return its messages and its other fields."""
-        messages = conversation(self.request)
-        return [*messages, *(value for value in self.request.values() if value is not messages)]
+    def measure(self, parent: RecentCall | None, shared_messages: int) -> None:
+        """Note how many bytes the request takes. What it shares with its parent was measured there."""
+        messages, known = conversation(self.request), {} if parent is None else parent.fields
+        self.ends = parent.ends[:shared_messages] if parent is not None else self.ends
+        for message in messages[shared_messages:]:
+            self.ends.append((self.ends[-1] if self.ends else 0) + A_MESSAGE + taken(message))
+        others = [value for value in self.request.values() if value is not messages]
+        self.fields = {id(value): known.get(id(value)) or taken(value) for value in others}
 
 
 def taken(value: Any, most: int = 2**27) -> int:
@@ -51,13 +55,8 @@ def taken(value: Any, most: int = 2**27) -> int:
     while left and size < most:
         one = left.pop()
         if type(one) is dict:
-            size += 64 + 50 * len(one)
-            for name, item in one.items():
-                size += len(name)
-                if type(item) is str:
-                    size += 50 + len(item) * (1 if item.isascii() else 4)
-                else:
-                    left.append(item)
+            size += 64 + 50 * len(one) + sum(map(len, one))
+            left += one.values()
         elif type(one) is list:
             size += 56 + 8 * len(one)
             left += one
@@ -68,40 +67,36 @@ def taken(value: Any, most: int = 2**27) -> int:
     return size
 
 
-class _OfRollout:
-    """A rollout's recent calls, newest last, and about how many bytes they take. What they share is counted once.
+def size_of(calls: Sequence[RecentCall]) -> int:
+    """Return about how many bytes a rollout's calls take, which were measured. What several share counts once.
 
-    Calls share the objects of messages and fields (`sharing`). Example:
+    They share the objects of their first messages and of fields (`sharing`). Example:
 
-        call 1   messages A (100 bytes), B (50)     150 bytes, and A_CALL
-        call 2   messages A, B, C (30)               30 more, and A_CALL; two calls hold A and B
-        call 1 is forgotten                          frees A_CALL; call 2 still holds A and B
+        call 1   messages A (100 bytes), B (50)      150 bytes and A_CALL
+        call 2   messages A, B, C (30)                30 bytes and A_CALL, or 180 once call 1 is forgotten
     """
+    size, fields = 0, dict[int, int]()
+    for i, call in enumerate(calls):
+        messages = conversation(call.request)
+        shared = max((_same(messages, conversation(earlier.request)) for earlier in calls[:i]), default=0)
+        size += A_CALL + AN_ENTRY * len(messages) + len(call.row_ids) * call.row_ids.itemsize
+        size += (call.ends[-1] if messages else 0) - (call.ends[shared - 1] if shared else 0)
+        fields |= call.fields
+    return size + sum(fields.values())
 
-    def __init__(self) -> None:
-        self.calls: list[RecentCall] = []
-        self.size = 0
-        self._held: dict[int, list[int]] = {}  # by a part's `id`: how many calls hold it, and its bytes
 
-    def add(self, call: RecentCall) -> None:
-        self.calls.append(call)
-        parts = call.parts()
-        self.size += A_CALL + AN_ENTRY * len(parts)
-        for part in parts:
-            if (held := self._held.get(id(part))) is None:
-                held = self._held[id(part)] = [0, A_PART + taken(part)]
-                self.size += held[1]
-            held[0] += 1
+def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many messages two lists share from the first on, as the same objects."""
+    length = min(len(one), len(other))
+    if length and one[length - 1] is other[length - 1]:  # most conversations go on
+        return length
+    return bisect_left(range(length), True, key=lambda n: one[n] is not other[n])
 
-    def forget_oldest(self) -> None:
-        call = self.calls.pop(0)
-        parts = call.parts()
-        self.size -= A_CALL + AN_ENTRY * len(parts) + len(call.row_ids) * call.row_ids.itemsize
-        for part in parts:
-            held = self._held[id(part)]
-            held[0] -= 1
-            if not held[0]:
-                self.size -= self._held.pop(id(part))[1]
+
+@dataclass(slots=True)
+class _OfRollout:
+    calls: list[RecentCall] = field(default_factory=list)  # newest last
+    size: int = 0
 
 
 class RecentCalls:
@@ -119,32 +114,30 @@ class RecentCalls:
         return list(recent.calls) if recent else []
 
     def add(self, rollout_id: str, call: RecentCall) -> None:
+        """Remember a call that was measured."""
         recent = self._rollouts.setdefault(rollout_id, _OfRollout())
         self._rollouts.move_to_end(rollout_id)
-        before = recent.size
-        recent.add(call)
-        if len(recent.calls) > self._each:
-            recent.forget_oldest()
-        self._count(recent.size - before)
+        recent.calls = [*recent.calls, call][-self._each :]
+        self._count(recent, size_of(recent.calls) - recent.size)
 
     def ended(self, end: CallEnd) -> None:
         """Keep the tokens of a call that has ended, if it is still remembered."""
-        recent = self._rollouts.get(end.rollout_id)
-        for call in recent.calls if recent and end.choices else ():
-            if call.call_id == end.call_id and recent:
+        if (recent := self._rollouts.get(end.rollout_id)) is None or not end.choices:
+            return
+        for call in recent.calls:
+            if call.call_id == end.call_id:
                 call.row_ids = array("i", end.prompt_token_ids + end.choices[0].token_ids)
-                size = len(call.row_ids) * call.row_ids.itemsize
-                recent.size += size
-                self._count(size)
+                self._count(recent, len(call.row_ids) * call.row_ids.itemsize)
+
+    def _count(self, recent: _OfRollout, more_bytes: int) -> None:
+        recent.size += more_bytes
+        self._kept += more_bytes
+        while self._kept > self._memory and self._rollouts:
+            self._kept -= self._rollouts.popitem(last=False)[1].size
 
     def forget(self, rollout_id: str) -> None:
         if (recent := self._rollouts.pop(rollout_id, None)) is not None:
             self._kept -= recent.size
-
-    def _count(self, more_bytes: int) -> None:
-        self._kept += more_bytes
-        while self._kept > self._memory and self._rollouts:
-            self._kept -= self._rollouts.popitem(last=False)[1].size
 
 
 def parent_of(request: Json, recent: Sequence[RecentCall]) -> tuple[RecentCall | None, int]:

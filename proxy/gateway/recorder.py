@@ -312,6 +312,7 @@ def _prepared(
     else:
         stored = encode(request) if start.request_text is None else start.request_text
     call = RecentCall(start.call_id, request, start.started_at)
+    call.measure(parent, shared_messages)
     before = parent.places if parent else None
     if before or has_results(conversation(request), shared_messages):
         call.places = places_of(request, before or (), shared_messages)
@@ -360,12 +361,12 @@ def _tool_calls(end: CallEnd, call: RecentCall | None) -> Iterator[Statement]:
 def _tool_results(rollout: RolloutName, request: Json, places: Sequence[bytes], known: int) -> Iterator[Statement]:
     """The results that a request brings after the `known` messages, which it shares with its parent."""
     for result, call, place, answer, is_old in results(request, places, known):
-        content = dumps(result.content)
-        row: dict[str, Any] = {"rollout_id": rollout.rollout_id, "agent": rollout.agent, "place": place}
-        row |= {"tool_call_id": result.tool_call_id, "is_unique": is_unique(result.tool_call_id or "")}
+        content, called = dumps(result.content), result.tool_call_id
+        row: Json = {"rollout_id": rollout.rollout_id, "agent": rollout.agent, "place": place}
+        row |= {"result": content, "is_error": result.is_error, "brought_before": content if is_old else None}
+        row |= {"tool_call_id": called, "is_unique": is_unique(called or "")}
         row |= {"name": call and call.name, "arguments": call and call.arguments}
-        row |= {"answer": f"%{answer}%" if isinstance(answer, str) else None}
-        row |= {"brought_before": content if is_old else None, "result": content, "is_error": result.is_error}
+        row["answer"] = f"%{answer}%" if isinstance(answer, str) else None
         yield TOOL_RESULT, row
 
 
