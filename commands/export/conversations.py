@@ -13,7 +13,7 @@ from typing import Any
 from ...core.records import ModelCall, Rollout
 from ...core.redact import REASON
 from ...proxy.api.views import call_fields, call_view
-from ...proxy.dialects.transcript import ChatTurn, Digested, beginnings, read
+from ...proxy.dialects.transcript import ChatTurn, Digests, beginnings, chat_turns
 
 Json = dict[str, Any]
 REJECTED = "another attempt was used in place of its last answer"
@@ -46,7 +46,7 @@ def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counte
 
 def answered(calls: Sequence[ModelCall]) -> list[tuple[ModelCall, ChatTurn]]:
     """Return the calls that were answered, each as chat."""
-    turns = read([*map(call_view, calls)])
+    turns = chat_turns([*map(call_view, calls)])
     return [
         (call, turn) for call, turn in zip(calls, turns, strict=True) if call.is_decision and call.response is not None
     ]
@@ -64,7 +64,7 @@ def whole(turns: Sequence[tuple[ModelCall, ChatTurn]], left_out: Counter[str]) -
 
 def ends(turns: Sequence[ChatTurn]) -> list[int]:
     """Return the places of the answered turns that no later turn continues or repeats."""
-    digested, latest = Digested(), dict[int, int]()
+    digested, latest = Digests(), dict[int, int]()
     lasts: list[int] = []
     for i, turn in enumerate(turns):
         digests = [*beginnings(turn.messages, digested)]
@@ -75,7 +75,7 @@ def ends(turns: Sequence[ChatTurn]) -> list[int]:
 
 def trajectories(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
     """Yield a document for each conversation of a rollout; count in `left_out` those that cannot be one, by reason."""
-    turns, digested = answered(calls), Digested()
+    turns, digested = answered(calls), Digests()
     by_end = {[*beginnings(turn.messages, digested)][-1]: call for call, turn in turns}
     for last, turn in whole(turns, left_out):
         if not all(_is_text(message.get("content")) for message in turn.messages):

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.json_text import dumps
-from ...proxy.dialects.transcript import additions, body, called, read_each
+from ...proxy.dialects.transcript import additions, body, called, chat_turns
 from ..formats import cut, duration, number, plain
 
 CUT_AT = 600
@@ -64,7 +64,7 @@ def rollout_detail(rollout: dict[str, Any], full: bool, credit: Sequence[dict[st
     credited = {one["call_id"]: one for one in credit}
     parts: list[RenderableType] = [_header(rollout)]
     events = deque(rollout.get("events", ()))
-    turns = additions(read_each(rollout["calls"]))
+    turns = additions(chat_turns(rollout["calls"]))
     for call, (turn, added) in zip(rollout["calls"], turns, strict=True):
         while events and events[0]["seq"] <= call["seq"]:
             parts += [Text(""), *_event(events.popleft(), full)]

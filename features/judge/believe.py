@@ -20,7 +20,7 @@ from ...commands.signals import run_until_signal
 from ...core.config.root import Config
 from ...core.errors import ConfigError
 from ...core.statistics import bootstrap_mean
-from ...proxy.dialects.transcript import body, read
+from ...proxy.dialects.transcript import body, chat_turns
 from ...store.opening import open_database
 from ...trainer.waiting import all_of
 from .kinds import Rank
@@ -202,7 +202,7 @@ async def _patiently(rewarder: Rewarder, rollouts: Sequence[Json]) -> list[Given
 
 def _length(rollout: Json) -> int:
     """Of the last answer."""
-    turns = read(decisions(rollout)[-1:])
+    turns = chat_turns(decisions(rollout)[-1:])
     return sum(len(body(message)) for turn in turns for message in turn.answer)
 
 

@@ -26,7 +26,7 @@ from ...core.config.root import Config
 from ...core.config.section import Positive, Section
 from ...core.errors import ConfigError
 from ...core.redact import Redactor
-from ...proxy.dialects.transcript import Digested, beginnings, read
+from ...proxy.dialects.transcript import Digests, beginnings, chat_turns
 from .config import APIS, JudgeConfig, RewarderConfig
 from .judge import Judge
 from .model import (
@@ -455,8 +455,8 @@ def _thanks(sentence: str) -> bool:
 def replies(rollout: Json) -> Iterator[UserReply]:
     """Yield what users wrote directly after an answer. What tools wrote is in between, and nobody's reply."""
     calls = decisions(rollout)
-    turns = read(calls)
-    digested = Digested()
+    turns = [*chat_turns(calls)]
+    digested = Digests()
     texts: dict[int, tuple[Json, str]] = {}  # by the message's id, which is no other's while it is here
 
     def text(message: Json) -> str:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import aiohttp
 
 from ...core.json_text import dumps, loads
-from ...proxy.dialects.transcript import additions, body, called, read_each
+from ...proxy.dialects.transcript import additions, body, called, chat_turns
 from .config import RewarderConfig
 from .rewarder import Away, Json, NoReward, Rewarder, decisions
 from .table import KeptAnswers, Used
@@ -254,7 +254,7 @@ class Said(NamedTuple):
 
 def messages_of(rollout: Json, clean: Callable[[str], str]) -> list[Said]:
     """Return the messages of a rollout's conversations in order as clean texts, each once."""
-    turns = additions(read_each(decisions(rollout)))
+    turns = additions(chat_turns(decisions(rollout)))
     new = (message for turn, messages in turns for message in (*messages, *turn.answer))
     return [Said(clean(" ".join(str(one.get("role", "item")).split())), clean(text_of(one))) for one in new]
 

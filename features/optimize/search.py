@@ -28,7 +28,7 @@ from ...commands.run.runner import Runner
 from ...commands.run.tasks import Task
 from ...core.errors import ConfigError, LightningError
 from ...core.prices import Used, import_litellm, used
-from ...proxy.dialects.transcript import read
+from ...proxy.dialects.transcript import chat_turns
 from ...store.sqlite.file import make_private
 
 NEAR = 2.0  # standard errors, within which one mean is not better than another
@@ -325,7 +325,7 @@ def _read(file: Path) -> dict[str, Answered]:
 
 def inputs(rollout: Mapping[str, Any]) -> str:
     """Return the agent's task: the first message that is no system prompt."""
-    for turn in read(rollout["calls"])[:1]:
+    for turn in [*chat_turns(rollout["calls"])][:1]:
         for message in turn.shown:
             if message["role"] == "user":
                 return _cut(_text(message["content"]))
@@ -334,7 +334,7 @@ def inputs(rollout: Mapping[str, Any]) -> str:
 
 def outputs(rollout: Mapping[str, Any]) -> str:
     """Return the answers of the agent's models, and the results of its tools, in order."""
-    turns = read(rollout["calls"])
+    turns = [*chat_turns(rollout["calls"])]
     if not turns:
         return "(no call was made)"
     longest = max(turns, key=lambda turn: len(turn.messages))

@@ -49,24 +49,28 @@ class Earlier:
 
     async def up_to(self, rollout_id: str, previous: str) -> list[Exchange]:
         """Return the exchanges up to a response, oldest first. Raise NotFound if it is unknown."""
-        try:
-            found = exchanges_up_to(self._of(rollout_id), previous)
+        kept = self._rollouts.get(rollout_id, _Kept())
+        with suppress(NotFound):
+            found = exchanges_up_to(kept.exchanges, previous)
             if await self._calls.status(rollout_id, found[-1].call_id) is not None:
                 return found
             self._forget(rollout_id)  # it was deleted, perhaps by another process
-        except NotFound:
-            pass
-        if (kept := self._rollouts.get(rollout_id)) is not None:
+            kept = _Kept()
+        if kept.exchanges:
             seen = {exchange.call_id for exchange in kept.exchanges.values()}
             others = await self._calls.answered(rollout_id, LATELY) - seen
             with suppress(NotFound):
                 return await self._read(rollout_id, previous, await self._calls.some(others, kept.parents))
-        return await self._read(rollout_id, previous, await self._recorded(rollout_id))
+        try:
+            calls = await self._calls.of(rollout_id)
+        except NotFound:
+            calls = []
+        return await self._read(rollout_id, previous, calls)
 
     def has_lately(self, rollout_id: str, response_id: Any) -> bool:
         """Return whether a response is in memory, and went through the chat route."""
-        exchange = self._of(rollout_id).get(response_id) if isinstance(response_id, str) else None
-        return exchange is not None and exchange.by_chat
+        kept = self._rollouts.get(rollout_id, _Kept())
+        return isinstance(response_id, str) and response_id in kept.exchanges and kept.exchanges[response_id].by_chat
 
     def answered(self, start: CallStart, end: CallEnd) -> None:
         """Note that a call was answered, and that its record is durable."""
@@ -74,39 +78,34 @@ class Earlier:
             size = len(start.request_text or b"") + 8 * sum(len(choice.token_ids) for choice in end.choices)
             self._add(end.rollout_id, [exchange_of(start.call_id, start.request, end.response)._replace(size=size)])
 
-    async def _recorded(self, rollout_id: str) -> list[ModelCall]:
-        try:
-            return await self._calls.of(rollout_id)
-        except NotFound:
-            return []
-
     async def _read(self, rollout_id: str, previous: str, calls: Sequence[ModelCall]) -> list[Exchange]:
         """Keep the exchanges of recorded calls, and return those up to a response."""
-        recorded = await asyncio.to_thread(_sized, calls)
-        remembered = self._of(rollout_id)  # unredacted
-        found = exchanges_up_to({**recorded, **remembered}, previous)
-        self._add(
-            rollout_id, [exchange for exchange in recorded.values() if exchange.response_id not in remembered], calls
-        )
-        return found
 
-    def _of(self, rollout_id: str) -> Mapping[str, Exchange]:
-        kept = self._rollouts.get(rollout_id)
-        return {} if kept is None else kept.exchanges
+        def sized() -> list[Exchange]:
+            return [one._replace(size=len(encode(one.items))) for one in by_response(calls).values()]
+
+        recorded = await asyncio.to_thread(sized)
+        kept = self._rollouts.get(rollout_id, _Kept()).exchanges  # unredacted
+        recorded = [one for one in recorded if one.response_id not in kept]
+        found = exchanges_up_to({one.response_id: one for one in recorded} | kept, previous)
+        self._add(rollout_id, recorded, calls)
+        return found
 
     def _add(self, rollout_id: str, more: Iterable[Exchange], read: Sequence[ModelCall] = ()) -> None:
         kept = self._rollouts.setdefault(rollout_id, _Kept())
         self._rollouts.move_to_end(rollout_id)
-        before = kept.size
+        self._size -= kept.size
         for exchange in more:
-            kept.add(exchange)
+            before = kept.exchanges.get(exchange.response_id)
+            kept.exchanges_size += exchange.size - (before.size if before else 0)
+            kept.exchanges[exchange.response_id] = exchange
         kept.parents = newest_parents(kept.parents, read)
-        self._size += kept.size - before
+        self._size += kept.size
         while self._size > self._memory and self._rollouts:
             self._forget(next(iter(self._rollouts)))
 
     def _forget(self, rollout_id: str) -> None:
-        self._size -= self._rollouts.pop(rollout_id).size
+        self._size -= self._rollouts.pop(rollout_id, _Kept()).size
 
 
 @dataclass(slots=True)
@@ -120,12 +119,6 @@ class _Kept:
     @property
     def size(self) -> int:
         return self.exchanges_size + sum(len(parent.tokens) for parent in self.parents.values())
-
-    def add(self, exchange: Exchange) -> None:
-        if (before := self.exchanges.get(exchange.response_id)) is not None:
-            self.exchanges_size -= before.size
-        self.exchanges[exchange.response_id] = exchange
-        self.exchanges_size += exchange.size
 
 
 def by_response(calls: Iterable[ModelCall]) -> dict[str, Exchange]:
@@ -149,13 +142,6 @@ def exchanges_up_to(known: Mapping[str, Exchange], previous: Any) -> list[Exchan
 def items_of(exchanges: Iterable[Exchange]) -> list[Json]:
     """Return the items of all exchanges, in order."""
     return [item for exchange in exchanges for item in exchange.items]
-
-
-def _sized(calls: Iterable[ModelCall]) -> dict[str, Exchange]:
-    exchanges = by_response(calls)
-    return {
-        response_id: exchange._replace(size=len(encode(exchange.items))) for response_id, exchange in exchanges.items()
-    }
 
 
 def _recorded(call: ModelCall) -> Exchange:

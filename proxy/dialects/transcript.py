@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from ...core.errors import NotFound
 from ...core.json_text import loads
-from ...core.tools import dicts
+from ...core.tools import answers, dicts
 from ...store.requests import full_calls
 from .as_chat.messages import chat_messages, chat_tools, history_message
 from .as_chat.responses import messages_of, messages_shown, tools_of
@@ -26,7 +27,8 @@ _OF_TOOL = ("name", "description", "parameters")
 _ELSEWHERE = ("conversation", "prompt", "background")
 
 Message = dict[str, Any]
-Core = tuple[Any, ...]
+# The digests of a conversation's messages, by `id`. It has the messages, too: so no other has their `id`.
+Digests = dict[int, tuple[Message, int]]
 
 
 class ChatTurn(NamedTuple):
@@ -45,35 +47,29 @@ class ChatTurn(NamedTuple):
         return [*self.shown, *self.answer]
 
 
-def read(calls: Sequence[Json]) -> list[ChatTurn]:
-    """Return the calls of one rollout, as the control API has them, as chat."""
-    return [*read_each(calls)]
-
-
-def read_each(calls: Sequence[Json]) -> Iterator[ChatTurn]:
-    """Yield what `read` returns: all turns of a long rollout together take much memory."""
+def chat_turns(calls: Sequence[Json]) -> Iterator[ChatTurn]:
+    """Yield the calls of one rollout, as the control API has them, as chat; all together take much memory."""
     calls = full_calls(calls, prompts=False)
-    responses = [call for call in calls if _endpoint(call) == "responses" and isinstance(call["response"], dict)]
-    answered = [call for call in responses if call["status"] == "ok"]
-    exchanges = [exchange_of(call["call_id"], call["request"], call["response"]) for call in answered]
-    reader = _Reader({exchange.response_id: exchange for exchange in exchanges})
+    reader = _Reader()
+    for call in calls:
+        if call.get("endpoint") == "responses" and call["status"] == "ok" and isinstance(call["response"], dict):
+            exchange = exchange_of(call["call_id"], call["request"], call["response"])
+            reader.known[exchange.response_id] = exchange
     yield from map(reader.read, calls)
 
 
 class _Reader:
-    def __init__(self, known: Mapping[str, Exchange]) -> None:
-        """`known`: the rollout's exchanges, by response."""
-        self._known = known
-        self._tidied: dict[
-            int, tuple[Json, Json]
-        ] = {}  # of the call before, which mostly goes on: message and tidy one
+    def __init__(self) -> None:
+        self.known: dict[str, Exchange] = {}  # by response
+        # Of the call before, which mostly goes on: each message by its `id`, and the tidy one.
+        self._tidied: dict[int, tuple[Json, Json]] = {}
         self._texts: list[tuple[str, list[Json]]] = []  # of completions: all text so far, and the messages of it
 
     def read(self, call: Json) -> ChatTurn:
         make = {"messages": _messages, "responses": self._responses, "completions": self._completions}
         request, response = call["request"], call["response"] if isinstance(call["response"], dict) else {}
         try:
-            turn = make.get(_endpoint(call), _chat)(request, {} if response.get("error") else response)
+            turn = make.get(call.get("endpoint", ""), _chat)(request, {} if response.get("error") else response)
             self._tidied = {id(one): self._tidied.get(id(one)) or (one, _tidy(one)) for one in turn.shown}
             shown = [self._tidied[id(one)][1] for one in turn.shown]
             return ChatTurn(shown, [*map(_tidy, turn.answer)], [*map(_tidy_tool, turn.tools)])
@@ -89,7 +85,7 @@ class _Reader:
         given = {name: value for name, value in request.items() if value is not None}
         if name := next((name for name in _ELSEWHERE if given.get(name)), None):
             raise Untranslatable(f"`{name}` refers to what only the provider has")
-        earlier = items_of(exchanges_up_to(self._known, given.get("previous_response_id")))
+        earlier = items_of(exchanges_up_to(self.known, given.get("previous_response_id")))
         if not isinstance(given["input"], str):
             given["input"] = [*_visible(given["input"])]
         answer = messages_of(_visible(dicts(response.get("output"))))
@@ -135,10 +131,6 @@ def _visible(items: Sequence[Json]) -> Iterator[Json]:
             yield item
 
 
-def _endpoint(call: Json) -> str:
-    return str(call.get("endpoint", "chat/completions"))
-
-
 def _tidy(message: Json) -> Json:
     """A message with the fields that chat templates know: text in one piece, a tool call's arguments as an object."""
     role = message["role"]
@@ -168,11 +160,10 @@ def _tool_call(call: Json) -> Json:
 
 def _arguments(text: Any) -> Any:
     """Arguments as an object; as they are if the model wrote no JSON object."""
-    try:
-        found = loads(text or "{}") if isinstance(text, str | None) else text
-    except ValueError:
-        return text
-    return found if isinstance(found, dict) else text
+    with suppress(ValueError):
+        value = loads(text or "{}") if isinstance(text, str | None) else text
+        return value if isinstance(value, dict) else text
+    return text
 
 
 def _tidy_tool(tool: Json) -> Json:
@@ -186,26 +177,21 @@ def _tidy_tool(tool: Json) -> Json:
 
 def messages_in(request: Json) -> list[Json]:
     """Return the messages of a request of any API, as they are."""
-    found = request.get("messages", request.get("input", request.get("prompt", [])))
+    given = request.get("messages", request.get("input", request.get("prompt", [])))
+    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
+        given = [{"role": "user", "content": given}]
     first = request.get("system") or request.get("instructions")
-    system = [{"role": "system", "content": first}] if first else []
-    if isinstance(found, list) and all(isinstance(message, dict) for message in found):
-        return [*system, *found]
-    return [*system, {"role": "user", "content": found}]
+    return [*([{"role": "system", "content": first}] if first else []), *given]
 
 
 def messages_answered(response: Json) -> list[Json]:
-    """Return the messages of an answer of any API, as they are."""
-    if "content" in response:
-        return [{"role": "assistant", "content": response["content"]}]
-    choices = dicts(response.get("choices"))[:1]
-    messages = [c.get("message", {"role": "assistant", "content": c.get("text")}) for c in choices]
-    return [*dicts(response.get("output")), *dicts(messages)]
+    """Return the messages of an answer's first choice, as they are."""
+    return [message for answer in answers(response)[:1] for message in answer]
 
 
 def additions(turns: Iterable[ChatTurn]) -> Iterator[tuple[ChatTurn, list[Message]]]:
     """Yield each turn with its new messages: all after the longest beginning that it shares with an earlier one."""
-    earlier, known = set[int](), Digested()
+    earlier, known = set[int](), Digests()
     for turn in turns:
         digests = [*beginnings(turn.messages, known)]
         shared = next((i for i in range(len(turn.shown), 0, -1) if digests[i] in earlier), 0)
@@ -213,15 +199,11 @@ def additions(turns: Iterable[ChatTurn]) -> Iterator[tuple[ChatTurn, list[Messag
         earlier.update(digests)
 
 
-class Digested(dict[int, tuple[Message, int]]):
-    """The digests of the messages of one conversation, so that the next one, which mostly goes on, makes new ones only.
+def beginnings(messages: Sequence[Message], known: Digests) -> Iterator[int]:
+    """Yield a digest of every beginning of a conversation, from the empty one to all of it.
 
-    It has the messages, too: while it does, no other message has their `id`.
+    `known` is that of the conversation before, which this one mostly continues.
     """
-
-
-def beginnings(messages: Sequence[Message], known: Digested) -> Iterator[int]:
-    """Yield a digest of every beginning of a conversation, from the empty one to all of it."""
     now = {id(one): known.get(id(one)) or (one, hash(core(one))) for one in messages}
     known.clear()
     known.update(now)
@@ -232,7 +214,7 @@ def beginnings(messages: Sequence[Message], known: Digested) -> Iterator[int]:
         yield digest
 
 
-def core(message: Message) -> Core:
+def core(message: Message) -> tuple[Any, ...]:
     """Return the identity of a message. Clients add and drop empty fields, and give calls other ids."""
     tools = tuple((str(one.get("name")), json.dumps(one.get("arguments"), sort_keys=True)) for one in called(message))
     return str(message.get("role")), body(message).strip(), tools

@@ -24,7 +24,7 @@ from lightning_proxy.commands.show.rollouts import changed
 from lightning_proxy.commands.show.status import next_step
 from lightning_proxy.commands.show.steps import step_line
 from lightning_proxy.commands.system.steps import print_steps, step_printer
-from lightning_proxy.proxy.dialects.transcript import additions, read
+from lightning_proxy.proxy.dialects.transcript import additions, chat_turns
 from lightning_proxy.store.sqlite.file import lock_file
 from lightning_proxy.store.training import Collapse
 from support.command_line import lightning
@@ -66,7 +66,7 @@ SENT_BACK = said("assistant", "", tool_calls=[TOOL])  # as clients do: other emp
 def test_each_message_is_shown_once_however_the_agent_sent_it_back() -> None:
     first = [said("user", "add one")]
     second = [*first, SENT_BACK, said("tool", "2", tool_call_id="k1")]
-    turns = additions(read([call(first, ASKS), call(second, said("assistant", "It is 2."))]))
+    turns = additions(chat_turns([call(first, ASKS), call(second, said("assistant", "It is 2."))]))
     assert [added for _, added in turns] == [first, second[2:]]
 
 
@@ -74,7 +74,7 @@ def test_a_branch_adds_what_its_own_parent_lacks() -> None:
     start, other = [said("user", "a")], [said("user", "b")]
     on = [*start, said("assistant", "x"), said("user", "c")]
     calls = [call(start, said("assistant", "x")), call(other, said("assistant", "y")), call(on, said("assistant", "z"))]
-    assert [added for _, added in additions(read(calls))] == [start, other, on[2:]]
+    assert [added for _, added in additions(chat_turns(calls))] == [start, other, on[2:]]
 
 
 def test_a_rollout_shows_its_tool_calls_and_what_failed() -> None:
