@@ -95,8 +95,7 @@ class Reply:
     async def send(self, status: int, headers: list[Header], body: bytes) -> None:
         if status != 204:  # RFC 9110, section 8.6
             headers = [*headers, (b"content-length", str(len(body)).encode())]
-        self.started = True
-        await self._send({"type": "http.response.start", "status": status, "headers": headers, "whole": True})
+        await self.start(status, headers)
         await self.body(body, more=False)
 
     async def json(self, status: int, body: Any, headers: Iterable[Header] = ()) -> None:

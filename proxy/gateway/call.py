@@ -282,10 +282,12 @@ class CallUnderWay:
         if not reply.started:
             await reply.send(answer.status, self._head, transcript.held)
             return
-        await reply.body(transcript.held)
-        while piece := await answer.piece():
-            await reply.body(piece)
-        await reply.body(b"", more=False)
+        data = transcript.held
+        while not answer.at_end:
+            await reply.body(data)
+            if not (data := await answer.piece()):
+                break
+        await reply.body(data, more=False)
 
     @property
     def _dialect(self) -> Dialect:

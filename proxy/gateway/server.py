@@ -52,6 +52,7 @@ MOST_SILENT = 2048  # connections without a request; each takes memory, too
 PROBES = 8  # requests for the proxy's health that find a place beside all calls
 MOST_FILES = 2**20  # where the system has no limit
 LOG_EVERY_S = 60.0
+MOST_JOINED = 2**14  # bytes of an answer that wait for the end of a turn of the event loop
 
 
 def raise_limit() -> None:
@@ -169,38 +170,42 @@ def is_stopping(scope: Scope) -> bool:
     return _STOPPING in scope
 
 
-class _HoldsHead:
-    """A transport whose first write waits for the second: an answer's head leaves with its body, in one packet."""
+class _Joining:
+    """A transport that writes at once what comes in one turn of the event loop: an answer's head and its body."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._head: bytes | None = None
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._waiting, self._size = list[bytes](), 0
 
     def write(self, data: bytes) -> None:
-        if self._head is None:
-            self._head = data
-        else:
-            self._transport.write(self._head + data)
-            self._head = b""
+        if not self._waiting:
+            self._loop.call_soon(self._flush)
+        self._waiting.append(data)
+        self._size += len(data)
+        if self._size > MOST_JOINED:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        waiting, self._waiting, self._size = self._waiting, [], 0
+        if waiting:
+            self._transport.write(b"".join(waiting))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
 
 class _Cycle(RequestResponseCycle):
-    """A request and its answer. HTTP/1.0 has no chunks: the connection's end ends it; a reset shows that it broke off.
-
-    `whole` in the message that starts an answer says that its body follows at once.
-    """
+    """A request and its answer. In HTTP/1.0 the connection's end ends it; a reset shows that it broke off."""
 
     _has_length = True
 
     async def send(self, message: ASGISendEvent) -> None:
-        if message["type"] == "http.response.start":
-            if self.scope["http_version"] == "1.0":
-                self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
-            if "whole" in message and self.scope["method"] != "HEAD":  # whose body is never written
-                self.transport = _HoldsHead(self.transport)  # type: ignore[assignment]
+        if message["type"] == "http.response.start" and self.scope["http_version"] == "1.0":
+            self._has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
         if not self._has_length:
             body = message.get("body", b"")
             self.chunked_encoding, self.expected_content_length = False, len(body) if isinstance(body, bytes) else 0
@@ -224,7 +229,7 @@ class ServerProtocol(HttpToolsProtocol):
     _loan: Loan  # of the answer that is not taken
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        super().connection_made(_Joining(transport, self.loop))  # type: ignore[arg-type]
         if self.server_state not in _of_server:
             _of_server[self.server_state] = Connections(files_allowed())
         self._others = _of_server[self.server_state]

@@ -148,6 +148,11 @@ class Answer(ABC):
     def release(self) -> None:
         """Release the answer's connection, even if the body was not read to its end."""
 
+    @property
+    def at_end(self) -> bool:
+        """Return whether the end of the body is there already, and nothing is left to read."""
+        return False
+
     async def piece(self) -> bytes:
         """Return the next bytes of the body; none at its end.
 
@@ -439,6 +444,10 @@ class HttpAnswer(Answer):
         self._config, self._connection, self._message, self._content = config, connection, message, content
         self._url, self._decodes, self._writing = url, decodes, writing
         self._mask = KeyMask(*config.masked) if config.masked else None
+
+    @property
+    def at_end(self) -> bool:
+        return not self._ahead and self._mask is None and self._content.at_eof()
 
     def release(self) -> None:
         """Give the connection back; close it if not all of the request was sent, or of the answer read."""
