@@ -109,22 +109,17 @@ class Reply:
 
         `agent_left` is set at once.
         """
-        return WhileConnected(self, finish_s)
-
-    async def wait_for_the_end(self) -> None:
-        """Return when the agent has disconnected, or has the entire answer."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.agent_left = True
+        return WhileConnected(self, self._receive, finish_s)
 
 
 class WhileConnected:
     """The block of `Reply.while_connected`."""
 
-    __slots__ = ("_cancelled", "_finish_s", "_later", "_reply", "_task", "_watch")
+    __slots__ = ("_cancelled", "_finish_s", "_later", "_receive", "_reply", "_task", "_watch")
 
-    def __init__(self, reply: Reply, finish_s: float) -> None:
-        self._reply, self._finish_s, self._cancelled = reply, finish_s, False
+    def __init__(self, reply: Reply, receive: Receive, finish_s: float) -> None:
+        self._reply, self._receive, self._finish_s = reply, receive, finish_s
+        self._cancelled = False
         self._watch: asyncio.Task[None] | None = None
 
     def __enter__(self) -> None:
@@ -132,22 +127,23 @@ class WhileConnected:
         self._later = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
 
     def __exit__(self, kind: object, error: object, trace: object) -> bool:
+        """End a cancellation of this block alone."""
         self._later.cancel()
         if self._watch is not None:
             self._watch.cancel()
-        # A cancellation of this block alone ends here.
-        return isinstance(error, asyncio.CancelledError) and self._cancelled and self._uncancelled()
-
-    def _uncancelled(self) -> bool:
-        return self._task is not None and self._task.uncancel() == 0
+        assert self._task is not None
+        return isinstance(error, asyncio.CancelledError) and self._cancelled and self._task.uncancel() == 0
 
     def _begin(self) -> None:
         self._watch = asyncio.get_running_loop().create_task(self._wait())
 
     async def _wait(self) -> None:
-        await self._reply.wait_for_the_end()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._reply.agent_left = True
         await asyncio.sleep(self._finish_s)
-        self._cancelled = self._task is not None and self._task.cancel()
+        assert self._task is not None
+        self._cancelled = self._task.cancel()
 
 
 LATE_EVERY_S = 1.0  # how often late bodies are looked for, at most

@@ -76,7 +76,8 @@ class Attempts:
                 if not self._fall_back(error.message):
                     raise
                 continue
-            if not again and not (_is_busy(answer.status) and self._fall_back(f"it answered {answer.status}")):
+            is_busy = answer.status == 429 or answer.status >= 500
+            if not again and not (is_busy and self._fall_back(f"it answered {answer.status}")):
                 self._answer = answer
                 return answer
             answer.release()
@@ -115,10 +116,6 @@ class Attempts:
             return False
         self.target = self._target_for(route, True)
         return True
-
-
-def _is_busy(status: int) -> bool:
-    return status == 429 or status >= 500
 
 
 class Upstreams:
@@ -236,7 +233,9 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
     if not changed:
         return request
     if is_form(request.body):
-        return request.with_body(_with_form_model(request.body, sent["model"]))
+        if (match := form_model(request.body)) is None:
+            return request
+        return request.with_body(request.body[: match.start(1)] + sent["model"].encode() + request.body[match.end(1) :])
     own: tuple[Piece, ...] | None = ()
     if "model" in changed and "model" in body:
         own = with_model(request.body.rstrip(), changed.pop("model"))
@@ -255,8 +254,3 @@ def form_model(body: bytes) -> re.Match[bytes] | None:
     """Return where a form's field `model` has its value, as group 1."""
     at = body.find(_FORM_NAME)
     return None if at < 0 else _FORM_VALUE.match(body, at + len(_FORM_NAME))
-
-
-def _with_form_model(body: bytes, model: str) -> bytes:
-    match = form_model(body)
-    return body if match is None else body[: match.start(1)] + model.encode() + body[match.end(1) :]

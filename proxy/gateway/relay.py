@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, cast
 from urllib.parse import quote, unquote
@@ -51,6 +52,9 @@ _OPERATOR_ROUTES = frozenset({"load_lora_adapter", "unload_lora_adapter"})
 # What a server behind us might resolve to another path than the one that was checked.
 _AMBIGUOUS = re.compile(r"\.\.|//|/\.(?:/|$)|[\\\x00-\x1f\x7f]")
 
+_ROLLOUT = "/rollouts/(?P<rollout>[^/]*)(?:/tasks/(?P<task>[^/]*))?(?:/agents/(?P<agent>[^/]*))?"
+_PATH = re.compile(f"(?:{_ROLLOUT})?(?P<rest>/v1/.*)", re.DOTALL)
+
 # The recorded APIs.
 DIALECTS: dict[str, Dialect] = {
     "/v1/chat/completions": ChatApi("chat"),
@@ -75,17 +79,8 @@ def parse_path(path: str) -> DataPath | None:
 
     None for any other path: the control API answers it.
     """
-    if path.startswith("/v1/"):
-        return DataPath(path)
-    if not path.startswith("/rollouts/"):
-        return None
-    rollout_id, _, rest = path.removeprefix("/rollouts/").partition("/")
-    task_id = agent = None
-    if rest.startswith("tasks/"):
-        task_id, _, rest = rest.removeprefix("tasks/").partition("/")
-    if rest.startswith("agents/"):
-        agent, _, rest = rest.removeprefix("agents/").partition("/")
-    return DataPath(f"/{rest}", rollout_id, task_id, agent) if rest.startswith("v1/") else None
+    match = _PATH.fullmatch(path)
+    return None if match is None else DataPath(match["rest"], match["rollout"], match["task"], match["agent"])
 
 
 def name_rollout(path: DataPath, headers: Mapping[str, str], key_rollout_id: str | None = None) -> RolloutName:
@@ -268,16 +263,11 @@ class Relay:
         finally:
             answer.release()
         if answer.status == 200:
-            raw = self._with_alias(raw)
+            with suppress(orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
+                models = orjson.loads(raw)
+                models["data"].append(self._policy.alias_entry())
+                raw = orjson.dumps(models)
         await reply.send(answer.status, answer.headers(keep_length=False), raw)
-
-    def _with_alias(self, raw: bytes) -> bytes:
-        try:
-            models = orjson.loads(raw)
-            models["data"].append(self._policy.alias_entry())
-        except (orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
-            return raw
-        return orjson.dumps(models)
 
     async def _pass_through(self, visit: Visit, request: Request, reply: Reply) -> None:
         """Forward unrecorded; a model named in a JSON body or a form is routed like that of a recorded call.
@@ -340,7 +330,8 @@ def _is_allowed(path: str) -> bool:
     if path in DIALECTS:
         return True
     for _ in range(3):
-        if _AMBIGUOUS.search(path) or not _OPERATOR_ROUTES.isdisjoint(_names(path)):
+        names = (part.strip() for part in re.split("[/;]", path.lower()))
+        if _AMBIGUOUS.search(path) or not _OPERATOR_ROUTES.isdisjoint(names):
             return False
         path, before = unquote(path), path
         if path == before:
@@ -352,10 +343,6 @@ def _as_escaped(scope: Scope, path: str) -> str:
     """The path as the agent escaped it, if that is sure to stand for `path`, which was checked."""
     sent = parse_path(scope["raw_path"].decode())
     return sent.rest if sent and unquote(sent.rest) == path and "\ufffd" not in path else quote(path)
-
-
-def _names(path: str) -> list[str]:
-    return [part.strip() for part in re.split("[/;]", path.lower())]
 
 
 def _is_preflight(scope: Scope, headers: dict[str, str]) -> bool:

@@ -191,7 +191,7 @@ class _Joining:
 
     def _flush(self) -> None:
         waiting, self._waiting, self._size = self._waiting, [], 0
-        if waiting:
+        if waiting and not self._transport.is_closing():
             self._transport.write(b"".join(waiting))
 
     def __getattr__(self, name: str) -> Any:
