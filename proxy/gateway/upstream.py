@@ -57,6 +57,7 @@ _NOT_PASSED_ON = {
     for stay in (False, True)
     for identity in (False, True)
 }
+_PASSWORDS = ("Authorization", "Proxy-Authorization")
 _WITHOUT_BODY = frozenset(["GET", "HEAD", "OPTIONS"])
 _HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
 
@@ -396,12 +397,15 @@ async def _write(protocol: ResponseHandler, head: bytes, request: Request) -> No
 
 
 def _head(way: aiohttp.ClientRequest, url: URL, headers: Iterable[Header], request: Request) -> bytes:
-    """The request's first line and headers. A proxy gets the whole URL, and what lets us through."""
-    target, host = url.raw_path_qs, url.host_port_subcomponent
-    lines = [b"%s: %s\r\n" % header for header in headers]
-    if way.proxy is not None and not way.is_ssl():
-        target, key = str(url), way.headers.get("Proxy-Authorization")
-        lines += [f"Proxy-Authorization: {key}\r\n".encode()] if key else []
+    """The request's first line and headers, with the passwords of the server's address, and of the way to it.
+
+    A proxy gets the whole URL.
+    """
+    is_whole = way.proxy is not None and not way.is_ssl()
+    target, host = str(url.with_user(None)) if is_whole else url.raw_path_qs, url.host_port_subcomponent
+    ours = [(name.encode(), way.headers[name].encode()) for name in _PASSWORDS if name in way.headers]
+    known = {name.lower() for name, _ in ours}
+    lines = [b"%s: %s\r\n" % header for header in (*headers, *ours) if header[0] not in known]
     size = sum(map(len, request.pieces)) or len(request.body)
     if size or request.method not in _WITHOUT_BODY:
         lines.append(b"Content-Length: %d\r\n" % size)
