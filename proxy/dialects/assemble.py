@@ -299,7 +299,13 @@ class _Choice:
             delta = {name: value for name, value in message.items() if not known.get(name)}
         if isinstance(delta, dict):
             self._fields["message"] = self._message
-            self._feed_message(delta)
+        for name, value in delta.items() if isinstance(delta, dict) else ():
+            if name in ("tool_calls", "function_call") and isinstance(value, list | dict):
+                if not isinstance(self._message.get(name), ToolCalls):
+                    self._message[name] = ToolCalls()
+                self._message[name].feed(value if name == "tool_calls" else {"function": value})
+            else:
+                join(self._message, name, value)
         for name, value in choice.items():
             if name in _PIECES:
                 join(self._fields, name, value)
@@ -313,15 +319,5 @@ class _Choice:
         if isinstance(calls := message.get("tool_calls"), ToolCalls):
             message["tool_calls"] = calls.result()
         if isinstance(call := message.get("function_call"), ToolCalls):  # of OpenAI's API before there were tools
-            message["function_call"] = call.result()[0]["function"]
+            message["function_call"] = call.result()[0].get("function")
         return self._fields | {"message": message}
-
-    def _feed_message(self, delta: Json) -> None:
-        message = self._message
-        for name, value in delta.items():
-            if name in ("tool_calls", "function_call") and isinstance(value, list | dict):
-                if not isinstance(message.get(name), ToolCalls):
-                    message[name] = ToolCalls()
-                message[name].feed(value if name == "tool_calls" else {"function": value})
-            else:
-                join(message, name, value)

@@ -274,7 +274,11 @@ class ChatStream(Stream):
         if injection.usage and choices == [] and "usage" in chunk:
             return self.flush(chunk.get("system_fingerprint"))
         choices = choices if isinstance(choices, list) else []
-        if self.usual is not None and choices and all(map(_is_empty_delta, choices)):
+        if (
+            self.usual is not None
+            and choices
+            and all(isinstance(c, dict) and c.get("delta") == {} and c.get("finish_reason") is None for c in choices)
+        ):
             # While a parser holds text back, vLLM sends these only to those who asked for token ids or logprobs.
             return b""
         before = self.flush()
@@ -289,7 +293,3 @@ class ChatStream(Stream):
             self._tokens.add(chunk)
             take_out(chunk, self._injection)
             self._assembler.feed(chunk)
-
-
-def _is_empty_delta(choice: Any) -> bool:
-    return isinstance(choice, dict) and choice.get("delta") == {} and choice.get("finish_reason") is None

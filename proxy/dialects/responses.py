@@ -77,7 +77,7 @@ class ResponsesStream(Stream):
         item = event.get("item")
         if name == "output_item" and isinstance(item, dict) and what in ("added", "done"):
             self._item_of(event, item, what).keep(item, what)
-        elif text := _TEXTS.get(name.removesuffix(".annotation")) or _text_of(event.get("part")):
+        elif text := _TEXTS.get(name.removesuffix(".annotation")) or _PARTS.get(_type(event.get("part"))):
             self._item_of(event, {"type": text.item, "id": event.get("item_id")}, "").add(text, what, event)
 
     def _item_of(self, event: Json, item: Json, what: str) -> _Item:
@@ -104,8 +104,8 @@ class ResponsesStream(Stream):
             self.error = f"the upstream says that the response is {response['status']}"
 
 
-def _type(item: Any) -> Any:
-    return item.get("type") if isinstance(item, dict) else None
+def _type(item: Any) -> str:
+    return str(item.get("type")) if isinstance(item, dict) else ""
 
 
 def _finish_reason(response: Json) -> str | None:
@@ -136,6 +136,8 @@ _TEXTS = {
     "mcp_call_arguments": _Text("mcp_call", "arguments"),
     "code_interpreter_call_code": _Text("code_interpreter_call", "code"),
 }
+# By the type of a part that comes in one piece.
+_PARTS = {text.part: text for text in _TEXTS.values() if text.part}
 
 
 class _Item:
@@ -182,12 +184,6 @@ class _Item:
             else:
                 made[text.field] = part[text.field]
         return filled(self._item, made) if made else self._item
-
-
-def _text_of(part: Any) -> _Text | None:
-    """Where the text of a part belongs that comes in one piece."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    return next((text for text in _TEXTS.values() if text.part and text.part == kind), None)
 
 
 def filled(value: Any, more: Any) -> Any:
