@@ -14,7 +14,7 @@ from ...core.errors import NotFound
 from ...core.json_text import loads
 from ...core.tools import answers, dicts
 from ...store.requests import full_calls
-from .as_chat.messages import chat_messages, chat_tools, history_message
+from .as_chat.messages import MessagesTranslator, chat_messages, chat_tools
 from .as_chat.responses import messages_of, messages_shown, tools_of
 from .as_chat.translation import Untranslatable
 from .earlier import Exchange, exchange_of, exchanges_up_to, items_of
@@ -113,7 +113,7 @@ def _chat(request: Json, response: Json) -> ChatTurn:
 
 
 def _messages(request: Json, response: Json) -> ChatTurn:
-    answer = [history_message(response["content"])] if "content" in response else []
+    answer = [MessagesTranslator.history(response)] if "content" in response else []
     return ChatTurn(chat_messages(request, False), answer, chat_tools(request) or [])
 
 

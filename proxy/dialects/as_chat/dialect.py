@@ -18,8 +18,6 @@ Json = dict[str, Any]
 
 PATH = "/v1/chat/completions"
 CHAT_ENDPOINT = "chat/completions"
-
-
 # By the name of their endpoint in a record.
 TRANSLATORS: Mapping[str, type[Translator]] = MappingProxyType(
     {"messages": MessagesTranslator, "responses": ResponsesTranslator}

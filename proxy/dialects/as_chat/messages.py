@@ -197,11 +197,6 @@ def _tools(body: Json, ignores_no_tools: bool | None) -> Json:
     return chat | {"tool_choice": chosen, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
 
 
-def history_message(content: str | list[Json]) -> Json:
-    """Return the chat message for an answer of this content."""
-    return _messages("assistant", content)[-1]
-
-
 def _error(error: Any) -> Json:
     parts = error if isinstance(error, dict) else {"message": str(error)}
     kind, message = parts.get("type") or "internal_error", str(parts.get("message"))
@@ -236,7 +231,7 @@ class MessagesTranslator(Translator):
 
     @staticmethod
     def history(answer: Json) -> Json:
-        return history_message(answer["content"])
+        return _messages("assistant", answer["content"])[-1]
 
     def refusal(self, error: Json) -> Json:
         return _error(error["error"])

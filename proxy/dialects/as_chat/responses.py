@@ -9,6 +9,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
@@ -84,11 +85,11 @@ def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
     known: dict[Any, Json] = {}
     items = []
     for item in (*earlier, *_items(given)):
-        if item.get("type") != "item_reference":
-            known[item.get("id")] = item
-        elif item["id"] not in known:
+        refers = item.get("type") == "item_reference"
+        if refers and item["id"] not in known:
             raise Untranslatable("a reference to an unknown item")
-        items.append(known[item.get("id")])
+        items.append(known[item["id"]] if refers else item)
+        known[item.get("id")] = items[-1]
     messages = messages_of(items)
     if instructions := given.get("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
@@ -224,10 +225,11 @@ def tools_of(tools: Sequence[Json]) -> list[Json]:
             raise Untranslatable(f"a tool of type {tool['type']}")
         if tool["type"] == "custom" and (tool.get("format") or {}).get("type") == "grammar":
             raise Untranslatable("a custom tool with a grammar")
-    return [
-        {"type": "function", "function": {"name": one.name, **_given({key: one.fields.get(key) for key in _SHOWN})}}
-        for one in _functions(tools)
-    ]
+    shown: list[Json] = []
+    for one in _functions(tools):
+        fields = {name: one.fields[name] for name in _SHOWN if one.fields.get(name) is not None}
+        shown.append({"type": "function", "function": {"name": one.name} | fields})
+    return shown
 
 
 def _tools(given: Json) -> Json:
@@ -270,25 +272,24 @@ _RESPONSE: Json = {
     "frequency_penalty": 0, "kv_transfer_params": None, "ec_transfer_params": None, "input_messages": None,
     "output_messages": None,
 }  # fmt: skip
-# The items of a response, by the prefix of their id, as they begin.
+# The items of a response as they begin, by the kind of the part; their id says its prefix.
 _ITEMS: dict[str, Json] = {
-    "rs": {
-        "id": "", "summary": [], "type": "reasoning", "content": None, "encrypted_content": None,
+    "reasoning": {
+        "id": "rs", "summary": [], "type": "reasoning", "content": None, "encrypted_content": None,
         "status": "in_progress",
     },
-    "msg": {
-        "id": "", "content": [], "role": "assistant", "status": "in_progress", "type": "message", "phase": None,
+    "content": {
+        "id": "msg", "content": [], "role": "assistant", "status": "in_progress", "type": "message", "phase": None,
     },
-    "fc": {
-        "arguments": "", "call_id": "", "name": "", "type": "function_call", "id": "", "caller": None,
+    "call": {
+        "arguments": "", "call_id": "", "name": "", "type": "function_call", "id": "fc", "caller": None,
         "namespace": None, "status": "in_progress",
     },
-    "ctc": {
-        "call_id": "", "input": "", "name": "", "type": "custom_tool_call", "id": "", "caller": None,
+    "custom": {
+        "call_id": "", "input": "", "name": "", "type": "custom_tool_call", "id": "ctc", "caller": None,
         "namespace": None,
     },
 }  # fmt: skip
-_PREFIXES = {"reasoning": "rs", "content": "msg"}
 _NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 _LEAST_TEMPERATURE = 1e-2  # vLLM samples with no lower one, but for 0
 _REASONING = ("context", "effort", "generate_summary", "mode", "summary")
@@ -309,7 +310,6 @@ class ResponsesTranslator(Translator):
 
     def __init__(self, body: Json) -> None:
         super().__init__(body)
-        self._functions = {one.name: one for one in _functions(self.body.get("tools", ()))}
         if self.body.get("include_reasoning") is False:
             self.kinds = ("content",)
         # With hidden reasoning vLLM hides the tokens too: they would show it.
@@ -353,6 +353,10 @@ class ResponsesTranslator(Translator):
         body: Json = loads(encode(error).replace(b"max_completion_tokens", b"max_output_tokens"))
         return body
 
+    @cached_property
+    def _functions(self) -> dict[str, _Function]:
+        return {one.name: one for one in _functions(self.body.get("tools", ()))}
+
     def begun(self) -> Iterator[Json]:
         given = {"id": self.body.get("request_id") or _new_id("resp")}
         given |= {"created_at": self.told["created"], "model": self.told["model"]}
@@ -362,12 +366,13 @@ class ResponsesTranslator(Translator):
 
     def opened(self, kind: str, call_id: str = "", name: str = "") -> Iterator[Json]:
         self._said, self._tokens, self._input, self._read = "", [], "", 0
-        self._function = self._functions.get(name, _Function(name, {}, name))
-        prefix = _PREFIXES.get(kind) or ("ctc" if self._function.is_custom else "fc")
-        self._item = _ITEMS[prefix] | {"id": _new_id(prefix)}
+        item: Json = _ITEMS[kind]
         if kind == "call":
-            self._item |= {"call_id": call_id, "name": self._function.own, "namespace": self._function.namespace}
-        yield self._item_event("added", self._item)
+            function = self._function = self._functions.get(name, _Function(name, {}, name))
+            item = _ITEMS["custom" if function.is_custom else kind]
+            item = item | {"call_id": call_id, "name": function.own, "namespace": function.namespace}
+        self._item = item | {"id": _new_id(item["id"])}
+        yield self._event("response.output_item.added", output_index=len(self._output), item=self._item)
         if kind != "call":
             yield self._of_item("content_part.added", content_index=0, part=self._part([]))
 
@@ -401,7 +406,7 @@ class ResponsesTranslator(Translator):
                 yield self._of_item("custom_tool_call_input.delta", delta=text.removeprefix(self._input))
             yield self._of_item("custom_tool_call_input.done", input=text)
             done = {"input": text}
-        yield self._item_event("done", self._item | done)
+        yield self._event("response.output_item.done", output_index=len(self._output), item=self._item | done)
         self._output.append(self._item | done)
 
     def ended(self) -> Iterator[Json]:
@@ -434,9 +439,6 @@ class ResponsesTranslator(Translator):
 
     def _of_item(self, kind: str, **fields: Any) -> Json:
         return self._event(f"response.{kind}", item_id=self._item["id"], output_index=len(self._output), **fields)
-
-    def _item_event(self, kind: str, item: Json) -> Json:
-        return self._event(f"response.output_item.{kind}", output_index=len(self._output), item=item)
 
     def _part(self, tokens: list[Json] | None) -> Json:
         if self.kind == "reasoning":
@@ -545,5 +547,5 @@ def _repeated(given: Json) -> Json:
 
 def _filled(tool: Json) -> Json:
     """A tool as the response repeats it."""
-    inner = {"tools": [*map(_filled, tool["tools"])]} if tool["type"] == "namespace" else {}
-    return dict.fromkeys(_TOOLS[tool["type"]]) | tool | inner
+    filled = dict.fromkeys(_TOOLS[tool["type"]]) | tool
+    return filled | {"tools": [*map(_filled, tool["tools"])]} if tool["type"] == "namespace" else filled
