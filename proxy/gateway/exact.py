@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from array import array
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -336,13 +336,13 @@ class RecentTurns:
         """The newest turns of recorded calls, as many as are kept. A call of another API is made a chat first."""
         recent.exchanges |= by_response(call for call in calls if call.endpoint == "responses")
         recent.parents = newest_parents(recent.parents, calls)
-        found = deque[TokenTurn]()
+        found: list[TokenTurn] = []
         for call in reversed(calls):
             is_wanted = len(found) < self._recent and call.status == "ok" and call.policy_version is not None
             if is_wanted and (chat := self._chat_of(call, recent.exchanges)) is not None:
                 answer = chat_answer(call.endpoint, call.response)
-                found.extendleft(reversed([*turns(chat, answer, call.prompt_token_ids, call.choices)]))
-        return [*found]
+                found = [*turns(chat, answer, call.prompt_token_ids, call.choices), *found]
+        return found
 
     def _remember(self, rollout_id: str, more: Iterable[TokenTurn]) -> None:
         """Keep more turns. Messages that one repeats are taken from an earlier one: they are in memory once."""
