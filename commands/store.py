@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -117,7 +116,7 @@ async def read_info(config: StoreConfig) -> dict[str, Any]:
     log = None if config.is_postgres else Path(f"{config.path.expanduser()}-wal")
     return {
         "path": database.where,
-        **asdict(pages),
+        **pages._asdict(),
         "log_bytes": log.stat().st_size if log is not None and log.exists() else 0,
         "rollouts": counts,
         **totals,

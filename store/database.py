@@ -6,15 +6,16 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
-from dataclasses import fields
 from functools import cache
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, get_origin, get_type_hints
 
 from ..core.config.server import StoreConfig
 from ..core.errors import StoreUnavailable
+from ..core.http import in_thread_if_large
+from ..core.json_text import loads, loads_rounded
 
 log = logging.getLogger(__name__)
 
@@ -173,6 +174,27 @@ class Database(ABC):
         rows = await self.all(sql, params)
         return rows[0] if rows else None
 
+    async def value(self, sql: str, **params: object) -> Any:
+        """Return the first column of a query's first row, or None without one."""
+        row = await self.one(sql, params)
+        return None if row is None else row[0]
+
+    async def record(self, kind: type[T], sql: str, **params: object) -> T | None:
+        """Return the record in a query's first row, or None without one."""
+        row = await self.one(sql, params)
+        return None if row is None else read(kind, row)
+
+    async def records(self, kind: type[T], sql: str, **params: object) -> list[T]:
+        """Return the records in a query's rows."""
+        rows = await self.all(sql, params)
+        json = [name for name, decode in _columns(kind) if decode in (loads, loads_rounded)]  # type: ignore[arg-type]
+        size = sum(len(row[name] or "") for row in rows for name in json)
+        return await in_thread_if_large(size, lambda: [read(kind, row) for row in rows])
+
+    async def execute(self, sql: str, **params: object) -> None:
+        """Commit one statement that writes."""
+        await self.commit([(sql, [params])])
+
     @abstractmethod
     async def quick(self, sql: str, params: Params | None = None) -> Row | None:
         """Return the first row of a query that every call needs; no long query holds it up."""
@@ -218,17 +240,57 @@ async def in_passing(database: Database, work: Callable[[Transaction, float], Aw
     return done
 
 
+async def each_in_passing(
+    database: Database, items: Sequence[Any], work: Callable[[Transaction, Any], Awaitable[T]]
+) -> AsyncIterator[T]:
+    """Do `work` for each item, in as many transactions in passing as it takes; yield what it returned once committed.
+
+    A transaction may be done again.
+    """
+    done = 0
+
+    async def some(db: Transaction, until: float) -> list[T]:
+        found = [await work(db, items[done])]
+        while done + len(found) < len(items) and time.perf_counter() < until:
+            found.append(await work(db, items[done + len(found)]))
+        return found
+
+    while done < len(items):
+        results = await in_passing(database, some)
+        done += len(results)
+        for one in results:
+            yield one
+
+
 def read(kind: type[T], row: Row, **made: Any) -> T:
-    """Return the record (a dataclass) in a row. `made` has the fields that are not simply a column."""
-    return kind(**{name: row[name] for name in _field_names(kind) if name not in made}, **made)  # type: ignore[arg-type]
+    """Return the record (a dataclass or a NamedTuple) in a row, by its columns' names.
+
+    JSON of lists and objects is decoded, and 0 and 1 become truth values. `made` has the fields that are otherwise.
+    """
+    for name, decode in _columns(kind):  # type: ignore[arg-type]
+        if name not in made:
+            value = row[name]
+            made[name] = value if decode is None or value is None else decode(value)
+    return kind(**made)
 
 
 @cache
-def _field_names(kind: type[Any]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+def _columns(kind: type[Any]) -> tuple[tuple[str, Callable[[Any], Any] | None], ...]:
+    """The fields of a kind of record, each with what decodes its column."""
+    return tuple((name, _decoder(name, hint)) for name, hint in get_type_hints(kind).items())
 
 
-FEED_BOUNDS = "SELECT (SELECT MIN(n) FROM feed) AS oldest, (SELECT MAX(n) FROM feed) AS newest"
+def _decoder(name: str, hint: Any) -> Callable[[Any], Any] | None:
+    if name == "metrics":  # numbers of ours: floats
+        return loads_rounded
+    if get_origin(hint) in (dict, list):
+        return loads
+    return bool if hint is bool else None
+
+
+FEED_KNOWS = """
+SELECT :cursor BETWEEN COALESCE((SELECT MIN(n) - 1 FROM feed), 0) AND COALESCE((SELECT MAX(n) FROM feed), 0)
+"""
 FEED_NEWEST = Sql("SELECT MAX(n) AS newest FROM feed", postgres="SELECT feed_newest() AS newest")
 
 
@@ -241,10 +303,8 @@ class Feed:
     async def newest(self) -> int:
         """Return the number of the last event; 0 if there is none."""
         row = await self.database.quick(FEED_NEWEST)
-        return (row and row["newest"]) or 0
+        return (row and row[0]) or 0
 
     async def knows(self, cursor: int) -> bool:
         """Return whether all events after `cursor` are still here."""
-        row = await self.database.one(FEED_BOUNDS)
-        oldest, newest = (row["oldest"], row["newest"]) if row and row["newest"] else (1, 0)
-        return bool(oldest - 1 <= cursor <= newest)
+        return bool(await self.database.value(FEED_KNOWS, cursor=cursor))

@@ -97,7 +97,7 @@ class Keyring:
             key_id, key_hash, check_id(name, "name"), role, limits, recording, time.time(), None, scope, evaluator
         )
         try:
-            await self._db.commit([(KEY_NEW, [asdict(stored) | asdict(limits)])])
+            await self._db.execute(KEY_NEW, **asdict(stored) | asdict(limits))
         except ConstraintRefused:
             raise Conflict(f"there is a key named {name!r}: revoke it first, or choose another name") from None
         return key, stored
@@ -132,5 +132,4 @@ async def require_keys(config: Config) -> None:
 
 
 def _read(row: Row) -> StoredKey:
-    limits = Limits(row["requests_per_minute"], row["tokens_per_minute"], row["concurrent"])
-    return read(StoredKey, row, limits=limits, **{name: bool(row[name]) for name in ("recording", "evaluator")})
+    return read(StoredKey, row, limits=read(Limits, row))

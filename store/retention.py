@@ -12,15 +12,14 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ..core.config.root import Config
 from ..core.config.server import RetentionConfig
 from ..core.errors import LightningError
 from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
-from .database import Database, Row, Sql, Transaction, in_passing
+from .database import Database, Row, Sql, Transaction, each_in_passing, in_passing, read
 from .rewards import IDEMPOTENT_FORGET
 from .rollouts import ABANDONED_S, LOOK
 from .waiting import HAS_REWARD, IS_OWN
@@ -72,16 +71,7 @@ SELECT (SELECT COUNT(*) FROM calls) AS calls, (SELECT COUNT(*) FROM rewards) AS 
 OnDelete = Callable[[str, str], None]  # rollout id, and why: age or size
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Defines which rollouts are over: ended before `before`, or not ended and quiet since `quiet` (Unix times)."""
-
-    before: float
-    quiet: float
-
-
-@dataclass(frozen=True, slots=True)
-class Pages:
+class Pages(NamedTuple):
     """The file's size and its free part, in bytes."""
 
     bytes: int
@@ -90,14 +80,6 @@ class Pages:
     @property
     def used(self) -> int:
         return self.bytes - self.free
-
-
-class _Deleted(NamedTuple):
-    """How many rollouts a transaction has deleted and looked at, and whether that is enough."""
-
-    rows: list[Row]
-    looked_at: int
-    enough: bool
 
 
 class Keeper:
@@ -128,10 +110,10 @@ class Keeper:
         await self._forget_old(IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
         await self._forget_conversations(now - CONVERSATION_S)
         if (days := self._retention.max_age_days) is not None:
-            before = now - days * DAY
-            await self._delete_old(Cut(before, min(before, now - ABANDONED_S)))
+            await self._delete(now - days * DAY, "age")
         if (gib := self._retention.max_gib) is not None:
-            await self._delete_until(Cut(now, now - ABANDONED_S), gib * 2**30 * (1 - SPARE))
+            for waiting in (False, True):
+                await self._delete(now, "size", waiting, gib * 2**30 * (1 - SPARE))
         await give_back(self._db, SPARE)
         await self._db.tidy()
         self._log_change(await over_bound(self._db, self._retention))
@@ -144,45 +126,29 @@ class Keeper:
             log.warning("the store is within store.retention again")
         self._problem = problem
 
-    async def _delete_old(self, cut: Cut) -> None:
-        async for numbers in self._over(cut):
-            await self._delete(numbers, cut, "age")
+    async def _delete(self, before: float, reason: str, waiting: bool | None = None, limit: float = 0.0) -> None:
+        """Delete rollouts that were over `before` (Unix time), oldest first, until no more than `limit` bytes are used.
 
-    async def _delete_until(self, cut: Cut, limit: float) -> None:
-        for waiting in (False, True):
-            if (await read_pages(self._db)).used <= limit:
+        With `waiting`, only those that do, or do not, wait for the trainer.
+        """
+        over = {"before": before, "quiet": min(before, time.time() - ABANDONED_S)}
+
+        async def forget(db: Transaction, n: int) -> Sequence[Row]:
+            if limit and read(Pages, (await db.all(PAGES))[0]).used <= limit:
+                return ()
+            return await db.all(ROLLOUT_FORGET, {"n": n, **over})
+
+        after, params = 0, {"limit": LOOK, **over, **self._waiting}
+        while (await read_pages(self._db)).used > limit:
+            rows = await self._db.all(ROLLOUTS_OVER, {"after": after, **params})
+            numbers = [row["n"] for row in rows if row["is_over"] and waiting in (None, bool(row["waits"]))]
+            async for gone in each_in_passing(self._db, numbers, forget):
+                for row in gone:
+                    self._on_delete(row["rollout_id"], reason)
+            # A rollout may be of a clock that was ahead.
+            if not rows or before <= rows[-1]["created_at"] <= time.time():
                 return
-            async for numbers in self._over(cut, waiting):
-                if await self._delete(numbers, cut, "size", limit):
-                    return
-
-    async def _over(self, cut: Cut, waiting: bool | None = None) -> AsyncIterator[list[int]]:
-        """The numbers of rollouts that are over, oldest first; with `waiting`, only those that do, or do not, wait."""
-        after, params = 0, {"limit": LOOK, **asdict(cut), **self._waiting}
-        while rows := await self._db.all(ROLLOUTS_OVER, {"after": after, **params}):
-            yield [row["n"] for row in rows if row["is_over"] and waiting in (None, bool(row["waits"]))]
             after = rows[-1]["n"]
-            if cut.before <= rows[-1]["created_at"] <= time.time():  # not of a clock that was ahead
-                return
-
-    async def _delete(self, numbers: list[int], cut: Cut, reason: str, limit: float = -1.0) -> bool:
-        """Delete rollouts in short transactions; stops, with True, once no more than `limit` bytes are used."""
-        done = _Deleted([], 0, False)
-
-        async def work(db: Transaction, until: float) -> _Deleted:  # of `numbers`; may be done again
-            some = _Deleted([], 0, False)
-            while some.looked_at < len(numbers) and not some.enough and time.perf_counter() < until:
-                gone = await db.all(ROLLOUT_FORGET, {"n": numbers[some.looked_at], **asdict(cut)})
-                enough = limit >= 0 and _read_pages(await db.all(PAGES)).used <= limit
-                some = _Deleted([*some.rows, *gone], some.looked_at + 1, enough)
-            return some
-
-        while numbers and not done.enough:
-            done = await in_passing(self._db, work)
-            numbers = numbers[done.looked_at :]
-            for row in done.rows:
-                self._on_delete(row["rollout_id"], reason)
-        return done.enough
 
     async def _forget_conversations(self, before: float) -> None:
         """Delete digests that were not used for long, and of too many, the ones unused the longest."""
@@ -223,7 +189,8 @@ async def over_bound(database: Database, retention: RetentionConfig) -> str | No
 
 
 async def read_pages(database: Database) -> Pages:
-    return _read_pages(await database.all(PAGES))
+    (pages,) = await database.records(Pages, PAGES)
+    return pages
 
 
 async def read_totals(database: Database) -> dict[str, Any]:
@@ -231,8 +198,3 @@ async def read_totals(database: Database) -> dict[str, Any]:
     row = await database.one(STORE_TOTALS)
     assert row is not None
     return dict(row)
-
-
-def _read_pages(rows: Iterable[Row]) -> Pages:
-    (row,) = rows
-    return Pages(row["bytes"], row["free"])

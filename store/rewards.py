@@ -21,7 +21,7 @@ from ..core.errors import Conflict, NotFound, StoreUnavailable
 from ..core.json_text import dumps, loads
 from ..core.records import OPERATOR, Reward, Sender
 from ..core.returns import Earned, Rules, earned, return_of, weighted
-from .database import LOOK_S, Database, Row, Transaction, in_passing, read
+from .database import LOOK_S, Database, Row, Transaction, in_passing
 from .rollouts import ROLLOUT
 
 REWARD = """
@@ -91,8 +91,8 @@ class Rewards:
 
     async def of(self, rollout_id: str) -> list[Reward]:
         """Return all rewards ever posted for a rollout, oldest first."""
-        statement = "SELECT * FROM rewards WHERE rollout_id = :rollout_id ORDER BY reward_id"
-        return [read_reward(row) for row in await self._db.all(statement, {"rollout_id": rollout_id})]
+        statement = "SELECT rewards.*, 0 AS retrain FROM rewards WHERE rollout_id = :rollout_id ORDER BY reward_id"
+        return await self._db.records(Reward, statement, rollout_id=rollout_id)
 
     async def earned(self, rollout_id: str) -> Earned:
         """Return the rewards of a rollout and its calls, whatever its status."""
@@ -100,8 +100,8 @@ class Rewards:
 
     async def newest(self) -> int | None:
         """Return the number of the newest reward; it grows with every reward."""
-        row = await self._db.one("SELECT MAX(reward_id) AS n FROM rewards")
-        return None if row is None else row["n"]
+        newest: int | None = await self._db.value("SELECT MAX(reward_id) FROM rewards")
+        return newest
 
     async def changed(self, reward_ids: Sequence[int]) -> list[str]:
         """Return the rollouts of rewards that came in the place of earlier ones. `reward_ids`: those of one post."""
@@ -143,10 +143,6 @@ async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = 
         {"reward_id": row["reward_id"], "rollout_id": one.rollout_id, "status": "recorded"}
         for row, one in zip(recorded, rewards, strict=True)
     ]
-
-
-def read_reward(row: Row) -> Reward:
-    return read(Reward, row, final=bool(row["final"]), retrain=False)
 
 
 class Counting(NamedTuple):

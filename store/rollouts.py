@@ -6,19 +6,17 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ..core.config.rollouts import RolloutsConfig
 from ..core.errors import Conflict, LightningError, NotFound
-from ..core.http import in_thread_if_large
-from ..core.json_text import dumps, loads
+from ..core.json_text import dumps
 from ..core.records import OPERATOR, Mode, Rollout, RolloutName, RolloutStatus, Sender
 from .conversations import forget_conversations
-from .database import Database, Row, Sql, Transaction, in_passing, read
+from .database import Database, Sql, Transaction, each_in_passing
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +120,10 @@ _LOOKED_AT = "SELECT n, {fits} AS fits FROM ({page}) AS found ORDER BY n DESC"
 ROLLOUTS_OF_NUMBERS = (
     "SELECT * FROM rollouts WHERE n IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) ORDER BY n DESC"
 )
-_FITS = {
+# `version`: that it began with. `step`: that took it. `key`: the name of the key that it was opened with. `model`: of
+# one of its calls. `text`: anywhere in requests and answers, in any case of ASCII.
+SEARCHED = {
+    "prefix": "TRUE",
     "min_reward": "reward >= :min_reward",
     "max_reward": "reward <= :max_reward",
     "since": "created_at >= :since",
@@ -208,25 +209,6 @@ WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AN
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutSearch:
-    """The filters of a search. `since`: Unix time. `text`: anywhere in requests and answers, in any case of ASCII.
-
-    `version`: that it began with. `step`: that took it. `key`: the name of the key that it was opened with. `model`: of
-    one of its calls.
-    """
-
-    min_reward: float | None = None
-    max_reward: float | None = None
-    since: float | None = None
-    text: str | None = None
-    prefix: str | None = None
-    version: int | None = None
-    step: int | None = None
-    key: str | None = None
-    model: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class RolloutKey:
     """A key that was made for one rollout, with facts about the rollout.
 
@@ -282,15 +264,14 @@ class Rollouts:
 
     async def get(self, rollout_id: str) -> Rollout:
         """Return the rollout with this id; raise NotFound if there is none."""
-        row = await self._db.one(ROLLOUT, {"rollout_id": rollout_id})
-        if row is None:
+        rollout = await self._db.record(Rollout, ROLLOUT, rollout_id=rollout_id)
+        if rollout is None:
             raise NotFound(f"no rollout {rollout_id!r}", param="rollout_id")
-        return read_rollout(row)
+        return rollout
 
     async def rewarded_of(self, version: int, limit: int) -> list[Rollout]:
         """Return rewarded rollouts that began with a policy version, and that no other model answered."""
-        rows = await self._db.all(ROLLOUTS_OF_VERSION, {"version": version, "limit": limit})
-        return [*map(read_rollout, rows)]
+        return await self._db.records(Rollout, ROLLOUTS_OF_VERSION, version=version, limit=limit)
 
     async def opened_for(self, rollout_id: str) -> tuple[str | None, int | None]:
         """Return the model that answers the alias in this rollout, and the policy version that it began with."""
@@ -299,56 +280,42 @@ class Rollouts:
 
     async def of_key(self, key_hash: str) -> RolloutKey | None:
         """Return the rollout's key with this hash, as its rollout is now; None if there is none."""
-        row = await self._db.one(ROLLOUT_OF_KEY, {"key_hash": key_hash})
-        if row is None:
-            return None
-        return read(RolloutKey, row, **{name: bool(row[name]) for name in ("ended", "may_reward", "evidence")})
+        return await self._db.record(RolloutKey, ROLLOUT_OF_KEY, key_hash=key_hash)
 
     async def of_another_key(self, rollout_ids: Iterable[str], key_id: str | None) -> str | None:
         """Return one of these rollouts that was not opened with this key, or None if there is none."""
-        row = await self._db.one(ROLLOUT_OF_ANOTHER_KEY, {"rollout_ids": dumps([*rollout_ids]), "key_id": key_id})
-        return None if row is None else row["rollout_id"]
+        asked = {"rollout_ids": dumps([*rollout_ids]), "key_id": key_id}
+        found: str | None = await self._db.value(ROLLOUT_OF_ANOTHER_KEY, **asked)
+        return found
 
     async def page(
-        self, filters: dict[str, str], limit: int, cursor: int | None = None
+        self, filters: Mapping[str, Any], limit: int, cursor: int | None = None
     ) -> tuple[list[Rollout], int | None]:
-        """Return a page, newest first, and the next page's cursor (None after the last). Filters: ROLLOUT_FILTERS."""
-        page_of = ROLLOUTS_PAGE_OF_AGENT if "agent" in filters else ROLLOUTS_PAGE
-        statement = page_of.format(filters=" ".join(ROLLOUT_FILTERS[name] for name in filters))
-        rows = await self._db.all(statement, {**filters, "cursor": cursor or ALL, "limit": limit + 1})
-        page = rows[:limit]
-        size = sum(len(row["metadata"]) for row in page)
-        return await in_thread_if_large(size, lambda: [*map(read_rollout, page)]), page[-1]["n"] if len(
-            rows
-        ) > limit else None
+        """Return a page, newest first, and the next page's cursor (None after the last).
 
-    async def search(
-        self, filters: dict[str, Any], wanted: RolloutSearch, limit: int, cursor: int | None = None
-    ) -> tuple[list[Rollout], int | None]:
-        """Return matches, newest first, and the next cursor. A page may be short, or empty, and not be the last.
-
-        A search looks at a bounded number of rollouts: no index knows rewards, times and texts.
+        `filters`: of ROLLOUT_FILTERS, and of SEARCHED, which no index knows: with one of these a bounded number of
+        rollouts is looked at. The page may be short, or empty, and not be the last.
         """
-        chunk, most = (TEXT_CHUNK, MOST_TEXTS) if wanted.text is not None else (CHUNK, MOST)
-        statement, values = _search_statement(filters, wanted)
+        chunk, most = (TEXT_CHUNK, MOST_TEXTS) if "text" in filters else (CHUNK, MOST)
+        chunk = chunk if filters.keys() & SEARCHED.keys() else limit + 1
+        statement, values = page_statement(filters)
         numbers: list[int] = []
         looked, until, position = 0, time.monotonic() + MOST_S, cursor or ALL
-        while True:
+        following = None
+        while following is None:
             rows = await self._db.all(statement, {**values, "cursor": position, "limit": chunk})
             fitting = [row["n"] for row in rows if row["fits"]][: limit - len(numbers)]
             numbers += fitting
             looked += len(rows)
             if len(numbers) == limit and (fitting[-1] != rows[-1]["n"] or len(rows) == chunk):
-                return await self._numbered(numbers), fitting[-1]
-            if len(rows) < chunk:
-                return await self._numbered(numbers), None
-            position = rows[-1]["n"]
-            if looked >= most or time.monotonic() > until:
-                return await self._numbered(numbers), position
-
-    async def _numbered(self, numbers: list[int]) -> list[Rollout]:
-        rows = await self._db.all(ROLLOUTS_OF_NUMBERS, {"numbers": dumps(numbers)})
-        return await in_thread_if_large(sum(len(row["metadata"]) for row in rows), lambda: [*map(read_rollout, rows)])
+                following = fitting[-1]
+            elif len(rows) < chunk:
+                break
+            elif looked >= most or time.monotonic() > until:
+                following = rows[-1]["n"]
+            else:
+                position = rows[-1]["n"]
+        return await self._db.records(Rollout, ROLLOUTS_OF_NUMBERS, numbers=dumps(numbers)), following
 
     async def counts(self) -> dict[tuple[str, str], int]:
         """Count rollouts by (mode, status)."""
@@ -356,8 +323,7 @@ class Rollouts:
 
     async def active(self, since: float) -> int:
         """Count the running rollouts that were opened, or made a call, after `since` (Unix time)."""
-        row = await self._db.one(ROLLOUTS_ACTIVE, {"since": since})
-        return 0 if row is None else int(row["rollouts"])
+        return int(await self._db.value(ROLLOUTS_ACTIVE, since=since))
 
     async def counts_of_key(self, key_id: str) -> tuple[dict[tuple[str, str], int], int]:
         """Count the newest rollouts of a key by (mode, status), and those of them that wait for the trainer."""
@@ -366,9 +332,8 @@ class Rollouts:
 
     async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None, by: Sender = OPERATOR) -> Rollout:
         """End a rollout. Ending it again with the same status changes nothing; with another one it is a Conflict."""
-        row: dict[str, Any] = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time()}
-        row["evidence"] = by.evidence
-        await self._db.commit([(ROLLOUT_END, [row])])
+        row = {"status": status, "reason": reason, "at": time.time(), "evidence": by.evidence}
+        await self._db.execute(ROLLOUT_END, rollout_id=rollout_id, **row)
         rollout = await self.get(rollout_id)
         if rollout.status != status:
             raise Conflict(f"rollout {rollout_id!r} has already ended as {rollout.status}", param="status")
@@ -390,27 +355,21 @@ class Rollouts:
         await self._db.forget_deleted()
 
 
-def read_rollout(row: Row) -> Rollout:
-    return read(Rollout, row, metadata=loads(row["metadata"]))
-
-
-def _search_statement(filters: dict[str, Any], wanted: RolloutSearch) -> tuple[str, dict[str, Any]]:
-    page, values = ROLLOUTS_PAGE, dict(filters)
-    if wanted.prefix is not None:
+def page_statement(filters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the statement that looks at a page's rollouts, and its parameters but `cursor` and `limit`."""
+    page, values = ROLLOUTS_PAGE_OF_AGENT if "agent" in filters else ROLLOUTS_PAGE, dict(filters)
+    own = " ".join(text for name, text in ROLLOUT_FILTERS.items() if name in filters)
+    if "prefix" in filters:
         page = ROLLOUTS_PAGE_OF_PREFIX
-        values |= {"prefix": wanted.prefix, "prefix_end": wanted.prefix + AFTER_ALL_IDS}
-    elif "agent" in filters:
-        page = ROLLOUTS_PAGE_OF_AGENT
-    given = {name: value for name in _FITS if (value := getattr(wanted, name)) is not None}
-    if wanted.text is not None:
-        given["text"] = _pattern(dumps(wanted.text))
+        values["prefix_end"] = filters["prefix"] + AFTER_ALL_IDS
+        if "agent" in filters:
+            own += " AND EXISTS (SELECT 1 FROM rollout_agents AS a WHERE a.agent = :agent AND a.n = rollouts.n)"
+    if (text := filters.get("text")) is not None:
         # A first request is kept in the agent's own writing; None compares with nothing, at once.
-        given["escaped"] = None if wanted.text.isascii() else _pattern(json.dumps(wanted.text))
-    own = " ".join(ROLLOUT_FILTERS[name] for name in filters)
-    if wanted.prefix is not None and "agent" in filters:
-        own += " AND EXISTS (SELECT 1 FROM rollout_agents AS a WHERE a.agent = :agent AND a.n = rollouts.n)"
-    fits = " AND ".join(text for name, text in _FITS.items() if name in given) or "TRUE"
-    return _LOOKED_AT.format(fits=fits, page=page.format(filters=own)), values | given
+        escaped = None if text.isascii() else _pattern(json.dumps(text))
+        values |= {"text": _pattern(dumps(text)), "escaped": escaped}
+    fits = " AND ".join(text for name, text in SEARCHED.items() if name in filters)
+    return _LOOKED_AT.format(fits=fits or "TRUE", page=page.format(filters=own)), values
 
 
 def _pattern(string: str) -> str:
@@ -431,16 +390,14 @@ class Endings:
         end = {"reason": f"no call or reward for {idle_s:g} s", "at": now, **times}
         while rows := await self._db.all(ROLLOUTS_RUNNING, {"after": after, "limit": LOOK, **times}):
             idle = [{"n": row["n"], **end} for row in rows if row["is_idle"]]
-            while idle:
-                done, looked_at = await in_passing(self._db, partial(_end_some, idle))
-                ended, idle = ended + done, idle[looked_at:]
+            async for count in each_in_passing(self._db, idle, lambda db, row: db.run(ROLLOUT_END_IDLE, row)):
+                ended += count
             after = rows[-1]["n"]
         return ended
 
     async def use_function(self, function: str | None) -> None:
         """Set the reward function that completed rollouts await from now on; None: they await none."""
-        used = await self._db.one("SELECT function FROM reward_function")
-        if (None if used is None else used["function"]) == function:
+        if await self._db.value("SELECT function FROM reward_function") == function:
             return
 
         async def work(db: Transaction) -> None:
@@ -460,19 +417,6 @@ class Endings:
         """Return those of these rollouts that still await the reward function."""
         rows = await self._db.all(ROLLOUTS_AWAIT, {"rollout_ids": dumps(rollout_ids)})
         return {row["rollout_id"] for row in rows}
-
-
-async def _end_some(idle: Sequence[dict[str, Any]], db: Transaction, until: float) -> tuple[int, int]:
-    """End the first of these rollouts until about this time (of `perf_counter`); how many, of how many looked at.
-
-    A transaction may be done again: nothing but what it returns changes.
-    """
-    ended = looked_at = 0
-    for row in idle:
-        if time.perf_counter() >= until:
-            break
-        ended, looked_at = ended + await db.run(ROLLOUT_END_IDLE, row), looked_at + 1
-    return ended, looked_at
 
 
 async def end_idle_rollouts(database: Database, config: RolloutsConfig) -> None:

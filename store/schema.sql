@@ -264,6 +264,7 @@ CREATE TABLE rewards (
     created_at REAL NOT NULL
 );
 CREATE INDEX rewards_by_rollout ON rewards (rollout_id, call_id, name, reward_id);
+CREATE INDEX rewards_by_evidence ON rewards (evidence, key_id, created_at);
 CREATE INDEX rewards_by_call ON rewards (call_id) WHERE call_id IS NOT NULL;
 
 -- Events: what an agent says of itself between its calls.

@@ -11,11 +11,10 @@ from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from ..core.http import in_thread_if_large
-from ..core.json_text import dumps, loads_rounded
+from ..core.json_text import dumps
 from ..core.records import CollapseSign, PolicyVersion, Rollout
-from .database import Database, Row, Sql, Transaction, read
-from .rollouts import ALL, read_rollout
+from .database import Database, Sql, Transaction
+from .rollouts import ALL
 from .versions import PolicyVersions
 
 STEP_NEW = """
@@ -96,6 +95,7 @@ TRAINED_DATA = """
 SELECT COUNT(*) AS rollouts, COUNT(DISTINCT task_id) AS tasks, MIN(created_at) AS first, MAX(created_at) AS last
 FROM rollouts WHERE step IN (SELECT CAST(value AS BIGINT) FROM json_each(:steps))
 """
+OFFER_ALL = "UPDATE rollouts SET step = NULL, group_id = NULL WHERE step IS NOT NULL"
 # For a copy of a store: the training on the original does not count, and nobody asks its reward function.
 FORGET_TRAINING = (
     "DELETE FROM reward_function",
@@ -212,25 +212,19 @@ class TrainingSteps:
             await db.many(CLAIM, claimed)
             await db.many(CREDIT_FORGET, claimed)
             await db.many(CREDIT, [asdict(call) | {"step": step} for call in credit])
-            await db.many(DROP, _drops(dropped, step))
-            await _join(db, groups)
+            await _drop(db, dropped, groups, step)
             return step
 
         return await self._db.write(work)
 
     async def drop(self, dropped: Mapping[str, Sequence[str]], groups: Sequence[ComparedGroup] = ()) -> None:
         """Never offer these rollouts again. `dropped`: ids by reason; `groups`: those that were compared."""
-
-        async def work(db: Transaction) -> None:
-            await db.many(DROP, _drops(dropped, None))
-            await _join(db, groups)
-
-        await self._db.write(work)
+        await self._db.write(lambda db: _drop(db, dropped, groups, None))
 
     async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
         """Commit a step whose checkpoint is complete: its rollouts are never offered again."""
-        row = {"step": step, "checkpoint": checkpoint, "metrics": dumps(metrics), "at": time.time()}
-        await self._db.commit([(STEP_TRAINED, [row])])
+        row = {"checkpoint": checkpoint, "metrics": dumps(metrics), "at": time.time()}
+        await self._db.execute(STEP_TRAINED, step=step, **row)
 
     async def release_unfinished(self) -> list[int]:
         """Undo the steps that a killed trainer left unfinished, and return their numbers."""
@@ -239,7 +233,7 @@ class TrainingSteps:
             steps = [dict(row) for row in await db.all("SELECT step FROM steps WHERE status = 'claimed'")]
             for statement in STEP_RELEASE:
                 await db.many(statement, steps)
-            return [int(row["step"]) for row in steps]
+            return [row["step"] for row in steps]
 
         return await self._db.write(work)
 
@@ -249,7 +243,7 @@ class TrainingSteps:
         async def work(db: Transaction) -> None:
             await db.run(STEP_METRICS, {"step": step, "metrics": dumps(metrics)})
             if offer:
-                await db.run("UPDATE rollouts SET step = NULL, group_id = NULL WHERE step IS NOT NULL")
+                await db.run(OFFER_ALL)
 
         await self._db.write(work)
 
@@ -261,13 +255,12 @@ class TrainingSteps:
     async def rollouts_of(self, step: int) -> list[Rollout]:
         """Return the rollouts that a step took."""
         statement = "SELECT * FROM rollouts WHERE step = :step ORDER BY task_id, n"
-        return [read_rollout(row) for row in await self._db.all(statement, {"step": step})]
+        return await self._db.records(Rollout, statement, step=step)
 
     async def data_of(self, steps: Sequence[int]) -> TrainedData:
         """Return the rollouts that steps took, as far as they are still in the store."""
-        row = await self._db.one(TRAINED_DATA, {"steps": dumps([*steps])})
-        assert row is not None  # it counts
-        return read(TrainedData, row)
+        (data,) = await self._db.records(TrainedData, TRAINED_DATA, steps=dumps([*steps]))
+        return data
 
     async def took_any(self) -> bool:
         """Return whether any rollout is taken; none is after `end_epoch` has offered all again."""
@@ -279,31 +272,28 @@ class TrainingSteps:
 
     async def under_way_since(self) -> float | None:
         """Return when the step under way began (Unix time); None if none is."""
-        row = await self._db.one(STEP_UNDER_WAY)
-        return None if row is None else row["created_at"]
+        began: float | None = await self._db.value(STEP_UNDER_WAY)
+        return began
 
     async def newest(self, limit: int, before: int | None = None, *, brief: bool = False) -> list[Step]:
         """Return the last finished steps, newest first; with `before`, of those before that step.
 
         With `brief`, their metrics are without `reward_by_task`, which is most of them.
         """
-        params = {"limit": limit, "before": ALL if before is None else before, "brief": brief}
-        rows = await self._db.all(STEPS_NEWEST, params)
-        return await in_thread_if_large(sum(len(row["metrics"]) for row in rows), lambda: [*map(_read_step, rows)])
+        before = ALL if before is None else before
+        return await self._db.records(Step, STEPS_NEWEST, limit=limit, before=before, brief=brief)
 
     async def first(self, limit: int) -> list[Step]:
         """Return the first RL steps that changed the policy, oldest first."""
-        return [_read_step(row) for row in await self._db.all(STEPS_FIRST, {"limit": limit})]
+        return await self._db.records(Step, STEPS_FIRST, limit=limit)
 
     async def all(self) -> list[Step]:
         """Return all finished steps, oldest first."""
-        rows = await self._db.all("SELECT * FROM steps WHERE status = 'trained' ORDER BY step")
-        return [_read_step(row) for row in rows]
+        return await self._db.records(Step, "SELECT * FROM steps WHERE status = 'trained' ORDER BY step")
 
     async def of_version(self, version: int) -> Step | None:
         """Return the step that a policy version was published from; None for the base model."""
-        row = await self._db.one(STEP_OF_VERSION, {"version": version})
-        return None if row is None else _read_step(row)
+        return await self._db.record(Step, STEP_OF_VERSION, version=version)
 
     async def collapse(self) -> Collapse | None:
         """Return why publication is stopped, or None if it is not."""
@@ -311,7 +301,7 @@ class TrainingSteps:
 
     async def update_metrics(self, step: int, metrics: dict[str, Any]) -> None:
         """Replace the metrics of a step."""
-        await self._db.commit([(STEP_METRICS, [{"step": step, "metrics": dumps(metrics)}])])
+        await self._db.execute(STEP_METRICS, step=step, metrics=dumps(metrics))
 
     async def old_checkpoints(self, keep: int) -> list[tuple[int, str]]:
         """Return steps and checkpoints that are not among the newest `keep`, and of no version that has files."""
@@ -320,18 +310,13 @@ class TrainingSteps:
 
     async def forget_checkpoint(self, step: int) -> None:
         """Note that a step's checkpoint is gone."""
-        await self._db.commit([("UPDATE steps SET checkpoint = NULL WHERE step = :step", [{"step": step}])])
+        await self._db.execute("UPDATE steps SET checkpoint = NULL WHERE step = :step", step=step)
 
 
-def _drops(dropped: Mapping[str, Sequence[str]], step: int | None) -> list[dict[str, Any]]:
-    return [{"rollout_id": r, "reason": reason, "step": step} for reason, ids in dropped.items() for r in ids]
-
-
-async def _join(db: Transaction, groups: Sequence[ComparedGroup]) -> None:
+async def _drop(
+    db: Transaction, dropped: Mapping[str, Sequence[str]], groups: Sequence[ComparedGroup], step: int | None
+) -> None:
+    for reason, rollout_ids in dropped.items():
+        await db.many(DROP, [{"rollout_id": r, "reason": reason, "step": step} for r in rollout_ids])
     for group in groups:
-        first = group.rollout_ids[0]
-        await db.many(GROUP_JOIN, [{"first": first, "rollout_id": rollout_id} for rollout_id in group.rollout_ids])
-
-
-def _read_step(row: Row) -> Step:
-    return read(Step, row, metrics=loads_rounded(row["metrics"]))
+        await db.many(GROUP_JOIN, [{"first": group.rollout_ids[0], "rollout_id": r} for r in group.rollout_ids])

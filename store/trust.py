@@ -19,20 +19,18 @@ from typing import Literal, NamedTuple
 from ..core.json_text import dumps
 from ..core.records import Reward, Rollout, RolloutStatus
 from ..core.returns import earned
-from .database import Database
-from .rewards import Returns, read_reward
-from .rollouts import read_rollout
+from .database import Database, read
+from .rewards import Returns
 
 LOOKED_AT = 2**16  # rollouts among which those that count are looked for
 _NAMED = "name IN (SELECT CAST(value AS TEXT) FROM json_each(:names))"
-# What came since the last look. What was posted before there was a first key was posted without one.
-LOOK = f"""
-SELECT COALESCE(MAX(reward_id), :seen) AS seen, (SELECT MIN(created_at) FROM keys) AS first_key,
-    MAX(CASE WHEN evidence = 0 THEN 1 ELSE 0 END) AS others,
-    MAX(CASE WHEN evidence = 1 AND {_NAMED}
-        AND (key_id IS NOT NULL OR created_at >= COALESCE((SELECT MIN(created_at) FROM keys), 0)) THEN 1 ELSE 0 END)
-    AS evaluators
-FROM rewards WHERE reward_id > :seen
+# What was posted before there was a first key was posted without one.
+WHOSE = f"""
+SELECT EXISTS (SELECT 1 FROM keys) OR EXISTS (SELECT 1 FROM rewards WHERE evidence = 0) AS apart,
+    EXISTS (SELECT 1 FROM rewards WHERE evidence = 1 AND key_id IS NOT NULL AND {_NAMED})
+    OR EXISTS (SELECT 1 FROM rewards WHERE evidence = 1 AND key_id IS NULL AND {_NAMED}
+        AND created_at >= COALESCE((SELECT MIN(created_at) FROM keys), 0))
+    AS evaluated
 """
 IS_EVALUATORS = "rewards.evidence = 1"
 _SEES_ALL = "({0}.key_id IS NULL OR {0}.key_id IN (SELECT key_id FROM keys WHERE scope = 'all'))"
@@ -67,6 +65,7 @@ SELECT COUNT(*) AS rewards, SUM(CASE WHEN {REWARD_COUNTS} THEN 1 ELSE 0 END) AS 
 FROM rewards WHERE reward_id > (SELECT MAX(reward_id) FROM rewards) - 200 AND {_NAMED}
 """
 
+
 Whose = Literal["everybody's", "plain keys'", "evaluators'"]
 
 
@@ -86,75 +85,55 @@ class Counted(NamedTuple):
     rewards: list[Reward]
 
 
-class _Known(NamedTuple):
-    """What rewards up to the id `seen` tell. Replaced as a whole: several look at once."""
-
-    first_key: float | None = None
-    names: str = ""
-    seen: int = 0
-    others: bool = False
-    evaluators: bool = False
-
-
 class Trust:
     """Knows whose rewards act on everybody, by the rewards that there are."""
 
     def __init__(self, database: Database, returns: Returns) -> None:
         self._db = database
         self._returns = returns
-        self._known = _Known()
 
     async def whose(self) -> Whose:
         """Return whose rewards act on everybody: everybody's where none came with another key."""
-        names, known = dumps(sorted((await self._returns.rules()).weights)), self._known
-        row = await self._db.one(LOOK, {"seen": known.seen, "names": names})
-        assert row is not None  # it counts
-        if (row["first_key"], names) != (known.first_key, known.names):
-            self._known = _Known(row["first_key"], names)
-            return await self.whose()
-        others, evaluators = known.others or bool(row["others"]), known.evaluators or bool(row["evaluators"])
-        self._known = known._replace(seen=row["seen"], others=others, evaluators=evaluators)
-        if row["first_key"] is None and not others:
+        row = await self._db.one(WHOSE, {"names": await self._names()})
+        assert row is not None
+        if not row["apart"]:
             return "everybody's"
-        return "evaluators'" if evaluators else "plain keys'"
+        return "evaluators'" if row["evaluated"] else "plain keys'"
 
     async def params(self) -> dict[str, object]:
         """Return the parameters of this module's conditions."""
-        plain = await self.whose() == "plain keys'"
-        return {"plain": plain, "names": dumps([*(await self._returns.rules()).weights])}
+        return {"plain": await self.whose() == "plain keys'", "names": await self._names()}
+
+    async def _names(self) -> str:
+        return dumps([*(await self._returns.rules()).weights])
 
     async def counted(self, rollouts: Sequence[Rollout]) -> list[Counted]:
         """Return these rollouts by the word of those whose rewards act on everybody."""
         found = {one.rollout_id: Counted(one, one.status, []) for one in rollouts}
-        rows = await self._db.all(COUNTED, {"rollout_ids": dumps([*found])} | await self.params())
-        for row in rows:
+        for row in await self._db.all(COUNTED, {"rollout_ids": dumps([*found])} | await self.params()):
             one = found[row["rollout"]] = found[row["rollout"]]._replace(status=row["status"])
             if row["reward_id"] is not None:
-                one.rewards.append(read_reward(row))
+                one.rewards.append(read(Reward, row, retrain=False))
         return [*found.values()]
 
     async def returns(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return the returns that act on everybody, by rollout id; without those that have none."""
-        rules = await self._returns.rules()
-        if await self.whose() == "everybody's":
-            found = ((one.rollout_id, one.reward) for one in rollouts)
-        else:
-            counted = await self.counted(rollouts)
-            found = ((one.rollout_id, earned(rewards, rules, status).returned) for one, status, rewards in counted)
-        return {rollout_id: value for rollout_id, value in found if value is not None}
+        rules, counted = await self._returns.rules(), await self.counted(rollouts)
+        found = {one.rollout_id: earned(rewards, rules, status).returned for one, status, rewards in counted}
+        return {rollout_id: value for rollout_id, value in found.items() if value is not None}
 
     async def since(self, version: int, newest: int) -> list[Counted]:
         """Return the newest ended rollouts that act on everybody and began with this version or later, oldest first."""
         params = {"version": version, "newest": newest} | await self.params()
-        rows = await self._db.all(SINCE_VERSION, params)
-        return await self.counted([read_rollout(row) for row in reversed(rows)])
+        return await self.counted((await self._db.records(Rollout, SINCE_VERSION, **params))[::-1])
 
     async def uncounted(self) -> Uncounted | None:
         """Return that none of the newest rewards acts on everybody, and what to do; None if one does."""
-        row = await self._db.one(NEWEST_REWARDS, await self.params())
+        params = await self.params()
+        row = await self._db.one(NEWEST_REWARDS, params)
         if row is None or not row["rewards"] or row["counted"]:
             return None
-        why = "an evaluator's came before" if self._known.evaluators else "their keys see their own rollouts alone"
+        why = "their keys see their own rollouts alone" if params["plain"] else "an evaluator's came before"
         return Uncounted(
             row["rewards"],
             f"none of the newest {row['rewards']} acts on all, as {why}. They are trained on, but nothing watches for "

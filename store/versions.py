@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 from ..core.config.server import StoreConfig
 from ..core.errors import NotFound
-from ..core.http import in_thread_if_large
-from ..core.json_text import dumps, loads, loads_rounded
-from ..core.records import Mode, PolicyVersion, PublishMode, VersionStatus
-from .database import Database, Row, Transaction, read
+from ..core.json_text import dumps
+from ..core.records import Mode, PolicyVersion, PublishMode, Rollout, VersionStatus
+from .database import Database, Transaction, read
 from .opening import first_value
-from .rollouts import read_rollout
 from .trust import COUNTS_AS_IT_IS, HAS_REWARD_THAT_COUNTS, OPENED_BY_ONE_THAT_COUNTS, Trust
 
+VERSION = "SELECT * FROM policy_versions WHERE version = :version"
 VERSION_LIVE_NOW = """
 SELECT policy_versions.* FROM policy_versions
 WHERE version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1)
@@ -35,8 +34,12 @@ VERSION_SAVED = """
 UPDATE policy_versions SET path = :path, served_model = :served_model, adapters = :adapters WHERE version = :version
 """
 VERSION_VERIFIED = "UPDATE policy_versions SET verified = 1 WHERE version = :version"
-VERSION_LIVE = "UPDATE policy_versions SET status = 'live', live_at = :at WHERE version = :version"
-VERSION_RETIRE = "UPDATE policy_versions SET status = 'ready' WHERE status = 'live' AND version <> :version"
+GO_LIVE = (
+    "INSERT INTO policy_log (version, at) VALUES (:version, :at)",
+    "UPDATE policy_versions SET status = 'live', live_at = :at WHERE version = :version",
+    "UPDATE policy_versions SET status = 'ready' WHERE status = 'live' AND version <> :version",
+)
+STEP_PUBLISHED = "UPDATE steps SET version = :version WHERE step = :step"
 VERSION_FAILED = "UPDATE policy_versions SET status = 'failed', error = :error WHERE version = :version"
 STEP_UNPUBLISHED = """
 UPDATE steps SET version = NULL
@@ -45,10 +48,9 @@ WHERE step = (SELECT step FROM policy_versions WHERE version = :version) AND ver
 VERSION_FORGET = "DELETE FROM policy_versions WHERE version = :version AND status = 'publishing'"
 # Whoever makes a version live decides about the one that is tested, and about the one that waits.
 VERSION_UNTESTED = "UPDATE policy_versions SET status = 'ready' WHERE status IN ('candidate', 'waiting')"
-POLICY_LOG = "INSERT INTO policy_log (version, at) VALUES (:version, :at)"
 # Adapters of agents are served under the version's own name with a point and theirs: `names` are its beginnings.
 VERSION_NAMED = """
-SELECT version, served_model, adapters FROM policy_versions
+SELECT * FROM policy_versions
 WHERE served_model IN (SELECT CAST(value AS TEXT) FROM json_each(:names)) ORDER BY version
 """
 VERSIONS_WITH_FILES = "SELECT * FROM policy_versions WHERE path IS NOT NULL ORDER BY version"
@@ -111,7 +113,8 @@ SELECT version, base, status, created_at FROM line
 
 _OF_VERSIONS = "policy_version IN (SELECT CAST(value AS BIGINT) FROM json_each(:versions)) AND foreign_calls = 0"
 _BY_TASK = f"""
-SELECT policy_version, mode, task_id, AVG(reward) AS mean, COUNT(*) AS rollouts, AVG(reward * reward) AS square
+SELECT policy_version AS version, mode, task_id, AVG(reward) AS mean, COUNT(*) AS rollouts,
+    AVG(reward * reward) AS square, NULL AS tokens, NULL AS latency_ms
 FROM {{rollouts}} WHERE {_OF_VERSIONS} AND reward IS NOT NULL AND {{counts}} GROUP BY policy_version, mode, task_id
 """
 REWARDS_BY_TASK = _BY_TASK.format(rollouts="rollouts", counts="TRUE")
@@ -125,8 +128,10 @@ SELECT * FROM rollouts WHERE {_OF_VERSIONS} AND reward IS NOT NULL
 """
 # On a held-out task, a program that failed has earned nothing, unless all of them failed.
 FAILED_HELD_OUT = f"""
-SELECT policy_version, mode, task_id, COUNT(*) AS rollouts FROM rollouts
-WHERE mode = 'eval' AND status = 'failed' AND {_OF_VERSIONS} AND reward IS NULL AND task_id IS NOT NULL
+SELECT policy_version AS version, mode, task_id, CAST(0 AS DOUBLE PRECISION) AS mean, COUNT(*) AS rollouts,
+    CAST(0 AS DOUBLE PRECISION) AS square,
+    NULL AS tokens, NULL AS latency_ms
+FROM rollouts WHERE mode = 'eval' AND status = 'failed' AND {_OF_VERSIONS} AND reward IS NULL AND task_id IS NOT NULL
     AND (key_id = :key_id OR (:key_id IS NULL AND {OPENED_BY_ONE_THAT_COUNTS}))
 GROUP BY policy_version, mode, task_id
 """
@@ -149,9 +154,8 @@ class PolicyVersions:
 
     async def live(self) -> PolicyVersion:
         """Return the version that the alias stands for."""
-        row = await self._db.one(VERSION_LIVE_NOW)
-        assert row is not None  # the schema inserts version 0
-        return read_version(row)
+        (version,) = await self._db.records(PolicyVersion, VERSION_LIVE_NOW)
+        return version
 
     async def live_now(self) -> PolicyVersion:
         """Return the live version, for routing. Fields that change while it is live may be out of date."""
@@ -160,13 +164,12 @@ class PolicyVersions:
         if self._live is None or self._live[0] != since["n"]:
             row = await self._db.quick(VERSION_LIVE_NOW)
             assert row is not None
-            self._live = (since["n"], read_version(row))
+            self._live = (since["n"], read(PolicyVersion, row))
         return self._live[1]
 
     async def all(self) -> list[PolicyVersion]:
         """Return every version, by number."""
-        rows = await self._db.all("SELECT * FROM policy_versions ORDER BY version")
-        return await in_thread_if_large(sum(len(row["metrics"]) for row in rows), lambda: [*map(read_version, rows)])
+        return await self._db.records(PolicyVersion, "SELECT * FROM policy_versions ORDER BY version")
 
     async def is_new(self) -> bool:
         """Return whether nothing was ever published from this store."""
@@ -174,39 +177,37 @@ class PolicyVersions:
 
     async def get(self, version: int) -> PolicyVersion:
         """Return the version of this number; NotFound if there is none."""
-        row = await self._db.one("SELECT * FROM policy_versions WHERE version = :version", {"version": version})
-        if row is None:
+        found = await self._db.record(PolicyVersion, VERSION, version=version)
+        if found is None:
             raise NotFound(f"no policy version {version}", param="version")
-        return read_version(row)
+        return found
 
     async def named(self, model: str) -> int | None:
         """Return the version that vLLM serves under this name, itself or an adapter of it; None if there is none."""
         names = [model, *(model[: point.start()] for point in re.finditer(r"\.", model))]
-        rows = await self._db.all(VERSION_NAMED, {"names": dumps(names)})
-        found = (r["version"] for r in rows if model in (r["served_model"], *loads(r["adapters"]).values()))
-        return next(found, None)
+        versions = await self._db.records(PolicyVersion, VERSION_NAMED, names=dumps(names))
+        return next((one.version for one in versions if model in one.served_models), None)
 
     async def with_files(self) -> list[PolicyVersion]:
         """Return the versions whose files are there, by number."""
-        return [read_version(row) for row in await self._db.all(VERSIONS_WITH_FILES)]
+        return await self._db.records(PolicyVersion, VERSIONS_WITH_FILES)
 
     async def of_status(self, status: VersionStatus) -> list[PolicyVersion]:
         """Return the versions of a status, by number."""
-        return [read_version(row) for row in await self._db.all(VERSIONS_OF_STATUS, {"status": status})]
+        return await self._db.records(PolicyVersion, VERSIONS_OF_STATUS, status=status)
 
     async def never_verified(self) -> frozenset[int]:
         """Return the versions that were not seen to be served, and are not live."""
-        return frozenset(int(row["version"]) for row in await self._db.all(VERSIONS_NEVER_VERIFIED))
+        return frozenset(row["version"] for row in await self._db.all(VERSIONS_NEVER_VERIFIED))
 
     async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
         """Return those of the live version, the candidate and the `pinned` ones whose files are there, by number."""
-        rows = await self._db.all(VERSIONS_TO_SERVE, {"pinned": dumps([*pinned])})
-        return sorted(map(read_version, rows), key=lambda version: version.version)
+        versions = await self._db.records(PolicyVersion, VERSIONS_TO_SERVE, pinned=dumps([*pinned]))
+        return sorted(versions, key=lambda version: version.version)
 
     async def before(self, version: int) -> PolicyVersion | None:
         """Return the newest version before this one that was live and can be again; None if there is none."""
-        row = await self._db.one(VERSION_BEFORE, {"version": version})
-        return None if row is None else read_version(row)
+        return await self._db.record(PolicyVersion, VERSION_BEFORE, version=version)
 
     async def new(self, publish: PublishMode, step: int, metrics: dict[str, Any]) -> int:
         """Reserve the next version number, in the state `publishing`."""
@@ -222,25 +223,22 @@ class PolicyVersions:
         self, version: int, path: str, served_model: str | None, adapters: Mapping[str, str] | None = None
     ) -> None:
         """Note that the version's files are complete, and the names that it and its further adapters are served as."""
-        row = {"version": version, "path": path, "served_model": served_model, "adapters": dumps(adapters or {})}
-        await self._db.commit([(VERSION_SAVED, [row])])
+        names = {"served_model": served_model, "adapters": dumps(adapters or {})}
+        await self._db.execute(VERSION_SAVED, version=version, path=path, **names)
 
     async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
         """Make the version live: the alias stands for it from now on. No other is tested, or waits for it."""
-        row: dict[str, Any] = {"version": version, "at": time.time(), "step": step}
-        statements = [VERSION_UNTESTED, POLICY_LOG, VERSION_LIVE, VERSION_RETIRE]
-        statements += [VERSION_VERIFIED] if verified else []
-        statements += ["UPDATE steps SET version = :version WHERE step = :step"] if step is not None else []
+        statements = [VERSION_UNTESTED, *GO_LIVE, *([VERSION_VERIFIED] if verified else ()), STEP_PUBLISHED]
 
         async def alone(db: Transaction) -> None:  # or two at once could both be left live
             for statement in statements:
-                await db.many(statement, [row])
+                await db.run(statement, {"version": version, "at": time.time(), "step": step})
 
         await self._db.write(alone)
 
     async def verified(self, version: int) -> None:
         """Note that vLLM was seen to serve these weights."""
-        await self._db.commit([(VERSION_VERIFIED, [{"version": version}])])
+        await self._db.execute(VERSION_VERIFIED, version=version)
 
     async def failed(self, version: int, error: str) -> None:
         """Note why the version did not go live; it never will."""
@@ -249,25 +247,18 @@ class PolicyVersions:
 
     async def forget_unfinished(self, version: int) -> None:
         """Delete a version whose publishing was broken off."""
-        await self._db.commit([(VERSION_FORGET, [{"version": version}])])
+        await self._db.execute(VERSION_FORGET, version=version)
 
     async def forget_files(self, version: int) -> None:
         """Note that the version's files are gone: it cannot be promoted any more."""
-        statement = "UPDATE policy_versions SET path = NULL WHERE version = :version"
-        await self._db.commit([(statement, [{"version": version}])])
+        await self._db.execute("UPDATE policy_versions SET path = NULL WHERE version = :version", version=version)
 
     async def pinned(self, since: float) -> set[int]:
         """Return the versions that running rollouts, opened after `since` (Unix time), began with."""
-        return {int(r["policy_version"]) for r in await self._db.all(PINNED_VERSIONS, {"since": since})}
+        return {row["policy_version"] for row in await self._db.all(PINNED_VERSIONS, {"since": since})}
 
 
-def read_version(row: Row) -> PolicyVersion:
-    adapters, metrics = loads(row["adapters"]), loads_rounded(row["metrics"])
-    return read(PolicyVersion, row, verified=bool(row["verified"]), adapters=adapters, metrics=metrics)
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(NamedTuple):
     """The mode of publishing, and the process that decided it at this Unix time: the trainer or a proxy."""
 
     mode: PublishMode
@@ -283,12 +274,11 @@ class Publishing:
 
     async def decided(self) -> Decided | None:
         """Return the decided mode; None before there is one."""
-        row = await self._db.one(DECIDED)
-        return None if row is None else read(Decided, row)
+        return await self._db.record(Decided, DECIDED)
 
     async def decide(self, mode: PublishMode, by: str, *, configured: bool) -> None:
         """Keep this mode if there is none yet, or if it is `configured`; otherwise the decided mode stays."""
-        await self._db.commit([(DECIDE, [{"mode": mode, "by": by, "asked": configured, "at": time.time()}])])
+        await self._db.execute(DECIDE, mode=mode, by=by, asked=configured, at=time.time())
 
 
 def kept_mode(config: StoreConfig) -> PublishMode | None:
@@ -303,8 +293,7 @@ def newest_checkpoint(config: StoreConfig) -> str | None:
     return checkpoint
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
+class Probed(NamedTuple):
     """The first answer of a version: the name that it was served under, and `proxy/gateway/routing.py`'s positions.
 
     `at`: when its newest answer was compared (Unix time).
@@ -324,8 +313,7 @@ class Probes:
 
     async def of(self, version: int) -> Probed | None:
         """Return the version's first answer; None if it was never probed."""
-        row = await self._db.one("SELECT * FROM probes WHERE version = :version", {"version": version})
-        return None if row is None else Probed(row["model"], loads(row["answer"]), row["problem"], row["at"])
+        return await self._db.record(Probed, "SELECT * FROM probes WHERE version = :version", version=version)
 
     async def problem(self, version: int) -> str | None:
         """Return why its server does not seem to serve this version; None if it does, or that is not known."""
@@ -334,12 +322,11 @@ class Probes:
 
     async def first(self, version: int, model: str, answer: list[Any]) -> None:
         """Keep the version's first answer under this name. One that is known stays."""
-        row = {"version": version, "model": model, "answer": dumps(answer), "at": time.time()}
-        await self._db.commit([(PROBE_FIRST, [row])])
+        await self._db.execute(PROBE_FIRST, version=version, model=model, answer=dumps(answer), at=time.time())
 
     async def found(self, version: int, problem: str | None) -> None:
         """Keep the time and the result of the newest comparison."""
-        await self._db.commit([(PROBE_PROBLEM, [{"version": version, "problem": problem, "at": time.time()}])])
+        await self._db.execute(PROBE_PROBLEM, version=version, problem=problem, at=time.time())
 
 
 class Ancestor(NamedTuple):
@@ -366,6 +353,13 @@ class TaskMean(NamedTuple):
     square: float
     tokens: float | None = None
     latency_ms: float | None = None
+
+    def joined(self, other: TaskMean) -> TaskMean:
+        """Return the means of both."""
+        rollouts = self.rollouts + other.rollouts
+        mean = (self.mean * self.rollouts + other.mean * other.rollouts) / rollouts
+        square = (self.square * self.rollouts + other.square * other.rollouts) / rollouts
+        return self._replace(mean=mean, rollouts=rollouts, square=square)
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,8 +413,7 @@ class VersionReport:
 
         The first that was taken back, or was made before `since` (Unix time), is the last.
         """
-        rows = await self._db.all(LINE, {"version": version, "until": until, "since": since})
-        return [Ancestor(*row) for row in rows]
+        return await self._db.records(Ancestor, LINE, version=version, until=until, since=since)
 
     async def rewards(self, versions: Iterable[int], key_id: str | None = None) -> dict[tuple[str, int], VersionReward]:
         """Return the rewards of versions, by mode and version. `key_id` as in `task_means`."""
@@ -438,38 +431,23 @@ class VersionReport:
         that another model answered do not count. With `costs`, also their tokens and latency.
         """
         params = {"versions": dumps([*versions]), "key_id": key_id} | await self._trust.params()
-        counts = REWARDS_BY_TASK_OF_KEY
-        if key_id is None:
-            is_all = await self._trust.whose() == "everybody's"
-            counts = REWARDS_BY_TASK if is_all else REWARDS_BY_TASK_THAT_COUNT
-        found = [TaskMean(*row) for row in await self._db.all(counts, params)]
-        if counts == REWARDS_BY_TASK_THAT_COUNT:
-            rollouts = [read_rollout(row) for row in await self._db.all(COUNTING_IN_PART, params)]
-            returns = await self._trust.returns(rollouts)
-            found += [
-                TaskMean(one.policy_version or 0, one.mode, one.task_id, value, 1, value**2)
-                for one in rollouts
-                if (value := returns.get(one.rollout_id)) is not None
-            ]
+        if key_id is not None:
+            found = await self._db.records(TaskMean, REWARDS_BY_TASK_OF_KEY, **params)
+        elif await self._trust.whose() == "everybody's":
+            found = await self._db.records(TaskMean, REWARDS_BY_TASK, **params)
+        else:
+            found = await self._db.records(TaskMean, REWARDS_BY_TASK_THAT_COUNT, **params)
+            rollouts = {one.rollout_id: one for one in await self._db.records(Rollout, COUNTING_IN_PART, **params)}
+            for rollout_id, value in (await self._trust.returns([*rollouts.values()])).items():
+                rollout = rollouts[rollout_id]
+                found.append(TaskMean(rollout.policy_version or 0, rollout.mode, rollout.task_id, value, 1, value**2))
         evaluated = {one.version for one in found if one.mode == "eval"}
-        failed = await self._db.all(FAILED_HELD_OUT, params) if evaluated else ()
-        found += [
-            TaskMean(row["policy_version"], "eval", row["task_id"], 0.0, row["rollouts"], 0.0)
-            for row in failed
-            if row["policy_version"] in evaluated
-        ]
+        failed = await self._db.records(TaskMean, FAILED_HELD_OUT, **params) if evaluated else []
+        found += [one for one in failed if one.version in evaluated]
         joined: dict[tuple[Any, ...], TaskMean] = {}
         for one in found:
-            known = joined.get(one[:3])
-            joined[one[:3]] = one if known is None else _joined(known, one)
+            joined[one[:3]] = joined[one[:3]].joined(one) if one[:3] in joined else one
         for row in await self._db.all(COSTS_BY_TASK, params) if costs else ():
             if (which := tuple(row)[:3]) in joined:
                 joined[which] = joined[which]._replace(tokens=row["tokens"], latency_ms=row["latency_ms"])
         return [*joined.values()]
-
-
-def _joined(one: TaskMean, other: TaskMean) -> TaskMean:
-    rollouts = one.rollouts + other.rollouts
-    mean = (one.mean * one.rollouts + other.mean * other.rollouts) / rollouts
-    square = (one.square * one.rollouts + other.square * other.rollouts) / rollouts
-    return one._replace(mean=mean, rollouts=rollouts, square=square)

@@ -10,8 +10,7 @@ from ..core.groups import NO_END, Group, Grouping, Member, Pool, formed
 from ..core.http import in_thread_if_large
 from ..core.json_text import dumps
 from ..core.records import Rollout
-from .database import Database, Feed, Row
-from .rollouts import read_rollout
+from .database import Database, Feed, Row, read
 from .trust import HAS_REWARD_THAT_COUNTS, Trust
 
 # Whether an ended rollout has a reward. `:failed`: failed ones count for something (`trainer.failed_rollouts`).
@@ -243,13 +242,12 @@ class Waiting:
         one_by_one = OPENED_IN_ORDER if pool.opened_with is None else OPENED_TOGETHER
         values = pool._asdict() | {"after": group.after, "last": group.last, "awaited": dumps([*group.awaited])}
         rows = await self._db.all(one_by_one if pool.group_id is None else COMPARED_AGAIN, values)
-        ended = [read_rollout(row) for row in rows if row["counted"]]
+        ended = [read(Rollout, row) for row in rows if row["counted"]]
         return ended, [row["rollout_id"] for row in rows if not row["counted"]]
 
     async def compared_before(self, group: Group) -> list[Rollout]:
         """Return the rollouts of a group that steps took or dropped before, in the order in which they were opened."""
-        values = {"group_id": group.group_id, "owner": group.owner}
-        return [read_rollout(row) for row in await self._db.all(COMPARED_BEFORE, values)]
+        return await self._db.records(Rollout, COMPARED_BEFORE, group_id=group.group_id, owner=group.owner)
 
     async def lone(self, failed: bool = False, limit: int = NO_END) -> Group | None:
         """Return rewarded rollouts without a task as a group, if there are any; at most so many are counted."""
@@ -259,14 +257,12 @@ class Waiting:
 
     async def lone_rollouts(self, limit: int, failed: bool = False) -> list[Rollout]:
         """Return rewarded rollouts without a task, in the order in which they ended."""
-        return [read_rollout(r) for r in await self._db.all(LONE, {"limit": limit, "failed": failed})]
+        return await self._db.records(Rollout, LONE, limit=limit, failed=failed)
 
     async def count(self, *, lone: bool, failed: bool = False) -> int:
         """Count the rewarded rollouts that no step has taken; those without a task only if `lone`."""
-        row = await self._db.one(WAITING_COUNT, {"failed": failed})
-        assert row is not None  # it counts
         of_nothing = await self.lone(failed) if lone else None
-        return int(row["rollouts"]) + (0 if of_nothing is None else of_nothing.rewarded)
+        return int(await self._db.value(WAITING_COUNT, failed=failed)) + (of_nothing.rewarded if of_nothing else 0)
 
     async def owners(self, rollout_ids: Iterable[str]) -> dict[str, str | None]:
         """Return the owners of rollouts: the key that sees only its own; None for all others, which share groups."""
@@ -289,9 +285,8 @@ class Waiting:
         Only those count whose rewards act on everybody. `batch`: the rollouts of a training step.
         """
         params = {"reason": EQUAL_REWARDS, "enough": BATCHES * batch} | await self._trust.params()
-        row = await self._db.one(UNLEARNED, params)
-        assert row is not None  # it counts
-        return NothingLearned(row["rollouts"], row["reward"]) if row["rollouts"] >= BATCHES * batch else None
+        (found,) = await self._db.records(NothingLearned, UNLEARNED, **params)
+        return found if found.rollouts >= BATCHES * batch else None
 
     async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:
         """Return rewarded rollouts that were opened before this one, newest first: of one task, or (None) of all.
@@ -301,7 +296,7 @@ class Waiting:
         statement = EARLIER if task_id is None else EARLIER_OF_TASK
         owner = (await self.owners([rollout_id])).get(rollout_id)
         params = {"rollout_id": rollout_id, "limit": limit, "failed": failed, "owner": owner, "task_id": task_id}
-        return [read_rollout(r) for r in await self._db.all(statement, params)]
+        return await self._db.records(Rollout, statement, **params)
 
 
 def _member(row: Row) -> Member:

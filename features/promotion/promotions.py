@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ...core.errors import Conflict
-from ...core.json_text import dumps, loads
+from ...core.json_text import dumps
 from ...core.records import PolicyVersion, Reward, RolloutName, RolloutStatus
 from ...store.database import Database, Row, Transaction, read
-from ...store.rewards import read_reward
 from ...store.rollouts import ROLLOUT_SEEN
 from ...store.trust import IS_EVALUATORS
-from ...store.versions import POLICY_LOG, VERSION_LIVE, VERSION_RETIRE, VERSION_UNTESTED, read_version
+from ...store.versions import GO_LIVE, STEP_PUBLISHED, VERSION_UNTESTED
 
 NOT_GATED = "promotion.mode was set to immediate"  # why a test ended
 NO_STORED_KEY = "configured"  # `opened_by` of rollouts opened with one of proxy.api_keys
@@ -31,7 +30,6 @@ REPLACED = """
 UPDATE policy_versions SET status = 'ready', error = :why WHERE status = 'waiting' AND version <> :version
 """
 WAITS = "UPDATE policy_versions SET status = 'waiting' WHERE version = :version AND status = 'publishing'"
-STEP_PUBLISHED = "UPDATE steps SET version = :version WHERE step = :step"
 LIVE_NOW = "SELECT version FROM policy_log ORDER BY n DESC LIMIT 1"
 PROMOTION_BEGIN = """
 INSERT INTO promotions (version, against, status, began_at) VALUES (:version, :against, 'testing', :at)
@@ -175,8 +173,7 @@ class Promotions:
 
     async def under_way(self) -> Promotion | None:
         """Return the test that is under way, with its evidence so far; None without one."""
-        row = await self._db.one(PROMOTION_UNDER_WAY)
-        return None if row is None else _promotion(row)
+        return await self._db.record(Promotion, PROMOTION_UNDER_WAY)
 
     async def candidate(self) -> PolicyVersion | None:
         """Return the version that is tested; None if none is."""
@@ -185,17 +182,15 @@ class Promotions:
 
     async def last(self) -> dict[int, Promotion]:
         """Return, by version, the last test of each."""
-        return {row["version"]: _promotion(row) for row in await self._db.all(PROMOTIONS)}
+        return {one.version: one for one in await self._db.records(Promotion, PROMOTIONS)}
 
     async def last_of(self, version: int) -> Promotion | None:
         """Return the last test of a version; None if it had none."""
-        row = await self._db.one(PROMOTION_OF, {"version": version})
-        return None if row is None else _promotion(row)
+        return await self._db.record(Promotion, PROMOTION_OF, version=version)
 
     async def waiting(self) -> PolicyVersion | None:
         """Return the version that waits for its test; None if none does."""
-        row = await self._db.one(WAITING)
-        return None if row is None else read_version(row)
+        return await self._db.record(PolicyVersion, WAITING)
 
     async def wait(self, version: int, step: int) -> None:
         """Let a version whose files are complete wait for its test, in the place of the one that waits already."""
@@ -254,7 +249,7 @@ class Promotions:
         rollouts = await self._db.all(PROMOTION_OBSERVED, {"n": test.n})
         earned = defaultdict[str, list[Reward]](list)
         for row in await self._db.all(PROMOTION_REWARDS, {"n": test.n}):
-            earned[row["rollout_id"]].append(read_reward(row))
+            earned[row["rollout_id"]].append(read(Reward, row, retrain=False))
         return [read(Observed, row, rewards=tuple(earned[row["rollout_id"]])) for row in rollouts]
 
     async def has_others(self, test: Promotion) -> bool:
@@ -270,7 +265,7 @@ class Promotions:
         row: dict[str, Any] = {"n": test.n, "version": test.version, "outcome": outcome, "reason": reason}
         row |= {"evidence": dumps({**evidence}), "at": time.time()}
         row["withdrawn"] = f"it was trained on from version {test.version}, which was taken back"
-        decided = (POLICY_LOG, VERSION_LIVE, VERSION_RETIRE) if outcome == "promoted" else (REJECTED, WITHDRAWN)
+        decided = GO_LIVE if outcome == "promoted" else (REJECTED, WITHDRAWN)
 
         async def work(db: Transaction) -> bool:
             if not await db.run(PROMOTION_DECIDED, row):
@@ -291,13 +286,9 @@ class Promotions:
         await self._db.commit([(WITHDRAWN, [{"withdrawn": reason}])])
 
     async def _trial(self, n: int) -> Trial | None:
-        row = await self._db.one(PROMOTION, {"n": n})
-        version = None if row is None else await self._db.one(CANDIDATE, {"version": row["version"]})
-        return None if row is None or version is None else Trial(_promotion(row), read_version(version))
-
-
-def _promotion(row: Row) -> Promotion:
-    return read(Promotion, row, evidence=loads(row["evidence"]))
+        test = await self._db.record(Promotion, PROMOTION, n=n)
+        version = None if test is None else await self._db.record(PolicyVersion, CANDIDATE, version=test.version)
+        return None if test is None or version is None else Trial(test, version)
 
 
 def _opened(rollout: Row | Mapping[str, Any]) -> dict[str, Any]:

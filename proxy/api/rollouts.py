@@ -19,7 +19,6 @@ from ...core.json_text import dumps, fields_of
 from ...core.records import Event, Mode, Rollout, RolloutName, RolloutStatus
 from ...store.keys import hash_key, new_key
 from ...store.reports import CallTokens, Summary
-from ...store.rollouts import RolloutSearch
 from ..gateway.relay import DataPath, name_rollout
 from ..hooks import ProxyPlugin
 from .answers import EventRecorded, Opened, RolloutDetail, RolloutPage, TrainingRows, Transitions
@@ -110,14 +109,12 @@ async def list_rollouts(
     be short; follow `next_cursor` for more. With `words`, each has its first words, model, key and latency.
     """
     store = request.parts.store
-    wanted = {"status": status, "task_id": task_id, "agent": agent, "mode": mode}
-    wanted["key_id"] = request.caller.sight.key_id
+    wanted: dict[str, object] = {"status": status, "task_id": task_id, "agent": agent, "mode": mode}
+    wanted |= {"key_id": request.caller.sight.key_id, "min_reward": min_reward, "max_reward": max_reward}
+    wanted |= {"since": since, "text": text, "prefix": prefix, "version": version, "step": step}
+    wanted |= {"key": key, "model": model}
     filters = {name: value for name, value in wanted.items() if value is not None}
-    sought = RolloutSearch(min_reward, max_reward, since, text, prefix, version, step, key, model)
-    if sought == RolloutSearch():
-        page, following = await store.rollouts.page(filters, limit, position)
-    else:
-        page, following = await store.rollouts.search(filters, sought, limit, position)
+    page, following = await store.rollouts.page(filters, limit, position)
     names = [one.rollout_id for one in page]
     awaiting = await store.endings.await_still(names)
     found = await store.summaries.of(names, words_in) if words else {}
