@@ -2,7 +2,8 @@
 
 Rollouts that were opened together are a group, however they end. Rollouts of a task that were opened one by one are
 groups in the order of their opening: with `size` 2, rollouts 1, 2, 3 and 4 of a task are the groups (1, 2) and (3, 4),
-also if 1 and 3 are done first. A group is complete when all of it has ended; the rest is awaited for a limited time.
+also if 1 and 3 are done first. What a step has compared stays a group. A group is complete when all of it has ended;
+the rest is awaited for a limited time.
 """
 
 from __future__ import annotations
@@ -20,13 +21,11 @@ NO_END = 2**62
 class Pool(NamedTuple):
     """Rollouts of which groups are made. `owner`: the key that sees only its own rollouts, if they are such a key's.
 
-    `opened_with`: the first of those that were opened together. `group_id`: the group that a step compared before
-    these ended, or before they were offered again. Without both, they were opened one by one.
+    `group_id`: the first of those that were opened together, or that a step compared; None: opened one by one.
     """
 
     task_id: str
     owner: str | None = None
-    opened_with: int | None = None
     group_id: int | None = None
 
 
@@ -34,13 +33,12 @@ class Member(NamedTuple):
     """A rollout that no step has taken, the `n`th that was opened. Times are Unix times.
 
     `own`: the policy answered a call of it. `scored`: no reward function is still to be asked about it. `since`: when
-    it had ended and was rewarded.
+    it had ended and was rewarded. `late`: a step has taken or dropped others of its group.
     """
 
     n: int
     task_id: str
     owner: str | None
-    opened_with: int | None
     group_id: int | None
     status: str
     opened_at: float
@@ -48,10 +46,7 @@ class Member(NamedTuple):
     scored: bool
     rewarded: bool
     since: float | None
-
-    @property
-    def pool(self) -> Pool:
-        return Pool(self.task_id, self.owner, None if self.group_id else self.opened_with, self.group_id)
+    late: bool = False
 
     @property
     def has_ended(self) -> bool:
@@ -65,7 +60,8 @@ class Group:
 
     `complete`: nobody need wait for others of it. `oldest`: since when the first waits for a step. Its rollouts are in
     `pool`, from after the `after`th to the `last`th that was opened; `awaited` of them have not ended, or await their
-    reward. Without a pool: rollouts without a task, which are no siblings; only rewarded ones are counted.
+    reward. `late`: a step took the others before. Without a pool: rollouts without a task, which are no siblings; only
+    rewarded ones are counted.
     """
 
     pool: Pool | None
@@ -73,23 +69,14 @@ class Group:
     ended: int
     oldest: float
     complete: bool = False
-    first: int = 0
     after: int = 0
     last: int = NO_END
     awaited: tuple[int, ...] = ()
+    late: bool = False
 
     @property
     def task_id(self) -> str | None:
         return None if self.pool is None else self.pool.task_id
-
-    @property
-    def owner(self) -> str | None:
-        return None if self.pool is None else self.pool.owner
-
-    @property
-    def group_id(self) -> int | None:
-        """Return the group that a step compared before; None for a new one."""
-        return None if self.pool is None else self.pool.group_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,34 +95,32 @@ class Grouping:
     def of(cls, config: TrainerConfig) -> Grouping:
         return cls(config.group_size, config.failed_reward is not None, config.group_timeout_s)
 
+    def is_rewarded(self, member: Member) -> bool:
+        """Return whether a rollout that has ended has a reward, or counts for something without one."""
+        return member.status == "completed" or (member.status == "failed" and self.failed)
+
 
 def formed(members: Iterable[Member], grouping: Grouping) -> dict[Pool, list[Group]]:
     """Return the groups of each pool that has one: those with a rollout to train on."""
     pools: dict[Pool, list[Member]] = defaultdict(list)
     for member in members:
         if member.own:
-            pools[member.pool].append(member)
+            pools[Pool(member.task_id, member.owner, member.group_id)].append(member)
     found = {pool: [*_groups(pool, sorted(own), grouping)] for pool, own in pools.items()}
     return {pool: groups for pool, groups in found.items() if groups}
 
 
 def _groups(pool: Pool, members: Sequence[Member], grouping: Grouping) -> Iterator[Group]:
-    one_by_one = pool.opened_with is None and pool.group_id is None
-    after = 0
-    for part in _parts(members, grouping) if one_by_one else [members]:
+    after, late = 0, members[0].late
+    for part in [members] if pool.group_id else _parts(members, grouping):
         ended = [member for member in part if member.has_ended]
-        since = [m.since for m in ended if m.since is not None and _is_rewarded(m, grouping)]
+        since = [m.since for m in ended if m.since is not None and grouping.is_rewarded(m)]
         awaited = tuple(member.n for member in part if not member.has_ended)
-        complete = len(ended) >= grouping.size if one_by_one else pool.group_id is not None or not awaited
-        last = part[-1].n if one_by_one else NO_END
+        complete = late or not awaited if pool.group_id else len(ended) >= grouping.size
+        last = NO_END if pool.group_id else part[-1].n
         if since:
-            yield Group(pool, len(since), len(ended), min(since), complete, part[0].n, after, last, awaited)
+            yield Group(pool, len(since), len(ended), min(since), complete, after, last, awaited, late)
         after = last
-
-
-def _is_rewarded(member: Member, grouping: Grouping) -> bool:
-    """Whether a rollout that has ended has a reward, or counts for something without one."""
-    return member.status == "completed" or (member.status == "failed" and grouping.failed)
 
 
 def _parts(members: Sequence[Member], grouping: Grouping) -> list[list[Member]]:
@@ -144,7 +129,7 @@ def _parts(members: Sequence[Member], grouping: Grouping) -> list[list[Member]]:
     parts: list[list[Member]] = [[]]
     for member in members:
         if member.has_ended or member.opened_at >= first - grouping.timeout_s:
-            if len(parts[-1]) >= grouping.size and not (member.has_ended and not _is_rewarded(member, grouping)):
+            if len(parts[-1]) >= grouping.size and (not member.has_ended or grouping.is_rewarded(member)):
                 parts.append([])
             parts[-1].append(member)
     if grouping.timeout_s <= 0 and len(parts) > 1 and len(parts[-1]) < grouping.size:  # no others will come

@@ -78,19 +78,17 @@ WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids))
 # Itself first. Those that a step compared with it, or that were opened with it, or, one by one, of its task since its
 # last step. `:key_id`: only those that were opened with this key.
 COMPARED_WITH = """
-WITH wanted AS (SELECT n, group_id, opened_with, task_id, mode, step FROM rollouts WHERE rollout_id = :rollout_id)
+WITH wanted AS (SELECT n, group_id, task_id, mode, step FROM rollouts WHERE rollout_id = :rollout_id)
 SELECT rollout_id, n, reward, step, dropped,
        (SELECT advantage FROM call_credit WHERE call_credit.n = rollouts.n ORDER BY seq LIMIT 1) AS advantage
 FROM rollouts
 WHERE n IN (
     SELECT n FROM wanted
     UNION SELECT one.n FROM wanted CROSS JOIN rollouts AS one ON one.group_id = wanted.group_id WHERE :siblings
-    UNION SELECT one.n FROM wanted CROSS JOIN rollouts AS one ON one.opened_with = wanted.opened_with
-          WHERE :siblings AND wanted.group_id IS NULL
     UNION SELECT n FROM (
         SELECT one.n FROM wanted CROSS JOIN rollouts AS one ON one.task_id = wanted.task_id
-        WHERE :siblings AND wanted.group_id IS NULL AND wanted.opened_with IS NULL
-              AND wanted.mode = 'train' AND wanted.step IS NULL AND one.group_id IS NULL AND one.opened_with IS NULL
+        WHERE :siblings AND wanted.group_id IS NULL
+              AND wanted.mode = 'train' AND wanted.step IS NULL AND one.group_id IS NULL
               AND one.mode || '' = 'train' AND one.step IS NULL AND one.dropped IS NULL
         ORDER BY one.n DESC LIMIT :limit
     ) AS recent

@@ -1,7 +1,7 @@
 """The rewards that were posted, and the return of each rollout, kept beside it: lists and filters read one column.
 
-A reward changes it at once, at the same cost whatever came before. When the rules change, all are counted anew, the
-newest first, a few at a time; `stale_to` says how far that is. A repeated post gets the answer of the first one.
+A post counts the returns of its rollouts anew. When the rules change, all are counted anew, the newest first, a few at
+a time; `stale_to` says how far that is. A repeated post gets the answer of the first one.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import orjson
 
 from ..core.errors import Conflict, NotFound, StoreUnavailable
 from ..core.json_text import dumps, loads
 from ..core.records import OPERATOR, Reward, Sender
-from ..core.returns import Earned, Rules, earned, return_of, weighted
+from ..core.returns import Earned, Rules, earned
 from .database import LOOK_S, Database, Row, Transaction, in_passing
-from .rollouts import ROLLOUT
 
+ROLLOUT = "SELECT * FROM rollouts WHERE rollout_id = :rollout_id"
 REWARD = """
 INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, key_id, evidence, created_at)
 VALUES (:rollout_id, :call_id, :name, :value, :source, :comment, :final, :key_id, :evidence, :at)
@@ -46,32 +45,22 @@ SELECT DISTINCT rollout_id FROM rewards AS new WHERE reward_id BETWEEN :first AN
 ) ORDER BY rollout_id
 """
 
-COUNTING = "SELECT weights, failed, low, high, stale_to FROM returns WHERE n = 1"
+RULES = "SELECT weights, failed, low, high, stale_to FROM returns WHERE n = 1"
 ADOPT = """
 UPDATE returns SET weights = :weights, failed = :failed, low = :low, high = :high,
     stale_to = (SELECT COALESCE(MAX(n), 0) FROM rollouts)
 WHERE n = 1
 """
 COUNTED_TO = "UPDATE returns SET stale_to = :to WHERE n = 1"
-# The reward that counted before these were posted.
-BEFORE = """
-SELECT rollout_id, call_id, name, value FROM rewards
-WHERE rollout_id = :rollout_id AND call_id {same} AND name = :name AND reward_id < :reward_id
-ORDER BY reward_id DESC LIMIT 1
+STALE = "SELECT n, rollout_id FROM rollouts WHERE n <= :n ORDER BY n DESC LIMIT :limit"
+POSTED = """
+SELECT rollouts.rollout_id, status, call_id, name, value, rewards.created_at
+FROM rollouts LEFT JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
+WHERE rollouts.rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) ORDER BY reward_id
 """
-OWN_BEFORE, OF_CALL_BEFORE = BEFORE.format(same="IS NULL"), BEFORE.format(same="= :call_id")
 RETURN = """
-UPDATE rollouts SET own_reward = :own, calls_reward = :calls, reward = :reward, rewarded_at = :rewarded_at
-WHERE rollout_id = :rollout_id
-"""
-STALE = """
-SELECT n, rollout_id, status, own_reward, calls_reward, reward, rewarded_at FROM rollouts
-WHERE n <= :n ORDER BY n DESC LIMIT :limit
-"""
-STALE_REWARDS = """
-SELECT rewards.rollout_id, call_id, name, value, rewards.created_at
-FROM rollouts CROSS JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
-WHERE rollouts.n BETWEEN :first AND :last ORDER BY reward_id
+UPDATE rollouts SET own_reward = :own, reward = :reward, rewarded_at = :at WHERE rollout_id = :rollout_id
+    AND (own_reward IS NOT :own OR reward IS NOT :reward OR rewarded_at IS NOT :at)
 """
 COUNTED_AT_ONCE = 50  # rollouts that one transaction counts anew
 
@@ -134,7 +123,7 @@ async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = 
         if one.call_id is not None and (one.rollout_id, one.call_id) not in calls:
             raise NotFound(f"rollout {one.rollout_id!r} has no call {one.call_id!r}", param="call_id")
     recorded = await db.many(REWARD, [asdict(one) | sent | {"at": at} for one in rewards])
-    await count_rewards(db, rollouts, rewards, min((row["reward_id"] for row in recorded), default=0), at)
+    await count_returns(db, rollouts)
     ended = sorted({one.rollout_id for one in rewards if one.final})
     await db.many(ROLLOUT_COMPLETE, [{"rollout_id": rollout_id, "at": at} for rollout_id in ended])
     offered = [rollouts[rollout_id] for rollout_id in sorted({one.rollout_id for one in rewards if one.retrain})]
@@ -145,13 +134,6 @@ async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = 
     ]
 
 
-class Counting(NamedTuple):
-    """The rules, and the rollout up to which returns are not counted by them yet."""
-
-    rules: Rules
-    stale_to: int
-
-
 class Returns:
     """The rules by which the store counts returns."""
 
@@ -160,13 +142,13 @@ class Returns:
 
     async def rules(self) -> Rules:
         """Return the rules that hold now."""
-        return _read_counting(await self._db.quick(COUNTING)).rules
+        return _read_rules(await self._db.quick(RULES))
 
     async def adopt(self, rules: Rules) -> None:
         """Count by these rules from now on. `recount` brings existing returns up to date."""
 
         async def work(db: Transaction) -> None:
-            if _read_counting(await db.one(COUNTING)).rules != rules:
+            if _read_rules(await db.one(RULES)) != rules:
                 low, high = rules.within
                 adopted = {"weights": dumps({**rules.weights}), "failed": rules.failed, "low": low, "high": high}
                 await db.run(ADOPT, adopted)
@@ -176,7 +158,7 @@ class Returns:
 
     async def recount(self) -> None:
         """Count returns anew that are not counted by the rules yet, in small steps. Several processes may do so."""
-        while _read_counting(await self._db.quick(COUNTING)).stale_to:
+        while (row := await self._db.quick(RULES)) is not None and row["stale_to"]:
             await in_passing(self._db, lambda db, _: _count_some(db))
 
     async def keep(self) -> None:
@@ -192,95 +174,32 @@ class Returns:
         await self.recount()
 
 
-async def read_counting(db: Transaction) -> Counting:
-    """Return the rules within a transaction."""
-    return _read_counting(await db.one(COUNTING))
-
-
-async def count_rewards(
-    db: Transaction, rollouts: Mapping[str, Row], rewards: Sequence[Reward], first: int, at: float
-) -> None:
-    """Count rewards that were just recorded, from the id `first` on, for rollouts whose rows are as they were before.
-
-    PostgreSQL would keep each of a row's states until the transaction ends, so each rollout is written once.
-    """
-    rules, stale_to = await read_counting(db)
-    posted: dict[str, dict[str | None, dict[str, float]]] = {}
-    for one in rewards:
-        if one.name in rules.weights:
-            posted.setdefault(one.rollout_id, {}).setdefault(one.call_id, {})[one.name] = one.value
-    asked = [
-        {"rollout_id": rollout_id, "call_id": call_id, "name": name, "reward_id": first}
-        for rollout_id, targets in posted.items()
-        for call_id, values in targets.items()
-        for name in (rules.weights if call_id is not None else rules.weights.keys() - values.keys())
-    ]
-    before: dict[tuple[str, str | None], dict[str, float]] = {}
-    for row in (
-        *await db.many(OWN_BEFORE, [one for one in asked if one["call_id"] is None]),
-        *await db.many(OF_CALL_BEFORE, [one for one in asked if one["call_id"] is not None]),
-    ):
-        before.setdefault((row["rollout_id"], row["call_id"]), {})[row["name"]] = row["value"]
+async def count_returns(db: Transaction, rollout_ids: Iterable[str]) -> None:
+    """Count the returns of rollouts, by the rules that hold now and all that was posted."""
+    rules = _read_rules(await db.one(RULES))
+    posted: dict[str, list[Row]] = {}
+    for row in await db.all(POSTED, {"rollout_ids": dumps([*rollout_ids])}):
+        posted.setdefault(row["rollout_id"], []).append(row)
     counted = []
-    for rollout_id in sorted(posted):
-        rollout = rollouts[rollout_id]
-        if rollout["n"] <= stale_to:
-            await count_all(db, rules, [rollout])
-            continue
-        own, calls = rollout["own_reward"], rollout["calls_reward"]
-        for call_id, values in posted[rollout_id].items():
-            earlier = before.get((rollout_id, call_id), {})
-            after = weighted(earlier | values, rules)
-            if call_id is None:
-                own = after
-            else:
-                calls = str(Fraction(calls or 0) + Fraction(after or 0) - Fraction(weighted(earlier, rules) or 0))
-        rewarded_at = at if rollout["rewarded_at"] is None else rollout["rewarded_at"]
-        counted.append(_return_row(rollout_id, own, calls, rewarded_at))
+    for rollout_id, rows in sorted(posted.items()):  # in the order of recorders
+        rewards = [Reward(rollout_id, row["value"], row["call_id"], row["name"]) for row in rows if row["name"]]
+        found = earned(rewards, rules, rows[0]["status"])
+        at = min((row["created_at"] for row in rows if row["name"] in rules.weights), default=None)
+        counted.append({"rollout_id": rollout_id, "own": found.own, "reward": found.returned, "at": at})
     await db.many(RETURN, counted)
 
 
-def _return_row(rollout_id: str, own: float | None, calls: str | None, rewarded_at: float | None) -> dict[str, Any]:
-    """Parameters of RETURN. A fraction becomes the nearest float, as `math.fsum` makes it."""
-    reward = return_of(own, [] if calls is None else [float(Fraction(calls))])
-    return {"rollout_id": rollout_id, "own": own, "calls": calls, "reward": reward, "rewarded_at": rewarded_at}
-
-
 async def _count_some(db: Transaction) -> None:
-    counting = await read_counting(db)
-    rollouts = await db.all(STALE, {"n": counting.stale_to, "limit": COUNTED_AT_ONCE})
-    await count_all(db, counting.rules, rollouts)
+    row = await db.one(RULES)
+    assert row is not None
+    rollouts = await db.all(STALE, {"n": row["stale_to"], "limit": COUNTED_AT_ONCE})
+    await count_returns(db, (rollout["rollout_id"] for rollout in rollouts))
     await db.run(COUNTED_TO, {"to": rollouts[-1]["n"] - 1 if len(rollouts) == COUNTED_AT_ONCE else 0})
 
 
-async def count_all(db: Transaction, rules: Rules, rollouts: Sequence[Row]) -> None:
-    """Count all rewards of rollouts, which follow each other, newest first."""
-    if not rollouts:
-        return
-    posted: dict[str, list[Row]] = {row["rollout_id"]: [] for row in rollouts}
-    for row in await db.all(STALE_REWARDS, {"first": rollouts[-1]["n"], "last": rollouts[0]["n"]}):
-        posted[row["rollout_id"]].append(row)
-    rows = [_counted(row, posted[row["rollout_id"]], rules) for row in rollouts]
-    changed = [new for old, new in zip(rollouts, rows, strict=True) if _differs(old, new)]
-    await db.many(RETURN, sorted(changed, key=lambda row: str(row["rollout_id"])))  # the order of recorders
-
-
-def _counted(rollout: Row, posted: Sequence[Row], rules: Rules) -> dict[str, Any]:
-    rewards = [Reward(row["rollout_id"], row["value"], row["call_id"], row["name"]) for row in posted]
-    found = earned(rewards, rules, rollout["status"])
-    calls = str(sum(map(Fraction, found.calls.values()))) if found.calls else None
-    first = min((row["created_at"] for row in posted if row["name"] in rules.weights), default=None)
-    return _return_row(rollout["rollout_id"], found.own, calls, first)
-
-
-def _differs(old: Row, new: dict[str, Any]) -> bool:
-    names = {"own": "own_reward", "calls": "calls_reward"}
-    return any(old[names.get(name, name)] != value for name, value in new.items())
-
-
-def _read_counting(row: Row | None) -> Counting:
+def _read_rules(row: Row | None) -> Rules:
     assert row is not None  # the schema has one
-    return Counting(Rules(loads(row["weights"]), row["failed"], (row["low"], row["high"])), row["stale_to"])
+    return Rules(loads(row["weights"]), row["failed"], (row["low"], row["high"]))
 
 
 async def answer_once(db: Transaction, key: str | None, body: bytes, work: Callable[[], Awaitable[Answer]]) -> Answer:
@@ -289,9 +208,9 @@ async def answer_once(db: Transaction, key: str | None, body: bytes, work: Calla
         return await work()
     body_hash = hashlib.sha256(body).hexdigest()
     row = await db.one("SELECT body_hash, answer FROM idempotency WHERE key = :key", {"key": key})
-    if row is not None and row["body_hash"] != body_hash:
-        raise Conflict("this Idempotency-Key was used for another body; use a new key", param="Idempotency-Key")
     if row is not None:
+        if row["body_hash"] != body_hash:
+            raise Conflict("this Idempotency-Key was used for another body; use a new key", param="Idempotency-Key")
         earlier: Answer = orjson.loads(row["answer"])
         return earlier
     answer = await work()

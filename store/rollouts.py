@@ -17,6 +17,7 @@ from ..core.json_text import dumps
 from ..core.records import OPERATOR, Mode, Rollout, RolloutName, RolloutStatus, Sender
 from .conversations import forget_conversations
 from .database import Database, Sql, Transaction, each_in_passing
+from .rewards import ROLLOUT, count_returns
 
 log = logging.getLogger(__name__)
 
@@ -24,12 +25,13 @@ log = logging.getLogger(__name__)
 IS_ANOTHERS = """
 rollouts.key_id IS NOT :key_id AND EXISTS (SELECT 1 FROM keys WHERE keys.key_id = :key_id AND scope = 'own')
 """
+OWNER = "(SELECT key_id FROM keys WHERE key_id = :key_id AND scope = 'own')"
 # Runs with the start of every call. The first one opens the rollout; later ones fill in what was not named so far.
 # Refused (`mode` would be NULL) for a key that may not see it.
 ROLLOUT_SEEN = Sql(
     f"""
-INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, evidence, created_at)
-VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :key_id, :evidence, :at)
+INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, owner, evidence, created_at)
+VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :key_id, {OWNER}, :evidence, :at)
 ON CONFLICT (rollout_id) DO UPDATE SET
     task_id = COALESCE(rollouts.task_id, excluded.task_id),
     agent = COALESCE(rollouts.agent, excluded.agent),
@@ -50,8 +52,9 @@ WITH known AS (
         policy_version = COALESCE(policy_version, :pin)
     WHERE rollout_id = :rollout_id RETURNING 1
 )
-INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, evidence, created_at)
-SELECT :rollout_id, :task_id, :agent, :mode, :pin, :key_id, :evidence, :at WHERE NOT EXISTS (SELECT 1 FROM known)
+INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, owner, evidence, created_at)
+SELECT :rollout_id, :task_id, :agent, :mode, :pin, :key_id, {OWNER}, :evidence, :at
+WHERE NOT EXISTS (SELECT 1 FROM known)
 ON CONFLICT (rollout_id) DO UPDATE SET
     task_id = COALESCE(rollouts.task_id, excluded.task_id),
     agent = COALESCE(rollouts.agent, excluded.agent),
@@ -59,20 +62,19 @@ ON CONFLICT (rollout_id) DO UPDATE SET
     policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
 """,
 )
-ROLLOUT_OPEN = """
+ROLLOUT_OPEN = f"""
 INSERT INTO rollouts (
-    rollout_id, task_id, mode, policy_version, metadata, key_id, evidence, created_at, opened_with, group_id
+    rollout_id, task_id, mode, policy_version, metadata, key_id, owner, evidence, created_at, group_id
 ) VALUES (
-    :rollout_id, :task_id, :mode, :policy_version, :metadata, :key_id, :evidence, :at,
+    :rollout_id, :task_id, :mode, :policy_version, :metadata, :key_id, {OWNER}, :evidence, :at,
     COALESCE(
-        (SELECT opened_with FROM rollouts WHERE rollout_id = :sibling_of),
+        (SELECT group_id FROM rollouts WHERE rollout_id = :sibling_of),
         (SELECT n FROM rollouts WHERE rollout_id = :first)
-    ),
-    (SELECT group_id FROM rollouts WHERE rollout_id = :sibling_of)
+    )
 )
 """
 # The first of those that are opened together had no number when it was written.
-ROLLOUT_FIRST = "UPDATE rollouts SET opened_with = n WHERE rollout_id = :first"
+ROLLOUT_FIRST = "UPDATE rollouts SET group_id = n WHERE rollout_id = :first"
 ROLLOUT_SIZE = 1_000  # bytes, about, of a rollout and its key, the metadata apart
 ROLLOUT_MODEL = "INSERT INTO rollout_models (rollout_id, model) VALUES (:rollout_id, :model)"
 ROLLOUT_KEY = """
@@ -92,7 +94,6 @@ ROLLOUT_OF_ANOTHER_KEY = """
 SELECT rollout_id FROM rollouts
 WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND key_id IS NOT :key_id LIMIT 1
 """
-ROLLOUT = "SELECT * FROM rollouts WHERE rollout_id = :rollout_id"
 ROLLOUTS_PAGE = """
 SELECT rollouts.* FROM rollouts
 WHERE rollouts.n < :cursor {filters}
@@ -145,14 +146,12 @@ ALL = 2**62
 CHUNK, MOST = 5_000, 100_000
 TEXT_CHUNK, MOST_TEXTS = 50, 1_000
 MOST_S = 2.0
-_FAILED_REWARD = "CASE WHEN :status = 'failed' THEN (SELECT failed FROM returns WHERE n = 1) END"
 # The index has rewarded ones that no other model answered.
 ROLLOUTS_OF_VERSION = """
 SELECT * FROM rollouts WHERE policy_version = :version AND reward IS NOT NULL AND foreign_calls = 0 LIMIT :limit
 """
-ROLLOUT_END = f"""
-UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at, end_counts = :evidence,
-    own_reward = COALESCE(own_reward, {_FAILED_REWARD}), reward = COALESCE(own_reward, {_FAILED_REWARD}, reward)
+ROLLOUT_END = """
+UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at, end_counts = :evidence
 WHERE rollout_id = :rollout_id AND status = 'running'
 """
 ROLLOUT_DELETE = """
@@ -332,8 +331,14 @@ class Rollouts:
 
     async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None, by: Sender = OPERATOR) -> Rollout:
         """End a rollout. Ending it again with the same status changes nothing; with another one it is a Conflict."""
-        row = {"status": status, "reason": reason, "at": time.time(), "evidence": by.evidence}
-        await self._db.execute(ROLLOUT_END, rollout_id=rollout_id, **row)
+        row: dict[str, Any] = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time()}
+        row["evidence"] = by.evidence
+
+        async def work(db: Transaction) -> None:
+            if await db.run(ROLLOUT_END, row):
+                await count_returns(db, [rollout_id])  # a failed one may count for something
+
+        await self._db.write(work)
         rollout = await self.get(rollout_id)
         if rollout.status != status:
             raise Conflict(f"rollout {rollout_id!r} has already ended as {rollout.status}", param="status")

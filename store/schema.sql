@@ -82,20 +82,19 @@ CREATE TABLE rollouts (
     metadata       TEXT NOT NULL DEFAULT '{}',    -- JSON
     policy_version INTEGER,                       -- the version that it began with
     key_id         TEXT,                          -- the key of `keys` that it was opened with
+    owner          TEXT,                          -- that key, if it sees only its own rollouts
     evidence       INTEGER NOT NULL DEFAULT 0,    -- 1: that key gave evidence then
     end_counts     INTEGER NOT NULL DEFAULT 1,    -- 0: the key that said how it ended gave none
     reward         REAL,                          -- its return (core/returns.py)
     own_reward     REAL,                          -- weighted; NULL: it has none of its own
-    calls_reward   TEXT,                          -- the exact sum of its calls' weighted rewards: a fraction
     rewarded_at    REAL,                          -- when the first reward came that counts
     calls          INTEGER NOT NULL DEFAULT 0,    -- ended calls
     foreign_calls  INTEGER NOT NULL DEFAULT 0,    -- those of them that other models than the policy answered
     tokens         INTEGER NOT NULL DEFAULT 0,    -- sampled tokens
     created_at     REAL NOT NULL,
     ended_at       REAL,
-    opened_with    INTEGER,                       -- the first (n) of several that were opened together: a group
-    -- The group in which a step compared it: the n of its first member. A sibling that was still running then has it,
-    -- too, and is compared with the whole group when it ends.
+    -- The group that it was opened in, or in which a step compared it: the n of its first member. A sibling that was
+    -- still running then has it, too, and is compared with the whole group when it ends. NULL: opened one by one.
     group_id       INTEGER,
     step           INTEGER,                       -- the training step that took it
     dropped        TEXT,                          -- why the trainer will not take it
@@ -110,11 +109,10 @@ CREATE INDEX rollouts_by_key ON rollouts (key_id, n) WHERE key_id IS NOT NULL;
 CREATE INDEX rollouts_by_group ON rollouts (group_id) WHERE group_id IS NOT NULL;
 -- Whether training stands still is asked at every poll.
 CREATE INDEX rollouts_dropped ON rollouts (dropped, n) WHERE dropped IS NOT NULL;
-CREATE INDEX rollouts_opened_together ON rollouts (opened_with) WHERE opened_with IS NOT NULL;
 -- Rollouts that were opened one by one: those that a group may be made of, and those that may still belong to it.
 CREATE INDEX rollouts_live ON rollouts (task_id, n)
     WHERE mode = 'train' AND step IS NULL AND dropped IS NULL AND status <> 'running'
-    AND group_id IS NULL AND opened_with IS NULL AND (rewarded_at IS NOT NULL OR status <> 'completed')
+    AND group_id IS NULL AND (rewarded_at IS NOT NULL OR status <> 'completed')
     AND (foreign_calls = 0 OR foreign_calls < calls);
 CREATE INDEX rollouts_running_of_task ON rollouts (task_id, n) WHERE status = 'running' AND task_id IS NOT NULL;
 

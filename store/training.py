@@ -42,10 +42,6 @@ UPDATE steps SET status = 'trained', checkpoint = :checkpoint, metrics = :metric
 STEP_METRICS = "UPDATE steps SET metrics = :metrics WHERE step = :step"
 STEP_RELEASE = (
     "DELETE FROM call_credit WHERE n IN (SELECT n FROM rollouts WHERE step = :step)",
-    """
-    UPDATE rollouts SET group_id = NULL
-    WHERE group_id IN (SELECT n FROM rollouts WHERE step = :step OR dropped_by = :step)
-    """,
     "UPDATE rollouts SET step = NULL WHERE step = :step",
     "UPDATE rollouts SET dropped = NULL, dropped_by = NULL WHERE dropped_by = :step",
     "DELETE FROM steps WHERE step = :step",
@@ -95,13 +91,16 @@ TRAINED_DATA = """
 SELECT COUNT(*) AS rollouts, COUNT(DISTINCT task_id) AS tasks, MIN(created_at) AS first, MAX(created_at) AS last
 FROM rollouts WHERE step IN (SELECT CAST(value AS BIGINT) FROM json_each(:steps))
 """
-OFFER_ALL = "UPDATE rollouts SET step = NULL, group_id = NULL WHERE step IS NOT NULL"
+# What was dropped is in no group any more: the others are not late.
+OFFER_ALL = """
+UPDATE rollouts SET step = NULL, group_id = CASE WHEN dropped IS NULL THEN group_id END
+WHERE step IS NOT NULL OR dropped IS NOT NULL
+"""
 # For a copy of a store: the training on the original does not count, and nobody asks its reward function.
 FORGET_TRAINING = (
     "DELETE FROM reward_function",
     "DELETE FROM awaiting_rewards",
-    "UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL, group_id = NULL "
-    "WHERE step IS NOT NULL OR dropped IS NOT NULL OR group_id IS NOT NULL",
+    "UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL WHERE step IS NOT NULL OR dropped IS NOT NULL",
     "DELETE FROM call_credit",
     "DELETE FROM steps",
     "UPDATE policy_versions SET step = NULL, path = NULL, status = 'ready' WHERE version > 0",

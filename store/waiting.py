@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..core.groups import NO_END, Group, Grouping, Member, Pool, formed
 from ..core.http import in_thread_if_large
@@ -19,72 +20,66 @@ HAS_REWARD = "CASE status WHEN 'completed' THEN rewarded_at IS NOT NULL WHEN 'fa
 IS_OWN = "(foreign_calls = 0 OR foreign_calls < calls)"
 # The reward function, if there is one, was asked (`endings`). The index that is looked at holds `n`, too.
 IS_SCORED = "rollouts.n NOT IN (SELECT n FROM awaiting_rewards)"
-# The rollout's key, if that sees only its own rollouts or is gone: it could not be told whose these are.
-OWNER = "CASE WHEN keys.scope = 'all' THEN NULL ELSE rollouts.key_id END"
-_KEYS = "LEFT JOIN keys ON keys.key_id = rollouts.key_id"
 _UNTAKEN = "mode = 'train' AND step IS NULL AND dropped IS NULL"
 _ENDED = f"{_UNTAKEN} AND status <> 'running'"
-# Opened one by one, and not compared so far.
-_ONE_BY_ONE = "group_id IS NULL AND opened_with IS NULL"
 _REWARDED = "(rewarded_at IS NOT NULL OR status <> 'completed')"
 _SINCE = "CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END"
+# A step took or dropped siblings of it.
+IS_LATE = """(group_id IS NOT NULL AND EXISTS (
+    SELECT 1 FROM rollouts AS other WHERE other.group_id = rollouts.group_id
+    AND (other.step IS NOT NULL OR other.dropped IS NOT NULL)
+))"""
 _MEMBER = f"""
-rollouts.n, task_id, {OWNER} AS owner, opened_with, group_id, status, rollouts.created_at AS opened_at,
-       {IS_OWN} AS own, {IS_SCORED} AS scored, rewarded_at IS NOT NULL AS rewarded, {_SINCE} AS since
+rollouts.n, task_id, owner, group_id, status, created_at AS opened_at, {IS_OWN} AS own, {IS_SCORED} AS scored,
+       rewarded_at IS NOT NULL AS rewarded, {_SINCE} AS since, {IS_LATE} AS late
 """
 # All of them: at a trainer's start, and when it has missed what changed.
-MEMBERS_ENDED = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_claimable {_KEYS}
-WHERE {_ENDED} AND task_id IS NOT NULL AND ({_REWARDED} OR opened_with IS NOT NULL OR NOT {IS_SCORED})
+MEMBERS_ENDED = f"""
+SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_claimable
+WHERE {_ENDED} AND task_id IS NOT NULL AND ({_REWARDED} OR group_id IS NOT NULL OR NOT {IS_SCORED})
 """
-MEMBERS_RUNNING = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_running_of_task {_KEYS}
-WHERE {_UNTAKEN} AND status = 'running' AND task_id IS NOT NULL AND group_id IS NULL
+MEMBERS_RUNNING = f"""
+SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_running_of_task
+WHERE {_UNTAKEN} AND status = 'running' AND task_id IS NOT NULL
 """
 # Those of some pools.
-MEMBERS_OPENED_TOGETHER = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_opened_together {_KEYS}
-WHERE opened_with IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND {_UNTAKEN} AND group_id IS NULL
+MEMBERS_OF_GROUPS = f"""
+SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_by_group
+WHERE group_id IN (SELECT CAST(value AS BIGINT) FROM json_each(:groups)) AND {_UNTAKEN}
 """
-MEMBERS_COMPARED_BEFORE = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_by_group {_KEYS}
-WHERE group_id IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND {_ENDED} AND {_REWARDED}
+MEMBERS_ONE_BY_ONE = f"""
+SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_live
+WHERE task_id = :task_id AND {_ENDED} AND group_id IS NULL AND {_REWARDED} AND {IS_OWN} AND owner IS :owner
+ORDER BY n LIMIT :limit
 """
-MEMBERS_ONE_BY_ONE = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_live {_KEYS}
-WHERE task_id = :task_id AND {_ENDED} AND {_ONE_BY_ONE} AND {_REWARDED} AND {IS_OWN} AND {OWNER} IS :owner
-ORDER BY rollouts.n LIMIT :limit
+MEMBERS_ONE_BY_ONE_RUNNING = f"""
+SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_running_of_task
+WHERE task_id = :task_id AND status = 'running' AND created_at >= :since AND n <= :last
+  AND {_UNTAKEN} AND group_id IS NULL AND owner IS :owner
+ORDER BY n LIMIT :limit
 """
-MEMBERS_ONE_BY_ONE_RUNNING = f"""SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_running_of_task {_KEYS}
-WHERE task_id = :task_id AND status = 'running' AND rollouts.created_at >= :since AND rollouts.n <= :last
-  AND {_UNTAKEN} AND {_ONE_BY_ONE} AND {OWNER} IS :owner
-ORDER BY rollouts.n LIMIT :limit
+MEMBERS_ONE_BY_ONE_UNSCORED = f"""
+SELECT {_MEMBER} FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n
+WHERE task_id = :task_id AND rollouts.n <= :last AND {_ENDED} AND group_id IS NULL AND owner IS :owner
 """
-MEMBERS_ONE_BY_ONE_UNSCORED = f"""SELECT {_MEMBER}
-FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n {_KEYS}
-WHERE task_id = :task_id AND rollouts.n <= :last AND {_ENDED} AND {_ONE_BY_ONE} AND {OWNER} IS :owner
-"""
-POOLS_OF = f"""
-SELECT task_id, {OWNER} AS owner, opened_with, group_id FROM rollouts {_KEYS}
-WHERE rollouts.n IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND task_id IS NOT NULL
+POOLS_OF = """
+SELECT task_id, owner, group_id FROM rollouts
+WHERE n IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND task_id IS NOT NULL
 """
 CHANGED = "SELECT ref FROM feed WHERE n > :cursor AND n <= :newest AND kind = 'group'"
-# The rollouts of a group. `counted`: it ended, with its reward if it was completed.
-_COUNTED = f"rollouts.*, status <> 'running' AND {IS_SCORED} AND {_REWARDED} AS counted FROM rollouts INDEXED BY"
-_OF_GROUP = f"""
-{_UNTAKEN} AND (status <> 'running' OR rollouts.n IN (SELECT CAST(value AS BIGINT) FROM json_each(:awaited)))
-ORDER BY rollouts.n
+# The rollouts of a group. `place`: a step took or dropped it, it ended, with its reward if it was completed, or it is
+# awaited.
+_SIBLING = f"""
+SELECT rollouts.*, CASE WHEN step IS NOT NULL OR dropped IS NOT NULL THEN 'before'
+    WHEN status <> 'running' AND {IS_SCORED} AND {_REWARDED} THEN 'ended' ELSE 'awaited' END AS place
+FROM rollouts
 """
-OPENED_TOGETHER = f"""SELECT {_COUNTED} rollouts_opened_together {_KEYS}
-WHERE opened_with = :opened_with AND group_id IS NULL AND {OWNER} IS :owner AND {_OF_GROUP}
-"""
-OPENED_IN_ORDER = f"""SELECT {_COUNTED} rollouts_by_task {_KEYS}
-WHERE task_id = :task_id AND rollouts.n > :after AND rollouts.n <= :last AND {_ONE_BY_ONE} AND {OWNER} IS :owner
-  AND {_OF_GROUP}
-"""
-COMPARED_AGAIN = f"""SELECT {_COUNTED} rollouts_by_group {_KEYS}
-WHERE group_id = :group_id AND {OWNER} IS :owner AND {_OF_GROUP}
-"""
-# Those that a step took or dropped.
-COMPARED_BEFORE = f"""
-SELECT rollouts.* FROM rollouts {_KEYS}
-WHERE group_id = :group_id AND status <> 'running' AND (step IS NOT NULL OR dropped IS NOT NULL) AND {OWNER} IS :owner
-ORDER BY rollouts.n
+_SEEN = "(status <> 'running' OR n IN (SELECT CAST(value AS BIGINT) FROM json_each(:awaited))) ORDER BY n"
+SIBLINGS = f"{_SIBLING} INDEXED BY rollouts_by_group WHERE group_id = :group_id AND owner IS :owner AND {_SEEN}"
+SIBLINGS_ONE_BY_ONE = f"""
+{_SIBLING} INDEXED BY rollouts_by_task
+WHERE task_id = :task_id AND n > :after AND n <= :last AND {_UNTAKEN} AND group_id IS NULL AND owner IS :owner
+    AND {_SEEN}
 """
 WAITING_COUNT = f"""
 SELECT COUNT(*) AS rollouts FROM rollouts INDEXED BY rollouts_claimable
@@ -100,23 +95,15 @@ CLAIMABLE_LONE = f"""
 SELECT COUNT(*) AS rewarded, MIN(since) AS oldest FROM (SELECT {_SINCE} AS since {_LONE} LIMIT :limit) AS recent
 """
 LONE = f"SELECT * {_LONE} ORDER BY ended_at LIMIT :limit"
-OWNERS = f"""
-SELECT rollout_id, {OWNER} AS owner FROM rollouts {_KEYS}
-WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids))
+OWNERS = """
+SELECT rollout_id, owner FROM rollouts WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids))
 """
-EARLIER = f"""
-SELECT rollouts.* FROM rollouts {_KEYS}
-WHERE rollouts.n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
-  AND mode = 'train' AND {HAS_REWARD} AND {IS_OWN} AND {OWNER} IS :owner
-ORDER BY rollouts.n DESC LIMIT :limit
+_EARLIER = f"""
+SELECT * FROM rollouts WHERE {{task}} n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
+    AND mode <> 'eval' AND {HAS_REWARD} AND {IS_OWN} AND owner IS :owner
+ORDER BY n DESC LIMIT :limit
 """
-# With `mode =` SQLite would go through the rollouts of all tasks that have this mode and status.
-EARLIER_OF_TASK = f"""
-SELECT rollouts.* FROM rollouts {_KEYS}
-WHERE task_id = :task_id AND rollouts.n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
-  AND mode <> 'eval' AND {HAS_REWARD} AND {IS_OWN} AND {OWNER} IS :owner
-ORDER BY rollouts.n DESC LIMIT :limit
-"""
+EARLIER, EARLIER_OF_TASK = _EARLIER.format(task=""), _EARLIER.format(task="task_id = :task_id AND")
 EQUAL_REWARDS = "all rewards of the group are equal"
 # Since the newest rollout of the last step, or, where that is deleted, since the step began.
 UNLEARNED = f"""
@@ -140,7 +127,7 @@ SELECT DISTINCT rollouts.rollout_id, name
 FROM rollouts LEFT JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
 WHERE rollouts.rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND {IS_SCORED}
 """
-LOOK = 1_000  # rollouts in one look
+LOOK = 1_000  # rollouts of a task that were opened one by one, in one look
 ROW_SIZE = 400  # bytes, about, of what is read of one
 BATCHES = 3  # batches in a row that taught nothing, until somebody is told
 
@@ -164,6 +151,14 @@ class NothingLearned:
         )
 
 
+class Siblings(NamedTuple):
+    """The siblings of a group: those that `ended`, those that it waits for, and those that steps took or dropped."""
+
+    ended: list[Rollout]
+    awaited: list[Rollout]
+    before: list[Rollout]
+
+
 class Waiting:
     """Reads rollouts that wait for training; `store.steps` takes them."""
 
@@ -182,30 +177,20 @@ class Waiting:
 
     async def formed(self, grouping: Grouping, numbers: Sequence[int] | None = None) -> dict[Pool, list[Group]]:
         """Return the groups of all pools, or of the pools of some rollouts (by `n`); empty where there is none."""
+        pools: dict[Pool, list[Group]] = {}
         if numbers is None:
             rows = [*await self._db.all(MEMBERS_ENDED), *await self._db.all(MEMBERS_RUNNING)]
-            return await in_thread_if_large(ROW_SIZE * len(rows), lambda: formed(map(_member, rows), grouping))
-        pools: dict[Pool, list[Group]] = {}
-        for first in range(0, len(numbers), LOOK):
-            for row in await self._db.all(POOLS_OF, {"numbers": dumps(numbers[first : first + LOOK])}):
-                one_by_one = Pool(row["task_id"], row["owner"])
-                opened = row["opened_with"]
-                pools[one_by_one if opened is None else one_by_one._replace(opened_with=opened)] = []
-                if row["group_id"] is not None:
-                    pools[one_by_one._replace(group_id=row["group_id"])] = []
-        rows = await self._together(pools)
-        for pool in pools:
-            if pool.opened_with is None and pool.group_id is None:
-                rows += await self._one_by_one(pool, grouping)
-        return pools | await in_thread_if_large(ROW_SIZE * len(rows), lambda: formed(map(_member, rows), grouping))
-
-    async def _together(self, pools: Iterable[Pool]) -> list[Row]:
-        """The members of groups that were opened together, or compared before."""
-        opened = [pool.opened_with for pool in pools if pool.opened_with is not None]
-        late = [pool.group_id for pool in pools if pool.group_id is not None]
-        kinds = ((MEMBERS_OPENED_TOGETHER, opened), (MEMBERS_COMPARED_BEFORE, late))
-        parts = [(sql, of[i : i + LOOK]) for sql, of in kinds for i in range(0, len(of), LOOK)]
-        return [row for sql, part in parts for row in await self._db.all(sql, {"numbers": dumps(part)})]
+        else:
+            pools = {Pool(*row): [] for row in await self._db.all(POOLS_OF, {"numbers": dumps(numbers)})}
+            # One that is compared now may have left those that were opened one by one.
+            pools |= {Pool(pool.task_id, pool.owner): [] for pool in pools}
+            groups = dumps([pool.group_id for pool in pools if pool.group_id is not None])
+            rows = [*await self._db.all(MEMBERS_OF_GROUPS, {"groups": groups})]
+            for pool in pools:
+                if pool.group_id is None:
+                    rows += await self._one_by_one(pool, grouping)
+        size = ROW_SIZE * len(rows)
+        return pools | await in_thread_if_large(size, lambda: formed((Member(*row) for row in rows), grouping))
 
     async def _one_by_one(self, pool: Pool, grouping: Grouping) -> list[Row]:
         """The first members of a pool of rollouts that were opened one by one: enough for some groups."""
@@ -231,23 +216,14 @@ class Waiting:
         rows = await self._db.all(CHANGED, {"cursor": cursor, "newest": newest})
         return newest, sorted({int(row["ref"]) for row in rows})
 
-    async def of_group(self, group: Group) -> list[Rollout]:
-        """Return the siblings of a group that have ended, in the order in which they were opened."""
-        return (await self.siblings(group))[0]
-
-    async def siblings(self, group: Group) -> tuple[list[Rollout], list[str]]:
-        """Return the siblings of a group that have ended, and the ids of those that it waits for; oldest first."""
-        pool = group.pool
-        assert pool is not None
-        one_by_one = OPENED_IN_ORDER if pool.opened_with is None else OPENED_TOGETHER
-        values = pool._asdict() | {"after": group.after, "last": group.last, "awaited": dumps([*group.awaited])}
-        rows = await self._db.all(one_by_one if pool.group_id is None else COMPARED_AGAIN, values)
-        ended = [read(Rollout, row) for row in rows if row["counted"]]
-        return ended, [row["rollout_id"] for row in rows if not row["counted"]]
-
-    async def compared_before(self, group: Group) -> list[Rollout]:
-        """Return the rollouts of a group that steps took or dropped before, in the order in which they were opened."""
-        return await self._db.records(Rollout, COMPARED_BEFORE, group_id=group.group_id, owner=group.owner)
+    async def siblings(self, group: Group) -> Siblings:
+        """Return the siblings of a group, each in the order in which they were opened."""
+        assert group.pool is not None
+        values = group.pool._asdict() | {"after": group.after, "last": group.last, "awaited": dumps([*group.awaited])}
+        found = Siblings([], [], [])
+        for row in await self._db.all(SIBLINGS if group.pool.group_id else SIBLINGS_ONE_BY_ONE, values):
+            getattr(found, row["place"]).append(read(Rollout, row))
+        return found
 
     async def lone(self, failed: bool = False, limit: int = NO_END) -> Group | None:
         """Return rewarded rollouts without a task as a group, if there are any; at most so many are counted."""
@@ -267,7 +243,7 @@ class Waiting:
     async def owners(self, rollout_ids: Iterable[str]) -> dict[str, str | None]:
         """Return the owners of rollouts: the key that sees only its own; None for all others, which share groups."""
         rows = await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})
-        return {row["rollout_id"]: row["owner"] for row in rows}
+        return dict(map(tuple, rows))
 
     async def unrewarded(self, rollouts: Iterable[Rollout]) -> tuple[int, dict[str, int]]:
         """Count the completed ones that have no reward that counts, and by name the rewards that were posted for them.
@@ -297,7 +273,3 @@ class Waiting:
         owner = (await self.owners([rollout_id])).get(rollout_id)
         params = {"rollout_id": rollout_id, "limit": limit, "failed": failed, "owner": owner, "task_id": task_id}
         return await self._db.records(Rollout, statement, **params)
-
-
-def _member(row: Row) -> Member:
-    return Member(*row)

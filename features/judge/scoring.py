@@ -22,7 +22,7 @@ from ...proxy.api.views import rollout_detail
 from ...store.database import Database, Row
 from ...store.rollouts import ALL
 from ...store.store import Store
-from ...store.waiting import IS_OWN, OWNER
+from ...store.waiting import IS_LATE, IS_OWN
 from .judge import JUDGE
 from .model import AsksModel
 from .rewarder import Away, Given, Json, Rewarder, price_line, together, within
@@ -34,27 +34,22 @@ GROUPS_POLL_S = 1.0
 RETRY_S = 5.0
 LOOK = 100  # rollouts in one look
 PRICED = 5  # groups whose questions are counted before it begins
-POOLS_TO_SPEAK = f"""
-SELECT DISTINCT mode, task_id, {OWNER} AS owner,
-    CASE WHEN group_id IS NULL THEN opened_with END AS opened_with, group_id,
-    CASE WHEN task_id IS NULL THEN rollout_id END AS lone
+POOLS_TO_SPEAK = """
+SELECT DISTINCT mode, task_id, owner, group_id, CASE WHEN task_id IS NULL THEN rollout_id END AS lone
 FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n
-LEFT JOIN keys ON keys.key_id = rollouts.key_id
 WHERE NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND rewarder = :rewarder)
 """
 # As members of groups: no matter who has answered them, or rewarded them so far.
-_SIBLING = f"""rollouts.n, rollout_id, task_id, {OWNER} AS owner, opened_with, group_id, status,
-    rollouts.created_at AS opened_at, {IS_OWN} AS own, TRUE AS scored, TRUE AS rewarded, ended_at AS since,
+_SIBLING = f"""n, rollout_id, task_id, owner, group_id, status,
+    created_at AS opened_at, {IS_OWN} AS own, TRUE AS scored, TRUE AS rewarded, ended_at AS since, {IS_LATE} AS late,
     EXISTS (SELECT 1 FROM awaiting_rewards WHERE n = rollouts.n)
         AND NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = rollouts.n AND rewarder = :rewarder) AS awaits"""
-_OF_POOL = f"LEFT JOIN keys ON keys.key_id = rollouts.key_id WHERE mode = :mode AND {OWNER} IS :owner"
-SIBLINGS_TOGETHER = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_opened_together {_OF_POOL}
-    AND opened_with = :opened_with AND group_id IS NULL ORDER BY rollouts.n"""
-SIBLINGS_COMPARED = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_by_group {_OF_POOL}
-    AND group_id = :group_id ORDER BY rollouts.n"""
+_OF_POOL = "WHERE mode = :mode AND owner IS :owner"
+SIBLINGS_OF_GROUP = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_by_group {_OF_POOL}
+    AND group_id = :group_id ORDER BY n"""
 SIBLINGS_IN_ORDER = f"""SELECT {_SIBLING} FROM rollouts INDEXED BY rollouts_by_task {_OF_POOL} AND task_id = :task_id
-    AND opened_with IS NULL AND group_id IS NULL
-    AND ((step IS NULL AND dropped IS NULL) OR rollouts.n IN (SELECT n FROM awaiting_rewards)) ORDER BY rollouts.n"""
+    AND group_id IS NULL
+    AND ((step IS NULL AND dropped IS NULL) OR n IN (SELECT n FROM awaiting_rewards)) ORDER BY n"""
 
 
 class Scorer:
@@ -202,8 +197,7 @@ async def ready(database: Database, config: TrainerConfig, rewarder: str, most: 
 
 
 async def _groups(database: Database, config: TrainerConfig, pool: Row, rewarder: str) -> list[AwaitingGroup]:
-    statement = SIBLINGS_IN_ORDER if pool["opened_with"] is None else SIBLINGS_TOGETHER
-    statement = statement if pool["group_id"] is None else SIBLINGS_COMPARED
+    statement = SIBLINGS_IN_ORDER if pool["group_id"] is None else SIBLINGS_OF_GROUP
     rows = await database.all(statement, {name: pool[name] for name in pool.keys()} | {"rewarder": rewarder})  # noqa: SIM118
     groups = [group for of in formed(map(_member, rows), Grouping.of(config)).values() for group in of]
     # No step compares what other models answered.

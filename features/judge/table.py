@@ -11,8 +11,7 @@ from ...core.json_text import dumps
 from ...core.prices import Prices
 from ...core.records import Reward
 from ...store.database import Database, Row, Transaction
-from ...store.rewards import count_all, post_rewards, read_counting
-from ...store.rollouts import ROLLOUT
+from ...store.rewards import count_returns, post_rewards
 from .config import BudgetConfig, RewarderConfig
 from .rewarder import Away
 
@@ -265,8 +264,6 @@ class PeopleTable:
             if await db.one(GIVEN, row) is None:
                 raise NotFound(f"rollout {rollout_id!r} has no reward {reward_id} named {HUMAN} that this key gave")
             await db.run(TAKE_BACK, row)
-            rollout = await db.one(ROLLOUT, row)
-            if rollout is not None:
-                await count_all(db, (await read_counting(db)).rules, [rollout])
+            await count_returns(db, [rollout_id])
 
         await self._db.write(work)

@@ -102,8 +102,9 @@ async def test_claims_look_at_nothing_but_what_can_be_claimed(database: Database
     for name, index in (
         ("MEMBERS_ONE_BY_ONE", "rollouts_live (task_id=?)"),
         ("MEMBERS_ONE_BY_ONE_RUNNING", "rollouts_running_of_task (task_id=? AND n<?)"),
-        ("MEMBERS_OPENED_TOGETHER", "rollouts_opened_together (opened_with=?)"),
-        ("MEMBERS_COMPARED_BEFORE", "rollouts_by_group (group_id=?)"),
+        ("MEMBERS_OF_GROUPS", "rollouts_by_group (group_id=?)"),
+        ("SIBLINGS", "rollouts_by_group (group_id=?)"),
+        ("SIBLINGS_ONE_BY_ONE", "rollouts_by_task (task_id=? AND n>? AND n<?)"),
         ("CHANGED", "PRIMARY KEY (rowid>? AND rowid<?)"),
     ):
         steps = await plan(database, getattr(waiting, name))

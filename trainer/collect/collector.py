@@ -119,13 +119,14 @@ class Collector:
             owners = await self._store.waiting.owners(member.rollout.rollout_id for member in lone)
             take.comparisons = [ComparedRollouts([one], owner=owners.get(one.rollout.rollout_id)) for one in lone]
             return take
-        siblings, awaited = await self._store.waiting.siblings(group)
+        siblings, awaited, before = await self._store.waiting.siblings(group)
         take.counts["groups"] += 1
         take.counts["groups_incomplete"] += not group.complete
-        ids = [*(rollout.rollout_id for rollout in siblings), *awaited]
+        ids = [rollout.rollout_id for rollout in (*siblings, *awaited)]
         take.groups += [ComparedGroup(group.task_id, ids)] if siblings else []
         members = await self._trainable(take, siblings)
-        take.comparisons = [ComparedRollouts(members, await self._compared_before(group, base), group.owner)]
+        owner = None if group.pool is None else group.pool.owner
+        take.comparisons = [ComparedRollouts(members, await self._compared_before(before, base), owner)]
         return take
 
     async def _trainable(self, take: Take, siblings: Sequence[Rollout]) -> list[TrainingMember]:
@@ -304,12 +305,9 @@ class Collector:
         joined.comparisons += alone
         return joined
 
-    async def _compared_before(self, group: Group, base: int) -> list[Sibling]:
-        """The siblings that were compared before these ended."""
-        if group.group_id is None:
-            return []
-        before = filter(self._has_reward, await self._store.waiting.compared_before(group))
-        read = [await self._siblings.read(r) for r in before]
+    async def _compared_before(self, before: Sequence[Rollout], base: int) -> list[Sibling]:
+        """The siblings that were compared before others ended."""
+        read = [await self._siblings.read(r) for r in filter(self._has_reward, before)]
         known = [sibling for sibling in read if sibling is not None and sibling.rewards.posted is not None]
         return [sibling for sibling in known if self._unfit(sibling.calls, base) in (None, STALE)]
 

@@ -59,7 +59,7 @@ class WaitingGroups:
 
     def why_none(self) -> str | None:
         """Return what the next step lacks, once the rollouts that were there at the last look have waited for long."""
-        found = [group for group in (*self._ready, *self._unready) if group.group_id is None]
+        found = [group for group in (*self._ready, *self._unready) if not group.late]
         if not found or time.time() - min(group.oldest for group in found) < STANDS_S:
             return None
         return what_is_missing(found, self._config)
@@ -120,18 +120,18 @@ class WaitingGroups:
         """1 for a group; rollouts without a task count as one for each `group_size` of them, late siblings as none."""
         if group.pool is None:
             return max(1, group.rewarded // self._config.group_size)
-        return int(group.group_id is None or group.ended >= self._config.group_size)
+        return int(not group.late or group.ended >= self._config.group_size)
 
 
 def full_groups(groups: Sequence[Group]) -> int:
     """Count the groups that a step can take, all siblings of which have ended."""
-    return sum(group.group_id is None and group.complete for group in groups)
+    return sum(not group.late and group.complete for group in groups)
 
 
 def what_is_missing(groups: Sequence[Group], config: TrainerConfig) -> str:
     """Return how many groups are full, and how many a step still needs, as text."""
     wanted, full = config.tasks_per_step, full_groups(groups)
-    begun = [group for group in groups if group.group_id is None and not group.complete]
+    begun = [group for group in groups if not group.late and not group.complete]
     line = f"{full} of the {wanted} groups that it takes are full (of {config.group_size} ended rollouts)"
     if full >= wanted:
         return f"{line}: it can be made"

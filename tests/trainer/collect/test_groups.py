@@ -67,7 +67,7 @@ async def test_slower_failures_make_hardly_any_group_equal() -> None:
             right = source.random() < 0.5
             took = source.expovariate(1) * (1.0 if right else 1.3)
             n = 8 * group + i + 1
-            members.append((n, right, Member(n, "t", None, None, None, "completed", 0.0, True, True, True, took)))
+            members.append((n, right, Member(n, "t", None, None, "completed", 0.0, True, True, True, took)))
     right = {n: value for n, value, _ in members}
     (groups,) = formed((member for _, _, member in members), Grouping(8, False, 600.0)).values()
     assert [(group.after, group.last) for group in groups] == [(8 * i, 8 * i + 8) for i in range(50)]
