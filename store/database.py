@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from functools import cache
-from typing import Any, Literal, Protocol, TypeVar, get_origin, get_type_hints
+from typing import Any, Protocol, TypeVar, get_origin, get_type_hints
 
 from ..core.config.server import StoreConfig
 from ..core.errors import StoreUnavailable
@@ -28,10 +28,6 @@ SMALL = 2**14  # bytes; what one write takes where nobody says otherwise
 STEP_S, WRITTEN, PAUSE = 0.01, 2**20, 4
 
 
-# `prompts`: a version or a promotion; `rewards`: a reward, or a rollout that ended; `live`: the live policy version;
-# `calls`: whatever recorders write.
-Topic = Literal["keys", "prompts", "rewards", "live", "steps", "calls"]
-
 REFUSED_S = 5.0  # that a record which could not be written counts
 TELL_S = 60.0
 LOOK_S = 5.0  # from one look to the next without news: who wrote may have ended before it told
@@ -39,18 +35,6 @@ LOOK_S = 5.0  # from one look to the next without news: who wrote may have ended
 
 # Where it is True, no statement of the task takes longer than `store.busy_timeout_s`: somebody waits for its answer.
 HURRIED: ContextVar[bool] = ContextVar("hurried", default=False)
-
-
-class Changes:
-    """Wakes one poller of the store: after a time, or at a change where the server notifies."""
-
-    async def wait(self, seconds: float, longest: float = LOOK_S) -> None:
-        """Return after so many seconds.
-
-        Where a server tells of changes, return once something was written since the last return, but at most once in
-        `seconds`; without news after `longest` s.
-        """
-        await asyncio.sleep(seconds)
 
 
 class Writing:
@@ -145,13 +129,11 @@ class Database(ABC):
 
     @classmethod
     @abstractmethod
-    async def open_to_write(cls, config: StoreConfig) -> Database:
-        """Open the store, making its tables as needed. Raise StoreUnavailable when that cannot be done."""
+    async def open(cls, config: StoreConfig, *, to_write: bool) -> Database:
+        """Open the store, making its tables as needed. Raise StoreUnavailable when that cannot be done.
 
-    @classmethod
-    @abstractmethod
-    async def open_as_it_is(cls, config: StoreConfig) -> Database:
-        """Open the store as it is; nothing can be written. Raise StoreUnavailable also without all tables."""
+        Without `to_write` nothing can be written, and a store that has not all tables is StoreUnavailable, too.
+        """
 
     @abstractmethod
     async def close(self) -> None:
@@ -211,19 +193,12 @@ class Database(ABC):
     async def forget_deleted(self) -> None:
         """Purge deleted rows from the database's own log."""
 
-    async def tidy(self) -> None:  # noqa: B027
-        """Do the upkeep that the database needs now and then."""
-
     @abstractmethod
     def lock(self, work: str) -> AbstractAsyncContextManager[bool]:
         """Yield whether no other process does this work. If so, none will until the block or this process ends.
 
         Where that is a lock on a server, and the way to it breaks, the block is cancelled: StoreUnavailable.
         """
-
-    def changes(self, *topics: Topic) -> Changes:
-        """Return a `Changes` that waits for these topics, whichever process changes them."""
-        return Changes()
 
 
 async def in_passing(database: Database, work: Callable[[Transaction, float], Awaitable[T]]) -> T:

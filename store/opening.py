@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from typing import Any
 
 from ..core.config.server import StoreConfig
 from ..core.errors import StoreUnavailable
 from .database import Database
 from .sqlite.database import SqliteDatabase
-from .sqlite.file import only_read
 
 
 async def open_database(config: StoreConfig, *, to_write: bool = True) -> Database:
@@ -21,8 +19,7 @@ async def open_database(config: StoreConfig, *, to_write: bool = True) -> Databa
 
     Without `to_write` nothing can be written, and a store that has not all tables is StoreUnavailable, too.
     """
-    kind = _postgres() if config.is_postgres else SqliteDatabase
-    return await (kind.open_to_write(config) if to_write else kind.open_as_it_is(config))
+    return await (_postgres() if config.is_postgres else SqliteDatabase).open(config, to_write=to_write)
 
 
 def _postgres() -> type[Database]:
@@ -49,28 +46,12 @@ async def opened(config: StoreConfig, *, to_write: bool = True) -> AsyncIterator
 
 def first_value(config: StoreConfig, statement: str) -> Any:
     """Return the first column of a query's first row, at once and without making a store; None where there is none."""
-    if config.is_postgres:
-        return _of_server(config, statement)
-    path = config.path.expanduser().absolute()
-    if not path.is_file():
-        return None
-    try:
-        with closing(only_read(path)) as connection:
-            row = connection.execute(statement).fetchone()
-    except sqlite3.Error:  # an older store; whoever opens it for good says what is wrong with any other
-        return None
-    return None if row is None else row[0]
-
-
-def _of_server(config: StoreConfig, statement: str) -> Any:
-    """The same of a server, read in a thread: an event loop that runs here cannot run another."""
 
     async def ask() -> Any:
         async with opened(config, to_write=False) as database:
-            row = await database.one(statement)
-        return None if row is None else row[0]
+            return await database.value(statement)
 
-    with ThreadPoolExecutor(1) as thread:
+    with ThreadPoolExecutor(1) as thread:  # an event loop that runs here cannot run another
         try:
             return thread.submit(asyncio.run, ask()).result()
         except StoreUnavailable:  # whoever opens it for good says what is wrong

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from ..core.config.root import Config
 from ..core.config.server import RetentionConfig
 from ..core.errors import LightningError
 from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
-from .database import Database, Row, Sql, Transaction, each_in_passing, in_passing, read
+from .database import Database, Feed, Row, Sql, Transaction, each_in_passing, in_passing, read
 from .rewards import IDEMPOTENT_FORGET
 from .rollouts import ABANDONED_S, LOOK
 from .waiting import HAS_REWARD, IS_OWN
@@ -53,6 +54,7 @@ SELECT n, created_at, {_IS_OVER} AS is_over,
 FROM rollouts WHERE n > :after ORDER BY n LIMIT :limit
 """
 ROLLOUT_FORGET = f"DELETE FROM rollouts WHERE n = :n AND {_IS_OVER} RETURNING rollout_id"
+COUNT_CHANGE = "INSERT INTO rollout_count_changes (mode, status, rollouts) VALUES (:mode, :status, :rollouts)"
 PAGES = Sql(
     """
 SELECT page_size * page_count AS bytes, page_size * freelist_count AS free
@@ -115,7 +117,8 @@ class Keeper:
             for waiting in (False, True):
                 await self._delete(now, "size", waiting, gib * 2**30 * (1 - SPARE))
         await give_back(self._db, SPARE)
-        await self._db.tidy()
+        await Feed(self._db).newest()  # where that is what forgets events
+        await self._db.write(fold_counts)
         self._log_change(await over_bound(self._db, self._retention))
 
     def _log_change(self, problem: str | None) -> None:
@@ -186,6 +189,19 @@ async def over_bound(database: Database, retention: RetentionConfig) -> str | No
         f"the store holds {used:.3g} GiB, more than store.retention.max_gib ({retention.max_gib:g}): "
         "what is left is in use, by rollouts that run or by the newest training step"
     )
+
+
+async def fold_counts(db: Transaction) -> None:
+    """Sum up the changes of how many rollouts there are, if there are any."""
+    changes = await db.one(
+        "SELECT COUNT(*) AS kept, COUNT(DISTINCT mode || status) AS needed FROM rollout_count_changes"
+    )
+    if changes is None or changes["kept"] == changes["needed"]:
+        return
+    counts = Counter[tuple[str, str]]()
+    for row in await db.all("DELETE FROM rollout_count_changes RETURNING mode, status, rollouts"):
+        counts[row["mode"], row["status"]] += row["rollouts"]
+    await db.many(COUNT_CHANGE, [{"mode": m, "status": s, "rollouts": n} for (m, s), n in counts.items()])
 
 
 async def read_pages(database: Database) -> Pages:

@@ -64,9 +64,9 @@ ON CONFLICT (rollout_id) DO UPDATE SET
 )
 ROLLOUT_OPEN = f"""
 INSERT INTO rollouts (
-    rollout_id, task_id, mode, policy_version, metadata, key_id, owner, evidence, created_at, group_id
+    rollout_id, task_id, mode, policy_version, alias_model, metadata, key_id, owner, evidence, created_at, group_id
 ) VALUES (
-    :rollout_id, :task_id, :mode, :policy_version, :metadata, :key_id, {OWNER}, :evidence, :at,
+    :rollout_id, :task_id, :mode, :policy_version, :model, :metadata, :key_id, {OWNER}, :evidence, :at,
     COALESCE(
         (SELECT group_id FROM rollouts WHERE rollout_id = :sibling_of),
         (SELECT n FROM rollouts WHERE rollout_id = :first)
@@ -76,16 +76,11 @@ INSERT INTO rollouts (
 # The first of those that are opened together had no number when it was written.
 ROLLOUT_FIRST = "UPDATE rollouts SET group_id = n WHERE rollout_id = :first"
 ROLLOUT_SIZE = 1_000  # bytes, about, of a rollout and its key, the metadata apart
-ROLLOUT_MODEL = "INSERT INTO rollout_models (rollout_id, model) VALUES (:rollout_id, :model)"
 ROLLOUT_KEY = """
 INSERT INTO rollout_keys (key_hash, rollout_id, key_id, may_reward)
 VALUES (:key_hash, :rollout_id, :key_id, :may_reward)
 """
-ROLLOUT_OPENED_FOR = """
-SELECT policy_version, (SELECT model FROM rollout_models WHERE rollout_id = :rollout_id) AS model
-FROM rollouts WHERE rollout_id = :rollout_id
-"""
-
+ROLLOUT_OPENED_FOR = "SELECT policy_version, alias_model FROM rollouts WHERE rollout_id = :rollout_id"
 ROLLOUT_OF_KEY = """
 SELECT rollout_id, task_id, mode, status <> 'running' AS ended, may_reward, rollout_keys.key_id, evidence
 FROM rollout_keys JOIN rollouts USING (rollout_id) WHERE key_hash = :key_hash
@@ -255,11 +250,10 @@ class Rollouts:
         same |= {"key_id": key_id, "evidence": evidence, "may_reward": may_reward, "sibling_of": sibling_of}
         same |= {"first": names[0][0].rollout_id if grouped else None, "at": time.time()}
         opened = [same | {"rollout_id": n.rollout_id, "task_id": n.task_id, "mode": n.mode} for n, _ in names]
-        chosen = [(ROLLOUT_MODEL, opened)] if model is not None else []
         named = [row | {"key_hash": key_hash} for row, (_, key_hash) in zip(opened, names, strict=True)]
         first = [(ROLLOUT_FIRST, [same])] if grouped else []
         size = len(opened) * (len(same["metadata"]) + ROLLOUT_SIZE)
-        await self._db.commit([(ROLLOUT_OPEN, opened), *first, *chosen, (ROLLOUT_KEY, named)], size)
+        await self._db.commit([(ROLLOUT_OPEN, opened), *first, (ROLLOUT_KEY, named)], size)
 
     async def get(self, rollout_id: str) -> Rollout:
         """Return the rollout with this id; raise NotFound if there is none."""
@@ -275,7 +269,7 @@ class Rollouts:
     async def opened_for(self, rollout_id: str) -> tuple[str | None, int | None]:
         """Return the model that answers the alias in this rollout, and the policy version that it began with."""
         row = await self._db.quick(ROLLOUT_OPENED_FOR, {"rollout_id": rollout_id})
-        return (None, None) if row is None else (row["model"], row["policy_version"])
+        return (None, None) if row is None else (row["alias_model"], row["policy_version"])
 
     async def of_key(self, key_hash: str) -> RolloutKey | None:
         """Return the rollout's key with this hash, as its rollout is now; None if there is none."""

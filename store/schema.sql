@@ -1,4 +1,4 @@
--- schema 3
+-- schema 4
 -- The tables of the core for both databases, in SQLite's words; `schema.py` has PostgreSQL's. What only one database
 -- has is in `sqlite.sql` and `postgres.sql`. A key that is INTEGER PRIMARY KEY is a number that the database gives; one
 -- that is NOT NULL, too, is given by us. Times are Unix times in seconds. JSON is text.
@@ -80,6 +80,7 @@ CREATE TABLE rollouts (
     status         TEXT NOT NULL DEFAULT 'running', -- running | completed | failed | discarded
     reason         TEXT,                          -- why it ended
     metadata       TEXT NOT NULL DEFAULT '{}',    -- JSON
+    alias_model    TEXT,                          -- what answers the alias, if it was opened for another model
     policy_version INTEGER,                       -- the version that it began with
     key_id         TEXT,                          -- the key of `keys` that it was opened with
     owner          TEXT,                          -- that key, if it sees only its own rollouts
@@ -136,12 +137,6 @@ CREATE TABLE reward_function (
 CREATE TABLE awaiting_rewards (
     n INTEGER NOT NULL PRIMARY KEY REFERENCES rollouts (n) ON DELETE CASCADE
 );
-
--- What answers the alias in rollouts that were opened for another model than the policy.
-CREATE TABLE rollout_models (
-    rollout_id TEXT PRIMARY KEY REFERENCES rollouts (rollout_id) ON DELETE CASCADE,
-    model      TEXT NOT NULL
-) WITHOUT ROWID;
 
 -- Keys given out by `lightning-proxy keys`; the keys themselves are not kept. A revoked one stays, and lets nobody in.
 CREATE TABLE keys (
@@ -363,4 +358,26 @@ WHEN (NEW.status <> 'running' OR NEW.mode <> OLD.mode) AND (
 END;
 CREATE TRIGGER feed_of_scored AFTER DELETE ON awaiting_rewards BEGIN
     INSERT INTO feed (kind, ref) VALUES ('group', OLD.n);
+END;
+
+-- How many rollouts there are: counting a million takes too long for every look. Changes, which are summed up now and
+-- then, so that no transaction waits for another.
+CREATE TABLE rollout_count_changes (
+    n        INTEGER PRIMARY KEY,
+    mode     TEXT NOT NULL,
+    status   TEXT NOT NULL,
+    rollouts INTEGER NOT NULL
+);
+CREATE VIEW rollout_counts AS
+    SELECT mode, status, CAST(SUM(rollouts) AS INTEGER) AS rollouts FROM rollout_count_changes GROUP BY mode, status;
+CREATE TRIGGER rollout_opened AFTER INSERT ON rollouts BEGIN
+    INSERT INTO rollout_count_changes (mode, status, rollouts) VALUES (NEW.mode, NEW.status, 1);
+END;
+CREATE TRIGGER rollout_changed AFTER UPDATE OF mode, status ON rollouts
+WHEN OLD.mode <> NEW.mode OR OLD.status <> NEW.status BEGIN
+    INSERT INTO rollout_count_changes (mode, status, rollouts)
+    VALUES (OLD.mode, OLD.status, -1), (NEW.mode, NEW.status, 1);
+END;
+CREATE TRIGGER rollout_deleted AFTER DELETE ON rollouts BEGIN
+    INSERT INTO rollout_count_changes (mode, status, rollouts) VALUES (OLD.mode, OLD.status, -1);
 END;

@@ -1,26 +1,5 @@
 -- What SQLite has beside `schema.sql`.
 
--- How many rollouts there are, kept as they come and go: counting a million takes too long for every look.
-CREATE TABLE rollout_counts (
-    mode     TEXT NOT NULL,
-    status   TEXT NOT NULL,
-    rollouts INTEGER NOT NULL,
-    PRIMARY KEY (mode, status)
-) WITHOUT ROWID;
-CREATE TRIGGER rollout_opened AFTER INSERT ON rollouts BEGIN
-    INSERT INTO rollout_counts VALUES (NEW.mode, NEW.status, 1)
-    ON CONFLICT (mode, status) DO UPDATE SET rollouts = rollout_counts.rollouts + 1;
-END;
-CREATE TRIGGER rollout_changed AFTER UPDATE OF mode, status ON rollouts
-WHEN OLD.mode <> NEW.mode OR OLD.status <> NEW.status BEGIN
-    UPDATE rollout_counts SET rollouts = rollouts - 1 WHERE mode = OLD.mode AND status = OLD.status;
-    INSERT INTO rollout_counts VALUES (NEW.mode, NEW.status, 1)
-    ON CONFLICT (mode, status) DO UPDATE SET rollouts = rollout_counts.rollouts + 1;
-END;
-CREATE TRIGGER rollout_deleted AFTER DELETE ON rollouts BEGIN
-    UPDATE rollout_counts SET rollouts = rollouts - 1 WHERE mode = OLD.mode AND status = OLD.status;
-END;
-
 CREATE TRIGGER feed_kept AFTER INSERT ON feed BEGIN
     DELETE FROM feed WHERE n <= NEW.n - 10000;
 END;

@@ -92,10 +92,10 @@ SELECT COUNT(*) AS rollouts, COUNT(DISTINCT task_id) AS tasks, MIN(created_at) A
 FROM rollouts WHERE step IN (SELECT CAST(value AS BIGINT) FROM json_each(:steps))
 """
 # What was dropped is in no group any more: the others are not late.
-OFFER_ALL = """
-UPDATE rollouts SET step = NULL, group_id = CASE WHEN dropped IS NULL THEN group_id END
-WHERE step IS NOT NULL OR dropped IS NOT NULL
-"""
+OFFER_ALL = (
+    "UPDATE rollouts SET group_id = NULL WHERE dropped IS NOT NULL AND group_id IS NOT NULL",
+    "UPDATE rollouts SET step = NULL WHERE step IS NOT NULL",
+)
 # For a copy of a store: the training on the original does not count, and nobody asks its reward function.
 FORGET_TRAINING = (
     "DELETE FROM reward_function",
@@ -241,8 +241,8 @@ class TrainingSteps:
 
         async def work(db: Transaction) -> None:
             await db.run(STEP_METRICS, {"step": step, "metrics": dumps(metrics)})
-            if offer:
-                await db.run(OFFER_ALL)
+            for statement in OFFER_ALL if offer else ():
+                await db.run(statement)
 
         await self._db.write(work)
 

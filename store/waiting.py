@@ -70,14 +70,14 @@ CHANGED = "SELECT ref FROM feed WHERE n > :cursor AND n <= :newest AND kind = 'g
 # The rollouts of a group. `place`: a step took or dropped it, it ended, with its reward if it was completed, or it is
 # awaited.
 _SIBLING = f"""
-SELECT rollouts.*, CASE WHEN step IS NOT NULL OR dropped IS NOT NULL THEN 'before'
+rollouts.*, CASE WHEN step IS NOT NULL OR dropped IS NOT NULL THEN 'before'
     WHEN status <> 'running' AND {IS_SCORED} AND {_REWARDED} THEN 'ended' ELSE 'awaited' END AS place
 FROM rollouts
 """
 _SEEN = "(status <> 'running' OR n IN (SELECT CAST(value AS BIGINT) FROM json_each(:awaited))) ORDER BY n"
-SIBLINGS = f"{_SIBLING} INDEXED BY rollouts_by_group WHERE group_id = :group_id AND owner IS :owner AND {_SEEN}"
+SIBLINGS = f"SELECT {_SIBLING} INDEXED BY rollouts_by_group WHERE group_id = :group_id AND owner IS :owner AND {_SEEN}"
 SIBLINGS_ONE_BY_ONE = f"""
-{_SIBLING} INDEXED BY rollouts_by_task
+SELECT {_SIBLING} INDEXED BY rollouts_by_task
 WHERE task_id = :task_id AND n > :after AND n <= :last AND {_UNTAKEN} AND group_id IS NULL AND owner IS :owner
     AND {_SEEN}
 """

@@ -34,7 +34,7 @@ from .rate import warn_of_rate
 from .report.metric_schema import scalars
 from .step.engine import TrainingEngine
 from .types import AskJudge, Batch, Guide, Sample, Show, Sift, show_nothing
-from .waiting import GuideError, JudgeError, Stopped, all_of, before_retry, in_thread, pause, pause_until_changed
+from .waiting import GuideError, JudgeError, Stopped, all_of, before_retry, in_thread, pause
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,6 @@ class TrainingLoop:
             await pause(stop)
 
     async def _train(self, stop: asyncio.Event, once: bool) -> None:
-        changes = self._store.database.changes("rewards", "live")
         while not stop.is_set() and not await self.is_done():
             trained = False
             await self.verify_live(idle=True)
@@ -121,7 +120,7 @@ class TrainingLoop:
             if not trained and once:
                 break
             if not trained:
-                await pause_until_changed(stop, changes, self._config.poll_s)
+                await pause(stop, self._config.poll_s)
         if not stop.is_set():
             await self.verify_live()
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from ..core.errors import LightningError
-from ..store.database import Changes
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,17 +31,6 @@ async def pause(stop: asyncio.Event, seconds: float | None = None) -> None:
     """Wait for so many seconds (by default RETRY_S), or until `stop` is set."""
     with suppress(TimeoutError):
         await asyncio.wait_for(stop.wait(), RETRY_S if seconds is None else seconds)
-
-
-async def pause_until_changed(stop: asyncio.Event, changes: Changes, seconds: float) -> None:
-    """Wait until the store may have changed (`Changes.wait`), or until `stop` is set."""
-    waiting = [asyncio.create_task(stop.wait()), asyncio.create_task(changes.wait(seconds))]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)
 
 
 async def before_retry(stop: asyncio.Event) -> None:

@@ -54,10 +54,8 @@ class ServerStore:
         """Do nothing: the transaction sees one moment."""
 
     async def fill(self, table: Table, records: AsyncIterable[Record]) -> None:
-        # Counts of rollouts are kept as changes, of which these are the first.
-        name = "rollout_count_changes" if table.name == "rollout_counts" else table.name
         kept = (self.kept(record) async for record in records)
-        copying = self._connection.copy_records_to_table(name, records=kept, columns=table.columns)
+        copying = self._connection.copy_records_to_table(table.name, records=kept, columns=table.columns)
         await _unless_lost(self._connection, copying)
 
     def kept(self, record: Record) -> Record:

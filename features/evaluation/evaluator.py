@@ -116,11 +116,10 @@ class Evaluator(BestVersion):
                 await asyncio.sleep(LOOK_S)
 
     async def _evaluate_new(self) -> None:
-        changes = self._store.database.changes("live")
         await self.evaluations.forget_broken_off((await self._store.versions.live()).version)
         while True:
             if (owed := await self.owed()) is None:
-                await changes.wait(LOOK_S)
+                await asyncio.sleep(LOOK_S)
             else:
                 await self._evaluate(owed)
 

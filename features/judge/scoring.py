@@ -93,7 +93,7 @@ class Scorer:
     async def _ask(self, rewarder: Rewarder) -> None:
         """Ask one rewarder; while it is away, the others go on. Then it is asked about one group at a time."""
         failed = 0
-        changes, slots = self._store.database.changes("rewards"), asyncio.Semaphore(rewarder.at_once)
+        slots = asyncio.Semaphore(rewarder.at_once)
         is_said = False
         while True:
             try:
@@ -106,7 +106,7 @@ class Scorer:
                         groups = [groups[failed % len(groups)]]
                     await together(self._score(rewarder, group, slots) for group in groups)
                     failed = 0
-                await changes.wait(GROUPS_POLL_S if rewarder.in_groups else POLL_S)
+                await asyncio.sleep(GROUPS_POLL_S if rewarder.in_groups else POLL_S)
             except Away as error:
                 self._say_once(f"{rewarder.label}: {error}; rollouts wait for it")
                 failed += 1

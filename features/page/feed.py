@@ -24,7 +24,7 @@ from ...store.database import Database, Feed, Row
 
 router = APIRouter(tags=["page"], route_class=UserRoute)
 LOOK_S = 0.25  # from one look at the store to the next
-LONGEST_S = 1.0  # where the store notifies of changes, and there is none
+LONGEST_S = 1.0  # until who waits is woken to say that the feed is alive
 QUIET_S = 15.0  # after which a comment says that the feed is still there
 AT_ONCE = 500  # events that are read and sent at a time
 KEPT = 8  # looks, for feeds whose readers are slow
@@ -183,7 +183,6 @@ class Looks:
         return _Look(cursor, end, happened).frames(cursor, sight), end
 
     async def _look(self) -> None:
-        changes = self.events.database.changes("calls", "rewards", "live", "steps", "keys")
         try:
             self.cursor, woken_at = await self.events.newest(), 0.0
             while True:
@@ -195,7 +194,7 @@ class Looks:
                     woken_at = monotonic()
                     self._wake()
                 if self.cursor - begin < AT_ONCE:
-                    await changes.wait(LOOK_S, LONGEST_S)
+                    await asyncio.sleep(LOOK_S)
         finally:
             self._wake()
 

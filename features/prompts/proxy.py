@@ -99,9 +99,8 @@ class PromptRewriter:
             self._prompts, self._stamp = await self._table.all(), stamp
 
     async def _look_for_the_first(self) -> None:
-        changes = self._table.changes()
         while True:
-            await changes.wait(LOOK_S)
+            await asyncio.sleep(LOOK_S)
             with suppress(StoreUnavailable):
                 await self._refresh()
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ...core.errors import Conflict, NotFound
 from ...core.json_text import dumps, loads
-from ...store.database import Changes, Database, Row, Sql, Transaction, read
+from ...store.database import Database, Row, Sql, Transaction, read
 
 Role = Literal["system", "user"]
 
@@ -192,10 +192,6 @@ class PromptTable:
         """Return a stamp that changes with every new version and promotion."""
         row = await self._db.quick(PROMPTS_CHANGED)
         return (None, None) if row is None else (row["live"], row["made"])
-
-    def changes(self) -> Changes:
-        """Return a `Changes` that waits for a new version or promotion."""
-        return self._db.changes("prompts")
 
     async def add(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import logging
 import secrets
@@ -151,9 +152,9 @@ class Keys:
 
     async def watch(self) -> None:
         """Read the stored keys again and again until cancelled. Keep the last ones while the store cannot be read."""
-        failing, changes = False, self._store.database.changes("keys")
+        failing = False
         while True:
-            await changes.wait(REFRESH_S)
+            await asyncio.sleep(REFRESH_S)
             before = self._stored
             try:
                 await self.refresh()

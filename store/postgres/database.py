@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from time import monotonic
-from typing import NoReturn, TypeVar
-from weakref import WeakSet
+from typing import Any, NoReturn, TypeVar
 
 import asyncpg
-import orjson
 
 from ...core.config.server import StoreConfig
 from ...core.errors import StoreUnavailable
+from ...core.json_text import dumps
 from ..calls import CALL_END, CALL_START
 from ..database import (
     HURRIED,
-    LOOK_S,
     SMALL,
-    Changes,
     ConstraintRefused,
     Database,
     Params,
     Runs,
-    Topic,
     Transaction,
     Work,
     Writing,
 )
 from ..schema import NUMBERS, missing_parts, parts, require_all
-from .statements import HOLD_ROLLOUTS, PostgresTransaction, in_order, rollouts_to_hold
+from .statements import PostgresTransaction
 
 T = TypeVar("T")
 
@@ -52,9 +48,9 @@ AGAIN_S = 0.05  # until the next attempt
 BEGIN = "BEGIN"
 # Whoever reads before it writes has the store to itself, but for the recorders: they only add, and end what they added.
 BEGIN_ALONE = "BEGIN; SELECT pg_advisory_xact_lock(hashtextextended(current_schema() || ':write', 0))"
-FOLD_COUNTS = """
-WITH changes AS (DELETE FROM rollout_count_changes RETURNING *)
-INSERT INTO rollout_count_changes SELECT mode, status, SUM(rollouts) FROM changes GROUP BY mode, status
+HOLD_ROLLOUTS = """
+SELECT 1 FROM rollouts WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:ids))
+ORDER BY rollout_id FOR NO KEY UPDATE
 """
 # Whether what a commit does with a call was done. `pg_xact_status` would not do: after a crash the server gives the
 # number of a lost transaction to another one.
@@ -97,13 +93,6 @@ TAKE_LOCK = "SELECT pg_try_advisory_lock(hashtextextended(current_schema() || ':
 BEAT_S = 5.0
 LOST = (OSError, asyncpg.PostgresError, asyncpg.InterfaceError)
 
-CHANNEL = "lightning_store"
-# Triggers of `postgres.sql` tell of what is seldom written. The server commits transactions that tell something one
-# after the other, so recorders do it after their commits.
-NOTIFY = f"SELECT pg_notify('{CHANNEL}', current_schema() || '.calls')"
-NOTIFY_EVERY_S = 0.1  # at most
-LISTEN_AGAIN_S = 1.0  # until the next attempt to listen
-
 
 class PostgresDatabase(Database):
     """A pool of connections. A server that is away for less than `store.busy_timeout_s` is waited for."""
@@ -113,50 +102,38 @@ class PostgresDatabase(Database):
         self._config = config
         self._pool = pool
         self._writes = Writing()
-        self._listener = Listener(config, SESSION)
         self._under_way: set[asyncio.Task[object]] = set()
         self._frozen = False  # it did not answer in time, and has not answered since
         self._reading, self._alone = asyncio.Semaphore(READING), asyncio.Semaphore(ALONE)
 
     @classmethod
-    async def open_to_write(cls, config: StoreConfig) -> PostgresDatabase:
-        """Connect, making the tables as needed. Raise StoreUnavailable when that cannot be done."""
-        return await cls._open(config, to_write=True)
-
-    @classmethod
-    async def open_as_it_is(cls, config: StoreConfig) -> PostgresDatabase:
-        """Connect to read. Raise StoreUnavailable also where tables are missing."""
-        return await cls._open(config, to_write=False)
-
-    @classmethod
-    async def _open(cls, config: StoreConfig, *, to_write: bool) -> PostgresDatabase:
+    async def open(cls, config: StoreConfig, *, to_write: bool) -> PostgresDatabase:
         settings = SESSION | {"application_name": "lightning-proxy"}
         settings["lock_timeout"] = f"{config.busy_timeout_s:g}s"
         settings |= {} if to_write else {"default_transaction_read_only": "on"}
+        pool = None
         try:
             pool = await asyncpg.create_pool(
-                config.url, min_size=1, max_size=CONNECTIONS, reset=_keep_as_it_is,
+                config.url, min_size=1, max_size=CONNECTIONS, reset=_keep_as_it_is, init=_compress_by_lz4,
                 timeout=config.busy_timeout_s, command_timeout=COMMAND_S, server_settings=settings,
             )  # fmt: skip
-        except (OSError, ValueError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-            raise _not_opened(config, error) from error
-        try:
             async with pool.acquire() as connection:
                 if to_write:
                     await make_tables(connection, config.where)
                 else:
                     require_all(config.where, await missing_in(connection, config.where))
         except BaseException as error:
-            await pool.close()
-            if isinstance(error, OSError | asyncpg.PostgresError | asyncpg.InterfaceError):
-                raise _not_opened(config, error) from error
-            raise
+            if pool is not None:
+                await pool.close()
+            if not isinstance(error, OSError | ValueError | asyncpg.PostgresError | asyncpg.InterfaceError):
+                raise
+            message = str(error).partition("\n")[0] or type(error).__name__
+            raise StoreUnavailable(f"store {config.where} cannot be opened: {message}") from error
         return cls(config, pool)
 
     async def close(self) -> None:
         while self._under_way:
             await asyncio.wait(self._under_way)
-        await self._listener.close()
         await self._pool.close()
 
     # Writes --------------------------------------------------------------------------------------------------------
@@ -165,10 +142,12 @@ class PostgresDatabase(Database):
         """Commit within `store.busy_timeout_s` plus the time for so many bytes: calls wait for it."""
 
         async def work(db: Transaction) -> None:
-            if hold := rollouts_to_hold(runs):
-                await db.all(HOLD_ROLLOUTS, {"ids": orjson.dumps(hold).decode()})
+            # Every process locks rollouts and digests in the same order.
+            ids = sorted({row["rollout_id"] for _, rows in runs for row in rows if "rollout_id" in row})
+            if len(ids) > 1:
+                await db.all(HOLD_ROLLOUTS, {"ids": dumps(ids)})
             for statement, rows in runs:
-                await db.many(statement, in_order(statement, rows))
+                await db.many(statement, sorted(rows, key=_locked_by))
 
         try:
             try:
@@ -227,7 +206,6 @@ class PostgresDatabase(Database):
                     require_held()
                     committing = True
                     await connection.execute("COMMIT")
-                    self._listener.recorded()
                     return done
             except Exception as error:
                 again = isinstance(error, AGAIN) or (is_away(error) and not committing)
@@ -288,17 +266,26 @@ class PostgresDatabase(Database):
     async def forget_deleted(self) -> None:
         """Do nothing: the server's own log is the server's."""
 
-    async def tidy(self) -> None:
-        await self.quick("SELECT feed_newest()")
-        await self.write(lambda db: db.run(FOLD_COUNTS))
-
-    def lock(self, work: str) -> AbstractAsyncContextManager[bool]:
-        """The lock is that of a connection of its own. When that breaks, the block is cancelled: StoreUnavailable."""
-        return locked(self._config, work, SESSION)
-
-    def changes(self, *topics: Topic) -> Changes:
-        """Its waiters are woken by NOTIFY. While the connection is broken, they poll."""
-        return self._listener.changes(topics)
+    @asynccontextmanager
+    async def lock(self, work: str) -> AsyncIterator[bool]:
+        timeout = self._config.busy_timeout_s
+        try:
+            connection = await asyncpg.connect(self._config.url, timeout=timeout, server_settings=SESSION)
+        except Exception as error:
+            raise_ours(error, "reached")
+        try:
+            try:
+                taken = await connection.fetchval(TAKE_LOCK, work, timeout=timeout)
+            except Exception as error:
+                raise_ours(error, "reached")
+            if taken:
+                async with _until_lost(connection, work):
+                    yield True
+            else:
+                yield False
+        finally:
+            with suppress(*LOST):
+                await asyncio.shield(connection.close(timeout=timeout))
 
 
 @asynccontextmanager
@@ -319,9 +306,14 @@ async def _keep_as_it_is(connection: asyncpg.Connection) -> None:
     """Reset nothing on a connection that is given back: it has no open transaction and no setting."""
 
 
-def _not_opened(config: StoreConfig, error: BaseException) -> StoreUnavailable:
-    message = str(error).partition("\n")[0] or type(error).__name__
-    return StoreUnavailable(f"store {config.where} cannot be opened: {message}")
+async def _compress_by_lz4(connection: asyncpg.Connection) -> None:
+    """As small as by PostgreSQL's own compression, at a third of the work."""
+    with suppress(asyncpg.PostgresError):  # it was built without, or is older than 14
+        await connection.execute("SET default_toast_compression = lz4")
+
+
+def _locked_by(row: Mapping[str, Any]) -> tuple[bytes, str]:
+    return (row["digest"], "") if "digest" in row else (b"", row.get("rollout_id", ""))
 
 
 async def missing_in(connection: asyncpg.Connection, where: str) -> list[str]:
@@ -366,79 +358,37 @@ def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoRetur
     raise StoreUnavailable(f"the store cannot be {what}: {message}{nothing}") from error
 
 
-_held: ContextVar[Lock | None] = ContextVar("held", default=None)
-
-
-class Lock:
-    """A lock that this process holds until it is `lost`."""
-
-    def __init__(self, work: str) -> None:
-        self._work = work
-        self.lost = False
-
-    def error(self) -> StoreUnavailable:
-        """Return the error that ends a job whose lock was lost."""
-        return StoreUnavailable(
-            f"the connection to the store broke, and with it the lock of the {self._work}: another process may have it"
-        )
+_held: ContextVar[tuple[str, asyncpg.Connection] | None] = ContextVar("held", default=None)
 
 
 def require_held() -> None:
     """Raise StoreUnavailable if this job needs a lock, and it is lost."""
-    if (lock := _held.get()) is not None and lock.lost:
-        raise lock.error()
+    if (held := _held.get()) is not None and held[1].is_closed():
+        raise StoreUnavailable(
+            f"the connection to the store broke, and with it the lock of the {held[0]}: another process may have it"
+        )
 
 
 @asynccontextmanager
-async def locked(config: StoreConfig, work: str, session: Mapping[str, str]) -> AsyncIterator[bool]:
-    """Yield whether the lock of a job is ours now. If it is lost, the block is cancelled.
-
-    Raises StoreUnavailable when the server cannot be reached, and after the lock was lost.
-    """
-    try:
-        connection = await asyncpg.connect(config.url, timeout=config.busy_timeout_s, server_settings=dict(session))
-    except Exception as error:
-        raise_ours(error, "reached")
-    try:
-        try:
-            taken = bool(await connection.fetchval(TAKE_LOCK, work, timeout=config.busy_timeout_s))
-        except Exception as error:
-            raise_ours(error, "reached")
-        if not taken:
-            yield False
-            return
-        async with _until_lost(connection, Lock(work)):
-            yield True
-    finally:
-        with suppress(*LOST):
-            await asyncio.shield(connection.close(timeout=config.busy_timeout_s))
-
-
-@asynccontextmanager
-async def _until_lost(connection: asyncpg.Connection, lock: Lock) -> AsyncIterator[None]:
+async def _until_lost(connection: asyncpg.Connection, work: str) -> AsyncIterator[None]:
     """Cancel the block when the connection ends, and raise StoreUnavailable in place of the cancellation."""
 
     def lose(_: object) -> None:
-        lock.lost = True
         with suppress(RuntimeError):  # the block has just ended
             running.reschedule(0)  # at once
 
-    held = _held.set(lock)
+    held = _held.set((work, connection))
     beating = asyncio.create_task(_beat(connection))
     try:
         async with asyncio.timeout(None) as running:
             connection.add_termination_listener(lose)
-            try:
-                yield
-            finally:
-                connection.remove_termination_listener(lose)
-        if lock.lost:  # after its last wait
-            raise lock.error()
+            yield
+        require_held()
     except TimeoutError:
-        if not lock.lost:
-            raise
-        raise lock.error() from None
+        require_held()
+        raise
     finally:
+        connection.remove_termination_listener(lose)
         beating.cancel()
         _held.reset(held)
 
@@ -451,102 +401,3 @@ async def _beat(connection: asyncpg.Connection) -> None:
             await connection.execute("SELECT 1", timeout=BEAT_S)
     except LOST:
         connection.terminate()
-
-
-class Listener:
-    """The connection on which a process listens. It is made when somebody waits for the first time."""
-
-    def __init__(self, config: StoreConfig, session: Mapping[str, str]) -> None:
-        self._config, self._session = config, dict(session)
-        self._waiting: WeakSet[Heard] = WeakSet()
-        self._recorded = asyncio.Event()
-        self._listening: asyncio.Task[None] | None = None
-        self.hears = False
-
-    def changes(self, topics: Iterable[Topic]) -> Heard:
-        """Return a `Changes` that waits for these topics."""
-        if self._listening is None:
-            self._listening = asyncio.create_task(self._listen())
-        self._waiting.add(heard := Heard(self, topics))
-        return heard
-
-    def recorded(self) -> None:
-        """Notify all processes, this one too, that something was recorded."""
-        self._recorded.set()
-
-    async def close(self) -> None:
-        if self._listening is not None:
-            self._listening.cancel()
-            await asyncio.gather(self._listening, return_exceptions=True)
-
-    async def _listen(self) -> None:
-        while True:
-            with suppress(*LOST):
-                async with self._connection() as connection:
-                    self.hears = True
-                    self._wake()  # what was written before it listened
-                    await self._notify(connection)
-            self.hears = False
-            self._wake()
-            await asyncio.sleep(LISTEN_AGAIN_S)
-
-    @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[asyncpg.Connection]:
-        """A connection that listens."""
-        timeout = self._config.busy_timeout_s
-        connection = await asyncpg.connect(self._config.url, timeout=timeout, server_settings=self._session)
-        try:
-            schema = await connection.fetchval("SELECT current_schema()", timeout=timeout)
-
-            def hear(_: object, __: int, ___: str, payload: object) -> None:
-                where, _, topic = str(payload).rpartition(".")
-                if where == schema:
-                    self._wake(topic)
-
-            connection.add_termination_listener(lambda _: self._recorded.set())
-            async with asyncio.timeout(timeout):
-                await connection.add_listener(CHANNEL, hear)
-            yield connection
-        finally:
-            with suppress(*LOST):
-                await asyncio.shield(connection.close(timeout=timeout))
-
-    async def _notify(self, connection: asyncpg.Connection) -> None:
-        """Send notifications of records, and probe the server now and then, until it is gone."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_S):
-                    await self._recorded.wait()
-            statement = NOTIFY if self._recorded.is_set() else "SELECT 1"
-            self._recorded.clear()
-            await connection.execute(statement, timeout=BEAT_S)
-            await asyncio.sleep(NOTIFY_EVERY_S)
-
-    def _wake(self, topic: str | None = None) -> None:
-        """Wake those that wait for a topic; all of them without one."""
-        for heard in self._waiting:
-            if topic is None or topic in heard.topics:
-                heard.event.set()
-
-
-class Heard(Changes):
-    """Waits for a listener's notifications."""
-
-    def __init__(self, listener: Listener, topics: Iterable[Topic]) -> None:
-        self.topics = frozenset[str](topics)
-        self.event = asyncio.Event()
-        self._listener = listener
-        self._returned = monotonic()
-
-    @property
-    def hears(self) -> bool:
-        """Return whether it is notified of changes now."""
-        return self._listener.hears
-
-    async def wait(self, seconds: float, longest: float = LOOK_S) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(max(seconds, longest) if self.hears else seconds):
-                await self.event.wait()
-                await asyncio.sleep(self._returned + seconds - monotonic())
-        self.event.clear()
-        self._returned = monotonic()

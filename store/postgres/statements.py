@@ -9,10 +9,7 @@ from typing import Any, NamedTuple
 
 import asyncpg
 
-from ..calls import ROLLOUT_CALL_ENDED
-from ..conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT
-from ..database import Params, Runs, Sql
-from ..rollouts import ROLLOUT_SEEN
+from ..database import Params, Sql
 
 _PARTS = re.compile(r"""'(?:[^']|'')*'|"[^"]*"|::|:(\w+)""")
 _LISTED = r"SELECT CAST\(value AS (TEXT|BIGINT)\) FROM json_each\((:\w+)\)"
@@ -32,18 +29,6 @@ _WORDS = (
 )
 
 NO_PARAMS: Params = {}
-
-# By which column the rows of a statement are locked. What else a recorder writes is of a rollout that it has locked.
-_LOCKED_BY = {
-    ROLLOUT_SEEN: "rollout_id",
-    ROLLOUT_CALL_ENDED: "rollout_id",
-    CONVERSATION_POINT: "digest",
-    CONVERSATION_ORIGIN: "digest",
-}
-HOLD_ROLLOUTS = """
-SELECT 1 FROM rollouts WHERE rollout_id IN (SELECT json_array_elements_text(:ids::json))
-ORDER BY rollout_id FOR NO KEY UPDATE
-"""
 
 
 class Numbered(NamedTuple):
@@ -107,19 +92,3 @@ def storable(value: Any) -> Any:
     if not value.isascii():
         value.encode()
     return value.replace("\0", "?")
-
-
-def in_order(statement: str, rows: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
-    """Return the rows of a statement in the order in which every process writes them."""
-    column = _LOCKED_BY.get(statement)
-    return rows if column is None or len(rows) == 1 else sorted(rows, key=lambda row: row[column])
-
-
-def rollouts_to_hold(runs: Runs) -> list[str]:
-    """Return the rollouts to lock before anything is written: those of calls that begin and of calls that end.
-
-    One statement locks them in order by itself.
-    """
-    kinds = [rows for statement, rows in runs if _LOCKED_BY.get(statement) == "rollout_id"]
-    ids = {row["rollout_id"] for rows in kinds for row in rows}
-    return sorted(ids) if len(kinds) > 1 and len(ids) > 1 else []

@@ -7,12 +7,13 @@ import logging
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, suppress
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NoReturn, TypeVar
 
-import aiosqlite
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from ...core.config.server import StoreConfig
@@ -37,7 +38,7 @@ Identity = tuple[int, int, bool]
 
 
 class SqliteDatabase(Database):
-    """One connection that writes and one that reads, each in aiosqlite's thread; readers never wait for the writer.
+    """One connection that writes and one that reads, each in a thread of its own; readers never wait for the writer.
 
     What every call needs is done in the event loop's thread instead (`commit`, `quick`): that takes less time than
     the way to another thread. It never waits there: a commit that is large or synced, or that finds the store locked,
@@ -48,8 +49,8 @@ class SqliteDatabase(Database):
         self.path, self.where = path, str(path)
         self._place = Place(path)
         self._config = config
-        self._writer, reader, self._quick = connections
-        self._writing, self._reading = _threaded(self._writer), _threaded(reader)
+        self._writer, self._reader, self._quick = connections
+        self._writing, self._reading = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         self._of_turn: dict[str, sqlite3.Row | None] = {}  # what `quick` read in this turn of the event loop
         self._in_thread = 0  # jobs of the writer's thread that have not ended: the writer is theirs
         self._writes = Writing()
@@ -58,44 +59,35 @@ class SqliteDatabase(Database):
         self._checkpointing = asyncio.Lock()  # SQLite turns a second one away without waiting
 
     @classmethod
-    async def open_to_write(cls, config: StoreConfig) -> SqliteDatabase:
-        """Open the file, making its tables as needed. Raise StoreUnavailable when that cannot be done."""
-        path = config.path.expanduser().absolute()
+    async def open(cls, config: StoreConfig, *, to_write: bool) -> SqliteDatabase:
+        path, wait = config.path.expanduser().absolute(), config.busy_timeout_s
+        emptied = False
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # A proxy has worked on it, whose lock is still beside it.
-            emptied = Path(f"{path}-keeper").exists() and path.exists() and path.stat().st_size == 0
-            connections = await asyncio.to_thread(_connect_all, path, config)
+            if to_write:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                # A proxy has worked on it, whose lock is still beside it.
+                emptied = Path(f"{path}-keeper").exists() and path.exists() and path.stat().st_size == 0
+                connections = await asyncio.to_thread(_connect_all, path, config)
+            else:
+                connections = await asyncio.to_thread(lambda: [connect_to_read(path, wait) for _ in range(3)])
         except (OSError, sqlite3.Error) as error:
-            raise _not_opened(path, error) from error
+            raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
         database = cls(path, config, connections)
         if emptied:
             database._damaged("it had 0 bytes when it was opened, so all that was recorded before is gone")
-        return await database._started()
-
-    @classmethod
-    async def open_as_it_is(cls, config: StoreConfig) -> SqliteDatabase:
-        """Open the file as it is; nothing can be written. Raise StoreUnavailable also without all tables."""
-        path = config.path.expanduser().absolute()
-        try:
-            connections = await asyncio.to_thread(
-                lambda: [connect_to_read(path, config.busy_timeout_s) for _ in range(3)]
-            )
-        except (OSError, sqlite3.Error) as error:
-            raise _not_opened(path, error) from error
-        return await cls(path, config, connections)._started()
-
-    async def _started(self) -> SqliteDatabase:
-        await self._writing
-        await self._reading
-        return self
+        return database
 
     async def close(self) -> None:
         """Close the file once running work has ended."""
         if self._checkpoint is not None:
             await asyncio.wait([self._checkpoint])
-        await asyncio.shield(asyncio.gather(self._writing.close(), self._reading.close()))
-        self._quick.close()
+        await asyncio.shield(asyncio.to_thread(self._close))
+
+    def _close(self) -> None:
+        for thread in (self._writing, self._reading):
+            thread.shutdown()
+        for connection in (self._writer, self._reader, self._quick):
+            connection.close()
 
     # Writes --------------------------------------------------------------------------------------------------------
 
@@ -176,8 +168,7 @@ class SqliteDatabase(Database):
 
     async def _in_writers_thread(self, job: Callable[..., T], *args: Any) -> T:
         """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
-        # aiosqlite's own methods run one statement each, between which the event loop would hold the file's lock.
-        done = asyncio.ensure_future(self._writing._execute(job, *args))
+        done = asyncio.get_running_loop().run_in_executor(self._writing, lambda: job(*args))
         self._in_thread += 1
         done.add_done_callback(self._job_ended)
         return await asyncio.shield(done)
@@ -220,8 +211,9 @@ class SqliteDatabase(Database):
 
     async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
         """Return all rows of a query. Raise StoreUnavailable if SQLite cannot read."""
+        read = partial(_fetch_all, self._reader, sql, params or {})
         try:
-            return list(await self._reading.execute_fetchall(sql, params or {}))
+            return await asyncio.get_running_loop().run_in_executor(self._reading, read)
         except sqlite3.DatabaseError as error:
             self._failed(error, "read")
 
@@ -247,15 +239,8 @@ class SqliteDatabase(Database):
             yield ours
 
 
-def _not_opened(path: Path, error: Exception) -> StoreUnavailable:
-    return StoreUnavailable(f"store {path} cannot be opened: {error}")
-
-
-def _threaded(connection: sqlite3.Connection) -> aiosqlite.Connection:
-    """Return aiosqlite's connection by this one. It holds up no process that ends without closing it."""
-    threaded = aiosqlite.Connection(lambda: connection, iter_chunk_size=64)
-    threaded._thread.daemon = True
-    return threaded
+def _fetch_all(connection: sqlite3.Connection, sql: str, params: Params) -> list[sqlite3.Row]:
+    return connection.execute(sql, params).fetchall()
 
 
 def has_room(directory: Path) -> bool:

@@ -23,7 +23,7 @@ STATEMENTS = pages() | {name: sql for name, sql in statements() if "sqlite_maste
 WHOLE = {
     "ROLLOUT_REWARDS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS",
     "SELECT COALESCE(MAX(ended_at), 0) FROM rollouts", "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at",
-    "UPDATE rollouts SET step = NULL, group_id = NULL WHERE step ",
+    "OFFER_ALL 0", "OFFER_ALL 1",
     "SELECT 1 FROM rollouts WHERE step IS NOT NULL LIMIT 1",
     "SELECT * FROM steps WHERE status = 'trained' ORDER BY step", "SELECT * FROM policy_versions ORDER BY version",
     "PARENTS", "STEPS_FIRST", "VERSION_EVER_PUBLISHED", "NEWEST_CHECKPOINT", "LABELS",
@@ -53,7 +53,6 @@ INSERT INTO events (rollout_id, seq, kind, created_at)
 SELECT 'r' || i, 0, 'note', i FROM generate_series(1, 30000) AS i;
 INSERT INTO rollout_keys SELECT 'hash' || i, 'r' || i FROM generate_series(1, 30000) AS i;
 INSERT INTO rollout_agents SELECT 'agent' || n % 5, n FROM rollouts;
-INSERT INTO rollout_models SELECT 'r' || i, 'm' FROM generate_series(1, 30000, 3) AS i;
 INSERT INTO rollout_prompts SELECT 'r' || i, 'writer', i % 3 FROM generate_series(1, 30000) AS i;
 INSERT INTO call_prompts SELECT 'c' || i, 'writer', i % 3, '[]' FROM generate_series(0, 59999) AS i;
 INSERT INTO call_credit SELECT i, 0, i / 100, 1, 1, 1, 'kept' FROM generate_series(1, 30000) AS i;
@@ -73,7 +72,7 @@ FROM generate_series(1, 10000) AS i;
 RESET session_replication_role;
 """
 LARGE = {
-    "rollouts", "calls", "rewards", "tool_calls", "events", "rollout_keys", "rollout_agents", "rollout_models",
+    "rollouts", "calls", "rewards", "tool_calls", "events", "rollout_keys", "rollout_agents",
     "rollout_prompts", "call_prompts", "call_credit", "conversation_points", "conversation_tips", "idempotency", "feed",
     "large_requests", "policy_versions", "steps",
 }  # fmt: skip

@@ -33,7 +33,7 @@ def config_of(directory: Path, **more: float | str) -> StoreConfig:
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[SqliteDatabase]:
-    database = await SqliteDatabase.open_to_write(config_of(tmp_path))
+    database = await SqliteDatabase.open(config_of(tmp_path), to_write=True)
     yield database
     await database.close()
 

@@ -20,7 +20,7 @@ INSERT INTO promotions (version, against, status, began_at) VALUES (7, 0, 'testi
 INSERT INTO promotion_rollouts VALUES ('b', 1, NULL, 0, 7, 1, '', 1)
 INSERT INTO steps (step, status, base, created_at) VALUES (3, 'trained', 7, 2)
 UPDATE rollouts SET step = 3, group_id = 1, reward = 0.1 WHERE rollout_id = 'a'
-INSERT INTO rollout_models VALUES ('a', 'gpt')
+UPDATE rollouts SET alias_model = 'gpt' WHERE rollout_id = 'a'
 INSERT INTO keys (key_id, key_hash, name, role, created_at) VALUES ('k', 'h', 'Ännchen', 'agent', 1)
 INSERT INTO keys (key_id, key_hash, name, role, created_at, revoked_at) VALUES ('K', 'H', 'z', 'admin', 1, 2)
 INSERT INTO rollout_keys (key_hash, rollout_id, key_id) VALUES ('rh', 'a', 'k')

@@ -1,4 +1,4 @@
-"""The trainer waits for the store or for its end, whichever comes first."""
+"""Work that the trainer does in threads."""
 
 from __future__ import annotations
 
@@ -12,22 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.core.errors import NotSaved
-from lightning_proxy.store.database import Changes
-from lightning_proxy.trainer.waiting import in_thread, pause_until_changed
-
-
-async def test_a_stop_ends_the_wait_for_changes() -> None:
-    stop = asyncio.Event()
-    waiting = asyncio.create_task(pause_until_changed(stop, Changes(), 3600))
-    await asyncio.sleep(0)
-    stop.set()
-    async with asyncio.timeout(20):
-        await waiting
-
-
-async def test_changes_end_the_wait_before_a_stop() -> None:
-    async with asyncio.timeout(20):
-        await pause_until_changed(asyncio.Event(), Changes(), 0)
+from lightning_proxy.trainer.waiting import in_thread
 
 
 async def test_work_in_a_thread_that_raises_stop_iteration_ends() -> None:

@@ -1,2 +1,0 @@
-CREATE TRIGGER tell_of_promotions AFTER INSERT OR UPDATE ON promotions
-    FOR EACH STATEMENT EXECUTE FUNCTION tell('live');

@@ -1,2 +1,0 @@
-CREATE TRIGGER tell_of_prompts AFTER INSERT ON prompt_versions FOR EACH STATEMENT EXECUTE FUNCTION tell('prompts');
-CREATE TRIGGER tell_of_prompt AFTER INSERT ON prompt_log FOR EACH STATEMENT EXECUTE FUNCTION tell('prompts');
