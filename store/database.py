@@ -123,9 +123,8 @@ class Database(ABC):
     where: str
     damage: str | None = None  # what is wrong with its file, as far as was seen
 
-    @abstractmethod
-    async def look_for_damage(self) -> None:
-        """Look through the store once, and note in `damage` and in the log what is wrong."""
+    async def look_for_damage(self) -> None:  # noqa: B027
+        """Look through the store once; note in `damage` and in the log what is wrong. A server does so by itself."""
 
     @classmethod
     @abstractmethod
@@ -185,13 +184,11 @@ class Database(ABC):
     async def require_writable(self) -> None:
         """Raise StoreUnavailable unless a record could be committed now."""
 
-    @abstractmethod
-    async def checkpoint(self) -> None:
-        """Write all committed data to the database's own file."""
+    async def checkpoint(self) -> None:  # noqa: B027
+        """Write all committed data to the database's own file. A server does so by itself."""
 
-    @abstractmethod
-    async def forget_deleted(self) -> None:
-        """Purge deleted rows from the database's own log."""
+    async def forget_deleted(self) -> None:  # noqa: B027
+        """Purge deleted rows from the database's own log. A server does so by itself."""
 
     @abstractmethod
     def lock(self, work: str) -> AbstractAsyncContextManager[bool]:

@@ -54,6 +54,11 @@ SELECT n, created_at, {_IS_OVER} AS is_over,
 FROM rollouts WHERE n > :after ORDER BY n LIMIT :limit
 """
 ROLLOUT_FORGET = f"DELETE FROM rollouts WHERE n = :n AND {_IS_OVER} RETURNING rollout_id"
+COUNT_CHANGES_FOLD = """
+DELETE FROM rollout_count_changes
+WHERE (SELECT COUNT(*) FROM rollout_count_changes) > (SELECT COUNT(*) FROM rollout_counts)
+RETURNING mode, status, rollouts
+"""
 COUNT_CHANGE = "INSERT INTO rollout_count_changes (mode, status, rollouts) VALUES (:mode, :status, :rollouts)"
 PAGES = Sql(
     """
@@ -193,13 +198,8 @@ async def over_bound(database: Database, retention: RetentionConfig) -> str | No
 
 async def fold_counts(db: Transaction) -> None:
     """Sum up the changes of how many rollouts there are, if there are any."""
-    changes = await db.one(
-        "SELECT COUNT(*) AS kept, COUNT(DISTINCT mode || status) AS needed FROM rollout_count_changes"
-    )
-    if changes is None or changes["kept"] == changes["needed"]:
-        return
     counts = Counter[tuple[str, str]]()
-    for row in await db.all("DELETE FROM rollout_count_changes RETURNING mode, status, rollouts"):
+    for row in await db.all(COUNT_CHANGES_FOLD):
         counts[row["mode"], row["status"]] += row["rollouts"]
     await db.many(COUNT_CHANGE, [{"mode": m, "status": s, "rollouts": n} for (m, s), n in counts.items()])
 

@@ -16,7 +16,7 @@ from ..core.errors import Conflict, LightningError, NotFound
 from ..core.json_text import dumps
 from ..core.records import OPERATOR, Mode, Rollout, RolloutName, RolloutStatus, Sender
 from .conversations import forget_conversations
-from .database import Database, Sql, Transaction, each_in_passing
+from .database import Database, Transaction, each_in_passing
 from .rewards import ROLLOUT, count_returns
 
 log = logging.getLogger(__name__)
@@ -28,8 +28,7 @@ rollouts.key_id IS NOT :key_id AND EXISTS (SELECT 1 FROM keys WHERE keys.key_id 
 OWNER = "(SELECT key_id FROM keys WHERE key_id = :key_id AND scope = 'own')"
 # Runs with the start of every call. The first one opens the rollout; later ones fill in what was not named so far.
 # Refused (`mode` would be NULL) for a key that may not see it.
-ROLLOUT_SEEN = Sql(
-    f"""
+ROLLOUT_SEEN = f"""
 INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, owner, evidence, created_at)
 VALUES (:rollout_id, :task_id, :agent, :mode, :pin, :key_id, {OWNER}, :evidence, :at)
 ON CONFLICT (rollout_id) DO UPDATE SET
@@ -41,27 +40,7 @@ WHERE rollouts.key_id IS NOT excluded.key_id OR rollouts.mode <> excluded.mode
     OR (rollouts.task_id IS NULL AND excluded.task_id IS NOT NULL)
     OR (rollouts.agent IS NULL AND excluded.agent IS NOT NULL)
     OR (rollouts.policy_version IS NULL AND excluded.policy_version IS NOT NULL)
-""",
-    # There a refused row would use up a number, and the newest of so many are counted by their numbers.
-    postgres=f"""
-WITH known AS (
-    UPDATE rollouts SET
-        task_id = COALESCE(task_id, :task_id),
-        agent = COALESCE(agent, :agent),
-        mode = CASE WHEN {IS_ANOTHERS} THEN NULL WHEN :mode = 'eval' THEN 'eval' ELSE mode END,
-        policy_version = COALESCE(policy_version, :pin)
-    WHERE rollout_id = :rollout_id RETURNING 1
-)
-INSERT INTO rollouts (rollout_id, task_id, agent, mode, policy_version, key_id, owner, evidence, created_at)
-SELECT :rollout_id, :task_id, :agent, :mode, :pin, :key_id, {OWNER}, :evidence, :at
-WHERE NOT EXISTS (SELECT 1 FROM known)
-ON CONFLICT (rollout_id) DO UPDATE SET
-    task_id = COALESCE(rollouts.task_id, excluded.task_id),
-    agent = COALESCE(rollouts.agent, excluded.agent),
-    mode = CASE WHEN {IS_ANOTHERS} THEN NULL WHEN excluded.mode = 'eval' THEN 'eval' ELSE rollouts.mode END,
-    policy_version = COALESCE(rollouts.policy_version, excluded.policy_version)
-""",
-)
+"""
 ROLLOUT_OPEN = f"""
 INSERT INTO rollouts (
     rollout_id, task_id, mode, policy_version, alias_model, metadata, key_id, owner, evidence, created_at, group_id

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..core.json_text import dumps
 from ..core.records import CollapseSign, PolicyVersion, Rollout
-from .database import Database, Sql, Transaction
-from .rollouts import ALL
+from .database import Database, Transaction
+from .rollouts import ALL, LOOK
 from .versions import PolicyVersions
 
 STEP_NEW = """
@@ -46,37 +46,12 @@ STEP_RELEASE = (
     "UPDATE rollouts SET dropped = NULL, dropped_by = NULL WHERE dropped_by = :step",
     "DELETE FROM steps WHERE step = :step",
 )
-# SQLite takes the rewards by task out in half the time of Python, and meanwhile others get their turns.
-STEPS_NEWEST = Sql(
-    """
-SELECT step, status, base, version, checkpoint, created_at, finished_at,
-       CASE WHEN :brief THEN json_remove(metrics, '$.reward_by_task') ELSE metrics END AS metrics
-FROM steps WHERE status = 'trained' AND step < :before ORDER BY step DESC LIMIT :limit
-""",
-    postgres="""
-SELECT step, status, base, version, checkpoint, created_at, finished_at, CASE WHEN :brief THEN
-    (SELECT json_object_agg(key, value) FROM json_each(metrics::json) WHERE key <> 'reward_by_task')::TEXT
-    ELSE metrics END AS metrics
-FROM steps WHERE status = 'trained' AND step < :before ORDER BY step DESC LIMIT :limit
-""",
-)
+STEPS_NEWEST = "SELECT * FROM steps WHERE status = 'trained' AND step < :before ORDER BY step DESC LIMIT :limit"
+STEPS_AFTER = "SELECT * FROM steps WHERE status = 'trained' AND step > :after ORDER BY step LIMIT :limit"
 STEP_OF_VERSION = """
 SELECT steps.* FROM policy_versions JOIN steps ON steps.step = policy_versions.step
 WHERE policy_versions.version = :version
 """
-# PostgreSQL has no character for the escape \\u0000, and takes no value out of an object that has one.
-STEPS_FIRST = Sql(
-    """
-SELECT * FROM steps WHERE status = 'trained'
-    AND json_extract(metrics, '$.method') IS NULL AND NOT json_extract(metrics, '$.skipped')
-ORDER BY step LIMIT :limit
-""",
-    postgres=r"""
-SELECT * FROM steps WHERE status = 'trained' AND CASE WHEN strpos(metrics, '\u') = 0
-    THEN metrics::json ->> 'method' IS NULL AND metrics::json ->> 'skipped' IN ('false', '0') END
-ORDER BY step LIMIT :limit
-""",
-)
 STEP_UNDER_WAY = "SELECT created_at FROM steps WHERE status = 'claimed' ORDER BY step LIMIT 1"
 # Not the newest, nor those of versions that have files.
 OLD_CHECKPOINTS = """
@@ -280,11 +255,20 @@ class TrainingSteps:
         With `brief`, their metrics are without `reward_by_task`, which is most of them.
         """
         before = ALL if before is None else before
-        return await self._db.records(Step, STEPS_NEWEST, limit=limit, before=before, brief=brief)
+        steps = await self._db.records(Step, STEPS_NEWEST, limit=limit, before=before)
+        for step in steps if brief else ():
+            step.metrics.pop("reward_by_task", None)
+        return steps
 
     async def first(self, limit: int) -> list[Step]:
         """Return the first RL steps that changed the policy, oldest first."""
-        return await self._db.records(Step, STEPS_FIRST, limit=limit)
+        found: list[Step] = []
+        after = 0
+        while len(found) < limit and (steps := await self._db.records(Step, STEPS_AFTER, after=after, limit=LOOK)):
+            # Others are of other methods, or have changed nothing.
+            found += [s for s in steps if s.metrics.get("method") is None and s.metrics.get("skipped") == 0]
+            after = steps[-1].step
+        return found[:limit]
 
     async def all(self) -> list[Step]:
         """Return all finished steps, oldest first."""

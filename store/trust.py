@@ -55,8 +55,9 @@ WHERE rollouts.rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout
 """
 SINCE_VERSION = f"""
 SELECT * FROM rollouts
-WHERE n > (SELECT MAX(n) FROM rollouts) - {LOOKED_AT} AND policy_version >= :version
-    AND mode <> 'eval' AND status <> 'running' AND (status <> 'discarded' OR NOT {END_COUNTS})
+WHERE n > COALESCE((SELECT n FROM rollouts WHERE n > 0 ORDER BY n DESC LIMIT 1 OFFSET {LOOKED_AT}), 0)
+    AND policy_version >= :version AND mode <> 'eval' AND status <> 'running'
+    AND (status <> 'discarded' OR NOT {END_COUNTS})
     AND ((status = 'failed' AND {END_COUNTS}) OR {HAS_REWARD_THAT_COUNTS})
 ORDER BY n DESC LIMIT :newest
 """

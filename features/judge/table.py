@@ -75,7 +75,9 @@ WHERE reward_id = :reward_id AND rollout_id = :rollout_id AND name = :name AND (
 """
 # Of the newest 5,000 rollouts that were opened with one key, or of all, those that this person has not rated.
 _OF_KEY = "SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT 5000"
-_OF_ALL = "SELECT * FROM rollouts WHERE n > (SELECT MAX(n) FROM rollouts) - 5000"
+_OF_ALL = """
+SELECT * FROM rollouts WHERE n > COALESCE((SELECT n FROM rollouts WHERE n > 0 ORDER BY n DESC LIMIT 1 OFFSET 5000), 0)
+"""
 QUEUE = """
 WITH seen AS ({seen})
 SELECT rollout_id, task_id, reward FROM seen

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from contextvars import ContextVar
 from time import monotonic
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import asyncpg
 
@@ -21,11 +21,13 @@ from ..database import (
     ConstraintRefused,
     Database,
     Params,
+    Row,
     Runs,
     Transaction,
     Work,
     Writing,
 )
+from ..rollouts import ROLLOUT_SEEN
 from ..schema import NUMBERS, missing_parts, parts, require_all
 from .statements import PostgresTransaction
 
@@ -147,17 +149,14 @@ class PostgresDatabase(Database):
             if len(ids) > 1:
                 await db.all(HOLD_ROLLOUTS, {"ids": dumps(ids)})
             for statement, rows in runs:
-                await db.many(statement, sorted(rows, key=_locked_by))
+                column = "rollout_id" if statement == ROLLOUT_SEEN else "digest"
+                await db.many(statement, sorted(rows, key=lambda row: str(row.get(column, ""))))
 
         try:
-            try:
-                await self._to_the_end(work, BEGIN, self._patience(hurried=True) + size / BYTES_A_SECOND)
-            except OutcomeUnknown:
-                if not await self._is_recorded(runs):
-                    raise
-        except StoreUnavailable as error:
-            self._writes.failed(error.message)
-            raise
+            await self._to_the_end(work, BEGIN, self._patience(hurried=True) + size / BYTES_A_SECOND)
+        except OutcomeUnknown:
+            if not await self._is_recorded(runs):
+                raise
         self._writes.succeeded()
 
     async def _is_recorded(self, runs: Runs) -> bool:
@@ -168,13 +167,9 @@ class PostgresDatabase(Database):
         return False
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
-        try:
-            seconds = self._patience(HURRIED.get())
-            async with _one_of(self._alone, seconds):
-                return await self._to_the_end(work, BEGIN_ALONE, seconds + size / BYTES_A_SECOND)
-        except StoreUnavailable as error:
-            self._writes.failed(error.message)
-            raise
+        seconds = self._patience(HURRIED.get())
+        async with _one_of(self._alone, seconds):
+            return await self._to_the_end(work, BEGIN_ALONE, seconds + size / BYTES_A_SECOND)
 
     async def require_writable(self) -> None:
         await self.write(lambda db: db.all("SELECT pg_current_xact_id()::TEXT AS id"))
@@ -191,16 +186,22 @@ class PostgresDatabase(Database):
         task = asyncio.ensure_future(self._transact(work, begin, seconds))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        return await asyncio.shield(task)
+        try:
+            return await asyncio.shield(task)
+        except StoreUnavailable as error:
+            self._writes.failed(error.message)
+            raise
 
-    async def _transact(self, work: Work[T], begin: str, seconds: float) -> T:
-        """Do `work` in one transaction; again while the server is away, or if another one got in its way."""
+    async def _transact(self, work: Work[T], begin: str | None, seconds: float) -> T:
+        """Do `work`, in one transaction or none; again while the server is away, or if another got in its way."""
         until = monotonic() + min(seconds, self._config.busy_timeout_s)
         while True:
             committing = False
             try:
-                require_held()
                 async with self._connection(seconds) as connection:
+                    if begin is None:
+                        return await work(PostgresTransaction(connection))
+                    require_held()
                     await connection.execute(begin)
                     done = await work(PostgresTransaction(connection))
                     require_held()
@@ -210,7 +211,7 @@ class PostgresDatabase(Database):
             except Exception as error:
                 again = isinstance(error, AGAIN) or (is_away(error) and not committing)
                 if not again or monotonic() > until:
-                    raise_ours(error, "written", unknown=committing and is_away(error))
+                    raise_ours(error, "read" if begin is None else "written", unknown=committing and is_away(error))
             await asyncio.sleep(AGAIN_S)
 
     @asynccontextmanager
@@ -235,36 +236,13 @@ class PostgresDatabase(Database):
 
     # Reads ---------------------------------------------------------------------------------------------------------
 
-    async def all(self, sql: str, params: Params | None = None) -> Sequence[asyncpg.Record]:
+    async def all(self, sql: str, params: Params | None = None) -> Sequence[Row]:
         seconds = self._patience(HURRIED.get())
         async with _one_of(self._reading, seconds):
-            return await self._fetch(sql, params, seconds)
+            return await self._transact(lambda db: db.all(sql, params), None, seconds)
 
-    async def quick(self, sql: str, params: Params | None = None) -> asyncpg.Record | None:
-        rows = await self._fetch(sql, params, self._patience(hurried=True))
-        return rows[0] if rows else None
-
-    async def _fetch(self, sql: str, params: Params | None, seconds: float) -> Sequence[asyncpg.Record]:
-        until = monotonic() + min(seconds, self._config.busy_timeout_s)
-        while True:
-            try:
-                async with self._connection(seconds) as connection:
-                    return await PostgresTransaction(connection).all(sql, params)
-            except Exception as error:
-                if not is_away(error) or monotonic() > until:
-                    raise_ours(error, "read")
-            await asyncio.sleep(AGAIN_S)
-
-    # The rest ------------------------------------------------------------------------------------------------------
-
-    async def look_for_damage(self) -> None:
-        """Do nothing: the server does it by itself."""
-
-    async def checkpoint(self) -> None:
-        """Do nothing: the server does it by itself."""
-
-    async def forget_deleted(self) -> None:
-        """Do nothing: the server's own log is the server's."""
+    async def quick(self, sql: str, params: Params | None = None) -> Row | None:
+        return await self._transact(lambda db: db.one(sql, params), None, self._patience(hurried=True))
 
     @asynccontextmanager
     async def lock(self, work: str) -> AsyncIterator[bool]:
@@ -310,10 +288,6 @@ async def _compress_by_lz4(connection: asyncpg.Connection) -> None:
     """As small as by PostgreSQL's own compression, at a third of the work."""
     with suppress(asyncpg.PostgresError):  # it was built without, or is older than 14
         await connection.execute("SET default_toast_compression = lz4")
-
-
-def _locked_by(row: Mapping[str, Any]) -> tuple[bytes, str]:
-    return (row["digest"], "") if "digest" in row else (b"", row.get("rollout_id", ""))
 
 
 async def missing_in(connection: asyncpg.Connection, where: str) -> list[str]:

@@ -17,7 +17,7 @@ _LISTED = r"SELECT CAST\(value AS (TEXT|BIGINT)\) FROM json_each\((:\w+)\)"
 _WORDS = (
     (re.compile(r"\bCROSS JOIN\b(?! LATERAL)"), "JOIN"),
     (re.compile(r"\s+INDEXED BY \w+"), ""),
-    (re.compile(r"\bIS NOT (?=:)"), "IS DISTINCT FROM "),
+    (re.compile(r"\bIS NOT (?=:|excluded\b)"), "IS DISTINCT FROM "),
     (re.compile(r"\bIS (?=:)"), "IS NOT DISTINCT FROM "),
     (re.compile(r"(:\w+) IS NULL\b"), r"\1::TEXT IS NULL"),  # only texts are asked so
     (re.compile(r"\bCAST\((:\w+) AS TEXT\)"), r"convert_from(\1::BYTEA, 'UTF8')"),  # only bytes are read so

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
@@ -103,39 +103,42 @@ class SqliteDatabase(Database):
                 connection.executemany(statement, rows)
 
         self._of_turn.clear()
-        at_once = size <= LARGE and self._config.synchronous != "full" and not self._in_thread
-        try:
-            if not at_once or not _try_at_once(self._writer, work):
-                await self._in_writers_thread(self._wait_and_do, work)
-        except sqlite3.DatabaseError as error:
-            self._failed(error)
-        self._require_place()
-        self._writes.succeeded()
+        in_turn = size > LARGE or self._config.synchronous == "full" or self._in_thread
+        if in_turn or not self._try_at_once(work):
+            await self._in_writers_thread(partial(self._wait_and_do, work))
         self._committed(size)
+        self._writes.succeeded()
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
         """Do `work` in one transaction, in the writer's thread; errors and `size` as those of `commit`."""
-        try:
-            done = await self._in_writers_thread(self._wait_and_do, lambda db: finish(work(SqliteTransaction(db))))
-        except sqlite3.DatabaseError as error:
-            self._failed(error)
-        self._require_place()
+        job = partial(self._wait_and_do, lambda db: finish(work(SqliteTransaction(db))))
+        done = await self._in_writers_thread(job)
         self._committed(size)
         return done
 
-    def _require_place(self) -> None:
+    def _try_at_once(self, work: Job[None]) -> bool:
+        """Whether it was done at once; False if another process is writing."""
         try:
-            self._place.require()
-        except StoreUnavailable as error:
-            self._writes.failed(error.message)
-            raise
+            _in_transaction(self._writer, work)
+        except sqlite3.DatabaseError as error:
+            if _is_locked(error):
+                return False
+            self._failed(error)
+        return True
 
     def _failed(self, error: sqlite3.DatabaseError, what: str = "written") -> NoReturn:
+        """StoreUnavailable if the file, its disk or another process is to blame, ConstraintRefused for a row."""
+        if isinstance(error, sqlite3.IntegrityError):
+            raise ConstraintRefused(str(error)) from error
         if error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
             self._damaged(str(error))
-        if type(error) in FAULTS and what == "written":
+        if type(error) not in FAULTS:
+            raise error
+        nothing = ""
+        if what == "written":
             self._writes.failed(str(error))
-        _raise_ours(error, what)
+            nothing = "; nothing was recorded, try again"
+        raise StoreUnavailable(f"the store cannot be {what}: {error}{nothing}") from error
 
     def _damaged(self, how: str) -> None:
         if self.damage is None:
@@ -159,19 +162,19 @@ class SqliteDatabase(Database):
     async def require_writable(self) -> None:
         """Raise StoreUnavailable unless a record could be committed now to the file at the store's path."""
         self._require_place()
-        try:
-            await self._in_writers_thread(self._wait_and_do, _write_the_same)
-        except sqlite3.DatabaseError as error:
-            self._failed(error)
+        await self._in_writers_thread(partial(self._wait_and_do, _write_the_same))
         # That is a page, which may fit where a record does not.
         self._writes.require(self._writes.why is None or await asyncio.to_thread(has_room, self.path.parent))
 
-    async def _in_writers_thread(self, job: Callable[..., T], *args: Any) -> T:
+    async def _in_writers_thread(self, job: Callable[[], T]) -> T:
         """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
-        done = asyncio.get_running_loop().run_in_executor(self._writing, lambda: job(*args))
+        done = asyncio.get_running_loop().run_in_executor(self._writing, job)
         self._in_thread += 1
         done.add_done_callback(self._job_ended)
-        return await asyncio.shield(done)
+        try:
+            return await asyncio.shield(done)
+        except sqlite3.DatabaseError as error:
+            self._failed(error)
 
     def _job_ended(self, _: object) -> None:
         self._in_thread -= 1
@@ -186,7 +189,15 @@ class SqliteDatabase(Database):
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
+    def _require_place(self) -> None:
+        try:
+            self._place.require()
+        except StoreUnavailable as error:
+            self._writes.failed(error.message)
+            raise
+
     def _committed(self, size: int) -> None:
+        self._require_place()
         self._commits, self._written = self._commits + 1, self._written + size
         due = self._commits >= CHECKPOINT_EVERY or self._written >= LONG_LOG // 4
         if due and (self._checkpoint is None or self._checkpoint.done()):
@@ -205,13 +216,13 @@ class SqliteDatabase(Database):
         """
         await self.checkpoint()  # what takes long, while others write
         async with self._checkpointing:
-            await self._in_writers_thread(_empty_log, self._writer)
+            await self._in_writers_thread(partial(_empty_log, self._writer))
 
     # Reads ---------------------------------------------------------------------------------------------------------
 
     async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
         """Return all rows of a query. Raise StoreUnavailable if SQLite cannot read."""
-        read = partial(_fetch_all, self._reader, sql, params or {})
+        read = partial(SqliteTransaction(self._reader).fetch, sql, params)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._reading, read)
         except sqlite3.DatabaseError as error:
@@ -239,10 +250,6 @@ class SqliteDatabase(Database):
             yield ours
 
 
-def _fetch_all(connection: sqlite3.Connection, sql: str, params: Params) -> list[sqlite3.Row]:
-    return connection.execute(sql, params).fetchall()
-
-
 def has_room(directory: Path) -> bool:
     """Return whether the disk of a directory has room for some records."""
     try:
@@ -263,11 +270,10 @@ def _connect_all(path: Path, config: StoreConfig) -> list[sqlite3.Connection]:
     """The writer, the reader and the quick reader. The first of them makes the tables."""
     connections: list[sqlite3.Connection] = []
     try:
-        connections.append(_connect(path, config))
-        make_tables(connections[0], str(path))
-        connections += [_connect(path, config), _connect(path, config)]
-        _set_timeout(connections[0], 0)  # in the event loop's thread nobody waits
-        _set_timeout(connections[2], 0)
+        for seconds in (0, config.busy_timeout_s, 0):  # in the event loop's thread nobody waits
+            connections.append(_connect(path, config))
+            make_tables(connections[0], str(path))
+            _set_timeout(connections[-1], seconds)
     except BaseException:
         for connection in connections:
             connection.close()
@@ -282,24 +288,20 @@ def _connect(path: Path, config: StoreConfig, mode: str = "rwc") -> sqlite3.Conn
     address, wait = f"{path.as_uri()}?mode={mode}", config.busy_timeout_s
     connection = sqlite3.connect(address, wait, isolation_level=None, check_same_thread=False, uri=True)
     connection.row_factory = sqlite3.Row
+    # SQLite does not wait for another process that is just making the same new file a WAL one.
+    patient = Retrying(
+        stop=stop_after_delay(wait), wait=wait_random(0.01, 0.05), retry=retry_if_exception(_is_locked), reraise=True
+    )
     try:
-        # SQLite does not wait for another process that is just making the same new file a WAL one.
-        for attempt in Retrying(
-            stop=stop_after_delay(config.busy_timeout_s),
-            wait=wait_random(0.01, 0.05),
-            retry=retry_if_exception(_is_locked),
-            reraise=True,
-        ):
-            with attempt:
-                missing_in(connection, str(path))  # before anything is written to what is not ours
-                _set_up(connection, config)
+        patient(_set_up, connection, str(path), config)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _set_up(connection: sqlite3.Connection, config: StoreConfig) -> None:
+def _set_up(connection: sqlite3.Connection, where: str, config: StoreConfig) -> None:
+    missing_in(connection, where)  # before anything is written to what is not ours
     if connection.execute("PRAGMA page_count").fetchone()[0] == 0:  # a new file; of any other, this would be a write
         connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     for pragma in (
@@ -319,17 +321,6 @@ def _set_timeout(connection: sqlite3.Connection, seconds: float) -> None:
     connection.execute(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
 
 
-def _try_at_once(connection: sqlite3.Connection, work: Job[None]) -> bool:
-    """Whether it was done at once; False if another process is writing."""
-    try:
-        _in_transaction(connection, work)
-    except sqlite3.OperationalError as error:
-        if _is_locked(error):
-            return False
-        raise
-    return True
-
-
 def _in_transaction(connection: sqlite3.Connection, work: Job[T]) -> T:
     try:
         connection.execute("BEGIN IMMEDIATE")
@@ -342,10 +333,8 @@ def _in_transaction(connection: sqlite3.Connection, work: Job[T]) -> T:
 
 
 def _is_locked(error: BaseException) -> bool:
-    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF in (
-        sqlite3.SQLITE_BUSY,
-        sqlite3.SQLITE_LOCKED,
-    )
+    codes = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+    return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF in codes
 
 
 def _checkpoint(path: Path, config: StoreConfig) -> None:
@@ -368,16 +357,6 @@ def _empty_log(connection: sqlite3.Connection) -> None:
     with suppress(sqlite3.DatabaseError):
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     _set_timeout(connection, 0)
-
-
-def _raise_ours(error: sqlite3.DatabaseError, what: str) -> NoReturn:
-    """StoreUnavailable if the file, its disk or another process is to blame; Refused for a row that is not allowed."""
-    if isinstance(error, sqlite3.IntegrityError):
-        raise ConstraintRefused(str(error)) from error
-    if type(error) not in FAULTS:
-        raise error
-    nothing = "; nothing was recorded, try again" if what == "written" else ""
-    raise StoreUnavailable(f"the store cannot be {what}: {error}{nothing}") from error
 
 
 class Place:
@@ -419,19 +398,21 @@ class SqliteTransaction:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
-    async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
+    def fetch(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
+        """Return all rows of a statement: one that writes and returns is done only when they are read."""
         return self._connection.execute(sql, params or {}).fetchall()
 
+    async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
+        return self.fetch(sql, params)
+
     async def one(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
-        # All rows: a statement that writes and returns is done only when they are read.
-        rows = self._connection.execute(sql, params or {}).fetchall()
-        return rows[0] if rows else None
+        return next(iter(self.fetch(sql, params)), None)
 
     async def run(self, sql: str, params: Params | None = None) -> int:
         return self._connection.execute(sql, params or {}).rowcount
 
     async def many(self, sql: str, rows: Sequence[Params]) -> list[sqlite3.Row]:
-        return [row for params in rows for row in self._connection.execute(sql, params)]
+        return [row for params in rows for row in self.fetch(sql, params)]
 
 
 def finish(work: Awaitable[T]) -> T:

@@ -133,7 +133,7 @@ class IdleFile:
 
 def only_read(store: Path, wait_s: float = 5.0) -> sqlite3.Connection:
     """Open the file so that SQLite writes nothing, not even a log beside it."""
-    mode = "mode=ro" if is_in_use(store) else "immutable=1"
+    mode = "mode=ro" if is_in_use(store) else "mode=ro&immutable=1"
     return sqlite3.connect(f"file:{quote(str(store))}?{mode}", wait_s, check_same_thread=False, uri=True)
 
 

@@ -20,6 +20,7 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import LightningError, StoreUnavailable
 from lightning_proxy.core.records import Reward, RolloutName
 from lightning_proxy.features.page.feed import FeedEvents
+from lightning_proxy.store.database import Feed
 from lightning_proxy.store.opening import open_database, opened
 from lightning_proxy.store.store import Store
 from support.command_line import Done, lightning
@@ -100,7 +101,7 @@ async def test_a_moved_store_goes_on_above_its_highest_numbers(
         await store.rollouts.open([(RolloutName("new"), "hash")], {})
         await store.rewards.post([Reward("new", 1.0, final=False)])
         await database.commit([("INSERT INTO prompt_log (name, version) VALUES ('p', 1)", [{}])])
-        await database.tidy()
+        await Feed(database).newest()
         (row,) = await database.all("SELECT n FROM rollouts WHERE rollout_id = 'new'")
         assert row["n"] == highest["rollouts"] + 1
         assert await feed.newest() > highest["feed"]
@@ -113,7 +114,7 @@ async def test_a_moved_store_goes_on_above_its_highest_numbers(
 async def test_what_a_server_has_not_numbered_yet_gets_its_numbers(on_server: StoreConfig, tmp_path: Path) -> None:
     async with opened(on_server) as database:
         await Store(database).rollouts.open([(RolloutName("r"), "hash")], {})
-        await database.tidy()
+        await Feed(database).newest()
         await Store(database).rollouts.end("r", "failed", None)
         await Store(database).rewards.post([Reward("r", 1.0)])
         waiting = [row["kind"] for row in await database.all("SELECT kind FROM feed_in ORDER BY n")]
@@ -161,11 +162,11 @@ async def test_what_another_process_records_meanwhile_is_not_moved(on_server: St
             await Store(database).rollouts.open([(RolloutName(f"later {number}"), f"hash {number}")], {})
             await asyncio.sleep(0.001)
         assert (await moving).returncode == 0, (await moving).stderr
-        here = await read_all(database, {"rollouts": ("n",), "rollout_counts": ("mode", "status")})
+        here = await read_all(database, {"rollouts": ("n",)})
     there = await rows_of(on_server)
     assert there["rollouts"] == here["rollouts"][: len(there["rollouts"])]
     assert len(there["rollouts"]) < len(here["rollouts"])
-    assert sum(row["rollouts"] for row in there["rollout_counts"]) == len(there["rollouts"])
+    assert sum(row["rollouts"] for row in there["rollout_count_changes"]) == len(there["rollouts"])
 
 
 async def test_a_file_that_nobody_had_open_and_that_is_written_to_meanwhile_is_not_moved(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ WHOLE = {
     "OFFER_ALL 0", "OFFER_ALL 1",
     "SELECT 1 FROM rollouts WHERE step IS NOT NULL LIMIT 1",
     "SELECT * FROM steps WHERE status = 'trained' ORDER BY step", "SELECT * FROM policy_versions ORDER BY version",
-    "PARENTS", "STEPS_FIRST", "VERSION_EVER_PUBLISHED", "NEWEST_CHECKPOINT", "LABELS",
+    "PARENTS", "VERSION_EVER_PUBLISHED", "NEWEST_CHECKPOINT", "LABELS",
 }  # fmt: skip
 VALUES: dict[str, object] = {"limit": 20, "newest": 500, "before": 100, "step": 2990, "version": 98, "task_id": "task9"}
 

@@ -33,10 +33,8 @@ def known() -> dict[str, str]:
 
 
 # Grow with steps, versions and keys, not with calls; or are no tables.
-SMALL = {"keys", "policy_log", "rollout_counts", "schema_numbers", "sqlite_master", "CONSTANT", "recent"} | {
-    "json_each",
-    "wanted",  # a list that a statement is given
-}
+SMALL = {"keys", "policy_log", "rollout_counts", "rollout_count_changes", "schema_numbers", "sqlite_master"}
+SMALL |= {"CONSTANT", "recent", "json_each", "wanted"}  # the last: a list that a statement is given
 SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "prompt_log", "promotions"}
 SMALL |= {"maybe", "evaluations", "rewarder_spent"}
 # Indexes of the few rows that are under way or still have their files.
@@ -46,7 +44,7 @@ FEW = {"steps_claimed", "steps_with_checkpoints", "policy_versions_with_files", 
 # Likewise when training without a server starts, for the list of all versions, or until the first few steps are found.
 WHOLE = {
     "SELECT * FROM steps WHERE status = 'trained' ORDER BY step", "SELECT * FROM policy_versions ORDER BY version",
-    "PARENTS", "STEPS_FIRST",
+    "PARENTS", "STEPS_AFTER",
     "UNTRAINABLE", "RECENT_CALLS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "LABELS",
     "PAGES", "MEMBERS_ENDED", "MEMBERS_RUNNING", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
     "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", "tasks by nothing", "UNLEARNED",
@@ -54,6 +52,7 @@ WHOLE = {
 # Sort what belongs to a few steps, one test, rollout or tool-call id, a page of tasks, the newest calls or rollouts, or
 # a key's newest rollouts.
 SORTS = {
+    "COUNT_CHANGES_FOLD", "ROLLOUT_COUNTS",
     "REWARDS_BY_TASK_OF_KEY", "FAILED_HELD_OUT", "COUNTING_IN_PART", "UNDER_WAY", "ROLLOUT_COUNTS_OF_KEY",
     "COUNTED", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE",
     "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "COMPARED_WITH",
