@@ -106,11 +106,9 @@ def _shape(given: Json) -> Json:
     form = given.get("text", {}).get("format")
     if form and "structured_outputs" in given:
         raise Untranslatable("both text.format and structured_outputs")
-    if form and form["type"] == "json_schema":
+    if form and form["type"] != "text":
         schema = {name: value for name, value in _given(form).items() if name != "type"}
-        shape["response_format"] = {"type": "json_schema", "json_schema": schema}
-    elif form and form["type"] == "json_object":
-        shape["response_format"] = {"type": "json_object"}
+        shape["response_format"] = {"type": form["type"]} | ({"json_schema": schema} if schema else {})
     return shape
 
 
