@@ -170,6 +170,32 @@ async def test_a_plugin_adds_fields_to_bodies_and_answers_of_the_core(
         assert "plugin labels: its hook status_fields failed" in caplog.text
 
 
+async def test_a_plugins_route_about_a_rollout_lets_in_who_may_see_it(
+    running: Running, tmp_path: Path, install: Install
+) -> None:
+    install(
+        "peek",
+        """
+        from fastapi import APIRouter
+        from lightning_proxy.proxy.plugins import AgentRoute, ProxyPlugin
+
+        router = APIRouter(route_class=AgentRoute, prefix="/plugins/peek")
+
+        @router.get("/{rollout_id}")
+        async def peek(rollout_id: str) -> dict[str, str]:
+            return {"rollout_id": rollout_id}
+
+        class proxy(ProxyPlugin):
+            routers = (router,)
+        """,
+    )
+    async with running(tmp_path, plugins=["peek"]) as system:
+        _, (own, other) = await system.call("POST", "/rollouts", {"n": 2})
+        for rollout, status in ((own, 200), (other, 403)):
+            path, key = f"/plugins/peek/{rollout['rollout_id']}", f"Bearer {own['api_key']}"
+            assert (await system.call("GET", path, Authorization=key))[0] == status
+
+
 @pytest.mark.parametrize(
     ("hook", "why"),
     [
