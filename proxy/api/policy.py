@@ -32,10 +32,7 @@ SEED = 0  # of the bootstrap, so that the same rewards always give the same inte
 
 @router.get("", response_model=Policy)
 async def get_policy(request: ControlRequest) -> dict[str, Any]:
-    """The live version, how it is served, the last training step, and the collapse that publication is stopped for.
-
-    And the test of the version that may go live next (docs/promotion.md).
-    """
+    """The live version, how it is served, the last training step, and the collapse that publication is stopped for."""
     p, sight = request.parts, request.caller.sight
     added = [await plugin.policy_fields(p.store, sight.key_id) for plugin in p.plugins]
     live, last = await p.store.versions.live(), await p.store.steps.last()
@@ -57,11 +54,7 @@ async def get_policy(request: ControlRequest) -> dict[str, Any]:
 
 @router.get("/versions", response_model=Versions)
 async def get_versions(request: ControlRequest) -> dict[str, Any]:
-    """Every policy version, oldest first, with the metrics of the step that made it, and whether it can go live.
-
-    `rewards`: by mode, the mean reward over tasks of the rollouts that began with it. `parent`: the version that its
-    step started from.
-    """
+    """Every policy version, oldest first, with the metrics of the step that made it, and whether it can go live."""
     p, sight = request.parts, request.caller.sight
     added = [await plugin.version_fields(p.store, sight.key_id) for plugin in p.plugins]
     live, versions = (await p.store.versions.live()).version, await p.store.versions.all()

@@ -160,10 +160,10 @@ class AgentRoute(APIRoute):
             except TypeError:  # FastAPI knows more types
                 return made
 
-        options["dependencies"] = [*(options.get("dependencies") or ()), *self.schemes]
-        options["responses"] = {**ERRORS, **(options.get("responses") or {})}
+        options["dependencies"] = [*options["dependencies"], *self.schemes]
+        options["responses"] = {**ERRORS, **options["responses"]}
         # No key is needed until the first one is made.
-        options["openapi_extra"] = {**(options.get("openapi_extra") or {}), "security": [{}]}
+        options["openapi_extra"] = {**(options["openapi_extra"] or {}), "security": [{}]}
         super().__init__(path, answer if iscoroutinefunction(endpoint) else endpoint, **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

@@ -22,10 +22,6 @@ RECENT_CALLS = 500
 async def get_status(request: ControlRequest) -> dict[str, Any]:
     """Count rollouts by mode and status, those that wait, and the newest rollouts and calls that are not trained on.
 
-    `publishing` says why new weights could not be published; `standstill`, that nothing was learned lately; `collapse`,
-    that publication is stopped, and why; `uncounted`, that none of the newest rewards acts on everybody. `verified`:
-    how the live version was seen to be served, and when last. `recent` sums up the newest 500 calls. A training step
-    takes `per_step` of those that wait.
     For a key that sees only its own rollouts, the answer counts these alone.
     """
     p, sight = request.parts, request.caller.sight
