@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..core.json_text import dumps, dumps_or_none, loads_or_none
+from ..core.json_text import dumps, dumps_or_none, fields_of, loads_or_none
 from ..core.records import CallStatus, Choice, Event, ModelCall, RolloutName, ToolCall
 from .database import Database, Row, Sql, Transaction, read
 from .requests import Parent, full_calls, short_calls
@@ -388,7 +388,10 @@ class Events:
 
         async def work(db: Transaction) -> Answer:
             await db.run(ROLLOUT_SEEN, row)
-            recorded = await db.many(EVENT, [row | _event_row(event, rollout.agent) for event in events])
+            recorded = await db.many(EVENT, [
+                row | fields_of(event) | {name: dumps_or_none(getattr(event, name)) for name in EVENT_JSON}
+                | {"agent": event.agent or rollout.agent} for event in events
+            ])  # fmt: skip
             answer = {"rollout_id": rollout.rollout_id, "status": "recorded"}
             return [{"event_id": one["event_id"]} | answer for one in recorded]
 
@@ -402,8 +405,3 @@ class Events:
             read(Event, row, is_error=bool(row["is_error"]), **{name: loads_or_none(row[name]) for name in EVENT_JSON})
             for row in await self._db.all(statement, {"rollout_id": rollout_id})
         ]
-
-
-def _event_row(event: Event, agent: str | None) -> dict[str, Any]:
-    texts = {name: dumps_or_none(getattr(event, name)) for name in EVENT_JSON}
-    return {"kind": event.kind, "name": event.name, "is_error": event.is_error, "agent": event.agent or agent} | texts

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -22,7 +22,7 @@ from ...core.errors import StoreUnavailable
 from ...core.http import LARGE, in_thread_if_large
 from ...core.json_text import dumps, dumps_or_none, encode
 from ...core.prices import Used, used
-from ...core.records import CallEnd, CallStart, Choice, ModelCall, RolloutName
+from ...core.records import CallEnd, CallStart, Choice, RolloutName
 from ...core.redact import Redactor
 from ...core.tools import conversation, has_results
 from ...store.calls import (
@@ -197,8 +197,10 @@ class Recorder(GroupCommit):
         recent = self._recent.of(rollout_id)
         statements, stored_bytes, call, parent = await in_thread_if_large(size, partial(_prepared, start, recent))
         statements += also
-        if start.is_retry and (earlier := await self._repeated(start, recent)):
-            statements.append((CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
+        if start.is_retry:
+            known = {call.call_id: Parent(call.request, call.row_ids.tobytes()) for call in recent}
+            if earlier := await self._store.calls.superseded(rollout_id, start.request, known, self._begun):
+                statements.append((CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
         begun = _Begun(call, parent, shown)
         is_first = self._begun.setdefault(start.call_id, begun) is begun  # an imported one may come twice at once
         try:
@@ -213,11 +215,6 @@ class Recorder(GroupCommit):
             await self._start(start, also, size, shown)
             return
         self._recent.add(rollout_id, call)
-
-    async def _repeated(self, start: CallStart, recent: Iterable[RecentCall]) -> ModelCall | None:
-        known_parents = {call.call_id: Parent(call.request, call.row_ids.tobytes()) for call in recent}
-        running = self._begun.keys()
-        return await self._store.calls.superseded(start.rollout.rollout_id, start.request, known_parents, running)
 
     def resume(self, start: CallStart) -> None:
         """Continue a call whose start is recorded already, perhaps by another process, so that its end can follow."""
