@@ -1,7 +1,7 @@
 """Turns records into the control API's JSON, where its fields differ from the record's. Pure.
 
 `transitions` makes a rollout the transitions of a Markov decision process; `among_decisions` leaves out calls that are
-no decisions, and moves text that others share with them. `words_view` has the first words of question and answer.
+no decisions, and moves text that others share with them. `words_in` has the first words of question and answer.
 """
 
 from __future__ import annotations
