@@ -39,6 +39,7 @@ MENDED_S = 3.0  # that a look waits for servers that are being mended
 Wanted = tuple[int, Mapping[str, int]]  # the live version, and by URL those of servers that are to have another
 
 PROBE_S = 86_400.0  # between two questions to one server
+AGAIN_S = 120.0  # until a server is asked again that could not answer
 LOOK_S = 1.0  # until a restart is noticed
 TOLERANCE = 0.2  # mean difference of log-probabilities; bfloat16 alone makes up to 0.1
 
@@ -209,7 +210,7 @@ class Watch:
         # The version that was live at the last check of vLLM, and by URL the placed ones.
         self._checked_for: Wanted = (0, {})
         self._problem: LightningError | None = None
-        self._probed: dict[str, tuple[PolicyVersion, float]] = {}  # by URL; with the time of the last question
+        self._probed: dict[str, tuple[PolicyVersion, float]] = {}  # by URL; with the time of the next question
 
     async def run(self) -> None:
         """Check vLLM every second until cancelled."""
@@ -343,10 +344,10 @@ class Watch:
         if url not in self._probed:
             self._probed[url] = live, -math.inf
             self.adds_usage[url] = await server.adds_usage()
-        version, at = self._probed[url]
-        if version == live and monotonic() < at + PROBE_S:
+        version, due = self._probed[url]
+        if version == live and monotonic() < due:
             return
-        self._probed[url] = live, monotonic()
+        self._probed[url] = live, monotonic() + AGAIN_S
         merged = self.swap.mode == "merged"
         if not merged and live.version == 0:
             return  # nothing can have replaced it: its operator routes load adapters only
@@ -354,11 +355,9 @@ class Watch:
             return
         model = await server.base_model() if merged else str(live.served_model)
         answer = await server.probe(model)
-        if await self.swap.store.versions.live_now() != live or (
-            merged and not await self.swap.has_label(server, live)
-        ):
+        if await versions.live_now() != live or (merged and not await self.swap.has_label(server, live)):
             return  # other weights went live meanwhile
-        probes, problem = self.swap.store.probes, None
+        self._probed[url], problem = (live, monotonic() + PROBE_S), None
         first = await probes.of(live.version)
         if first is None or first.model != model:
             await probes.first(live.version, model, answer)
