@@ -26,7 +26,7 @@ LOOKED_AT = 2**16  # rollouts among which those that count are looked for
 _NAMED = "name IN (SELECT CAST(value AS TEXT) FROM json_each(:names))"
 # What was posted before there was a first key was posted without one.
 WHOSE = f"""
-SELECT EXISTS (SELECT 1 FROM keys) OR EXISTS (SELECT 1 FROM rewards WHERE evidence = 0) AS apart,
+SELECT EXISTS (SELECT 1 FROM keys) OR COALESCE((SELECT MIN(evidence) FROM rewards), 1) = 0 AS apart,
     EXISTS (SELECT 1 FROM rewards WHERE evidence = 1 AND key_id IS NOT NULL AND {_NAMED})
     OR EXISTS (SELECT 1 FROM rewards WHERE evidence = 1 AND key_id IS NULL AND {_NAMED}
         AND created_at >= COALESCE((SELECT MIN(created_at) FROM keys), 0))
