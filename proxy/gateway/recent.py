@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -202,8 +202,9 @@ class Brought(NamedTuple):
 
 
 class _Resent(NamedTuple):
-    """A call that a request sends again, or refers to by an item's id. `turn`: where the answer with it begins."""
+    """The `n`th call that a request sends again, or refers to by an item's id; its answer begins with the `turn`th."""
 
+    n: int
     turn: int
     call: ToolCall | None
     place: bytes
@@ -214,7 +215,7 @@ def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brou
     """Yield the results in the messages after the first `known`.
 
     A result belongs to the call with its id that the request sends again before it; without an id to the first one of
-    the newest turn that has no result yet. Example, where the model counts ids anew in every answer:
+    the newest answer that has no result yet. Example, where the model counts ids anew in every answer:
 
         recorded   user: go                       answer: call f(1), id f:0; call f(2), id f:0
         recorded   user: stop                     answer: call f(1), id f:0
@@ -224,24 +225,38 @@ def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brou
     """
     items, previous = conversation(request), request.get("previous_response_id")
     newest_answer = next((i for i in range(len(items) - 1, -1, -1) if is_answer(items[i])), -1)
-    waiting, answered, turn, after_calls = list[_Resent](), set[str | None](), 0, -1
+    waiting = defaultdict[str | None, deque[_Resent]](deque)  # of the newest answer with this id; None: with any
+    done, answered, n, turn, after_calls = set[int](), set[str | None](), 0, 0, -1
+
+    def waits(called: str | None, name: str | None) -> _Resent | None:
+        for queue in (waiting[called], waiting[""]):
+            while queue and queue[0].n in done:
+                queue.popleft()
+            if queue:
+                named = (one for one in queue if one.n not in done and one.call and one.call.name == name)
+                return next(named, queue[0]) if name else queue[0]
+        return None
+
     for i in range(_first_call(items, known), len(items)):
-        if made := [*_resent(items[i], places[i])]:
-            turn, after_calls = turn if i == after_calls else i, i + 1
-            waiting += [_Resent(turn, *one) for one in made]
+        for call, place, item_id in _resent(items[i], places[i]):
+            n += 1
+            turn, after_calls = turn if i <= after_calls else n, i + 1
+            for name in {None, (call and call.id) or ""}:
+                if waiting[name] and waiting[name][-1].turn != turn:
+                    waiting[name].clear()
+                waiting[name].append(_Resent(n, turn, call, place, item_id))
         for result in results_in(items[i]):
             called, is_old = result.tool_call_id, not known or i < newest_answer
-            alike = [one for one in waiting if called is None or (one.call and one.call.id == called)]
-            alike = alike or [one for one in waiting if one.call is None or not one.call.id]
-            alike = [one for one in alike if one.turn == alike[-1].turn]
-            named = [one for one in alike if one.call and one.call.name == result.name]
-            for resent in (named or alike)[:1]:
-                waiting.remove(resent)
+            if resent := waits(called, result.name):
+                done.add(resent.n)
                 answered.add(called)
-                if i >= known:
-                    yield Brought(result, *resent[1:], is_old)
-            if not alike and i >= known and called not in {None, *answered}:
-                yield Brought(result, None, places[i], previous, is_old)
+                brought = Brought(result, resent.call, resent.place, resent.item_id, is_old)
+            elif called is None or called in answered:
+                continue
+            else:
+                brought = Brought(result, None, places[i], previous, is_old)
+            if i >= known:
+                yield brought
     before = max(known - 1, 0)
     for i, result in written_results(items[before:]):
         yield Brought(result, None, places[before + i])
