@@ -7,13 +7,13 @@ import logging
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import NoReturn, TypeVar
 
+import aiosqlite
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from ...core.config.server import StoreConfig
@@ -38,7 +38,7 @@ Identity = tuple[int, int, bool]
 
 
 class SqliteDatabase(Database):
-    """One connection that writes and one that reads, each in a thread of its own; readers never wait for the writer.
+    """One connection that writes and one that reads, each in aiosqlite's thread; readers never wait for the writer.
 
     What every call needs is done in the event loop's thread instead (`commit`, `quick`): that takes less time than
     the way to another thread. It never waits there: a commit that is large or synced, or that finds the store locked,
@@ -49,8 +49,9 @@ class SqliteDatabase(Database):
         self.path, self.where = path, str(path)
         self._place = Place(path)
         self._config = config
-        self._writer, self._reader, self._quick = connections
-        self._writing, self._reading = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._writer, reader, self._quick = connections
+        self._writing = aiosqlite.Connection(lambda: self._writer, iter_chunk_size=64)
+        self._reading = aiosqlite.Connection(lambda: reader, iter_chunk_size=64)
         self._of_turn: dict[str, sqlite3.Row | None] = {}  # what `quick` read in this turn of the event loop
         self._in_thread = 0  # jobs of the writer's thread that have not ended: the writer is theirs
         self._writes = Writing()
@@ -73,6 +74,9 @@ class SqliteDatabase(Database):
         except (OSError, sqlite3.Error) as error:
             raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
         database = cls(path, config, connections)
+        for threaded in (database._writing, database._reading):
+            threaded._thread.daemon = True  # it holds up no process that ends without closing it
+            await threaded
         if emptied:
             database._damaged("it had 0 bytes when it was opened, so all that was recorded before is gone")
         return database
@@ -81,13 +85,8 @@ class SqliteDatabase(Database):
         """Close the file once running work has ended."""
         if self._checkpoint is not None:
             await asyncio.wait([self._checkpoint])
-        await asyncio.shield(asyncio.to_thread(self._close))
-
-    def _close(self) -> None:
-        for thread in (self._writing, self._reading):
-            thread.shutdown()
-        for connection in (self._writer, self._reader, self._quick):
-            connection.close()
+        await asyncio.shield(asyncio.gather(self._writing.close(), self._reading.close()))
+        self._quick.close()
 
     # Writes --------------------------------------------------------------------------------------------------------
 
@@ -168,7 +167,8 @@ class SqliteDatabase(Database):
 
     async def _in_writers_thread(self, job: Callable[[], T]) -> T:
         """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
-        done = asyncio.get_running_loop().run_in_executor(self._writing, job)
+        # aiosqlite's own methods run one statement each, between which the event loop would hold the file's lock.
+        done = asyncio.ensure_future(self._writing._execute(job))
         self._in_thread += 1
         done.add_done_callback(self._job_ended)
         try:
@@ -222,9 +222,8 @@ class SqliteDatabase(Database):
 
     async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
         """Return all rows of a query. Raise StoreUnavailable if SQLite cannot read."""
-        read = partial(SqliteTransaction(self._reader).fetch, sql, params)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._reading, read)
+            return list(await self._reading.execute_fetchall(sql, params or {}))
         except sqlite3.DatabaseError as error:
             self._failed(error, "read")
 
