@@ -24,7 +24,7 @@ _WORDS = frozenset({
     "role", "id", "type", "name", "reason", "object", "format", "status", "model", "provider", "phase", "channel",
     "signature",
 })  # fmt: skip
-# AnswerParts of a content that are streamed in pieces, each in a part of its own.
+# Parts of a content that are streamed in pieces, each in a part of its own.
 _TEXT_PARTS = ("text", "thinking", "output_text", "reasoning")
 # What a choice has in pieces beside its message, and what is read before all else.
 _PIECES = frozenset({"text", "logprobs", "token_ids"})
