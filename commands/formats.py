@@ -7,12 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.text import Text
-
 from ..core.json_text import dumps_readable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+    from rich.text import Text
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -72,6 +71,8 @@ def how_it_ended(code: int | None) -> str:
 
 def plain(value: object, style: str = "") -> Text:
     """Return a recorded text shown as it is: markup is not applied and control characters are escaped."""
+    from rich.text import Text
+
     shown = "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in str(value))
     return Text(shown, style=style)
 

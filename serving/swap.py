@@ -321,7 +321,7 @@ def obstacle(version: PolicyVersion, mode: PublishMode) -> str | None:
     if version.status == "publishing":
         return "it is being published"
     if version.path is None or not Path(version.path).is_dir():
-        return "its files are gone"
+        return "its files are gone (policy.keep_versions)"
     return None if version.publish in (None, mode) else f"it was published as {version.publish}"
 
 
