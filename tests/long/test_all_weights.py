@@ -57,6 +57,10 @@ def save_tied_model(directory: Path) -> Path:
     return directory
 
 
+async def no_samples(_: object) -> list[Sample]:
+    return []  # no agent was answered
+
+
 class Bench:
     """A trainer of all weights and the vLLM that serves them."""
 
@@ -73,7 +77,8 @@ class Bench:
         step = await self.store.steps.claim((), base)
         await self.store.steps.trained(step, "", {})
         version = await self.publisher.publish(step, [SAMPLE], {}, base, asyncio.Event())
-        assert version.verified
+        await self.publisher.verify_live(version.version, no_samples, asyncio.Event())
+        assert (await self.store.versions.live()).verified
         return version.version
 
     async def far_from(self, weights: dict[str, Any]) -> float:
