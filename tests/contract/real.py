@@ -25,12 +25,18 @@ LIGHT = ["--preload", "urllib.request"]
 
 # The reward is the share of vowels: a random model writes few, and every answer says a little about how to get more.
 AGENT = """
-import json, os, urllib.request
+import json, os, time, urllib.error, urllib.request
 
-def post(url, body):
+def post(url, body, retries=9):  # as official clients do it, but more often
     headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
-    with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
-        return json.load(answer)
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        if error.code < 500 or not retries:
+            raise
+    time.sleep(0.5)
+    return post(url, body, retries - 1)
 
 messages = [{"role": "user", "content": json.loads(os.environ["LIGHTNING_TASK"])["prompt"]}]
 asked = {"model": "policy", "messages": messages, "max_tokens": 12, "temperature": 1.0}

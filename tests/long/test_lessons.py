@@ -20,6 +20,7 @@ import yaml
 
 from contract.real import GROUP, LETTERS, TASKS, System
 from contract.system import Process, free_port, wait_until
+from lightning_proxy.serving.operator import operator_headers
 from support.paths import EXAMPLES
 
 PLANNER_EXECUTOR = EXAMPLES / "planner_executor"
@@ -122,8 +123,8 @@ def test_a_server_that_is_killed_costs_no_rollout_and_gets_the_live_weights_when
     system.start()
 
     def both_serve_the_live_version() -> bool:
-        weights = served_weights(system.vllm_port)
-        return weights.startswith(f"{system.live()['version']}-") and weights == served_weights(port)
+        weights = served_weights(system.directory, system.vllm_port)
+        return weights.startswith(f"{system.live()['version']}-") and weights == served_weights(system.directory, port)
 
     system.run_agents(repeat=2)
     wait_until(
@@ -166,13 +167,14 @@ def set_up_second_server(system: System) -> tuple[int, Process]:
 
 def start_second_server(server: Process, port: int) -> None:
     server.start(LIGHTNING_VLLM__PORT=str(port))
-    wait_until(lambda: served_weights(port), 240, "the second server is there")
+    wait_until(lambda: served_weights(server.directory, port), 240, "the second server is there")
 
 
-def served_weights(port: int) -> str:
+def served_weights(directory: Path, port: int) -> str:
     """The label of the weights that a server has; empty where there is none."""
+    url, headers = f"http://127.0.0.1:{port}/weight_info", operator_headers(directory / "policy")
     try:
-        return str(httpx.get(f"http://127.0.0.1:{port}/weight_info", trust_env=False).json()["weight_version"])
+        return str(httpx.get(url, headers=headers, trust_env=False).json()["weight_version"])
     except httpx.HTTPError:
         return ""
 
