@@ -26,6 +26,7 @@ from report import Page, option
 from rich.progress import track
 from scripted_judge import judged
 
+from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.trainer import TrainerConfig
 from lightning_proxy.core.records import ModelCall
 from lightning_proxy.core.returns import Earned
@@ -163,7 +164,7 @@ class Problem:
 
     def sibling(self, episode: Episode, config: TrainerConfig) -> Sibling:
         found = episode.sibling()
-        return judged(found, config, self.idle) if config.judged else found
+        return judged(found, config, self.idle) if config.credit == "judge" else found
 
 
 def delayed(policy: Policy) -> Episode:
@@ -324,7 +325,8 @@ class Cell(NamedTuple):
 
 
 def at_best_rate(problem: Problem, settings: Mapping[str, object], way: Way) -> Cell:
-    config = TrainerConfig.model_validate(settings)
+    judge = {"judge": {"calls": {"model": "scripted"}}} if settings.get("credit") == "judge" else {}
+    config = Config.model_validate({"trainer": settings, **judge}).trainer
 
     def at(rate: float, seeds: Sequence[int]) -> Cell:
         return Cell([trained(problem, config, way, rate, seed) for seed in seeds], rate)
