@@ -38,7 +38,7 @@ from .api.requests import Parts
 from .gateway.asgi import Bodies, Reply
 from .gateway.attempts import Upstreams
 from .gateway.call import Gateway, OnCall
-from .gateway.exact import ExactTokens, RecentTurns
+from .gateway.exact import ExactTokens
 from .gateway.metrics import Metrics
 from .gateway.recorder import Recorder
 from .gateway.relay import Relay, parse_path
@@ -141,7 +141,7 @@ async def _opened(
         # The data path.
         chat_route, exact = ChatRoute(config.policy, store, upstreams), None
         if config.policy.token_continuity == "exact":
-            exact = ExactTokens(upstreams, RecentTurns(store, chat_route.chat_of), metrics.continued)
+            exact = ExactTokens(upstreams, chat_route.history, metrics.continued)
         gateway = Gateway(
             config, router, upstreams, recorder, metrics, unnamed=UnnamedRollouts(store), exact=exact,
             chat_route=chat_route, rewrites=[one.rewrite for one in hooks if one.rewrite is not None],
@@ -149,12 +149,13 @@ async def _opened(
         )  # fmt: skip
         # The control API's view of them, and the background work.
         relay = Relay(config, keys, gateway, bodies) if writes else None
-        memories = [recorder.forget, *([] if exact is None else [exact.turns.forget])]
         parts = Parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router, keys=keys,
             metrics=metrics, redactor=redactor, relay=relay, bodies=bodies,
             reads=Turns(), health=upstreams.health, reach=Reach(session),
-            plugins=plugins, on_deleted=[*memories, *(h.on_deleted for h in hooks if h.on_deleted is not None)],
+            plugins=plugins, on_deleted=[
+                recorder.forget, chat_route.history.forget, *(h.on_deleted for h in hooks if h.on_deleted is not None),
+            ],
         )  # fmt: skip
         if writes:
             await store.returns.adopt(Rules.of(config.trainer))

@@ -153,17 +153,17 @@ WHERE rollout_id = :rollout_id AND seq <= :seq AND (seq > :place OR (seq = :plac
 CALL_STATUS = """
 SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FROM calls WHERE call_id = :call_id
 """
-# Of the newest calls of a rollout, those that the policy has answered.
+# Of the newest calls of a rollout, those that were answered.
 CALLS_ANSWERED = Sql(
     """
 SELECT group_concat(call_id, ' ') AS call_ids FROM (
-    SELECT call_id, status, policy_version FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
-) AS recent WHERE status = 'ok' AND policy_version IS NOT NULL
+    SELECT call_id, status FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
+) AS recent WHERE status = 'ok'
 """,
     postgres="""
 SELECT string_agg(call_id, ' ') AS call_ids FROM (
-    SELECT call_id, status, policy_version FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
-) AS recent WHERE status = 'ok' AND policy_version IS NOT NULL
+    SELECT call_id, status FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
+) AS recent WHERE status = 'ok'
 """,
 )
 # Of the newest calls of a rollout, those that a request may repeat: without an answer, or the last one.
@@ -284,7 +284,7 @@ class Calls:
         return None if row is None else row["status"]
 
     async def answered(self, rollout_id: str, newest: int) -> set[str]:
-        """Return the ids of those of the rollout's `newest` calls that the policy has answered."""
+        """Return the ids of those of the rollout's `newest` calls that were answered."""
         row = await self._db.quick(CALLS_ANSWERED, {"rollout_id": rollout_id, "newest": newest})
         return set() if row is None or row["call_ids"] is None else set(row["call_ids"].split(" "))
 

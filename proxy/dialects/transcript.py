@@ -53,7 +53,7 @@ def chat_turns(calls: Sequence[Json]) -> Iterator[ChatTurn]:
     reader = _Reader()
     for call in calls:
         if call.get("endpoint") == "responses" and call["status"] == "ok" and isinstance(call["response"], dict):
-            exchange = exchange_of(call["call_id"], call["request"], call["response"])
+            exchange = exchange_of(call["request"], call["response"])
             reader.known[exchange.response_id] = exchange
     yield from map(reader.read, calls)
 

@@ -1,23 +1,60 @@
-"""Remembers the recent calls of each rollout, for a new call's parent; tells which tool calls its results belong to."""
+"""Remembers the last calls of each rollout, in memory and within bounds.
+
+`RecentCalls` has them as they are recorded: one of them is a new call's parent. `History` has the answered ones as the
+model was shown them, unredacted: a new call continues one of them by its messages, or by a response's id.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from bisect import bisect_left
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Generic, TypeVar
 
-from ...core.records import CallEnd, ToolCall, ToolResult
-from ...core.tools import calls_in, conversation, is_answer, results_in, written_results
-from ...store.requests import same_prefix
-from ..dialects.atoms import digest, item_atoms, same_arguments
+from ...core.errors import NotFound
+from ...core.records import CallEnd, ModelCall
+from ...core.tools import conversation
+from ...store.requests import Parent, common_prefix, newest_parents, same_prefix
+from ...store.store import Store
+from ..dialects.as_chat.dialect import chat_answer
+from ..dialects.earlier import Exchange, by_response, exchanges_up_to
+from ..dialects.turns import TokenTurn, turns
 
 A_CALL, A_MESSAGE, AN_ENTRY = 1_500, 50, 24  # bytes beside content: of a call, of a message, of it in a list
+LATELY, EVERY = 64, 2**31 - 1  # calls of a rollout that are looked at for answers of other workers
+TURNS = 8  # of a rollout, that are kept
 
 Json = dict[str, Any]
+Kept = TypeVar("Kept")
+# A recorded call as a chat request, given its rollout's exchanges by response; None if it is not one.
+ChatOf = Callable[[ModelCall, Mapping[str, Exchange]], Json | None]
+
+
+class RolloutMemory(Generic[Kept]):
+    """Keeps something of each rollout, about `most` bytes in all. Rollouts that were quiet the longest go first."""
+
+    def __init__(self, most: int) -> None:
+        self._kept: OrderedDict[str, tuple[Kept, int]] = OrderedDict()
+        self._most = most
+        self.size = 0
+
+    def get(self, rollout_id: str) -> Kept | None:
+        return self._kept[rollout_id][0] if rollout_id in self._kept else None
+
+    def keep(self, rollout_id: str, value: Kept, size: int) -> None:
+        self.forget(rollout_id)
+        self._kept[rollout_id] = value, size
+        self.size += size
+        while self.size > self._most:
+            self.forget(next(iter(self._kept)))
+
+    def forget(self, rollout_id: str) -> None:
+        if rollout_id in self._kept:
+            self.size -= self._kept.pop(rollout_id)[1]
 
 
 @dataclass(slots=True)
@@ -25,7 +62,8 @@ class RecentCall:
     """A call that may become a parent. `row_ids`: the tokens of its prompt and answer, once they are durable.
 
     `places`: of its messages, as `places_of` returns them, where there are tool calls. `ends`: how many bytes its
-    messages take up to each one's end; `fields`: how many each other field takes, by its `id`.
+    messages take up to each one's end; `fields`: how many each other field takes. `size`: of all of it, `own`: without
+    the messages and fields that it shares with its parent, which are the same objects (`sharing`).
     """
 
     call_id: str
@@ -34,16 +72,27 @@ class RecentCall:
     places: list[bytes] | None = None
     row_ids: array[int] = field(default_factory=partial(array, "i"))
     ends: array[int] = field(default_factory=partial(array, "q"))
-    fields: dict[int, int] = field(default_factory=dict)
+    fields: dict[str, int] = field(default_factory=dict)
+    parent_id: str | None = None
+    size: int = 0
+    own: int = 0
 
     def measure(self, parent: RecentCall | None, shared_messages: int) -> None:
         """Note how many bytes the request takes. What it shares with its parent was measured there."""
-        messages, known = conversation(self.request), {} if parent is None else parent.fields
-        self.ends = parent.ends[:shared_messages] if parent is not None else self.ends
+        messages, before, known = conversation(self.request), Json(), dict[str, int]()
+        if parent is not None:
+            self.parent_id, self.ends = parent.call_id, parent.ends[:shared_messages]
+            before, known = parent.request, parent.fields
+        shared = self.ends[-1] if self.ends else 0
         for message in messages[shared_messages:]:
             self.ends.append((self.ends[-1] if self.ends else 0) + A_MESSAGE + taken(message))
-        others = [value for value in self.request.values() if value is not messages]
-        self.fields = {id(value): known.get(id(value)) or taken(value) for value in others}
+        for name, value in self.request.items():
+            if value is not messages:
+                is_shared = name in known and value is before[name]
+                self.fields[name] = known[name] if is_shared else taken(value)
+                shared += known[name] if is_shared else 0
+        self.size = (self.ends[-1] if self.ends else 0) + sum(self.fields.values())
+        self.own = self.size - shared
 
 
 def taken(value: Any, most: int = 2**27) -> int:
@@ -67,77 +116,35 @@ def taken(value: Any, most: int = 2**27) -> int:
     return size
 
 
-def size_of(calls: Sequence[RecentCall]) -> int:
-    """Return about how many bytes a rollout's calls take, which were measured. What several share counts once.
-
-    They share the objects of their first messages and of fields (`sharing`). Example:
-
-        call 1   messages A (100 bytes), B (50)      150 bytes and A_CALL
-        call 2   messages A, B, C (30)                30 bytes and A_CALL, or 180 once call 1 is forgotten
-    """
-    size, fields = 0, dict[int, int]()
-    for i, call in enumerate(calls):
-        messages = conversation(call.request)
-        shared = max((_same(messages, conversation(earlier.request)) for earlier in calls[:i]), default=0)
-        size += A_CALL + AN_ENTRY * len(messages) + len(call.row_ids) * call.row_ids.itemsize
-        size += (call.ends[-1] if messages else 0) - (call.ends[shared - 1] if shared else 0)
-        fields |= call.fields
-    return size + sum(fields.values())
-
-
-def _same(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Return how many messages two lists share from the first on, as the same objects."""
-    length = min(len(one), len(other))
-    if length and one[length - 1] is other[length - 1]:  # most conversations go on
-        return length
-    return bisect_left(range(length), True, key=lambda n: one[n] is not other[n])
-
-
-@dataclass(slots=True)
-class _OfRollout:
-    calls: list[RecentCall] = field(default_factory=list)  # newest last
-    size: int = 0
-
-
 class RecentCalls:
-    """At most `each` calls of every rollout, and about `memory` bytes in all; quiet rollouts are forgotten first."""
+    """At most `each` calls of every rollout, and about `memory` bytes in all."""
 
     def __init__(self, memory: int, each: int) -> None:
-        self._rollouts: OrderedDict[str, _OfRollout] = OrderedDict()
-        self._memory = memory
+        self._calls = RolloutMemory[list[RecentCall]](memory)
         self._each = each
-        self._kept = 0
+        self.forget = self._calls.forget
 
     def of(self, rollout_id: str) -> list[RecentCall]:
         """Return the recent calls of the rollout, newest last."""
-        recent = self._rollouts.get(rollout_id)
-        return list(recent.calls) if recent else []
+        return self._calls.get(rollout_id) or []
 
     def add(self, rollout_id: str, call: RecentCall) -> None:
         """Remember a call that was measured."""
-        recent = self._rollouts.setdefault(rollout_id, _OfRollout())
-        self._rollouts.move_to_end(rollout_id)
-        recent.calls = [*recent.calls, call][-self._each :]
-        self._count(recent, size_of(recent.calls) - recent.size)
+        self._keep(rollout_id, [*self.of(rollout_id), call][-self._each :])
 
     def ended(self, end: CallEnd) -> None:
         """Keep the tokens of a call that has ended, if it is still remembered."""
-        if (recent := self._rollouts.get(end.rollout_id)) is None or not end.choices:
-            return
-        for call in recent.calls:
-            if call.call_id == end.call_id:
-                call.row_ids = array("i", end.prompt_token_ids + end.choices[0].token_ids)
-                self._count(recent, len(call.row_ids) * call.row_ids.itemsize)
+        calls = self.of(end.rollout_id)
+        if end.choices and (call := next((one for one in calls if one.call_id == end.call_id), None)) is not None:
+            call.row_ids = array("i", end.prompt_token_ids + end.choices[0].token_ids)
+            self._keep(end.rollout_id, calls)
 
-    def _count(self, recent: _OfRollout, more_bytes: int) -> None:
-        recent.size += more_bytes
-        self._kept += more_bytes
-        while self._kept > self._memory and self._rollouts:
-            self._kept -= self._rollouts.popitem(last=False)[1].size
-
-    def forget(self, rollout_id: str) -> None:
-        if (recent := self._rollouts.pop(rollout_id, None)) is not None:
-            self._kept -= recent.size
+    def _keep(self, rollout_id: str, calls: list[RecentCall]) -> None:
+        there, size = {call.call_id for call in calls}, 0
+        for call in calls:
+            size += A_CALL + AN_ENTRY * len(call.ends) + len(call.row_ids) * call.row_ids.itemsize
+            size += call.own if call.parent_id in there else call.size
+        self._calls.keep(rollout_id, calls, size)
 
 
 def parent_of(request: Json, recent: Sequence[RecentCall]) -> tuple[RecentCall | None, int]:
@@ -158,134 +165,91 @@ def sharing(request: Json, parent: RecentCall | None, shared_messages: int) -> J
     return request | {"messages" if "messages" in request else "input": messages}
 
 
-def places_of(request: Json, before: Sequence[bytes] = (), known: int = 0) -> list[bytes]:
-    """Return a digest of the conversation before each message, and one of all of it.
+@dataclass(slots=True)
+class Answered:
+    """What is kept of a rollout's answered calls, whose ids were `seen`.
 
-    The first `known` messages are those of a request with the places `before`. Texts of the model do not count, as
-    some clients drop what it says beside a call; nor do results, which some shorten later, or send late.
-    """
-    place = _after(b"", {"role": "system", "content": request.get("system", request.get("instructions"))})
-    if isinstance(text := request.get("input"), str):
-        place = _after(place, text)
-    places = [*before[: known + 1]] if before and before[0] == place else [place]
-    for item in conversation(request)[len(places) - 1 :]:
-        places.append(_after(places[-1], item))
-    return places
-
-
-def _after(place: bytes, item: Any) -> bytes:
-    for atom in item_atoms(item):
-        if atom.kind == "call":
-            place = after_call(place, atom.name, atom.what)
-        elif atom.kind == "text" and atom.who != "assistant":
-            place = digest("", place, atom.who, atom.what)
-    return place
-
-
-def after_call(place: bytes, name: str, arguments: str) -> bytes:
-    """Return the place after a tool call, whose id does not count: some clients write it anew."""
-    return digest("", place, name, same_arguments(arguments))
-
-
-class Brought(NamedTuple):
-    """A result in a request, and what says which recorded call it belongs to.
-
-    `call`: that call, as the request sends it again, if it does; `place`: where it stands. `answer`: an id that the
-    answer with it has. `is_old`: an earlier request may have brought the result.
+    `turns`: the newest ones as tokens, newest last. `exchanges`: of Responses calls, by response. `parents`: the newest
+    calls that were read, which later ones are stored against.
     """
 
-    result: ToolResult
-    call: ToolCall | None
-    place: bytes
-    answer: Any = None
-    is_old: bool = False
+    seen: set[str] = field(default_factory=set)
+    turns: list[TokenTurn] = field(default_factory=list)
+    exchanges: dict[str, Exchange] = field(default_factory=dict)
+    parents: dict[str, Parent] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        sizes = (one.size for kept in (self.turns, self.exchanges.values()) for one in kept)
+        return A_CALL + sum(sizes) + sum(len(parent.tokens) for parent in self.parents.values())
 
 
-class _Resent(NamedTuple):
-    """The `n`th call that a request sends again, or refers to by an item's id; its answer begins with the `turn`th."""
+class History:
+    """Keeps the answered calls of the rollouts used last. The store has all others, and what other workers answer."""
 
-    n: int
-    turn: int
-    call: ToolCall | None
-    place: bytes
-    item_id: str | None = None
+    def __init__(self, store: Store, chat_of: ChatOf | None, *, memory: int = 2**27) -> None:
+        """`chat_of`: a recorded call's chat request; without it there are no turns."""
+        self._calls = store.calls
+        self._chat_of = chat_of
+        self._kept = RolloutMemory[Answered](memory)
+        self.forget = self._kept.forget
 
+    def known(self, rollout_id: str) -> Answered:
+        """Return what is in memory."""
+        kept = self._kept.get(rollout_id) or Answered()
+        self._kept.keep(rollout_id, kept, kept.size)
+        return kept
 
-def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brought]:
-    """Yield the results in the messages after the first `known`.
+    async def read(self, rollout_id: str, newest: int = LATELY) -> Answered:
+        """Return what is in memory, and of the rollout's `newest` calls those that other workers have answered."""
+        answered = await self._calls.answered(rollout_id, newest)
+        if not answered:  # it was deleted, perhaps by another process
+            self.forget(rollout_id)
+        kept = self.known(rollout_id)
+        if unseen := answered - kept.seen:
+            read = await self._calls.some(unseen, kept.parents)
+            read = [call for call in read if call.call_id not in kept.seen]
+            kept.seen |= unseen
+            exchanges, made = await asyncio.to_thread(self._made, read, kept.exchanges.copy())
+            kept.exchanges = exchanges | kept.exchanges  # these are unredacted
+            kept.parents = newest_parents(kept.parents, read)
+            self._add(rollout_id, kept, made)
+        kept.seen &= answered
+        return kept
 
-    A result belongs to the call with its id that the request sends again before it; without an id to the first one of
-    the newest answer that has no result yet. Example, where the model counts ids anew in every answer:
+    async def up_to(self, rollout_id: str, response_id: str) -> list[Exchange]:
+        """Return the exchanges up to a response, oldest first. Raise NotFound if it is unknown."""
+        with suppress(NotFound):
+            return exchanges_up_to((await self.read(rollout_id)).exchanges, response_id)
+        return exchanges_up_to((await self.read(rollout_id, EVERY)).exchanges, response_id)
 
-        recorded   user: go                       answer: call f(1), id f:0; call f(2), id f:0
-        recorded   user: stop                     answer: call f(1), id f:0
-        sent       user: go · call f(1), id f:0 · call f(2), id f:0 · result a, id f:0 · result b, id f:0
+    def add(
+        self, rollout_id: str, call_id: str, answered: Iterable[TokenTurn] = (), exchange: Exchange | None = None
+    ) -> None:
+        """Note that a call was answered, and that its record is durable."""
+        kept = self.known(rollout_id)
+        kept.seen.add(call_id)
+        if exchange is not None:
+            kept.exchanges[exchange.response_id] = exchange
+        self._add(rollout_id, kept, answered)
 
-    a is of the call f(1) after "go", not of the one after "stop"; b is of the call that stands after "go" and f(1).
-    """
-    items, previous = conversation(request), request.get("previous_response_id")
-    newest_answer = next((i for i in range(len(items) - 1, -1, -1) if is_answer(items[i])), -1)
-    waiting = defaultdict[str | None, deque[_Resent]](deque)  # of the newest answer with this id; None: with any
-    done, answered, n, turn, after_calls = set[int](), set[str | None](), 0, 0, -1
+    def _made(
+        self, calls: Sequence[ModelCall], known: dict[str, Exchange]
+    ) -> tuple[dict[str, Exchange], list[TokenTurn]]:
+        """The exchanges of recorded calls, and the newest turns. A call of another API is made a chat first."""
+        exchanges = by_response(call for call in calls if call.endpoint == "responses")
+        made, chat_of = list[TokenTurn](), self._chat_of
+        for call in reversed([call for call in calls if chat_of and call.policy_version is not None]):
+            if len(made) < TURNS and chat_of and (chat := chat_of(call, exchanges | known)) is not None:
+                answer = chat_answer(call.endpoint, call.response)
+                made = [*turns(chat, answer, call.prompt_token_ids, call.choices), *made]
+        return exchanges, made
 
-    def waits(called: str | None, name: str | None) -> _Resent | None:
-        for queue in (waiting[called], waiting[""]):
-            while queue and queue[0].n in done:
-                queue.popleft()
-            if queue:
-                named = (one for one in queue if one.n not in done and one.call and one.call.name == name)
-                return next(named, queue[0]) if name else queue[0]
-        return None
-
-    for i in range(_first_call(items, known), len(items)):
-        for call, place, item_id in _resent(items[i], places[i]):
-            n += 1
-            turn, after_calls = turn if i <= after_calls else n, i + 1
-            for name in {None, (call and call.id) or ""}:
-                if waiting[name] and waiting[name][-1].turn != turn:
-                    waiting[name].clear()
-                waiting[name].append(_Resent(n, turn, call, place, item_id))
-        for result in results_in(items[i]):
-            called, is_old = result.tool_call_id, not known or i < newest_answer
-            if resent := waits(called, result.name):
-                done.add(resent.n)
-                answered.add(called)
-                brought = Brought(result, resent.call, resent.place, resent.item_id, is_old)
-            elif called is None or called in answered:
-                continue
-            else:
-                brought = Brought(result, None, places[i], previous, is_old)
-            if i >= known:
-                yield brought
-    before = max(known - 1, 0)
-    for i, result in written_results(items[before:]):
-        yield Brought(result, None, places[before + i])
-
-
-def _resent(item: Any, place: bytes) -> Iterator[tuple[ToolCall | None, bytes, str | None]]:
-    """The calls in an item, as `Brought` has them; or the one that it refers to by the id of an item of Responses."""
-    for call in calls_in(item):
-        yield call, place, None
-        place = after_call(place, call.name, call.arguments)
-    referred = item.get("id") if isinstance(item, dict) and item.get("type") == "item_reference" else None
-    if isinstance(referred, str) and not referred.startswith(("msg_", "rs_")):
-        yield None, place, referred
-
-
-def _first_call(items: Sequence[Any], known: int) -> int:
-    """Return where the first call stands that may have a result after the first `known` items."""
-    wanted, made = set[str | None](), set[str | None]()
-    for item in items[known:]:
-        wanted |= {result.tool_call_id for result in results_in(item)} - made
-        made |= _ids(item)
-    begin = known
-    while begin and (wanted or _ids(items[begin - 1])):
-        begin -= 1
-        wanted -= _ids(items[begin])
-    return begin
-
-
-def _ids(item: Any) -> set[str | None]:
-    """The ids of the calls in an item. None is among them: a result without an id may be of any."""
-    ids = {call.id for call in calls_in(item)}
-    return ids | {None} if ids else ids
+    def _add(self, rollout_id: str, kept: Answered, more: Iterable[TokenTurn]) -> None:
+        """Add turns. Messages that one repeats are taken from an earlier one: they are in memory once."""
+        for turn in more:
+            before = max((t.messages for t in kept.turns), key=partial(common_prefix, turn.messages), default=[])
+            same = common_prefix(turn.messages, before)
+            kept.turns.append(replace(turn, messages=before[:same] + turn.messages[same:]))
+        del kept.turns[:-TURNS]
+        self._kept.keep(rollout_id, kept, kept.size)

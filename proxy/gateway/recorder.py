@@ -40,7 +40,8 @@ from ...store.requests import Parent, common_prefix, pack_ids, shrink_request
 from ...store.rollouts import ROLLOUT_SEEN
 from ...store.store import Store
 from ..dialects.atoms import is_unique
-from .recent import RecentCall, RecentCalls, after_call, parent_of, places_of, results, sharing
+from ..dialects.results import after_call, places_of, results
+from .recent import RecentCall, RecentCalls, parent_of, sharing
 
 log = logging.getLogger(__name__)
 

@@ -19,9 +19,10 @@ from ...core.records import CallEnd, CallStart, ModelCall
 from ...store.store import Store
 from ..dialects.as_chat.dialect import TRANSLATORS, ThroughChat, as_chat
 from ..dialects.as_chat.translation import MALFORMED, PROBES, Template, TemplateUnknown, Untranslatable, learn
-from ..dialects.earlier import Earlier, Exchange, exchanges_up_to, items_of
+from ..dialects.earlier import Exchange, exchange_of, exchanges_up_to, items_of
 from ..dialects.stream import Dialect
 from .attempts import Upstreams
+from .recent import History
 from .upstream import Request, Route
 
 log = logging.getLogger(__name__)
@@ -48,8 +49,8 @@ class ChatRoute:
 
     def __init__(self, config: PolicyConfig, store: Store, upstreams: Upstreams) -> None:
         self.translators = TRANSLATORS if config.dialects_through_chat else {}  # by endpoint
-        self._history = Earlier(store)
         self._templates = Templates(upstreams)
+        self.history = History(store, self.chat_of if config.token_continuity == "exact" else None)
 
     async def decide(
         self, endpoint: str, dialect: Dialect, request: Request, body: Json, rollout_id: str, route: Route
@@ -59,10 +60,12 @@ class ChatRoute:
         Raise NotFound if it continues an unknown response, InvalidRequest if no route can answer it.
         """
         previous = body.get("previous_response_id") if endpoint == "responses" else None
+        previous = previous if isinstance(previous, str) else ""
+        continued = self.history.known(rollout_id).exchanges.get(previous)
         is_policys = route.version is not None and route.upstream.kind == "vllm"
-        if not (is_policys or self._history.has_lately(rollout_id, previous)):  # no server knows a response of chat's
+        if not (is_policys or (continued and continued.by_chat)):  # no server knows a response of chat's
             return ChatDecision()
-        earlier = await self._history.up_to(rollout_id, previous) if isinstance(previous, str) else []
+        earlier = await self.history.up_to(rollout_id, previous) if previous else []
         if any(exchange.redacted for exchange in earlier):  # the model must not be shown masks
             return ChatDecision(reason=f"{NOT_AS_CHAT}: the record of the conversation it continues is redacted")
         items, size = items_of(earlier), len(request.body) + sum(exchange.size for exchange in earlier)
@@ -88,8 +91,10 @@ class ChatRoute:
 
     def answered(self, start: CallStart, end: CallEnd) -> None:
         """Note that a call which went through the chat route has ended, and that its record is durable."""
-        if start.endpoint == "responses":
-            self._history.answered(start, end)
+        if start.endpoint == "responses" and end.status == "ok" and isinstance(end.response, dict):
+            size = len(start.request_text or b"") + 8 * sum(len(choice.token_ids) for choice in end.choices)
+            exchange = exchange_of(start.request, end.response)._replace(size=size)
+            self.history.add(end.rollout_id, end.call_id, exchange=exchange)
 
     def chat_of(self, call: ModelCall, known: Mapping[str, Exchange]) -> Json | None:
         """Return a recorded call's chat request; None if there is none. `known`: of its rollout, by response."""

@@ -9,7 +9,8 @@ import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, RolloutName
-from lightning_proxy.proxy.dialects.earlier import Earlier, items_of
+from lightning_proxy.proxy.dialects.earlier import exchange_of, items_of
+from lightning_proxy.proxy.gateway.recent import History
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
@@ -21,7 +22,7 @@ async def test_a_response_of_another_worker_is_read_without_the_others(
     """The rollout is read whole once; after that, the rows of the other worker's new calls, however long it is."""
     database = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
     name, items = RolloutName("r", None, None), list[Any]()
-    mine = Earlier(Store(database))
+    mine = History(Store(database), None)
     async with Recorder(Store(database), merged=False) as recorder, Recorder(Store(database), merged=False) as others:
 
         async def turn(n: int) -> None:
@@ -36,7 +37,7 @@ async def test_a_response_of_another_worker_is_read_without_the_others(
             end = CallEnd(f"c{n}", "r", "ok", {"id": f"resp_{n}", "output": said}, 200, (1,), sampled)
             await (recorder, others)[n % 2].end(end)
             if n % 2 == 0:
-                mine.answered(start, end)
+                mine.add("r", f"c{n}", exchange=exchange_of(request, end.response))
             items.extend([*asked, *said])
 
         for n in range(40):

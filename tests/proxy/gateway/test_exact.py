@@ -10,8 +10,9 @@ import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, ModelCall, RolloutName
-from lightning_proxy.proxy.gateway.exact import AsText, RecentTurns
-from lightning_proxy.proxy.gateway.exact import turns as turns_of
+from lightning_proxy.proxy.dialects.turns import turns as turns_of
+from lightning_proxy.proxy.gateway.exact import AsText, earlier_turn
+from lightning_proxy.proxy.gateway.recent import History
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import open_database
 from lightning_proxy.store.store import Store
@@ -25,19 +26,12 @@ def user(text: str) -> Json:
 
 async def test_the_rollouts_that_were_quiet_the_longest_are_forgotten(tmp_path: Path) -> None:
     database = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
-    recent = RecentTurns(Store(database), lambda call, known: call.request, recent=2, tokens=13)
+    recent = History(Store(database), lambda call, known: call.request, memory=3_300)
     asked = {"messages": [user("hi"), {"role": "assistant", "content": "ho"}, user("more")]}
     response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}}]}
-
-    async def outcome(name: str) -> str:
-        with pytest.raises(AsText) as raised:
-            await recent.earlier(name, asked)
-        return raised.value.outcome
-
     for name in "abbbac":
-        await outcome(name)
-        recent.add(name, turns_of(asked, response, (1, 2), (Choice(0, (3,), (-1.0,), "stop"),), (1,)))
-    assert [await outcome(name) for name in "bac"] == ["first", "edited", "edited"]
+        recent.add(name, "", turns_of(asked, response, (1, 2), (Choice(0, (3,), (-1.0,), "stop"),), (1,)))
+    assert [len(recent.known(name).turns) for name in "acb"] == [2, 1, 0]
     await database.close()
 
 
@@ -55,13 +49,13 @@ async def test_only_the_newest_turns_are_made_of_a_stored_rollout_and_not_in_the
     request = {"model": "m", "messages": [user("hi"), {"role": "assistant", "content": "ho"}, user("more")]}
     name, answer = RolloutName("r", None, None), (Choice(0, (3,), (-1.0,), "stop"),)
     async with Recorder(Store(database), merged=False) as recorder:
-        for n in range(9):
+        for n in range(10):
             await recorder.start(CallStart(f"c{n}", name, "chat/completions", "m", 0, request, 0.0))
             await recorder.end(CallEnd(f"c{n}", "r", "ok", response, 200, (1, n), answer))
-    recent = RecentTurns(Store(database), chat_of, recent=2)
+    recent = History(Store(database), chat_of)
     goes_on = {"model": "m", "messages": [*request["messages"], response["choices"][0]["message"], user("again")]}
-    assert (await recent.earlier("r", goes_on)).ids.tolist() == [1, 8, 3]
-    assert [call_id for call_id, _ in asked] == ["c8", "c7"]
+    assert (await earlier_turn(recent, "r", goes_on)).ids.tolist() == [1, 9, 3]
+    assert [call_id for call_id, _ in asked] == [f"c{n}" for n in range(9, 1, -1)]
     assert threading.main_thread() not in {thread for _, thread in asked}
     await database.close()
 
@@ -87,19 +81,19 @@ async def test_an_edited_history_reads_the_rollout_once(
     async with Recorder(Store(database), merged=False) as mine, Recorder(Store(database), merged=False) as others:
         for n in range(earlier):
             await call(mine, f"c{n}")
-        recent, statements = RecentTurns(Store(database), lambda call, known: call.request), []
+        recent, statements = History(Store(database), lambda call, known: call.request), []
         for n in range(6):
             read.clear()
             with pytest.raises(AsText, match="edited"):
-                await recent.earlier("r", edited)
+                await earlier_turn(recent, "r", edited)
             statements.append(len(read))
             await call(mine, f"d{n}")
-            recent.add("r", [], f"d{n}")
+            recent.add("r", f"d{n}")
         assert statements[1:] == [1] * 5
         await call(others, "another worker's")
         read.clear()
         with pytest.raises(AsText, match="edited"):
-            await recent.earlier("r", edited)
+            await earlier_turn(recent, "r", edited)
         assert len(read) == 2
     await database.close()
 
@@ -122,8 +116,8 @@ async def test_what_another_worker_answers_is_read_alone(tmp_path: Path, monkeyp
 
         for n in range(40):
             await turn((mine, others)[n % 2], n)
-        recent, rows = RecentTurns(Store(database), lambda call, known: call.request), list[int]()
-        await recent.earlier("r", {"model": "m", "messages": messages})
+        recent, rows = History(Store(database), lambda call, known: call.request), list[int]()
+        await earlier_turn(recent, "r", {"model": "m", "messages": messages})
         run = database.all
 
         async def counted(sql: str, params: Any = None) -> Any:
@@ -134,7 +128,7 @@ async def test_what_another_worker_answers_is_read_alone(tmp_path: Path, monkeyp
         monkeypatch.setattr(database, "all", counted)
         for n in range(40, 46):
             await turn((mine, others)[n % 2], n)
-            found = await recent.earlier("r", {"model": "m", "messages": messages})
+            found = await earlier_turn(recent, "r", {"model": "m", "messages": messages})
             assert (found.ids.tolist(), found.messages) == ([*prompt[:-1]], messages[:-2])
         assert rows == [1] * 6
     await database.close()

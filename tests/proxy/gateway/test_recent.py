@@ -71,9 +71,9 @@ def test_what_is_kept_is_what_is_counted(calls: Any) -> None:
     del text, body, start
     there, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert BOUND / 2 < recent._kept <= BOUND or calls is edited
-    assert there < 1.2 * recent._kept + 100_000
-    assert there > 0.4 * recent._kept
+    assert BOUND / 2 < recent._calls.size <= BOUND or calls is edited
+    assert there < 1.2 * recent._calls.size + 100_000
+    assert there > 0.4 * recent._calls.size
     for i in range(4000):
         recent.forget(f"r{i}")
-    assert recent._kept == 0
+    assert recent._calls.size == 0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_proxy.core.records import Choice
-from lightning_proxy.proxy.gateway.exact import (
+from lightning_proxy.proxy.dialects.turns import (
     TokenTurn,
     as_sampled,
     closing,

@@ -1,0 +1,138 @@
+"""Says which tool calls the results in a request belong to: those with a result's id, at its place. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ...core.records import ToolCall, ToolResult
+from ...core.tools import calls_in, conversation, is_answer, results_in, written_results
+from .atoms import digest, item_atoms, same_arguments
+
+Json = dict[str, Any]
+
+
+def places_of(request: Json, before: Sequence[bytes] = (), known: int = 0) -> list[bytes]:
+    """Return a digest of the conversation before each message, and one of all of it.
+
+    The first `known` messages are those of a request with the places `before`. Texts of the model do not count, as
+    some clients drop what it says beside a call; nor do results, which some shorten later, or send late.
+    """
+    place = _after(b"", {"role": "system", "content": request.get("system", request.get("instructions"))})
+    if isinstance(text := request.get("input"), str):
+        place = _after(place, text)
+    places = [*before[: known + 1]] if before and before[0] == place else [place]
+    for item in conversation(request)[len(places) - 1 :]:
+        places.append(_after(places[-1], item))
+    return places
+
+
+def _after(place: bytes, item: Any) -> bytes:
+    for atom in item_atoms(item):
+        if atom.kind == "call":
+            place = after_call(place, atom.name, atom.what)
+        elif atom.kind == "text" and atom.who != "assistant":
+            place = digest("", place, atom.who, atom.what)
+    return place
+
+
+def after_call(place: bytes, name: str, arguments: str) -> bytes:
+    """Return the place after a tool call, whose id does not count: some clients write it anew."""
+    return digest("", place, name, same_arguments(arguments))
+
+
+class Brought(NamedTuple):
+    """A result in a request, and what says which recorded call it belongs to.
+
+    `call`: that call, as the request sends it again, if it does; `place`: where it stands. `answer`: an id that the
+    answer with it has. `is_old`: an earlier request may have brought the result.
+    """
+
+    result: ToolResult
+    call: ToolCall | None
+    place: bytes
+    answer: Any = None
+    is_old: bool = False
+
+
+@dataclass(slots=True)
+class _Resent:
+    """A call that a request sends again, or refers to by an item's id. Its answer begins with the item `turn`."""
+
+    turn: int
+    call: ToolCall | None
+    place: bytes
+    item_id: str | None
+    done: bool = False
+
+
+def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brought]:
+    """Yield the results in the messages after the first `known`.
+
+    A result belongs to the call with its id that the request sends again before it; without an id to the first one of
+    the newest answer that has no result yet. Example, where the model counts ids anew in every answer:
+
+        recorded   user: go                       answer: call f(1), id f:0; call f(2), id f:0
+        recorded   user: stop                     answer: call f(1), id f:0
+        sent       user: go · call f(1), id f:0 · call f(2), id f:0 · result a, id f:0 · result b, id f:0
+
+    a is of the call f(1) after "go", not of the one after "stop"; b is of the call that stands after "go" and f(1).
+    """
+    items, previous = conversation(request), request.get("previous_response_id")
+    newest_answer = next((i for i in range(len(items) - 1, -1, -1) if is_answer(items[i])), -1)
+    waiting = defaultdict[str | None, deque[_Resent]](deque)  # of the newest answer with this id; None: with any
+    answered, turn, after_calls = set[str | None](), 0, -1
+
+    def waits(called: str | None, name: str | None) -> _Resent | None:
+        for queue in (waiting[called], waiting[""]):
+            while queue and queue[0].done:
+                queue.popleft()
+            if queue:
+                named = (one for one in queue if not one.done and one.call and one.call.name == name)
+                return next(named, queue[0]) if name else queue[0]
+        return None
+
+    for i in range(_first_call(items, known), len(items)):
+        for call, place, item_id in _resent(items[i], places[i]):
+            turn, after_calls = turn if i <= after_calls else i, i + 1
+            resent = _Resent(turn, call, place, item_id)
+            for name in {None, (call and call.id) or ""}:
+                if waiting[name] and waiting[name][-1].turn != turn:
+                    waiting[name].clear()
+                waiting[name].append(resent)
+        for result in results_in(items[i]):
+            called, is_old = result.tool_call_id, not known or i < newest_answer
+            if found := waits(called, result.name):
+                found.done = True
+                answered.add(called)
+                brought = Brought(result, found.call, found.place, found.item_id, is_old)
+            elif called is None or called in answered:
+                continue
+            else:
+                brought = Brought(result, None, places[i], previous, is_old)
+            if i >= known:
+                yield brought
+    before = max(known - 1, 0)
+    for i, result in written_results(items[before:]):
+        yield Brought(result, None, places[before + i])
+
+
+def _resent(item: Any, place: bytes) -> Iterator[tuple[ToolCall | None, bytes, str | None]]:
+    """The calls in an item, as `Brought` has them; or the one that it refers to by the id of an item of Responses."""
+    for call in calls_in(item):
+        yield call, place, None
+        place = after_call(place, call.name, call.arguments)
+    referred = item.get("id") if isinstance(item, dict) and item.get("type") == "item_reference" else None
+    if isinstance(referred, str) and not referred.startswith(("msg_", "rs_")):
+        yield None, place, referred
+
+
+def _first_call(items: Sequence[Any], known: int) -> int:
+    """Where to begin: at the first new item, if no result after it is of a call before it."""
+    wanted, made = set[str | None](), set[str | None]()
+    for item in items[known:]:
+        wanted |= {result.tool_call_id for result in results_in(item)} - made
+        made |= {each for call in calls_in(item) for each in (call.id, None)}
+    return 0 if wanted or (known and any(calls_in(items[known - 1]))) else known

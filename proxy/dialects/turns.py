@@ -1,0 +1,164 @@
+"""An answered call as tokens, and the exact prompt of a call that goes on with it. Pure."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.records import Choice
+from ...core.tools import calls_in, dicts
+from ...core.values import as_read
+from ...store.requests import common_prefix
+from .atoms import parsed
+
+Json = dict[str, Any]
+
+# What a request may change from turn to turn without another prompt for the same messages.
+# fmt: off
+_SAMPLING = frozenset({
+    "messages", "model", "n", "seed", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "max_tokens",
+    "max_completion_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+    "logprobs", "top_logprobs", "stream", "stream_options", "return_token_ids", "response_format", "structured_outputs",
+    "parallel_tool_calls", "tool_choice", "user", "metadata", "store", "service_tier", "safety_identifier",
+    "prompt_cache_key", "request_id", "session_id", "priority", "ignore_eos", "bad_words",
+    "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
+    "return_tokens_as_token_ids", "cache_salt", "vllm_xargs",
+})
+_UNSUPPORTED = frozenset({
+    "kv_transfer_params", "ec_transfer_params", "echo", "continue_final_message", "truncate_prompt_tokens",
+    "prompt_logprobs", "use_beam_search", "return_prompt_text", "chat_template",
+})
+# fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTurn:
+    """An answered call, as messages and as tokens.
+
+    `ids`: its prompt, then its answer, which is the last `sampled` of them, with the end of turn if that was sampled.
+    `rendered`: its messages with the generation prompt, as vLLM renders them: the prompt, unless that was made here.
+    `shape`: what of its request a template reads besides the messages.
+    """
+
+    messages: list[Any]
+    shape: Json
+    answer: Json
+    ids: array[int]
+    sampled: int
+    finish_reason: str | None
+    rendered: array[int]
+
+    @property
+    def sampled_ids(self) -> list[int]:
+        return self.ids[len(self.ids) - self.sampled :].tolist()
+
+    @property
+    def size(self) -> int:
+        """Return how many bytes it takes, about: a token, and as much text for it."""
+        return 8 * (len(self.ids) + len(self.rendered))
+
+
+def turns(
+    request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
+) -> Iterator[TokenTurn]:
+    """Return one turn per answer of a call with known tokens. `rendered`: as in TokenTurn, or empty."""
+    messages: Any = request.get("messages")
+    by_index = {choice.index: choice for choice in choices}
+    if not prompt or not isinstance(response, dict) or not _are_texts(messages):
+        return
+    for answered in dicts(response.get("choices")):
+        choice, message = by_index.get(answered.get("index", 0)), answered.get("message")
+        if choice and choice.token_ids and isinstance(message, dict):
+            ids = array("i", [*prompt, *choice.token_ids])
+            shown = array("i", rendered or prompt)
+            yield TokenTurn(messages, shape(request), message, ids, len(choice.token_ids), choice.finish_reason, shown)
+
+
+def shape(request: Json) -> Json:
+    """Return the parts of a request, besides the messages, that a template may read."""
+    read = {name: value for name, value in request.items() if name not in _SAMPLING and value is not None}
+    # An option of vLLM leaves the tools out of such a prompt.
+    return read | ({"tool_choice": "none"} if request.get("tool_choice") == "none" else {})
+
+
+def is_supported(request: Json) -> bool:
+    """Return whether vLLM takes token prompts for this request and gives one answer to continue."""
+    request = as_read(request)
+    is_plain = request.get("n") in (None, 1) and request.get("add_generation_prompt") is not False
+    return is_plain and not any(map(request.get, _UNSUPPORTED)) and _are_texts(request.get("messages"))
+
+
+def _are_texts(messages: Any) -> bool:
+    return isinstance(messages, list) and all(
+        isinstance(message, dict) and all(part.get("type") == "text" for part in dicts(message.get("content")))
+        for message in messages
+    )
+
+
+def continued(known: Sequence[TokenTurn], messages: list[Any]) -> TokenTurn | None:
+    """Return the longest of the known turns (newest last) that messages continue; of equal ones the newest."""
+    same = [turn for turn in known if _continues(messages, turn)]
+    return max(reversed(same), key=lambda turn: len(turn.messages), default=None)
+
+
+def _continues(messages: list[Any], turn: TokenTurn) -> bool:
+    old = len(turn.messages)
+    if len(messages) <= old + 1:  # with nothing after the answer the model is to write on itself
+        return False
+    same = messages[:old] == turn.messages or [*map(_said, messages[:old])] == [*map(_said, turn.messages)]
+    return same and _is_answer(messages[old], turn.answer)
+
+
+def _is_answer(sent: Any, answer: Json) -> bool:
+    """Whether a message is the answer as the agent got it; clients drop reasoning, and count tool calls anew."""
+    sent, answer = _said(sent), _said(answer)
+    if "reasoning" not in sent:
+        answer.pop("reasoning", None)
+    for message in (sent, answer):
+        content = message.get("content") or ""
+        if isinstance(content, list) and all(isinstance(part.get("text"), str) for part in dicts(content)):
+            content = "".join(part["text"] for part in dicts(content))
+        message["tool_calls"] = [(call.name, parsed(call.arguments)) for call in calls_in(message)]
+        message["content"] = content
+    return bool(sent == answer)
+
+
+def _said(message: Any) -> Json:
+    """A message without empty fields, which clients may drop when they send it again."""
+    if not isinstance(message, dict):
+        return {}
+    kept = {name: value for name, value in message.items() if value not in (None, "", [])}
+    if "reasoning_content" in kept:
+        kept["reasoning"] = kept.pop("reasoning_content")
+    return kept
+
+
+def closing(one: list[int], other: list[int]) -> list[int]:
+    """Return the tokens that a template puts after an answer: the common end of renderings with different answers."""
+    return one[len(one) - common_prefix(one[::-1], other[::-1]) :]
+
+
+def as_sampled(turn: TokenTurn, closing: list[int]) -> list[int]:
+    """Return the rendering of the turn with its answer, if that becomes the tokens that were sampled."""
+    answer = turn.sampled_ids
+    return [*turn.rendered, *answer[: len(answer) - _sampled_with(turn, closing)], *closing]
+
+
+def exact_prompt(turn: TokenTurn, history: list[int], rendered: list[int], closing: list[int]) -> list[int] | None:
+    """Return the tokens to send; None if the template mixes the new part with the old one.
+
+    `history`: the turn's messages and its answer, rendered; `rendered`: the request's with the generation prompt.
+    """
+    end = len(history) - len(closing)
+    if rendered[: len(history)] != history or history[end:] != closing:
+        return None
+    follows = rendered[end:]
+    return [*turn.ids, *follows[_sampled_with(turn, follows[: max(len(closing), 1)]) :]]
+
+
+def _sampled_with(turn: TokenTurn, follows: list[int]) -> int:
+    """How many of the tokens after an answer were sampled with it: its end of turn. One that was cut short has none."""
+    answer = [] if turn.finish_reason == "length" else turn.sampled_ids
+    return next((n for n in range(min(len(answer), len(follows)), 0, -1) if answer[-n:] == follows[:n]), 0)
