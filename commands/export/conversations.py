@@ -13,7 +13,7 @@ from typing import Any
 from ...core.records import ModelCall, Rollout
 from ...core.redact import REASON
 from ...proxy.api.views import call_fields, call_view
-from ...proxy.dialects.transcript import ChatTurn, Digests, beginnings, chat_turns
+from ...proxy.dialects.transcript import ChatTurn, beginnings, chat_turns
 
 Json = dict[str, Any]
 REJECTED = "another attempt was used in place of its last answer"
@@ -64,10 +64,10 @@ def whole(turns: Sequence[tuple[ModelCall, ChatTurn]], left_out: Counter[str]) -
 
 def ends(turns: Sequence[ChatTurn]) -> list[int]:
     """Return the places of the answered turns that no later turn continues or repeats."""
-    digested, latest = Digests(), dict[int, int]()
+    latest = dict[int, int]()
     lasts: list[int] = []
     for i, turn in enumerate(turns):
-        digests = [*beginnings(turn.messages, digested)]
+        digests = [*beginnings(turn.messages)]
         latest.update(dict.fromkeys(digests, i))
         lasts.append(digests[-1])
     return [i for i, (turn, last) in enumerate(zip(turns, lasts, strict=True)) if turn.answer and latest[last] == i]
@@ -75,13 +75,13 @@ def ends(turns: Sequence[ChatTurn]) -> list[int]:
 
 def trajectories(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
     """Yield a document for each conversation of a rollout; count in `left_out` those that cannot be one, by reason."""
-    turns, digested = answered(calls), Digests()
-    by_end = {[*beginnings(turn.messages, digested)][-1]: call for call, turn in turns}
+    turns = answered(calls)
+    by_end = {[*beginnings(turn.messages)][-1]: call for call, turn in turns}
     for last, turn in whole(turns, left_out):
         if not all(_is_text(message.get("content")) for message in turn.messages):
             left_out[MEDIA] += 1
             continue
-        steps = _steps(turn.messages, [by_end.get(end) for end in beginnings(turn.messages, digested)][1:])
+        steps = _steps(turn.messages, [by_end.get(end) for end in beginnings(turn.messages)][1:])
         agent: Json = {"name": last.agent or "agent", "version": "unknown", "model_name": last.model or "unknown"}
         yield {
             "schema_version": VERSION,

@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ...core.json_text import dumps
-from ...proxy.dialects.transcript import additions, body, called, chat_turns
+from ...core.tools import calls_in
+from ...proxy.dialects.transcript import additions, body, chat_turns
 from ..formats import cut, duration, number, plain
 
 CUT_AT = 600
@@ -165,8 +166,8 @@ def _fate(call: dict[str, Any], credit: dict[str, Any] | None) -> tuple[str, str
 def _message(message: dict[str, Any], full: bool) -> Iterator[RenderableType]:
     """A message of the request, with the tool calls that no call of this rollout made."""
     yield from _message_lines(message, full, even_empty=not message.get("tool_calls"))
-    for function in called(message):
-        yield _line("called", "yellow", f"{function.get('name')}({_json(function.get('arguments'))})", full)
+    for call in calls_in(message):
+        yield _line("called", "yellow", f"{call.name}({call.arguments})", full)
 
 
 def _message_lines(

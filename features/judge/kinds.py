@@ -26,7 +26,7 @@ from ...core.config.root import Config
 from ...core.config.section import Positive, Section
 from ...core.errors import ConfigError
 from ...core.redact import Redactor
-from ...proxy.dialects.transcript import Digests, beginnings, chat_turns
+from ...proxy.dialects.transcript import beginnings, chat_turns
 from .config import APIS, JudgeConfig, RewarderConfig
 from .judge import Judge
 from .model import (
@@ -456,7 +456,6 @@ def replies(rollout: Json) -> Iterator[UserReply]:
     """Yield what users wrote directly after an answer. What tools wrote is in between, and nobody's reply."""
     calls = decisions(rollout)
     turns = [*chat_turns(calls)]
-    digested = Digests()
     texts: dict[int, tuple[Json, str]] = {}  # by the message's id, which is no other's while it is here
 
     def text(message: Json) -> str:
@@ -466,7 +465,7 @@ def replies(rollout: Json) -> Iterator[UserReply]:
 
     known: dict[int, int] = {}  # by the digest of what a call was shown
     for i, turn in enumerate(turns):
-        digests = [*beginnings(turn.shown, digested)]
+        digests = [*beginnings(turn.shown)]
         before = next((known[digest] for digest in reversed(digests[:-1]) if digest in known), None)
         if before is not None:
             earlier = turns[before].shown

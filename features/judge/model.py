@@ -14,7 +14,8 @@ from typing import NamedTuple, TypeVar
 import aiohttp
 
 from ...core.json_text import dumps, loads
-from ...proxy.dialects.transcript import additions, body, called, chat_turns
+from ...core.tools import calls_in
+from ...proxy.dialects.transcript import additions, body, chat_turns
 from .config import RewarderConfig
 from .rewarder import Away, Json, NoReward, Rewarder, decisions
 from .table import KeptAnswers, Used
@@ -294,5 +295,5 @@ def fenced(mark: str, title: str, text: str) -> str:
 
 def text_of(message: Json) -> str:
     """Return a message's text and calls, without lone surrogates, which cannot be sent."""
-    calls = "".join(f"\n[calls {one.get('name')} {dumps(one.get('arguments'))}]" for one in called(message))
+    calls = "".join(f"\n[calls {one.name} {one.arguments}]" for one in calls_in(message))
     return (body(message) + calls).encode(errors="replace").decode()
