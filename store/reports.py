@@ -4,33 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ..core.json_text import dumps, loads_or_none
 from ..core.prices import Used, used
-from ..core.records import CallStatus, Mode
+from ..core.records import CallStatus
 from .database import Database, Row, read
 from .rollouts import ROLLOUT_FILTERS
 
 NEWEST_ROLLOUTS = 20_000  # rollouts that are looked at
-TASK_SUMS = """
-SELECT task_id, COUNT(*) AS rollouts, MIN(n) AS oldest, MIN(reward) AS low, MAX(reward) AS high FROM (
-    SELECT n, task_id, reward FROM rollouts WHERE TRUE {filters} ORDER BY n DESC LIMIT :limit
-) AS recent GROUP BY task_id ORDER BY MAX(n) DESC
-"""
-TASK_ROLLOUTS = """
+NEWEST = """
 SELECT rollout_id, task_id, mode, policy_version, reward, COALESCE(ended_at, created_at) AS at FROM rollouts
-WHERE task_id IN (SELECT CAST(value AS TEXT) FROM json_each(:task_ids)) AND n >= :oldest
-    AND (:mode IS NULL OR mode = :mode) AND (:key_id IS NULL OR key_id = :key_id)
-ORDER BY n DESC
+WHERE TRUE {filters} ORDER BY n DESC LIMIT :limit
 """
-
 LARGE_TEXT = 100_000  # characters; larger requests and answers are not read
 TEXTS_AT_ONCE = 20  # rollouts whose texts one statement reads
 WORDS_KEPT = 5_000  # rollouts whose words are remembered
@@ -65,7 +54,8 @@ FROM calls ORDER BY rowid DESC LIMIT :newest
 SIBLINGS = 256  # at most, the rollout itself among them
 CREDIT_OF = """
 SELECT calls.call_id, calls.seq, calls.agent, call_credit.step, call_credit."return" AS "return",
-       call_credit.advantage, call_credit."row", call_credit.placed
+       call_credit.advantage, call_credit."row", call_credit.placed,
+       prompt_shared + COALESCE(LENGTH(prompt_ids), 0) / 4 AS prompt, COALESCE(LENGTH(token_ids), 0) / 4 AS answer
 FROM rollouts CROSS JOIN calls ON calls.rollout_id = rollouts.rollout_id
      LEFT JOIN call_credit ON call_credit.n = rollouts.n AND call_credit.seq = calls.seq
 WHERE rollouts.rollout_id = :rollout_id ORDER BY calls.seq
@@ -95,65 +85,6 @@ WHERE n IN (
 ) AND (rollout_id = :rollout_id OR :key_id IS NULL OR key_id = :key_id)
 ORDER BY rollout_id <> :rollout_id, n LIMIT :limit
 """
-TOKENS_OF = """
-SELECT calls.call_id, calls.agent, call_credit."row", calls.parent_id, calls.prompt_shared, calls.prompt_ids,
-       calls.token_ids
-FROM rollouts CROSS JOIN calls ON calls.rollout_id = rollouts.rollout_id
-     LEFT JOIN call_credit ON call_credit.n = rollouts.n AND call_credit.seq = calls.seq
-WHERE rollouts.rollout_id = :rollout_id ORDER BY calls.seq
-"""
-
-TokenIds = NDArray[np.int32]
-
-
-class TaskSum(NamedTuple):
-    """A task's share of the newest rollouts. `oldest`: its first one; `low`, `high`: of their rewards.
-
-    `task_id` is None for all rollouts without a task.
-    """
-
-    task_id: str | None
-    rollouts: int
-    oldest: int
-    low: float | None
-    high: float | None
-
-
-class TaskRollout(NamedTuple):
-    """A rollout as its task shows it. `at`: when it ended, or began if it has not ended (Unix time)."""
-
-    rollout_id: str
-    task_id: str
-    mode: Mode
-    policy_version: int | None
-    reward: float | None
-    at: float
-
-
-class Tasks:
-    """Reads rollouts by their tasks."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
-    async def sums(self, filters: dict[str, Any]) -> list[TaskSum]:
-        """Return the tasks of the newest `NEWEST_ROLLOUTS` rollouts, in the order of their newest ones.
-
-        Filters: mode, task_id, key_id.
-        """
-        statement = TASK_SUMS.format(filters=" ".join(ROLLOUT_FILTERS[name] for name in filters))
-        rows = await self._db.all(statement, {**filters, "limit": NEWEST_ROLLOUTS})
-        return await asyncio.to_thread(lambda: [TaskSum(*row) for row in rows])
-
-    async def rollouts(self, tasks: Sequence[TaskSum], mode: Mode | None, key_id: str | None) -> list[TaskRollout]:
-        """Return the rollouts of some tasks, newest first, back to the first that any of them counts."""
-        oldest = min((task.oldest for task in tasks), default=0)
-        task_ids = dumps([task.task_id for task in tasks])
-        params: dict[str, object] = {"task_ids": task_ids, "oldest": oldest, "mode": mode, "key_id": key_id}
-        rows = await self._db.all(TASK_ROLLOUTS, params)
-        return await asyncio.to_thread(lambda: [TaskRollout(*row) for row in rows])
-
-
 Words = tuple[str | None, str | None]  # the first ones of a rollout's question, and of its answer
 WordsIn = Callable[[str | None, str | None], Words]
 
@@ -168,35 +99,6 @@ class Summary:
     key: str | None = None
     latency_ms: float | None = None
     last_call: CallStatus | None = None
-
-
-class Summaries:
-    """Reads summaries of the rollouts of a page.
-
-    A page asks again whenever something happens, so words are remembered until a further call begins or ends.
-    """
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
-        self._words: dict[tuple[str, ...], Words] = {}
-
-    async def of(self, rollout_ids: Sequence[str], words_in: WordsIn) -> dict[str, Summary]:
-        """Return the summaries of rollouts by their ids. `words_in`: finds the words in a stored request and answer."""
-        rows = {row["rollout_id"]: row for row in await self._db.all(SUMMARIES, {"rollout_ids": dumps([*rollout_ids])})}
-        states = {name: tuple(str(row[part]) for part in WORDS_DEPEND_ON) for name, row in rows.items()}
-        words = {name: self._words[state] for name, state in states.items() if state in self._words}
-        missing = [name for name in rows if name not in words]
-
-        def read_words(texts: Sequence[Row]) -> dict[str, Words]:
-            return {row["rollout_id"]: words_in(row["request"], row["response"]) for row in texts}
-
-        for i in range(0, len(missing), TEXTS_AT_ONCE):
-            some = {"rollout_ids": dumps(missing[i : i + TEXTS_AT_ONCE]), "large": LARGE_TEXT}
-            words |= await asyncio.to_thread(read_words, await self._db.all(TEXTS, some))
-        self._words |= {states[name]: known for name, known in words.items()}
-        while len(self._words) > WORDS_KEPT:
-            del self._words[next(iter(self._words))]
-        return {name: read(Summary, rows[name], question=q, answer=a) for name, (q, a) in words.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,29 +116,61 @@ class RecentTraffic:
     response_tokens: int
 
 
-class Traffic:
-    """Reads the newest calls."""
+class Reports:
+    """Reads what lists and the status show of the newest rollouts and calls.
+
+    A page asks again whenever something happens, so words are remembered until a further call begins or ends.
+    """
 
     def __init__(self, database: Database) -> None:
         self._db = database
+        self._words: dict[tuple[Any, ...], Words] = {}
 
-    async def recent(self, newest: int) -> RecentTraffic:
+    async def newest_rollouts(self, filters: dict[str, Any]) -> Sequence[Row]:
+        """Return the newest `NEWEST_ROLLOUTS` rollouts: `at` is when one ended, or began if it has not ended.
+
+        Filters: mode, task_id, key_id.
+        """
+        statement = NEWEST.format(filters=" ".join(ROLLOUT_FILTERS[name] for name in filters))
+        return await self._db.all(statement, {**filters, "limit": NEWEST_ROLLOUTS})
+
+    async def summaries(self, rollout_ids: Sequence[str], words_in: WordsIn) -> dict[str, Summary]:
+        """Return the summaries of rollouts by their ids. `words_in`: finds the words in a stored request and answer."""
+        rows = await self._db.all(SUMMARIES, {"rollout_ids": dumps([*rollout_ids])})
+        states = {row["rollout_id"]: tuple(row[part] for part in WORDS_DEPEND_ON) for row in rows}
+        missing = [rollout_id for rollout_id, state in states.items() if state not in self._words]
+
+        def read_words(texts: Sequence[Row]) -> dict[tuple[Any, ...], Words]:
+            return {states[row["rollout_id"]]: words_in(row["request"], row["response"]) for row in texts}
+
+        for i in range(0, len(missing), TEXTS_AT_ONCE):
+            some = {"rollout_ids": dumps(missing[i : i + TEXTS_AT_ONCE]), "large": LARGE_TEXT}
+            self._words |= await asyncio.to_thread(read_words, await self._db.all(TEXTS, some))
+        found = {}
+        for row in rows:
+            question, answer = self._words.get(states[row["rollout_id"]], (None, None))
+            found[row["rollout_id"]] = read(Summary, row, question=question, answer=answer)
+        while len(self._words) > WORDS_KEPT:
+            del self._words[next(iter(self._words))]
+        return found
+
+    async def traffic(self, newest: int) -> RecentTraffic:
         """Sum up the newest calls, at most so many."""
         rows = await self._db.all(RECENT_CALLS, {"newest": newest})
-        tokens = [used(loads_or_none(row["usage"])) or Used(output=row["tokens"] or 0) for row in rows]
+        tokens = (used(loads_or_none(row["usage"])) or Used(output=row["tokens"] or 0) for row in rows)
+
+        def middle(name: str) -> float | None:
+            known = [row[name] for row in rows if row[name] is not None]
+            return median(known) if known else None
+
         return RecentTraffic(
             calls=len(rows),
             since=min((row["started_at"] for row in rows), default=None),
             by_status=dict(Counter(row["status"] for row in rows).most_common()),
-            latency_ms=_median(rows, "latency_ms"),
-            ttft_ms=_median(rows, "ttft_ms"),
+            latency_ms=middle("latency_ms"),
+            ttft_ms=middle("ttft_ms"),
             response_tokens=sum(one.output for one in tokens),
         )
-
-
-def _median(rows: Sequence[Row], name: str) -> float | None:
-    known = [row[name] for row in rows if row[name] is not None]
-    return median(known) if known else None
 
 
 class CreditOfCall(NamedTuple):
@@ -261,17 +195,6 @@ class ComparedRollout:
     dropped: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class CallTokens:
-    """The tokens of a call, prompt and answer; the answer begins at `answer`. `row`: the training row it is in."""
-
-    call_id: str
-    agent: str | None
-    row: int | None
-    token_ids: TokenIds
-    answer: int
-
-
 class Credit:
     """Reads how calls were trained. `TrainingSteps.claim` writes it."""
 
@@ -279,7 +202,10 @@ class Credit:
         self._db = database
 
     async def of(self, rollout_id: str) -> Sequence[Row]:
-        """Return the rollout's calls, in order, and how each was trained (`CallCredit`): all None if it was not."""
+        """Return the rollout's calls, in order, and how each was trained (`CallCredit`): all None if it was not.
+
+        `prompt`, `answer`: how many tokens.
+        """
         return await self._db.all(CREDIT_OF, {"rollout_id": rollout_id})
 
     async def of_several(self, rollout_ids: Sequence[str]) -> dict[str, dict[int, CreditOfCall]]:
@@ -300,20 +226,3 @@ class Credit:
         values = {"rollout_id": rollout_id, "key_id": key_id, "siblings": siblings, "limit": SIBLINGS}
         rows = await self._db.all(COMPARED_WITH, values)
         return [read(ComparedRollout, row) for row in sorted(rows, key=lambda row: int(row["n"]))]
-
-    async def tokens_of(self, rollout_id: str) -> list[CallTokens]:
-        """Return the tokens of the rollout's calls, in order."""
-        rows = await self._db.all(TOKENS_OF, {"rollout_id": rollout_id})
-        return await asyncio.to_thread(_read_tokens, rows)
-
-
-def _read_tokens(rows: Iterable[Row]) -> list[CallTokens]:
-    """A parent comes before the calls that are stored against it."""
-    calls: dict[str, CallTokens] = {}
-    for row in rows:
-        prompt, answer = (np.frombuffer(row[name] or b"", np.int32) for name in ("prompt_ids", "token_ids"))
-        if parent := calls.get(row["parent_id"]):
-            prompt = np.concatenate([parent.token_ids[: row["prompt_shared"]], prompt])
-        tokens = np.concatenate([prompt, answer])
-        calls[row["call_id"]] = CallTokens(row["call_id"], row["agent"], row["row"], tokens, len(prompt))
-    return [*calls.values()]

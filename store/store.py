@@ -6,7 +6,7 @@ from .calls import Calls, Events
 from .conversations import ConversationIndex
 from .database import Database
 from .keys import Keyring
-from .reports import Credit, Summaries, Tasks, Traffic
+from .reports import Credit, Reports
 from .rewards import Returns, Rewards
 from .rollouts import Endings, Rollouts
 from .training import TrainingSteps
@@ -31,9 +31,7 @@ class Store:
         self.publishing = Publishing(database)
         self.steps = TrainingSteps(database, self.versions)
         self.credit = Credit(database)
-        self.tasks = Tasks(database)
-        self.summaries = Summaries(database)
-        self.traffic = Traffic(database)
+        self.reports = Reports(database)
         self.version_report = VersionReport(database, self.trust)
         self.waiting = Waiting(database, self.trust)
         self.endings = Endings(database)

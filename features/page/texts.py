@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter
-from numpy import array_equal
 
 from ...core.config.root import Config
 from ...core.errors import LightningError, NotFound
@@ -66,7 +65,7 @@ async def get_tokens(
     calls = {call.call_id: call for call in await p.store.calls.of(rollout_id, short=True)}
     credit = {one["call_id"]: one for one in await p.store.credit.of(rollout_id)}
     if row is not None:
-        runs = await _of_row(p, rollout_id, row, calls, credit)
+        runs = _of_row(row, calls, credit)
     else:
         runs = [_answer(call, credit[name]) for name, call in calls.items() if call_id in (None, name)]
         if call_id is not None and not runs:
@@ -84,23 +83,36 @@ def _answer(call: ModelCall, credit: Row) -> TokenRun:
     return TokenRun(call.call_id, call.seq, step, advantage, call.response_token_ids, call.logprobs)
 
 
-async def _of_row(
-    p: Parts, rollout_id: str, number: int, calls: dict[str, ModelCall], credit: dict[str, Row]
-) -> list[TokenRun]:
-    of_all = await p.store.credit.tokens_of(rollout_id)
-    token_ids = next((call.token_ids for call in reversed(of_all) if call.row == number), None)
-    if token_ids is None:
+def _of_row(number: int, calls: dict[str, ModelCall], credit: dict[str, Row]) -> list[TokenRun]:
+    found = [name for name, one in credit.items() if one["row"] == number]
+    if not found:
         raise NotFound(f"no training row {number} of this rollout", param="row")
-    # Those, too, that it begins with and whose answers are not trained on.
-    begins = (one for one in of_all if one.row is None and array_equal(one.token_ids, token_ids[: len(one.token_ids)]))
-    found = [*(one for one in of_all if one.row == number), *begins]
+    token_ids = _tokens(calls[found[-1]], calls)
+    for name in (name for name, one in credit.items() if one["row"] is None):
+        own = _tokens(calls[name], calls)
+        if own == token_ids[: len(own)]:  # the row begins with it, and its answer is not trained on
+            found.append(name)
     runs, before = list[TokenRun](), 0
-    for call in sorted(found, key=lambda one: one.answer):
-        if call.answer > before:
-            runs.append(TokenRun(None, None, None, None, token_ids[before : call.answer].tolist(), ()))
-        runs.append(_answer(calls[call.call_id], credit[call.call_id]))
-        before = len(call.token_ids)
+    for name in sorted(found, key=lambda name: int(credit[name]["prompt"])):
+        answer = credit[name]["prompt"]
+        if answer > before:
+            runs.append(TokenRun(None, None, None, None, token_ids[before:answer], ()))
+        runs.append(_answer(calls[name], credit[name]))
+        before = answer + credit[name]["answer"]
     return runs
+
+
+def _tokens(call: ModelCall, calls: dict[str, ModelCall]) -> Ids:
+    """All tokens of a short call, prompt and answer: those of its own, and before them its parents'."""
+    parts, of = [call.row_token_ids], call.prompt_of
+    shared = of["tokens"] if of else 0
+    while of:
+        call = calls[of["call_id"]]
+        of = call.prompt_of
+        above = of["tokens"] if of else 0
+        parts.append(call.row_token_ids[: max(shared - above, 0)])
+        shared = min(shared, above)
+    return tuple(chain.from_iterable(reversed(parts)))
 
 
 class Undecodable(Exception):

@@ -17,16 +17,18 @@ from ...core.errors import TooLarge, Unprocessable
 from ...core.http import in_thread_if_large
 from ...core.json_text import dumps, fields_of
 from ...core.records import Event, Mode, Rollout, RolloutName, RolloutStatus
+from ...store.database import Row
 from ...store.keys import hash_key, new_key
-from ...store.reports import CallTokens, Summary
+from ...store.reports import Summary
 from ..gateway.relay import DataPath, name_rollout
 from ..hooks import ProxyPlugin
-from .answers import EventRecorded, Opened, RolloutDetail, RolloutPage, TrainingRows, Transitions
+from .answers import CreditedCall, EventRecorded, Opened, RolloutDetail, RolloutPage, TrainingRows, Transitions
 from .bodies import Body, Count, EndBody, EventBody, EventList, Finite, Id, Name, PathId, RolloutsBody
 from .requests import AdminRoute, ControlRequest, Limit, OwnKey, Parts, Position, UserRoute
 from .views import rollout_detail, transitions, words_in
 
 Requests = Literal["short", "whole"]
+_CREDIT = [field.alias or name for name, field in CreditedCall.model_fields.items()]
 
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=UserRoute)
 admins = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=AdminRoute)
@@ -117,7 +119,7 @@ async def list_rollouts(
     page, following = await store.rollouts.page(filters, limit, position)
     names = [one.rollout_id for one in page]
     awaiting = await store.endings.await_still(names)
-    found = await store.summaries.of(names, words_in) if words else {}
+    found = await store.reports.summaries(names, words_in) if words else {}
     data = [fields_of(one) | {"awaits_reward": one.rollout_id in awaiting} for one in page]
     if words:
         data = [one | fields_of(found.get(one["rollout_id"], Summary())) for one in data]
@@ -163,22 +165,23 @@ async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any
     The answer has nothing of siblings that the caller may not see. Supervised fine-tuning assigns no credit.
     """
     store, sight = request.parts.store, request.caller.sight
-    rollout, rows = await store.rollouts.get(rollout_id), defaultdict[int, list[CallTokens]](list)
-    for call in await store.credit.tokens_of(rollout_id):
-        if call.row is not None:
-            rows[call.row].append(call)
+    rollout, calls = await store.rollouts.get(rollout_id), await store.credit.of(rollout_id)
+    rows = defaultdict[int, list[Row]](list)
+    for call in calls:
+        if call["row"] is not None:
+            rows[call["row"]].append(call)
     return {
         "rollout_id": rollout_id,
         "task_id": rollout.task_id,
         "step": rollout.step,
         "dropped": rollout.dropped,
         "group": await store.credit.group_of(rollout_id, sight.key_id, siblings=sight.siblings),
-        "calls": [dict(row) for row in await store.credit.of(rollout_id)],
+        "calls": [{name: call[name] for name in _CREDIT} for call in calls],
         "rows": [
             # The prompt of its last call and that call's answer, in which the answers of its calls lie.
-            {"row": row, "call_ids": [call.call_id for call in calls], "tokens": len(calls[-1].token_ids)}
-            | {"trained_tokens": sum(len(call.token_ids) - call.answer for call in calls)}
-            for row, calls in sorted(rows.items())
+            {"row": row, "call_ids": [call["call_id"] for call in of], "tokens": of[-1]["prompt"] + of[-1]["answer"]}
+            | {"trained_tokens": sum(call["answer"] for call in of)}
+            for row, of in sorted(rows.items())
         ],
     }
 

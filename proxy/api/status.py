@@ -51,7 +51,7 @@ async def get_status(request: ControlRequest) -> dict[str, Any]:
         "collapse": await store.steps.collapse(),
         "verified": await verified(store),
         "plugins": p.config.plugins,
-        "recent": await store.traffic.recent(RECENT_CALLS),
+        "recent": await store.reports.traffic(RECENT_CALLS),
     }
     for plugin in p.plugins:
         view |= await plugin.status_fields(store, sight.key_id)

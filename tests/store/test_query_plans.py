@@ -57,7 +57,7 @@ SORTS = {
     "COUNTED", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE",
     "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "COMPARED_WITH",
     "LABELS", "PROMPT_BEFORE", "PROMPT_KEPT", "PROMPT_REWARDS", "PROMPT_RUN", "PROMOTION_OBSERVED", "PROMOTION_REWARDS",
-    "POSTED", "VERSION_NAMED", "TASK_ROLLOUTS", "CALLS_WITH_PARENTS", "NAMES_OF_REWARDS",
+    "POSTED", "VERSION_NAMED", "CALLS_WITH_PARENTS", "NAMES_OF_REWARDS",
 }  # fmt: skip
 SORTED = (
     "SELECT * FROM rollouts WHERE step =",
@@ -144,10 +144,6 @@ async def test_a_rare_mode_is_found_without_looking_at_the_others(database: Data
 )
 async def test_what_waits_or_came_before_is_read_off_its_index(database: Database, statement: str, index: str) -> None:
     assert f"INDEX {index} " in (await plan(database, getattr(waiting, statement)))[0]
-
-
-async def test_a_page_of_tasks_reads_the_rollouts_of_these_tasks_alone(database: Database) -> None:
-    assert "INDEX rollouts_by_task (task_id=? AND n>?)" in (await plan(database, known()["TASK_ROLLOUTS"]))[0]
 
 
 async def test_some_calls_are_read_without_the_others_of_their_rollout(database: Database) -> None:

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 
 from lightning_proxy import store
-from lightning_proxy.store.reports import TASK_SUMS
+from lightning_proxy.store.reports import NEWEST
 from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
 
 TEMPLATE = re.compile(r"\{\w+\}")
@@ -23,7 +23,7 @@ def pages() -> dict[str, str]:
         for name in ("", "status", "task_id", "mode", "key_id")
     } | {"page by agent": ROLLOUTS_PAGE_OF_AGENT.format(filters="")}
     return found | {
-        f"tasks by {name or 'nothing'}": TASK_SUMS.format(filters=ROLLOUT_FILTERS.get(name, ""))
+        f"tasks by {name or 'nothing'}": NEWEST.format(filters=ROLLOUT_FILTERS.get(name, ""))
         for name in ("", "mode", "task_id", "key_id")
     }
 
