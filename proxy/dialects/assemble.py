@@ -1,6 +1,6 @@
 """Assembles the pieces of a streamed answer into what the same call returns without streaming. Pure.
 
-`join` and `put` say what becomes of a value, `AnswerParts` where a piece belongs, and `ToolCalls` which call it is of:
+`joined` and `put` say what becomes of a value, `AnswerParts` where a piece belongs, `ToolCalls` which call it is of:
 `{index 0, id a, name f}`, `{index 0, id "", arguments "{"}`, `{index 0, arguments "}"}` are one call of f with "{}".
 Servers differ: some count every call 0 or give no index, repeat id and name or leave them empty, or send them late.
 """
@@ -17,7 +17,6 @@ from ...core.values import number
 
 Json = dict[str, Any]
 Part = TypeVar("Part")
-_Piece = tuple[Any, str, Any]  # of a tool call: its id, name and arguments: a text, or by some servers an object
 
 # By the last word of their names, texts that are sent in full, and by some servers again in every chunk.
 _WORDS = frozenset({
@@ -33,22 +32,27 @@ _PLACED = frozenset({"index", "delta", "message"})
 _TEXTS = {"function": "arguments", "custom": "input"}
 
 
-def join(into: Json, name: str, value: Any) -> None:
-    """Join a value to that of the chunks before: texts and lists get longer; null, and no text, change nothing."""
-    old = into.get(name)
-    if value is None:
-        into.setdefault(name, None)
-    elif isinstance(value, str) and not isinstance(old, list):
-        longer = old + value if isinstance(old, str) and not _is_word(name) else value
-        into[name] = longer or old or ""
-    elif isinstance(value, dict):
-        merged = into[name] = old if isinstance(old, dict) else {}  # ours: no chunk's own object is ever put in
-        for key, item in value.items():
-            join(merged, key, item)
-    elif isinstance(value, str | list):
-        into[name] = _with_items(_as_parts(old), _as_parts(value))
-    else:
-        into[name] = value
+def joined(old: Any, new: Any, name: str) -> Any:
+    """Return a field's value with that of another chunk: texts and lists get longer; null and no text change nothing.
+
+    An old object or list is ours, and is changed; no chunk's own is ever kept.
+    """
+    if isinstance(new, dict):
+        merged = old if isinstance(old, dict) else {}
+        for key, item in new.items():
+            merged[key] = joined(merged.get(key), item, key)
+        return merged
+    if isinstance(new, list) or (isinstance(new, str) and isinstance(old, list)):
+        items = _as_parts(old)
+        for i, item in enumerate(_as_parts(new)):
+            if (at := _continued(items, item, first=i == 0)) is None:
+                items.append(item)
+            else:
+                items[at] = joined(dict(items[at]), item, "")
+        return items
+    if isinstance(new, str):
+        return old + new if isinstance(old, str) and not _is_word(name) else new or old or ""
+    return old if new is None else new
 
 
 def put(into: Json, name: str, value: Any) -> None:
@@ -70,19 +74,6 @@ def _is_word(name: str) -> bool:
 def _as_parts(content: Any) -> list[Any]:
     text = [{"type": "text", "text": content}] if content and isinstance(content, str) else []
     return content if isinstance(content, list) else text
-
-
-def _with_items(items: list[Any], new: list[Any]) -> list[Any]:
-    """The list, which is ours, with the new items added. An item that continues an old one is joined to it."""
-    for place, item in enumerate(new):
-        at = _continued(items, item, first=place == 0)
-        if at is None:
-            items.append(item)
-        else:
-            items[at] = dict(items[at])
-            for name, value in item.items():
-                join(items[at], name, value)
-    return items
 
 
 def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
@@ -134,7 +125,7 @@ class ToolCalls(AnswerParts["StreamedCall"]):
 
     def feed(self, deltas: Any) -> None:
         for delta in dicts(deltas if isinstance(deltas, list) else [deltas]):
-            index, piece = number(delta.get("index")), _read(delta)
+            index, piece = number(delta.get("index")), StreamedCall(delta)
             call = self._call_of(piece, index)
             if not call.has(piece):
                 call.add(delta)
@@ -144,39 +135,37 @@ class ToolCalls(AnswerParts["StreamedCall"]):
         """Return the calls as an answer has them."""
         return [call.result() for call in self]
 
-    def _call_of(self, piece: _Piece, index: int | None) -> StreamedCall:
+    def _call_of(self, piece: StreamedCall, index: int | None) -> StreamedCall:
         """The call that a piece belongs to: by its id, its index, or else that of the piece before."""
-        call_id, name, arguments = piece
         call, last = self.get(index), self.get(None)
-        same = self.get(call_id) if isinstance(call_id, str) else None
-        if same is not None and (index is None or not name or (name == same.name and not same.is_complete)):
+        same = self.get(piece.id) if isinstance(piece.id, str) else None
+        if same and (index is None or not piece.name or (piece.name == same.name and not same.is_complete)):
             call = same
-        elif call is None and last is not None and not (name or call_id):
-            call = None if _is_given(arguments) and last.is_complete else last
-        if call is None or call.ends_before(piece, index):
-            call = self.open(index, StreamedCall())
-        return call
+        elif call is None and last and not (piece.name or piece.id):
+            call = None if _is_given(piece.arguments) and last.is_complete else last
+        return self.open(index, StreamedCall({})) if call is None or call.ends_before(piece, index) else call
 
 
 class StreamedCall:
-    """One call, as far as it has come."""
+    """One call, as far as it has come; or a piece of one."""
 
-    def __init__(self) -> None:
-        self._fields: Json = {}
+    def __init__(self, delta: Json) -> None:
         self.id: Any = None
         self.name = ""
-        self._arguments: Any = None
+        self.arguments: Any = None  # a text, or by some servers an object
+        self._fields: Json = {}
+        self.add(delta)
 
     @property
     def text(self) -> str:
         """Return the arguments so far; those that came as an object are JSON text, as models write them."""
-        arguments = self._arguments
+        arguments = self.arguments
         return arguments if isinstance(arguments, str) else "" if arguments is None else dumps(arguments)
 
     @property
     def may_change(self) -> bool:
         """Return whether more pieces may change the text, not only extend it."""
-        return self._arguments == "{}" or not isinstance(self._arguments, str | None)
+        return self.arguments == "{}" or not isinstance(self.arguments, str | None)
 
     @property
     def is_complete(self) -> bool:
@@ -185,23 +174,21 @@ class StreamedCall:
         except ValueError:
             return False
 
-    def has(self, piece: _Piece) -> bool:
+    def has(self, piece: StreamedCall) -> bool:
         """Return whether a piece is the entire call once more, or all its arguments."""
-        call_id, name, arguments = piece
-        if arguments != self._arguments or call_id not in (None, "", self.id):
-            return False
-        return (not name or (name == self.name and bool(self.id))) and self.is_complete
+        is_named = not piece.name or (piece.name == self.name and bool(self.id))
+        is_same = piece.arguments == self.arguments and piece.id in (None, "", self.id)
+        return is_named and is_same and self.is_complete
 
-    def ends_before(self, piece: _Piece, index: int | None) -> bool:
+    def ends_before(self, piece: StreamedCall, index: int | None) -> bool:
         """Return whether a piece that came to this call's place begins a new call."""
-        call_id, name, arguments = piece
-        if call_id and self.id and call_id != self.id:
-            return bool(name) or self.is_complete
-        if not name or not self.name or self.has(piece):
+        if piece.id and self.id and piece.id != self.id:
+            return bool(piece.name) or self.is_complete
+        if not piece.name or not self.name or self.has(piece):
             return False
-        if _is_given(arguments) and self.is_complete:
+        if _is_given(piece.arguments) and self.is_complete:
             return True
-        return not name.startswith(self.name) and (index is None or _is_given(self._arguments))
+        return not piece.name.startswith(self.name) and (index is None or _is_given(self.arguments))
 
     def add(self, delta: Json) -> None:
         for name, value in delta.items():
@@ -210,11 +197,11 @@ class StreamedCall:
             elif name in _TEXTS and isinstance(value, dict):
                 self._add_called(name, value)
             elif name not in ("index", *_TEXTS):
-                join(self._fields, name, value)
+                self._fields[name] = joined(self._fields.get(name), value, name)
 
     def result(self) -> Json:
         """Return the call as an answer has it."""
-        if isinstance(self._arguments, str | None):
+        if isinstance(self.arguments, str | None):
             return self._fields
         kind = next(kind for kind in _TEXTS if kind in self._fields)
         return self._fields | {kind: self._fields[kind] | {_TEXTS[kind]: self.text}}
@@ -222,23 +209,16 @@ class StreamedCall:
     def _add_called(self, kind: str, more: Json) -> None:
         called = self._fields.setdefault(kind, {})
         for name, value in more.items():
-            if name == _TEXTS[kind]:
-                if kind == "function" and self._arguments == "{}" and _is_given(value):
-                    self._arguments = None  # some servers begin with an empty object
-                called[name] = self._arguments = _longer(self._arguments, value)
-            elif name == "name" and isinstance(value, str):
+            before = called.get(name)
+            if name == "name" and isinstance(value, str):
                 # Repeated, sent as far as it has come, or in pieces.
                 called[name] = self.name = value if value.startswith(self.name) else self.name + value
+            elif name != _TEXTS[kind]:
+                called[name] = joined(before, value, name)
             else:
-                join(called, name, value)
-
-
-def _read(piece: Json) -> _Piece:
-    for kind, text in _TEXTS.items():
-        if isinstance(called := piece.get(kind), dict):
-            name = called.get("name")
-            return piece.get("id"), name if isinstance(name, str) else "", called.get(text)
-    return piece.get("id"), "", None
+                if kind == "function" and before == "{}" and _is_given(value):
+                    before = None  # some servers begin with an empty object
+                called[name] = self.arguments = _longer(before, value)
 
 
 def _longer(before: Any, more: Any) -> Any:
@@ -289,35 +269,35 @@ class _Choice:
     def __init__(self, index: int) -> None:
         self._fields: Json = {"index": index}
         self._message: Json = {}
+        self._calls: dict[str, ToolCalls] = {}
         self._has_deltas = False
 
     def feed(self, choice: Json) -> None:
         delta, message = choice.get("delta"), choice.get("message")
         self._has_deltas |= delta is not None
         if delta is None and isinstance(message, dict):
-            known = self._message if self._has_deltas else {}
+            known = self._message | self._calls if self._has_deltas else {}
             delta = {name: value for name, value in message.items() if not known.get(name)}
         if isinstance(delta, dict):
             self._fields["message"] = self._message
-        for name, value in delta.items() if isinstance(delta, dict) else ():
-            if name in ("tool_calls", "function_call") and isinstance(value, list | dict):
-                if not isinstance(self._message.get(name), ToolCalls):
-                    self._message[name] = ToolCalls()
-                self._message[name].feed(value if name == "tool_calls" else {"function": value})
-            else:
-                join(self._message, name, value)
+            for name, value in delta.items():
+                if name in ("tool_calls", "function_call") and isinstance(value, list | dict):
+                    pieces = (
+                        value if isinstance(value, list) else [value if name == "tool_calls" else {"function": value}]
+                    )
+                    self._calls.setdefault(name, ToolCalls()).feed(pieces)
+                else:
+                    self._message[name] = joined(self._message.get(name), value, name)
         for name, value in choice.items():
             if name in _PIECES:
-                join(self._fields, name, value)
+                self._fields[name] = joined(self._fields.get(name), value, name)
             elif name not in _PLACED:
                 put(self._fields, name, value)
 
     def result(self) -> Json:
         if "message" not in self._fields:
             return self._fields
-        message = dict(self._message)
-        if isinstance(calls := message.get("tool_calls"), ToolCalls):
-            message["tool_calls"] = calls.result()
-        if isinstance(call := message.get("function_call"), ToolCalls):  # of OpenAI's API before there were tools
-            message["function_call"] = call.result()[0].get("function")
+        message = self._message | {name: calls.result() for name, calls in self._calls.items()}
+        if "function_call" in self._calls:  # of OpenAI's API before there were tools
+            message["function_call"] = message["function_call"][0].get("function")
         return self._fields | {"message": message}
