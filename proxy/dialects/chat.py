@@ -6,11 +6,13 @@ Field names and the values sent without asking are those of vLLM 0.32: null, exc
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from ...core import sse
 from ...core.json_text import encode, loads, loads_rounded
 from ...core.tokens import Tokens
+from ...core.tools import dicts
 from ...core.values import as_read, error_in, lax, message_of_error
 from .assemble import Assembler
 from .stream import Dialect, Injection, Stream
@@ -115,12 +117,8 @@ class UsualChunks:
     def __init__(self) -> None:
         self._start: bytes | None = None
         self._misses = 0
-        self._before: bytes | None = None  # what stands around the texts that were not read yet
-        self._after: bytes | None = None
-        self._texts: list[bytes] = []
-        self._logprobs: list[bytes] = []
-        self._ids: list[bytes] = []
-        self._read: list[Json] = []
+        # Not read yet: what stands around the texts, and these, the log-probabilities and the ids.
+        self._runs: list[tuple[bytes | None, bytes, list[bytes], list[bytes], list[bytes]]] = []
 
     @property
     def expected(self) -> bool:
@@ -148,13 +146,13 @@ class UsualChunks:
         at, skip = 0, len(start)
         while data.startswith(start, at) and (match := _REST.match(data, at + skip)):
             before, _, text, after, logprobs, ids = match.groups()
-            if before != self._before:
-                self._read_all()
-                self._before, self._after = before, after
-            self._texts.append(text or b'""')
-            self._logprobs.append(logprobs)
+            if not self._runs or before != self._runs[-1][0]:
+                self._runs.append((before, after, [], [], []))
+            _, _, texts, all_logprobs, all_ids = self._runs[-1]
+            texts.append(text or b'""')
+            all_logprobs.append(logprobs)
             if ids:
-                self._ids.append(ids)
+                all_ids.append(ids)
             if before is not None:
                 sent += data[at : match.start("logprobs")], _CLEAN
             at = match.end()
@@ -163,28 +161,19 @@ class UsualChunks:
             self._start = b""
         return b"".join(sent), data[at:]
 
-    def take(self) -> list[Json]:
-        """Return chunks with the content of all that were passed on since the last time."""
-        self._read_all()
-        taken, self._read = self._read, []
-        return taken
-
-    def _read_all(self) -> None:
-        if not self._texts:
-            return
-        before, after = self._before, self._after
-        text = "".join(loads(b"[%b]" % b",".join(self._texts)))
-        logprobs = _LOGPROB.findall(b"".join(self._logprobs))
-        choice = {
-            "index": 0,
-            "delta": loads(before + encode(text) + after) if before and after else {},
-            "logprobs": {"token_logprobs": loads_rounded(b"[%b]" % b",".join(logprobs))},
-            "finish_reason": None,
-            "token_ids": loads_rounded(b"[%b]" % b",".join(self._ids)),
-        }
-        self._read.append({"choices": [choice]})
-        for kept in (self._texts, self._logprobs, self._ids):
-            kept.clear()
+    def take(self) -> Iterator[Json]:
+        """Yield chunks with the content of all that were passed on since the last time."""
+        runs, self._runs = self._runs, []
+        for before, after, texts, logprobs, ids in runs:
+            text = encode("".join(loads(b"[%b]" % b",".join(texts))))
+            logprob = b",".join(_LOGPROB.findall(b"".join(logprobs)))
+            yield {"choices": [{
+                "index": 0,
+                "delta": {} if before is None else loads(before + text + after),
+                "logprobs": {"token_logprobs": loads_rounded(b"[%b]" % logprob)},
+                "finish_reason": None,
+                "token_ids": loads_rounded(b"[%b]" % b",".join(ids)),
+            }]}  # fmt: skip
 
 
 def _is_utf8(raw: bytes) -> bool:
@@ -225,7 +214,14 @@ class ChatStream(Stream):
         self._held: tuple[bytes, Json] | None = None
         self._assembler = Assembler()
         # Both were injected, so the agent gets neither.
-        self.usual: UsualChunks | None = UsualChunks() if injection.token_ids and injection.logprobs else None
+        self._usual = UsualChunks() if injection.token_ids and injection.logprobs else None
+
+    @property
+    def expects_usual(self) -> bool:  # type: ignore[override]
+        return self._usual is not None and self._usual.expected
+
+    def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
+        return self._usual.pass_on(data) if self._usual else (b"", data)
 
     @property
     def tokens(self) -> Tokens:
@@ -242,8 +238,8 @@ class ChatStream(Stream):
         clean = sse.encode(encode(event)) if take_out(event, self._injection) else raw
         self._assembler.feed(event)
         out = self.flush() + clean if is_error else self._without_extra(clean, event)
-        if self.usual is not None:
-            self.usual.learn(raw, is_last=is_error or self._held is not None)
+        if self._usual is not None:
+            self._usual.learn(raw, is_last=is_error or self._held is not None)
         return out
 
     def read(self, raw: bytes, event: Json) -> Any:
@@ -270,26 +266,22 @@ class ChatStream(Stream):
 
     def _without_extra(self, clean: bytes, chunk: Json) -> bytes:
         """The bytes to send now for a chunk, or nothing if there would be no such chunk."""
-        injection, choices = self._injection, chunk.get("choices")
-        if injection.usage and choices == [] and "usage" in chunk:
+        usage, choices = self._injection.usage, dicts(chunk.get("choices"))
+        if usage and chunk.get("choices") == [] and "usage" in chunk:
             return self.flush(chunk.get("system_fingerprint"))
-        choices = choices if isinstance(choices, list) else []
-        if (
-            self.usual is not None
-            and choices
-            and all(isinstance(c, dict) and c.get("delta") == {} and c.get("finish_reason") is None for c in choices)
-        ):
+        is_last = any(choice.get("finish_reason") for choice in choices)
+        if self._usual and choices and not is_last and all(choice.get("delta") == {} for choice in choices):
             # While a parser holds text back, vLLM sends these only to those who asked for token ids or logprobs.
             return b""
         before = self.flush()
-        if injection.usage and any(isinstance(choice, dict) and choice.get("finish_reason") for choice in choices):
+        if usage and is_last:
             self._held = clean, chunk
             return before
         return before + clean
 
     def _catch_up(self) -> None:
         """Read the chunks that were passed on unread."""
-        for chunk in self.usual.take() if self.usual is not None else ():
+        for chunk in self._usual.take() if self._usual else ():
             self._tokens.add(chunk)
             take_out(chunk, self._injection)
             self._assembler.feed(chunk)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ...core.errors import LightningError, UpstreamUnreachable
 from ...core.json_text import as_utf8, encode_as_vllm, loads, loads_in_turns
@@ -47,21 +47,10 @@ class Injection(NamedTuple):
         return ("prompt_token_ids", "token_ids") * self.token_ids + ("logprobs",) * self.logprobs
 
 
-class Shortcut(Protocol):
-    """Passes on events without parsing them."""
-
-    @property
-    def expected(self) -> bool:
-        """Return whether more such events may come."""
-
-    def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
-        """Keep those that `data` begins with. Return the agent's bytes for them, and the rest of `data`."""
-
-
 class Stream:
     """The events of one streamed answer, in order. By default the agent gets them as they are."""
 
-    usual: Shortcut | None = None  # None where all events are parsed
+    expects_usual = False  # whether there may be events that `pass_on` takes
     rewrites = False  # whether the agent gets other bytes than the upstream sent
     finished = False  # whether the last event that was fed in was the answer's last event
     error: str | None = None
@@ -74,6 +63,10 @@ class Stream:
     def complete(self) -> bool:
         """Return whether the answer is complete although the stream's last event is missing."""
         return False
+
+    def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
+        """Keep the usual events that `data` begins with, unparsed. Return the agent's bytes for them, and the rest."""
+        return b"", data
 
     def feed(self, raw: bytes, event: Json) -> bytes:
         """Return the bytes to send for an event. Bytes without injected fields pass unchanged."""
@@ -130,7 +123,7 @@ class Transcript:
         self.ended = False
         self.held = b""
         self.size = 0
-        self._garbage: str | None = None
+        self._garbage: str | None = None  # an event that is no JSON object
         self._let_go = False  # an event was too large to look at; it may have been the last one
         self._decoder = SSEDecoder()
         self._stream = stream
@@ -163,10 +156,10 @@ class Transcript:
         Raises UpstreamUnreachable for an event that is longer than any that can be meant.
         """
         self.size += len(data)
-        out, usual = b"", self._stream.usual
-        while data and not self.ended and usual is not None and usual.expected:
+        out = b""
+        while data and not self.ended and self._stream.expects_usual:
             if not self._decoder.pending:
-                passed, data = usual.pass_on(data)
+                passed, data = self._stream.pass_on(data)
                 out += passed
             if data:
                 one, blank, data = data.partition(b"\n\n")
@@ -233,11 +226,10 @@ class BufferedTranscript:
         self.ended = False
         self.held = b""
         self.size = 0
-        self.error: str | None = None
+        self.error = None if status // 100 == 2 else f"the upstream answered {status}"
         self.tokens = Tokens()
         self.unkept: str | None = None
-        self._succeeded = status // 100 == 2
-        self.rewrites = translated or (self._succeeded and bool(injection))
+        self.rewrites = translated or (self.error is None and bool(injection))
         self._dialect = dialect
         self._injection = injection
         self._status = status
@@ -265,35 +257,32 @@ class BufferedTranscript:
 
         Return nothing to send: the rest of it is `held`.
         """
-        data, self._data = bytes(self._data), bytearray()
+        data, self._data, succeeded = bytes(self._data), bytearray(), self.error is None
         self.unkept = TOO_LARGE if len(data) > MAX_ANSWER_BYTES else None
-        if not self._succeeded:
-            self.error = f"the upstream answered {self._status}"
         self.ended, self.held = True, data[self._sent :]
-        if self.unkept and not (self._succeeded and self._injection):  # nothing to read in it, or to take out of it
+        if self.unkept and not (succeeded and self._injection):  # nothing to read in it, or to take out of it
             return b""
         try:
             data = as_utf8(data)
             body = loads(data) if len(data) < LARGE_ANSWER else loads_in_turns(data)
         except ValueError:
             body = data.decode(errors="replace") or None
-        if isinstance(body, dict):
-            agents = self._read(body) if self._succeeded else self._dialect.refusal(body, self._status)
-            if agents is not None:
-                body, self.held = agents, encode_as_vllm(agents)
-        elif self._succeeded:
+        agents = None
+        if isinstance(body, dict) and succeeded:
+            if (error := named_error(body)) is not None:
+                self.error = message_of_error(error)
+            if not self.unkept:
+                self.tokens = self._dialect.tokens(body)
+            agents = self._dialect.agents(body, self._injection)
+        elif isinstance(body, dict):
+            agents = self._dialect.refusal(body, self._status)
+        elif succeeded:
             self.error = "the upstream's answer is no JSON object"
+        if agents is not None:
+            body, self.held = agents, encode_as_vllm(agents)
         self._body = None if self.unkept else body
         return b""
 
     def response(self) -> Any:
         """Return the answer as the agent sees it: as JSON, or else as text; None if it is empty."""
         return self._body
-
-    def _read(self, body: Json) -> Json | None:
-        """Read the error and the tokens, and return the agent's answer; None if it gets the upstream's bytes."""
-        if (error := named_error(body)) is not None:
-            self.error = message_of_error(error)
-        if not self.unkept:
-            self.tokens = self._dialect.tokens(body)
-        return self._dialect.agents(body, self._injection)
