@@ -9,7 +9,6 @@ from functools import cache, partial
 from importlib.metadata import version
 from typing import Any
 
-from aiohttp import ClientSession
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -21,7 +20,6 @@ from ..core.config.root import Config
 from ..core.errors import Forbidden, InvalidRequest, LightningError, NotFound, Unprocessable
 from ..core.redact import Redactor
 from ..core.returns import Rules
-from ..serving.health import Reach, check_health
 from ..serving.mode import ModeInUse, decide
 from ..serving.operator import operator_headers, relay_headers
 from ..serving.swap import Swap
@@ -152,22 +150,22 @@ async def _opened(
         parts = Parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router, keys=keys,
             metrics=metrics, redactor=redactor, relay=relay, bodies=bodies,
-            reads=Turns(), health=upstreams.health, reach=Reach(session),
+            reads=Turns(), health=upstreams.health,
             plugins=plugins, on_deleted=[
                 recorder.forget, chat_route.history.forget, *(h.on_deleted for h in hooks if h.on_deleted is not None),
             ],
         )  # fmt: skip
         if writes:
             await store.returns.adopt(Rules.of(config.trainer))
-            await stack.enter_async_context(_at_work(parts, operator, hooks))
+            await stack.enter_async_context(_at_work(parts, hooks))
         yield parts
 
 
 @asynccontextmanager
-async def _at_work(parts: Parts, operator: ClientSession, hooks: Sequence[Hooks]) -> AsyncIterator[None]:
+async def _at_work(parts: Parts, hooks: Sequence[Hooks]) -> AsyncIterator[None]:
     """Run the background work during the block, and cancel it at its end."""
     config, database = parts.config, parts.store.database
-    work = [parts.keys.watch(), parts.bodies.watch(), check_health(config, operator, parts.health)]
+    work = [parts.keys.watch(), parts.bodies.watch(), parts.health.watch(config)]
     work += [Keeper(database, config, parts.forget).run(), end_idle_rollouts(database, config.rollouts)]
     work += [database.look_for_damage(), parts.store.returns.keep()]
     if parts.watch is not None:

@@ -9,7 +9,6 @@ import re
 import shutil
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from ..core.config.root import Config
 from ..core.config.server import StoreConfig
@@ -99,13 +98,11 @@ class ModeInUse:
         decided = await self._store.publishing.decided()
         if not self._is_configured:
             self.mode = (await self._store.versions.live()).publish or (decided.mode if decided else self.mode)
-            return self.mode
-        problem = None
-        if decided is not None and decided.mode != self.mode:
-            problem = otherwise("proxy", self.mode, decided)
-            if self.problem is None:
-                log.warning("%s", problem)
-        self.problem = problem
+        elif decided is None or decided.mode == self.mode:
+            self.problem = None
+        elif self.problem is None:
+            self.problem = otherwise("proxy", self.mode, decided)
+            log.warning("%s", self.problem)
         return self.mode
 
 
@@ -115,22 +112,21 @@ def check_base_model(config: Config) -> None:
     A model that is now in another place is known by the last part of its name. The trainer compares weights, too.
     """
     model, before = config.policy.model, trained_model(config.store)
-    if model is None or before is None or Path(model).expanduser().name == Path(before).expanduser().name:
-        return
-    store, directory = config.store.where, config.policy.directory.absolute()
-    raise ConfigError(
-        f"policy.model is {model}, and the policy versions in {store} were trained on {before}: set it back, or start "
-        f"anew with another store.url and policy.directory (now {directory}); `lightning-proxy policy export` takes "
-        "the trained versions along"
-    )
+    if model and before and Path(model).expanduser().name != Path(before).expanduser().name:
+        store, directory = config.store.where, config.policy.directory.absolute()
+        raise ConfigError(
+            f"policy.model is {model}, and the policy versions in {store} were trained on {before}: set it back, or "
+            f"start anew with another store.url and policy.directory (now {directory}); `lightning-proxy policy "
+            "export` takes the trained versions along"
+        )
 
 
 def trained_model(config: StoreConfig) -> str | None:
     """Return the model that the store's versions were trained on; None if there are none, or it is not known."""
-    checkpoint = newest_checkpoint(config)
-    try:
-        saved: Any = None if checkpoint is None else json.loads((Path(checkpoint) / SAVED).read_text())
-    except (OSError, ValueError):  # opening it for good will give the error
+    if (checkpoint := newest_checkpoint(config)) is None:
         return None
-    model = saved.get("policy.model") if isinstance(saved, dict) else None
+    try:
+        model = json.loads((Path(checkpoint) / SAVED).read_text())["policy.model"]
+    except (OSError, ValueError, LookupError, TypeError):  # opening it for good will give the error
+        return None
     return model if isinstance(model, str) else None

@@ -6,7 +6,6 @@ write files, and vLLM asks nobody for a key there: any web page of a browser on 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -15,6 +14,7 @@ from hmac import compare_digest, digest
 from pathlib import Path
 from typing import Any
 
+from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -96,7 +96,7 @@ class OperatorGuard:
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008, "reason": "forbidden"})
         else:
-            await _refuse(send, refusal)
+            await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> LightningError | None:
         headers = scope["headers"]
@@ -140,10 +140,3 @@ def _is_allowed(route: Any, method: str) -> bool:
         return method in ("GET", "HEAD")
     is_endpoint = getattr(route, "endpoint", None) is not None
     return is_endpoint and path.startswith("/v1/") and _CLOSED.isdisjoint(path.split("/"))
-
-
-async def _refuse(send: Send, error: LightningError) -> None:
-    body = json.dumps(error.body()).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -6,16 +6,16 @@ import asyncio
 import fcntl
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic
 
 from ..core.config.address import shown
-from ..core.errors import Conflict, LightningError, NotFound, PublishError, UpstreamTimeout, UpstreamUnreachable
+from ..core.errors import Conflict, LightningError, NotFound, PublishError, UpstreamUnreachable
 from ..core.records import PolicyVersion, PublishMode
 from ..store.store import Store
-from .vllm import LOADING, VllmError, VllmFault, VllmFleet, VllmServer
+from .vllm import AWAY, LOADING, VllmError, VllmFault, VllmFleet, VllmServer
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Swap:
         self.vllm = vllm
         self.mode = mode
         self._locked = partial(swap_lock, directory)
-        self._refused: dict[str, tuple[VllmError, float]] = {}
+        self._refused: dict[VllmServer, tuple[VllmError, float]] = {}
 
     async def activate(
         self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None, verified: bool = False
@@ -63,18 +63,20 @@ class Swap:
         """Load the version into vLLM and move the alias to it; running requests are not interrupted.
 
         Superseded, and nothing changed, if `expected` is given and another version is live. `verified`: it was seen
-        to be served.
+        to be served. Merged weights go to all servers at once, so no two versions are sampled: where that fails,
+        requests stay frozen under the label `loading`, so that no token is sampled from unknown weights, until
+        `restore`.
         """
         async with self._locked():
-            await self._live_before(version, expected)
+            await self._require_successor(version, expected)
             if self.mode == "lora":
                 await self.load(version)
                 await self.store.versions.set_live(version.version, step, verified=verified)
-            else:
-                path, label = await self._weights(version), labels_of(version)[0]
-                await self.vllm.replace_weights(
-                    path, label, lambda: self.store.versions.set_live(version.version, step)
-                )
+                return
+            path, label = await self._weights(version), labels_of(version)[0]
+            loaded = await self.vllm.ask(lambda server: server.load_weights(path))
+            await self.store.versions.set_live(version.version, step)
+            await self.vllm.ask(lambda server: server.go_on(label), loaded)
 
     async def roll(self, version: PolicyVersion, step: int | None, expected: int, check: Check) -> None:
         """Give the version's merged weights to the servers one after the other, and make it live when half have it.
@@ -83,38 +85,40 @@ class Swap:
         before the version is live, nobody has seen it. Servers that are away are left out, as everywhere.
         """
         async with self._locked():
-            live = await self._live_before(version, expected)
-            path, label = await self._weights(version), labels_of(version)[0]
-            reachable = await self.vllm.reachable()
-            try:
+            await self._require_successor(version, expected)
+            reachable, problems = await self.vllm.reachable(), dict[VllmServer, LightningError | None]()
+            with suppress(LightningError):
                 problems = await self.problems()
-            except LightningError:
-                problems = {}
             # Servers that answer nobody come first, so that there is always one that answers.
-            servers = sorted(reachable, key=lambda server: problems.get(server.base_url, server) is None)
+            servers = sorted(reachable, key=lambda server: problems.get(server) is None)
             half = (len(servers) + 1) // 2
-            await self._give_all(servers[:half], path, label, check, live)
-            await self.store.versions.set_live(version.version, step, verified=True)
+            set_live = partial(self.store.versions.set_live, version.version, step, verified=True)
+            await self._place(version, servers[:half], check, set_live)
             for server in servers[half:]:
                 try:
-                    await self._give(server, path, label, check)
+                    await self._give(server, version, check)
                 except VllmError as error:  # the proxy's watch sees and mends it
                     log.warning("%s does not have the live weights yet: %s", shown(server.base_url), error)
 
-    async def _give_all(
-        self, servers: Sequence[VllmServer], path: str, label: str, check: Check, live: PolicyVersion
+    async def _place(
+        self,
+        version: PolicyVersion,
+        servers: Sequence[VllmServer],
+        check: Check,
+        commit: Callable[[], Awaitable[None]],
     ) -> None:
-        """Give new weights to servers, one after the other; all get the live ones back if one fails the check."""
+        """Give new weights to servers, one after the other, and `commit`; all get theirs back if that fails."""
         try:
-            given = [await self._give(server, path, label, check) for server in servers]
+            if not any([await self._give(server, version, check) for server in servers]):
+                raise UpstreamUnreachable("no server could be given the new weights: vLLM went away")
+            await commit()
         except BaseException:
-            await asyncio.shield(self._give_back(servers, live))
+            await asyncio.shield(self._give_back(servers))
             raise
-        if not any(given):
-            raise UpstreamUnreachable("no server could be given the new weights: vLLM went away")
 
-    async def _give(self, server: VllmServer, path: str, label: str, check: Check) -> bool:
+    async def _give(self, server: VllmServer, version: PolicyVersion, check: Check) -> bool:
         """Give one server new weights while it answers no agent. False if it went away meanwhile."""
+        path, label = await self._weights(version), labels_of(version)[0]
         try:
             await server.name_weights(LOADING)
             await asyncio.sleep(LEAVE_S)
@@ -129,18 +133,16 @@ class Swap:
             if await server.weight_version() != LOADED + label:
                 raise UpstreamUnreachable(f"{shown(server.base_url)} restarted while its weights were verified")
             await server.name_weights(label)
-        except (UpstreamUnreachable, UpstreamTimeout) as error:
+        except AWAY as error:
             log.warning("a server is left out of publishing: %s", error)
             return False
         return True
 
-    async def _give_back(self, servers: Sequence[VllmServer], live: PolicyVersion) -> None:
-        """Give servers the live weights again, as far as they have others. The proxy's watch repairs failures."""
+    async def _give_back(self, servers: Sequence[VllmServer]) -> None:
+        """Give servers the weights wanted of them, where they have others. The proxy's watch repairs failures."""
         for server in servers:
             try:
-                if not await self.has_label(server, live):
-                    await server.load_weights(await self._weights(live))
-                    await server.go_on(labels_of(live)[0])
+                await self._mend_weights(server)
             except LightningError as error:
                 log.warning("%s does not have the live weights again yet: %s", shown(server.base_url), error)
 
@@ -165,27 +167,6 @@ class Swap:
         """Return whether merged weights in one server, or in all, carry the label of this version, verified or not."""
         return (await server.weight_version()).removeprefix(LOADED) in labels_of(version)
 
-    async def _fault(self, server: VllmServer) -> tuple[PolicyVersion, str | None]:
-        """The version whose merged weights a server is to have, and whether it has `other weights` or is `paused`."""
-        placed = {} if self.placed is None else await self.placed()
-        version = placed.get(server.base_url) or await self.store.versions.live()
-        label = await self._label(server, version)
-        if label is None:
-            return version, None
-        if label not in labels_of(version):
-            return version, "other weights"
-        return version, "paused" if await server.is_paused() else None
-
-    async def problems(self) -> dict[str, LightningError | None]:
-        """Return, by URL, why a server lacks the merged weights wanted of it. Nothing is repaired. Raise if all do."""
-
-        async def look(server: VllmServer) -> None:
-            version, fault = await self._fault(server)
-            if fault is not None:
-                raise NotServed(f"it does not serve policy version {version.version} yet")
-
-        return await self.vllm.each(look)
-
     async def load(self, version: PolicyVersion) -> None:
         """Serve the version's adapters beside the others; the base model has none."""
         files_of(version)
@@ -197,46 +178,53 @@ class Swap:
         for name in version.served_models:
             await self.vllm.unload_adapter(name)
 
-    async def restore(self, pinned: set[int]) -> dict[str, LightningError | None]:
+    async def problems(self) -> dict[VllmServer, LightningError | None]:
+        """Return why a server lacks the merged weights wanted of it. Nothing is repaired. Raise if all do."""
+        return await self.vllm.each(partial(self._mend_weights, only_look=True))
+
+    async def restore(self, pinned: set[int]) -> dict[VllmServer, LightningError | None]:
         """Make vLLM serve the live version after its restart, or after a process died in mid-swap.
 
-        With `lora`, the `pinned` versions too. Returns, by URL, why a server does not; raises if none does.
+        With `lora`, the `pinned` versions too. Returns why a server does not; raises if none does.
         """
         async with self._locked():
-            self._check_mode(await self.store.versions.live())
-            if self.mode == "merged":
-                return await self.vllm.each(self._restore_weights)
-            return await self.vllm.each(lambda server: self._restore_adapters(server, pinned))
+            self._require_mode(await self.store.versions.live())
+            merged = self.mode == "merged"
+            return await self.vllm.each(self._mend_weights if merged else partial(self._mend_adapters, pinned))
 
-    async def _restore_weights(self, server: VllmServer) -> None:
-        version, fault = await self._fault(server)
-        if fault == "other weights":
-            log.warning("vLLM does not serve policy version %d: loading it again", version.version)
-            await server.load_weights(await self._weights(version))
-            await server.go_on(labels_of(version)[0])
-        elif fault is not None:
+    async def _mend_weights(self, server: VllmServer, *, only_look: bool = False) -> None:
+        """Give a server the merged weights wanted of it, and resume it; or `only_look`: NotServed if it needs that."""
+        placed = {} if self.placed is None else await self.placed()
+        version = placed.get(server.base_url) or await self.store.versions.live()
+        label = await self._label(server, version)
+        is_right = label is None or label in labels_of(version)
+        if label is None or (is_right and not await server.is_paused()):
+            return
+        if only_look:
+            raise NotServed(f"it does not serve policy version {version.version} yet")
+        if is_right:
             log.warning("vLLM was left paused: resuming it")
             await server.resume()
-
-    def why_not_published(self) -> str | None:
-        """Return why new weights cannot reach a server, as far as its last check showed."""
-        return next((str(error) for error, _ in self._refused.values()), None)
+            return
+        log.warning("vLLM does not serve policy version %d: loading it again", version.version)
+        await server.load_weights(await self._weights(version))
+        await server.go_on(labels_of(version)[0])
 
     async def _label(self, server: VllmServer, version: PolicyVersion) -> str | None:
         """The label of a server's weights. None if it has no such route, and none is needed yet.
 
         A server that refused is asked again after a while.
         """
-        error, until = self._refused.get(server.base_url, (None, 0.0))
-        if error is None or monotonic() > until:
+        error, until = self._refused.get(server, (None, 0.0))
+        if monotonic() >= until:
             try:
                 label = await server.weight_version()
-                self._refused.pop(server.base_url, None)
+                self._refused.pop(server, None)
                 return label
             except VllmError as refused:
                 error = refused
                 if not isinstance(error, VllmFault):
-                    self._refused[server.base_url] = error, monotonic() + ASK_AGAIN_S
+                    self._refused[server] = error, monotonic() + ASK_AGAIN_S
         if not isinstance(error, VllmFault) and await self.store.versions.is_new():
             return None  # it serves its own weights, which are version 0
         raise NotServed(
@@ -244,18 +232,21 @@ class Swap:
             "says what it needs to publish"
         )
 
-    async def _restore_adapters(self, server: VllmServer, pinned: set[int]) -> None:
+    def why_not_published(self) -> str | None:
+        """Return why new weights cannot reach a server, as far as its last check showed."""
+        return next((str(error) for error, _ in self._refused.values()), None)
+
+    async def _mend_adapters(self, pinned: set[int], server: VllmServer) -> None:
         served = await server.adapters()
         for version in await self.store.versions.to_serve(pinned):
-            missing = [
-                (name, path) for name, path in adapters_of(version).items() if served.get(name, "") not in (path, None)
-            ]
-            if version.publish != self.mode or not missing:
+            adapters = adapters_of(version) if version.publish == self.mode else {}
+            missing = {name: path for name, path in adapters.items() if served.get(name, "") not in (path, None)}
+            if not missing:
                 continue
             log.warning("vLLM does not serve policy version %d: loading it again", version.version)
             try:
                 files_of(version)
-                for name, path in missing:
+                for name, path in missing.items():
                     await server.load_adapter(name, path)
             except NotFound:
                 if version.status == "live":
@@ -263,15 +254,14 @@ class Swap:
                 log.warning("policy version %d has lost its files: its rollouts get the live one", version.version)
                 await self.store.versions.forget_files(version.version)
 
-    async def _live_before(self, version: PolicyVersion, expected: int | None) -> PolicyVersion:
-        """The version that is live until `version` is; Superseded if another one was expected."""
-        self._check_mode(version)
-        live = await self.store.versions.live()
-        if expected not in (None, live.version):
-            raise Superseded(f"policy version {live.version} was made live meanwhile")
-        return live
+    async def _require_successor(self, version: PolicyVersion, expected: int | None) -> None:
+        """Raise NotServed or Superseded where the version cannot go live, or another than the expected one is."""
+        self._require_mode(version)
+        live = (await self.store.versions.live()).version
+        if expected not in (None, live):
+            raise Superseded(f"policy version {live} was made live meanwhile")
 
-    def _check_mode(self, version: PolicyVersion) -> None:
+    def _require_mode(self, version: PolicyVersion) -> None:
         if version.publish not in (None, self.mode):
             raise NotServed(
                 f"policy version {version.version} was published as {version.publish}, and policy.publish is now "

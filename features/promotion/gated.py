@@ -18,7 +18,7 @@ from ...core.config.root import Config
 from ...core.errors import Conflict, PublishError, UpstreamTimeout, UpstreamUnreachable
 from ...core.records import PolicyVersion
 from ...serving.mode import has_gpu
-from ...serving.swap import Check, Superseded, Swap, labels_of
+from ...serving.swap import Check, Superseded, Swap
 from ...serving.vllm import VllmFault
 from ...store.store import Store
 from ...store.training import Step
@@ -40,15 +40,10 @@ class CandidateSwap(Swap):
     """Gives a candidate's merged weights to the last server, while another version stays live."""
 
     async def place(self, version: PolicyVersion, begin: Callable[[], Awaitable[None]], check: Check) -> None:
-        """Give the weights to the server, as `roll` does, then `begin`."""
+        """Give the weights to the server, as `roll` does, and `begin`."""
         async with self._locked():
-            live, servers = await self._live_before(version, None), self.vllm.servers[-1:]
-            await self._give_all(servers, await self._weights(version), labels_of(version)[0], check, live)
-            try:
-                await begin()
-            except BaseException:
-                await asyncio.shield(self._give_back(servers, live))
-                raise
+            await self._require_successor(version, None)
+            await self._place(version, self.vllm.servers[-1:], check, begin)
 
 
 class GatedPublisher(Publisher):

@@ -45,16 +45,13 @@ async def readyz(request: Request) -> Response:
         checks["store"] = error.message
     first, *standing_by = p.router.of_alias()
     try:
-        if p.watch is None:
-            checks["upstream"] = await p.reach.problem(first) or "ok"
-        elif await p.watch.reachable():
+        checks["upstream"] = await p.health.ask(first) or "ok"
+        if p.watch is not None and checks["upstream"] == "ok":
             await p.watch.current()
-        else:
-            checks["upstream"] = "not reachable"
     except LightningError as error:
         checks["upstream"] = error.message
     answered = checks["upstream"] == "ok" or any(
-        [not p.health.is_down(other) and await p.reach.problem(other) is None for other in standing_by]
+        [not p.health.is_down(other) and await p.health.ask(other) is None for other in standing_by]
     )
     is_ready = checks["store"] == "ok" and answered
     if is_ready:

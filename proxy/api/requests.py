@@ -24,7 +24,7 @@ from ...core.http import LARGE, in_thread_if_large
 from ...core.json_text import encode, encoded_parts, fields_of, loads_in_turns
 from ...core.records import check_id
 from ...core.redact import Redactor
-from ...serving.health import Health, Reach
+from ...serving.health import Health
 from ...serving.mode import ModeInUse
 from ...serving.swap import Swap
 from ...store.store import Store
@@ -75,7 +75,6 @@ class Parts:
     bodies: Bodies
     reads: Turns
     health: Health
-    reach: Reach
     plugins: Sequence[ProxyPlugin]
     on_deleted: Sequence[OnDeleted]
 

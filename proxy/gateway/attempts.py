@@ -128,11 +128,10 @@ class Upstreams:
     def __init__(
         self,
         session: aiohttp.ClientSession,
-        health: Health | None = None,
         makers: Mapping[str, Callable[[UpstreamConfig], Upstream]] | None = None,
         vouching: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
-        self.health = health or Health()
+        self.health = Health(session)
         self._session = session
         self._makers = makers or {}
         self._vouching = vouching or {}

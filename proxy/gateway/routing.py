@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from time import monotonic
 from typing import Any
 
@@ -19,12 +19,12 @@ from ...core.config.address import without_addresses
 from ...core.config.policy import PolicyConfig
 from ...core.config.root import Config
 from ...core.config.upstreams import UpstreamConfig
-from ...core.errors import Conflict, LightningError, NotFound, StoreUnavailable, UpstreamTimeout, UpstreamUnreachable
+from ...core.errors import Conflict, LightningError, NotFound, StoreUnavailable, UpstreamTimeout
 from ...core.records import PolicyVersion, RolloutName
 from ...serving.health import Health, replica_name
 from ...serving.mode import ModeInUse
 from ...serving.swap import NotServed, Swap, obstacle
-from ...serving.vllm import VllmError, VllmFault, VllmServer
+from ...serving.vllm import AWAY, VllmServer
 from ...store.store import Store
 from .upstream import Route
 
@@ -36,7 +36,8 @@ Choose = Callable[[RolloutName, PolicyVersion], Awaitable[PolicyVersion]]
 WATCH_S = 1.0
 MENDED_S = 3.0  # that a look waits for servers that are being mended
 
-Wanted = tuple[int, Mapping[str, int]]  # the live version, and by URL those of servers that are to have another
+# The live version, and by URL those of servers that are to have another.
+Wanted = tuple[PolicyVersion, Mapping[str, PolicyVersion]]
 
 PROBE_S = 86_400.0  # between two questions to one server
 AGAIN_S = 120.0  # until a server is asked again that could not answer
@@ -51,7 +52,8 @@ class PolicyRouter:
         """`watch`: that of the policy's vLLM; None without an upstream of kind vllm. Without `choose`, live answers."""
         self.alias = config.policy.alias
         self._policy = config.policy
-        self._upstreams = config.upstreams
+        self._first = config.upstreams[0]
+        self._upstreams = {upstream.name: upstream for upstream in config.upstreams}
         standing_by = {name for upstream in config.upstreams for name in upstream.fallbacks}
         self._named = {  # the first upstream that names a model; names that only a fallback maps are none
             model: upstream
@@ -70,9 +72,59 @@ class PolicyRouter:
         opened_for, pin = None, None
         if model == self.alias:
             opened_for, pin = await self._store.rollouts.opened_for(rollout.rollout_id)
-        if opened_for is None:
-            return await self._route(rollout, model, pin, recorded)
-        return _asking_for(opened_for, await self._route(rollout, opened_for, pin, recorded))
+            model = opened_for or model
+        upstream = self._upstream_of(model)
+        fallbacks = tuple(self._fallbacks(upstream, model, opened_for)) if upstream.fallbacks else ()
+        if self._watch is None or upstream is not self._watch.upstream:
+            renamed = self._policy.model or opened_for if model == self.alias else opened_for
+            return Route(upstream, upstream.model_map.get(model or "", renamed), None, fallbacks)
+        try:
+            live, placed = await self._watch.current()
+        except (NotServed, UpstreamTimeout) as error:
+            if not fallbacks:
+                raise
+            log.warning("upstream %s: %s; %s gets the call", upstream.name, error, fallbacks[0].upstream.name)
+            return fallbacks[0]._replace(fallbacks=fallbacks[1:])
+        base, choose = self._watch.base, self._choose if recorded and model == self.alias else None
+        pins, servers, chosen, version, served = True, tuple[str, ...](), live, None, opened_for
+        if self._watch.swap.mode == "merged":
+            if placed:
+                chosen, servers = await self._placed(self._watch, rollout, live, placed, choose)
+            version = chosen.version if model in (None, self.alias, base) else None
+            served = base if model == self.alias else served
+        elif model == self.alias:
+            chosen = await self._pinned(rollout, live, pin, choose)
+            adapter, version = self._policy.adapter_of(rollout.agent), chosen.version
+            served = base if version == 0 else chosen.adapters.get(adapter, chosen.served_model)
+        else:
+            version = 0 if model is None or model == base else await self._store.versions.named(model)
+            pins = False
+        return Route(upstream, served, version, fallbacks, pins, self._watch.adds_usage, servers)
+
+    async def _pinned(
+        self, rollout: RolloutName, live: PolicyVersion, pin: int | None, choose: Choose | None
+    ) -> PolicyVersion:
+        """The version whose adapter answers a rollout: the one that it began with, if that can be served still."""
+        if pin is None or not self._policy.pin_rollouts:
+            return live if choose is None else await choose(rollout, live)
+        began_with = live if pin == live.version else await self._store.versions.get(pin)
+        # A version whose files were pruned cannot be served any more.
+        return began_with if pin == 0 or (began_with.path and began_with.publish == "lora") else live
+
+    async def _placed(
+        self,
+        watch: Watch,
+        rollout: RolloutName,
+        live: PolicyVersion,
+        placed: Mapping[str, PolicyVersion],
+        choose: Choose | None,
+    ) -> tuple[PolicyVersion, tuple[str, ...]]:
+        """The version whose merged weights answer a rollout, one that is up if any is, and the servers that have it."""
+        versions = {url: placed.get(url, live) for url in watch.upstream.urls}
+        up = {versions[url].version: versions[url] for url in watch.health.up(watch.upstream)}
+        chosen = await choose(rollout, live) if choose is not None and len(up) > 1 else live
+        chosen = next(one for one in (chosen, live, *up.values()) if one.version in up or not up)
+        return chosen, tuple(url for url, version in versions.items() if version.version == chosen.version)
 
     async def require(self, policy_version: int | None, model: str | None) -> None:
         """Raise NotFound or Conflict unless a rollout can be opened for this version or model; None: the live one."""
@@ -83,6 +135,33 @@ class PolicyRouter:
         if model is not None and model not in self._named and not await self._first_serves(model):
             raise NotFound(f"no upstream serves the model {model!r}: name it in the `models` of one", param="model")
 
+    async def _require_version(self, number: int) -> None:
+        """Have the version served beside the live one; Conflict if it cannot be, NotFound if there is none."""
+        version, live = await self._store.versions.get(number), await self._store.versions.live()
+        if version.version == live.version:
+            return
+        if self._watch is None:
+            why = "no upstream is of kind vllm: there are no policy versions"
+        elif self._watch.swap.mode == "merged":
+            why = (
+                f"policy version {number} is not served: with policy.publish: merged the live one alone is, version "
+                f"{live.version}; promote it first (`eval --promote` does, and takes it back)"
+            )
+        elif not self._policy.pin_rollouts:
+            why = "with policy.pin_rollouts: false only the live version answers"
+        elif (problem := obstacle(version, "lora")) is not None:
+            why = f"policy version {number} cannot be served: {problem}"
+        else:
+            await self._watch.swap.load(version)
+            return
+        raise Conflict(why, param="policy_version")
+
+    async def _first_serves(self, name: str) -> bool:
+        """The first upstream gets every model that none names; only the policy's vLLM says which it has."""
+        if self._watch is None or self._first.kind != "vllm":
+            return self._first.kind != "litellm"
+        return name == self.alias or name in {model["id"] for model in await self._watch.swap.vllm.models()}
+
     def alias_entry(self) -> dict[str, Any]:
         """Return the alias as an entry of `GET /v1/models`."""
         return {"id": self.alias, "object": "model", "created": int(time.time()), "owned_by": "lightning-proxy"}
@@ -92,103 +171,21 @@ class PolicyRouter:
         first = self._upstream_of(self.alias)
         return [first, *(route.upstream for route in self._fallbacks(first, self.alias))]
 
-    async def _route(self, rollout: RolloutName, model: str | None, pin: int | None, recorded: bool) -> Route:
-        upstream = self._upstream_of(model)
-        fallbacks = tuple(self._fallbacks(upstream, model)) if upstream.fallbacks else ()
-        if self._watch is None or upstream is not self._watch.upstream:
-            renamed = self._policy.model if model == self.alias else None
-            return Route(upstream, upstream.model_map.get(model or "", renamed), None, fallbacks)
-        try:
-            choose = self._choose if recorded and model == self.alias else None
-            route = await self._route_to_policy(self._watch, rollout, model, pin, choose)
-        except (NotServed, UpstreamTimeout) as error:
-            if not fallbacks:
-                raise
-            log.warning("upstream %s: %s; %s gets the call", upstream.name, error, fallbacks[0].upstream.name)
-            return fallbacks[0]._replace(fallbacks=fallbacks[1:])
-        adds_usage = any(self._watch.adds_usage.values())
-        return route._replace(fallbacks=fallbacks, adds_usage=adds_usage) if fallbacks or adds_usage else route
-
-    async def _route_to_policy(
-        self, watch: Watch, rollout: RolloutName, model: str | None, pin: int | None, choose: Choose | None
-    ) -> Route:
-        upstream, (version, placed) = watch.upstream, await watch.current()
-        if watch.swap.mode == "merged":
-            servers: tuple[str, ...] = ()
-            if placed:
-                versions = {url: placed.get(url, version) for url in upstream.urls}
-                up = {versions[url].version: versions[url] for url in watch.up(versions)}
-                chosen = await choose(rollout, version) if choose is not None and len(up) > 1 else version
-                for one in (chosen, version, *up.values()):  # only one that is up can be chosen
-                    if one.version in up or not up:
-                        version = one
-                        break
-                servers = tuple(url for url, its in versions.items() if its.version == version.version)
-            served = watch.base if model == self.alias else None
-            ours = model in (None, self.alias, watch.base)
-            return Route(upstream, served, version.version if ours else None, servers=servers)
-        if model != self.alias:
-            named = 0 if model is None or model == watch.base else await self._store.versions.named(model)
-            return Route(upstream, None, named, pins=False)
-        if pin is not None and self._policy.pin_rollouts:
-            began_with = version if pin == version.version else await self._store.versions.get(pin)
-            # A version whose files were pruned cannot be served any more.
-            if pin == 0 or (began_with.path and began_with.publish == "lora"):
-                version = began_with
-        elif choose is not None:
-            version = await choose(rollout, version)
-        adapter = self._policy.adapter_of(rollout.agent)
-        served = watch.base if version.version == 0 else version.adapters.get(adapter, version.served_model)
-        return Route(upstream, served, version.version)
-
-    async def _require_version(self, number: int) -> None:
-        """Have the version served beside the live one; Conflict if it cannot be, NotFound if there is none."""
-        version, live = await self._store.versions.get(number), await self._store.versions.live()
-        if version.version == live.version:
-            return
-        if self._watch is None:
-            raise Conflict("no upstream is of kind vllm: there are no policy versions", param="policy_version")
-        if self._watch.swap.mode == "merged":
-            raise Conflict(
-                f"policy version {number} is not served: with policy.publish: merged the live one alone is, version "
-                f"{live.version}; promote it first (`eval --promote` does, and takes it back)",
-                param="policy_version",
-            )
-        if not self._policy.pin_rollouts:
-            raise Conflict("with policy.pin_rollouts: false only the live version answers", param="policy_version")
-        if (why := obstacle(version, "lora")) is not None:
-            raise Conflict(f"policy version {number} cannot be served: {why}", param="policy_version")
-        await self._watch.swap.load(version)
-
-    async def _first_serves(self, name: str) -> bool:
-        """The first upstream gets every model that none names; only the policy's vLLM says which it has."""
-        first = self._upstreams[0]
-        if self._watch is None or first.kind != "vllm":
-            return first.kind != "litellm"
-        return name == self.alias or name in {model["id"] for model in await self._watch.swap.vllm.models()}
-
     def _upstream_of(self, model: str | None) -> UpstreamConfig:
         if model == self.alias and self._watch is not None:
             return self._watch.upstream
-        return self._named.get(model or "", self._upstreams[0])
+        return self._named.get(model or "", self._first)
 
-    def _fallbacks(self, upstream: UpstreamConfig, model: str | None) -> Iterator[Route]:
+    def _fallbacks(self, upstream: UpstreamConfig, model: str | None, renamed: str | None = None) -> Iterator[Route]:
         """Those of the upstream, each followed by its own; not those that cannot have a name for the model."""
-        named = {other.name: other for other in self._upstreams}
-        left, seen = list(upstream.fallbacks), {upstream.name}
-        while left:
-            other = named[left.pop(0)]
-            if other.name not in seen:
-                seen.add(other.name)
-                left = other.fallbacks + left
-                if other.kind != "litellm" or model in other.models or model in other.model_map:
-                    yield Route(other, other.model_map.get(model or ""), None)
+        for name in self._behind(upstream):
+            other = self._upstreams[name]
+            if other.kind != "litellm" or model in other.models or model in other.model_map:
+                yield Route(other, other.model_map.get(model or "", renamed), None)
 
-
-def _asking_for(model: str, route: Route) -> Route:
-    """The route of a call that names another model."""
-    fallbacks = tuple(_asking_for(model, fallback) for fallback in route.fallbacks)
-    return route._replace(model=route.model or model, fallbacks=fallbacks)
+    def _behind(self, upstream: UpstreamConfig) -> dict[str, None]:
+        """The names of an upstream's fallbacks, each once and followed by its own."""
+        return {name: None for first in upstream.fallbacks for name in (first, *self._behind(self._upstreams[first]))}
 
 
 class Watch:
@@ -198,17 +195,16 @@ class Watch:
                  mode: ModeInUse) -> None:  # fmt: skip
         self.swap = swap
         self.upstream = upstream
+        self.health = health
         self.base: str | None = None  # the name under which vLLM serves the base model
-        self.adds_usage: dict[str, bool] = {}  # by URL, whether streams have a usage chunk that nobody asked for
+        self.adds_usage = False  # streams of a server have a usage chunk that nobody asked for
         self._tolerance = config.verify_tolerance or TOLERANCE
         self._pin_timeout_s = config.pin_timeout_s
-        self._health = health
         self._mode = mode
         self._look: asyncio.Task[None] | None = None
         self._mending: asyncio.Task[None] | None = None
         self._is_served = False  # vLLM serves what the store says is live
-        # The version that was live at the last check of vLLM, and by URL the placed ones.
-        self._checked_for: Wanted = (0, {})
+        self._checked_for: Wanted | None = None  # at the last check of vLLM
         self._problem: LightningError | None = None
         self._probed: dict[str, tuple[PolicyVersion, float]] = {}  # by URL; with the time of the next question
 
@@ -232,15 +228,7 @@ class Watch:
                 except LightningError as error:  # it is away, has no such route, or the store is
                     log.debug("%s is not probed: %s", replica_name(server.base_url), error)
 
-    async def reachable(self) -> bool:
-        """Return whether any of the servers answers, whatever it says."""
-        try:
-            await self.swap.vllm.models()
-        except LightningError as error:
-            return isinstance(error, VllmError) and not isinstance(error, VllmFault)
-        return True
-
-    async def current(self) -> tuple[PolicyVersion, Mapping[str, PolicyVersion]]:
+    async def current(self) -> Wanted:
         """Return the live version, and those that servers have in its place, for a call that may go out now.
 
         If vLLM is unreachable, too: the call itself will fail. Raises NotServed, and UpstreamTimeout if vLLM does not
@@ -248,21 +236,17 @@ class Watch:
         """
         if not self._is_served:
             await self._check(self.upstream.connect_timeout_s)
-        live, placed = await self._wanted()
+        wanted = await self._wanted()
         if len(self.upstream.published_to) > 1:
             for _ in range(2):  # servers that missed a version get no call; a look may have begun before it was live
-                if self._checked_for != _numbers(live, placed):
+                if self._checked_for != wanted:
                     await self._check(self.upstream.connect_timeout_s)
-                    live, placed = await self._wanted()
+                    wanted = await self._wanted()
         if isinstance(self._problem, NotServed):
             raise self._problem
-        return live, placed
+        return wanted
 
-    def up(self, urls: Iterable[str]) -> tuple[str, ...]:
-        """Return those of the upstream's servers that have no problem, as far as was seen."""
-        return tuple(url for url in urls if not self._health.problems.get((self.upstream.name, url)))
-
-    async def _wanted(self) -> tuple[PolicyVersion, Mapping[str, PolicyVersion]]:
+    async def _wanted(self) -> Wanted:
         placed = {} if self.swap.placed is None else await self.swap.placed()
         return await self.swap.store.versions.live_now(), placed
 
@@ -275,9 +259,9 @@ class Watch:
             raise UpstreamTimeout(f"the policy's server does not answer within {timeout} s")
 
     async def _look_at_vllm(self) -> None:
-        problems: dict[str, LightningError | None] = {}
+        problems: dict[VllmServer, LightningError | None] = {}
         try:
-            wanted = _numbers(*await self._wanted())
+            wanted = await self._wanted()
             self.swap.mode = await self._mode.look()
             self.base = await self.swap.vllm.base_model()
             problems = await self._problems()
@@ -286,23 +270,24 @@ class Watch:
             return
         except Exception as error:  # the next look may find it mended
             self._set_problem(error)
+        seen = {server.base_url: problem for server, problem in problems.items()}
         for url in dict.fromkeys((*self.upstream.urls, *self.upstream.published_to)):
-            problem = problems.get(url, self._problem)
-            self._health.report(self.upstream.name, url, None if problem is None else str(problem))
+            problem = seen.get(url, self._problem)
+            self.health.report(self.upstream.name, url, None if problem is None else str(problem))
 
-    async def _problems(self) -> dict[str, LightningError | None]:
-        """Why servers do not serve what is live, by URL, after they were given it.
+    async def _problems(self) -> dict[VllmServer, LightningError | None]:
+        """Why servers do not serve what is live, after they were given it.
 
         Where one of several has the live merged weights, calls do not wait for the others, which may take minutes.
         """
-        if self.swap.mode != "merged" or len(self.swap.vllm.servers) < 2:
-            began_after = time.time() - self._pin_timeout_s
-            return await self.swap.restore(await self.swap.store.versions.pinned(began_after))
+        swap = self.swap
+        if swap.mode != "merged" or len(swap.vllm.servers) < 2:
+            return await swap.restore(await swap.store.versions.pinned(time.time() - self._pin_timeout_s))
         try:
-            problems = await self.swap.problems()
+            problems = await swap.problems()
         except LightningError:  # none has them; mending waits for a trainer that publishes, which may take minutes
             await asyncio.wait((self._mend(),), timeout=MENDED_S)
-            return await self.swap.problems()
+            return await swap.problems()
         if any(isinstance(problem, NotServed) for problem in problems.values()):
             self._mend()
         return problems
@@ -322,12 +307,10 @@ class Watch:
 
     def _set_problem(self, error: Exception) -> None:
         """Log a problem once, not at every check while it stays the same: vLLM may be away for days."""
-        if isinstance(error, UpstreamUnreachable | UpstreamTimeout | NotServed):
-            problem: LightningError = error
-        elif isinstance(error, LightningError):
+        problem = error if isinstance(error, (NotServed, *AWAY)) else None
+        if problem is None and isinstance(error, LightningError):
             problem = NotServed(f"{error}: `lightning-proxy doctor` says what to do")
-        else:
-            problem = NotServed(f"vLLM does not serve the live policy version: {error}")
+        problem = problem or NotServed(f"vLLM does not serve the live policy version: {error}")
         if str(problem) != str(self._problem):
             unknown = None if isinstance(error, LightningError) else error
             log.warning("the policy is not served yet: %s", problem, exc_info=unknown)
@@ -337,46 +320,45 @@ class Watch:
     async def _probe(self, server: VllmServer) -> None:
         """Ask a server that was not asked yet, or not lately, and compare its answer with the version's first one."""
         url, versions, probes = server.base_url, self.swap.store.versions, self.swap.store.probes
-        live = await versions.live_now()
-        if self._health.problems.get((self.upstream.name, url), "not seen yet") is not None:
+        if self.health.problems.get((self.upstream.name, url), "not seen yet") is not None:
             self._probed.pop(url, None)
             return
+        live, merged = await versions.live_now(), self.swap.mode == "merged"
         if url not in self._probed:
-            self._probed[url] = live, -math.inf
-            self.adds_usage[url] = await server.adds_usage()
+            self._probed[url] = live, 0.0
+            self.adds_usage |= await server.adds_usage()
         version, due = self._probed[url]
         if version == live and monotonic() < due:
             return
         self._probed[url] = live, monotonic() + AGAIN_S
-        merged = self.swap.mode == "merged"
         if not merged and live.version == 0:
             return  # nothing can have replaced it: its operator routes load adapters only
-        if merged and not await self.swap.has_label(server, live):
+
+        async def serves_live() -> bool:
+            return await versions.live_now() == live and (not merged or await self.swap.has_label(server, live))
+
+        if not await serves_live():
             return
         model = await server.base_model() if merged else str(live.served_model)
         answer = await server.probe(model)
-        if await versions.live_now() != live or (merged and not await self.swap.has_label(server, live)):
-            return  # other weights went live meanwhile
-        self._probed[url], problem = (live, monotonic() + PROBE_S), None
+        if not await serves_live():  # other weights went live meanwhile
+            return
+        self._probed[url] = live, monotonic() + PROBE_S
         first = await probes.of(live.version)
         if first is None or first.model != model:
             await probes.first(live.version, model, answer)
             return
-        if not (apart := difference(first.answer, answer)) <= self._tolerance:  # NaN too
+        problem, apart = None, difference(first.answer, answer)
+        if not apart <= self._tolerance:  # NaN too
             mend = f"`policy promote {live.version}`" if merged else "a restart of vLLM"
-            name = self.upstream.server_name(url)
             problem = (
-                f"{name} does not answer as policy version {live.version} did: its "
+                f"{self.upstream.server_name(url)} does not answer as policy version {live.version} did: its "
                 f"log-probabilities differ by {apart:.3g} on average ({self._tolerance:g} is allowed); {mend} loads "
                 "the version again"
             )
         if problem != first.problem:
             log.log(logging.INFO if problem is None else logging.ERROR, "%s", problem or "the live version is back")
         await probes.found(live.version, problem)
-
-
-def _numbers(live: PolicyVersion, placed: Mapping[str, PolicyVersion]) -> Wanted:
-    return live.version, {url: version.version for url, version in placed.items()}
 
 
 def difference(first: list[Any], again: list[Any]) -> float:
@@ -386,9 +368,9 @@ def difference(first: list[Any], again: list[Any]) -> float:
     """
     found: list[float] = []
     for (token, before), (other, now) in zip(first, again, strict=False):
-        found += [abs(before[name] - now[name]) for name in before.keys() & now.keys()]
-        if not before.keys() & now.keys():
+        if not (both := before.keys() & now.keys()):
             return math.inf
+        found += [abs(before[name] - now[name]) for name in both]
         if token != other:
             break
     return math.fsum(found) / len(found) if found else math.nan

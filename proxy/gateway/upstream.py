@@ -422,9 +422,10 @@ def in_order(upstream: UpstreamConfig, health: Health, rollout_id: str, servers:
     if len(upstream.urls) == 1:
         return upstream.urls
     allowed = servers or upstream.urls
-    up = [url for url in allowed if not health.problems.get((upstream.name, url))]
     return sorted(
-        up or allowed, key=lambda url: blake2b(f"{url} {rollout_id}".encode(), digest_size=8).digest(), reverse=True
+        health.up(upstream, allowed) or allowed,
+        key=lambda url: blake2b(f"{url} {rollout_id}".encode(), digest_size=8).digest(),
+        reverse=True,
     )
 
 
