@@ -9,6 +9,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,9 @@ from .json_text import loads
 
 MILLION = 1_000_000
 OWN_MACHINES = {"hosted_vllm", "vllm", "ollama", "ollama_chat", "lm_studio", "llamafile"}  # whatever their models are
+_COSTS = (  # litellm's, in the order of `Price`
+    "input_cost_per_token", "output_cost_per_token", "cache_read_input_token_cost", "cache_creation_input_token_cost"
+)  # fmt: skip
 _LITELLM_SETTINGS = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or importing it fetches a price list
     "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "True",
@@ -51,20 +55,18 @@ def used(usage: Any) -> Used | None:
     Anthropic's `input_tokens` leave out what a cache had: 10 beside `cache_read_input_tokens` 90 are an input of 100.
     Some providers (xAI, Gemini) count reasoning in `total_tokens` alone.
     """
-    if not isinstance(usage, dict) or not (
-        "prompt_tokens" in usage or "input_tokens" in usage or "total_tokens" in usage
-    ):
+    if not isinstance(usage, dict) or usage.keys().isdisjoint(("prompt_tokens", "input_tokens", "total_tokens")):
         return None
     given, said = ("prompt", "completion") if "prompt_tokens" in usage else ("input", "output")
     read, kept = _count(usage, "cache_read_input_tokens"), _count(usage, "cache_creation_input_tokens")
     first = _count(usage, f"{given}_tokens") + (read + kept if given == "input" else 0)
     cached = read or _count(usage.get(f"{given}_tokens_details"), "cached_tokens")
     return Used(
-        input=first,
-        cached=cached or _count(usage, "prompt_cache_hit_tokens"),  # DeepSeek's
-        kept=kept,
-        output=max(_count(usage, f"{said}_tokens"), _count(usage, "total_tokens") - first),
-        reasoning=_count(usage.get(f"{said}_tokens_details"), "reasoning_tokens"),
+        first,
+        cached or _count(usage, "prompt_cache_hit_tokens"),  # DeepSeek's
+        kept,
+        max(_count(usage, f"{said}_tokens"), _count(usage, "total_tokens") - first),
+        _count(usage.get(f"{said}_tokens_details"), "reasoning_tokens"),
     )
 
 
@@ -111,14 +113,14 @@ class Prices:
 
 def _litellms(model: str) -> Price | None:
     """The price in litellm's table, by the whole name, or without its providers."""
-    table, (provider, _, rest) = _table(), model.partition("/")
+    provider, _, rest = model.partition("/")
     called = [model] if provider in OWN_MACHINES else [model, rest, rest.rpartition("/")[2]]
-    listed = next((table[name] for name in called if name in table), None)
-    if not isinstance(listed, dict) or not isinstance(first := listed.get("input_cost_per_token"), int | float):
+    listed = next((found for name in called if isinstance(found := _table().get(name), dict)), {})
+    if not isinstance(first := listed.get(_COSTS[0]), int | float):
         return None
-    names = ("output_cost_per_token", "cache_read_input_token_cost", "cache_creation_input_token_cost")
-    others = (price if isinstance(price := listed.get(name), int | float) else first for name in names)
-    return Price(*(MILLION * price for price in (first, *others)))
+    return Price(
+        *(MILLION * (price if isinstance(price := listed.get(cost), int | float) else first) for cost in _COSTS)
+    )
 
 
 @cache
@@ -126,10 +128,8 @@ def _table() -> Mapping[str, Any]:
     """litellm's own copy of its table: importing litellm, which loads it, takes seconds."""
     spec = importlib.util.find_spec("litellm")
     for folder in (spec and spec.submodule_search_locations) or ():
-        try:
+        with suppress(OSError, ValueError):
             return dict(loads((Path(folder) / "model_prices_and_context_window_backup.json").read_bytes()))
-        except (OSError, ValueError):
-            continue
     return {}
 
 

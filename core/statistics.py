@@ -16,8 +16,7 @@ MEMORY = 1_000_000  # numbers held at once
 Verdict = Literal["worse", "safe", "undecided"]
 Floats = NDArray[np.float64]
 
-LEAST_SHARE, MOST_SHARE, BETTORS = 0.05, 0.9, 8
-SHARES: Floats = np.geomspace(LEAST_SHARE, MOST_SHARE, BETTORS)
+SHARES: Floats = np.geomspace(0.05, 0.9, 8)  # that the bettors bet
 MOST_LOG = 700.0  # above it a float has no power of e
 HALVINGS = 40  # of the width 2: finer than anybody reads
 
@@ -43,11 +42,11 @@ def bootstrap_mean(values: Sequence[float], seed: int, weights: Sequence[float] 
     """
     tasks, rng = np.asarray(values, dtype=float), np.random.default_rng(seed)
     counts = np.ones(len(tasks)) if weights is None else np.asarray(weights, dtype=float)
-    at_once = max(1, MEMORY // len(tasks))
-    sizes = [min(at_once, RESAMPLES - done) for done in range(0, RESAMPLES, at_once)]
+    rows, means = max(1, MEMORY // len(tasks)), []
     with np.errstate(all="ignore"):
-        drawn = [rng.integers(0, len(tasks), (size, len(tasks))) for size in sizes]
-        means = [(tasks * counts)[one].sum(axis=1) / counts[one].sum(axis=1) for one in drawn]
+        for done in range(0, RESAMPLES, rows):
+            drawn = rng.integers(0, len(tasks), (min(rows, RESAMPLES - done), len(tasks)))
+            means.append((tasks * counts)[drawn].sum(axis=1) / counts[drawn].sum(axis=1))
         low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
     return Interval(float(low), float(high))
 
@@ -104,17 +103,17 @@ def evidence_of(differences: Iterable[float], margin: float, level: float, metri
         raise ValueError(f"margin and level are between 0 and 1: {margin}, {level}, and there are metrics: {metrics}")
     given = _checked(differences)
     drop, safe = (
-        _log_mean(np.cumsum(np.vstack((np.zeros(BETTORS), _gains(side, at_most))), axis=0))
+        _log_mean(np.cumsum(np.vstack((np.zeros_like(SHARES), _gains(side, at_most))), axis=0))
         for side, at_most in ((-given, 0.0), (given, -margin))
     )
     return Evidence(
         margin=margin,
         pairs=len(given),
         mean=sum(given.tolist()) / len(given) if len(given) else None,
-        e_drop=math.exp(min(float(drop[-1]), MOST_LOG)),
-        e_safe=math.exp(min(float(safe[-1]), MOST_LOG)),
-        worse_at=_first(drop, math.log(metrics / level)),
-        safe_at=_first(safe, math.log(1 / level)),
+        e_drop=math.exp(min(drop[-1], MOST_LOG)),
+        e_safe=math.exp(min(safe[-1], MOST_LOG)),
+        worse_at=next(iter(np.flatnonzero(drop >= math.log(metrics / level)).tolist()), None),
+        safe_at=next(iter(np.flatnonzero(safe >= math.log(1 / level)).tolist()), None),
     )
 
 
@@ -126,9 +125,7 @@ def interval(differences: Iterable[float], level: float = 0.05, metrics: int = 1
     is above its threshold where `low` is above -margin, and e_drop where `high` is below 0.
     """
     given = _checked(differences)
-    if not len(given):
-        return None
-    return Interval(_low(given, math.log(1 / level)), -_low(-given, math.log(metrics / level)))
+    return Interval(_low(given, 1 / level), -_low(-given, metrics / level)) if len(given) else None
 
 
 def difference(candidate: Sequence[float], live: Sequence[float], low: float, high: float) -> float:
@@ -140,10 +137,7 @@ def difference(candidate: Sequence[float], live: Sequence[float], low: float, hi
     half = high / 2 - low / 2  # halves, so that no range is too large for a float
     if not candidate or not live or not half > 0:
         raise ValueError(f"{len(candidate)} and {len(live)} values to compare, from {low} to {high}")
-    ours, theirs = (
-        sum((min(max(value, low), high) / 2 - low / 2) / half for value in side) / len(side)
-        for side in (candidate, live)
-    )
+    ours, theirs = (float(np.mean((np.clip(side, low, high) / 2 - low / 2) / half)) for side in (candidate, live))
     return min(max(ours - theirs, -1.0), 1.0)
 
 
@@ -155,8 +149,7 @@ def sign_difference(candidate: Sequence[float], live: Sequence[float]) -> float:
     """
     if not candidate or not live:
         raise ValueError(f"{len(candidate)} and {len(live)} values to compare")
-    signs = sum((one > other) - (one < other) for one in candidate for other in live)
-    return signs / (len(candidate) * len(live))
+    return float(np.mean(np.sign(np.subtract.outer(candidate, live))))
 
 
 def _checked(differences: Iterable[float]) -> Floats:
@@ -171,15 +164,9 @@ def _gains(differences: Floats, at_most: float) -> Floats:
     return np.log1p(np.outer((1 + differences) / (1 + at_most) - 1, SHARES))
 
 
-def _first(wealth: Floats, threshold: float) -> int | None:
-    reached = np.flatnonzero(wealth >= threshold)
-    return int(reached[0]) if len(reached) else None
-
-
 def _log_mean(logs: Floats) -> Floats:
     """Return the logarithm of the mean over the last axis."""
-    highest = logs.max(axis=-1, keepdims=True)
-    return np.log(np.exp(logs - highest).mean(axis=-1)) + highest[..., 0]
+    return np.asarray(np.logaddexp.reduce(logs, axis=-1) - math.log(len(SHARES)))
 
 
 def _low(differences: Floats, threshold: float) -> float:
@@ -187,7 +174,7 @@ def _low(differences: Floats, threshold: float) -> float:
     excluded, possible = -1.0, 1.0
     for _ in range(HALVINGS):
         bound = (excluded + possible) / 2
-        if _log_mean(_gains(differences, bound).sum(axis=0)) >= threshold:
+        if _log_mean(_gains(differences, bound).sum(axis=0)) >= math.log(threshold):
             excluded = bound
         else:
             possible = bound
