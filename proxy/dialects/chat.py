@@ -15,7 +15,7 @@ from ...core.tokens import Tokens
 from ...core.tools import dicts
 from ...core.values import as_read, error_in, lax, message_of_error
 from .assemble import Assembler
-from .stream import Dialect, Injection, Stream
+from .stream import Dialect, Injection, Transcript
 
 Json = dict[str, Any]
 Endpoint = Literal["chat", "completions"]
@@ -200,7 +200,7 @@ class ChatApi(Dialect):
         return ChatStream(injection)
 
 
-class ChatStream(Stream):
+class ChatStream(Transcript):
     """A stream of chunks, less what only the proxy asked for. Other chunks keep their exact bytes.
 
     It ends with [DONE], which is no chunk, and which some servers leave out. Where usage was injected, the chunk with
@@ -208,6 +208,7 @@ class ChatStream(Stream):
     """
 
     def __init__(self, injection: Injection) -> None:
+        super().__init__()
         self.rewrites = bool(injection)
         self._tokens = Tokens()
         self._injection = injection
@@ -217,23 +218,22 @@ class ChatStream(Stream):
         self._usual = UsualChunks() if injection.token_ids and injection.logprobs else None
 
     @property
-    def expects_usual(self) -> bool:  # type: ignore[override]
+    def expects_usual(self) -> bool:
         return self._usual is not None and self._usual.expected
 
     def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
         return self._usual.pass_on(data) if self._usual else (b"", data)
 
-    @property
-    def tokens(self) -> Tokens:
+    def reported(self) -> Tokens:
         self._catch_up()
         return self._tokens
 
     @property
     def complete(self) -> bool:
-        choices = self.tokens.choices
+        choices = self.reported().choices
         return bool(choices) and all(choice.finish_reason for choice in choices)
 
-    def feed(self, raw: bytes, event: Json) -> bytes:
+    def take(self, raw: bytes, event: Json) -> bytes:
         is_error = self.read(raw, event) is not None
         clean = sse.encode(encode(event)) if take_out(event, self._injection) else raw
         self._assembler.feed(event)
@@ -247,7 +247,7 @@ class ChatStream(Stream):
         self._catch_up()
         self._tokens.add(event)
         if (error := error_in(raw, event)) is not None:
-            self.error = self.error or message_of_error(error)
+            self.failure = self.failure or message_of_error(error)
         return error
 
     def flush(self, fingerprint: Any = None) -> bytes:
@@ -260,7 +260,7 @@ class ChatStream(Stream):
             return b"" if held is None else held[0]
         return sse.encode(encode(held[1] | {"system_fingerprint": fingerprint}))
 
-    def response(self) -> Any:
+    def assembled(self) -> Any:
         self._catch_up()
         return self._assembler.result()
 

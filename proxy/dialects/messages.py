@@ -10,7 +10,7 @@ from ...core.sse import event_name
 from ...core.tokens import Tokens
 from ...core.values import error_in, message_of_error, number
 from .assemble import AnswerParts, put
-from .stream import Dialect, Injection, Stream
+from .stream import Dialect, Injection, Transcript
 
 Json = dict[str, Any]
 
@@ -48,19 +48,19 @@ class MessagesApi(Dialect):
         return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
-class MessagesStream(Stream):
+class MessagesStream(Transcript):
     """A stream of message_start, blocks (start, deltas, stop), message_delta and message_stop.
 
     Some servers give several blocks one index, or leave out their starts.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._stopped = False
         self._message: Json | None = None
         self._blocks = AnswerParts[Json]()
 
-    @property
-    def tokens(self) -> Tokens:
+    def reported(self) -> Tokens:
         return MessagesApi().tokens(self._message or {})
 
     @property
@@ -68,10 +68,10 @@ class MessagesStream(Stream):
         """Return whether a message_delta came with the stop reason: some servers send no more after it."""
         return self._stopped
 
-    def feed(self, raw: bytes, event: Json) -> bytes:
+    def take(self, raw: bytes, event: Json) -> bytes:
         kind, index = str(event.get("type") or event_name(raw)), number(event.get("index"))
         if kind not in _KINDS and (error := error_in(raw, event)) is not None:
-            self.error = message_of_error(error)
+            self.failure = message_of_error(error)
         elif kind == "message_start":
             self._message = dict(_object(event.get("message")))
         elif kind == "message_delta":
@@ -82,10 +82,10 @@ class MessagesStream(Stream):
                 self._blocks.open(index, dict(block))
         elif kind == "content_block_delta":
             self._feed_block_delta(index, _object(event.get("delta")))
-        self.finished = kind == "message_stop" or self.error is not None
+        self.finished = kind == "message_stop" or self.failure is not None
         return raw
 
-    def response(self) -> Any:
+    def assembled(self) -> Any:
         blocks = [_as_whole(block) for block in self._blocks]
         if self._message is None:
             return {"type": "message", "role": "assistant", "content": blocks} if blocks else None

@@ -13,7 +13,7 @@ from ...core.tokens import Tokens
 from ...core.tools import dicts, is_call
 from ...core.values import error_in, message_of_error, number
 from .assemble import AnswerParts, put
-from .stream import Dialect, Injection, Stream
+from .stream import Dialect, Injection, Transcript
 
 Json = dict[str, Any]
 
@@ -33,18 +33,18 @@ class ResponsesApi(Dialect):
         return ResponsesStream()
 
 
-class ResponsesStream(Stream):
+class ResponsesStream(Transcript):
     """A stream of events that each say their `type`; the last one holds the full response, or should."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._response: Json | None = None
         self._items = AnswerParts[_Item]()
 
-    @property
-    def tokens(self) -> Tokens:
-        return ResponsesApi().tokens(self.response() or {})
+    def reported(self) -> Tokens:
+        return ResponsesApi().tokens(self.assembled() or {})
 
-    def feed(self, raw: bytes, event: Json) -> bytes:
+    def take(self, raw: bytes, event: Json) -> bytes:
         response = event if event.get("object") == "response" else event.get("response")
         response = response if isinstance(response, dict) else {}
         kind = str(event.get("type") or event_name(raw) or (f"response.{response.get('status')}" if response else ""))
@@ -56,12 +56,12 @@ class ResponsesStream(Stream):
         error = None if kind.startswith("response.") else error_in(raw, event)
         self.finished = kind in _LAST or error is not None
         if error is not None:
-            self.error = message_of_error(error)
+            self.failure = message_of_error(error)
         elif self.finished:
             self._finish(_LAST[kind], event)
         return raw
 
-    def response(self) -> Any:
+    def assembled(self) -> Any:
         """Return the newest response that was sent, with items added that only other events had."""
         items = [item.result() for item in self._items]
         if self._response is None:
@@ -99,9 +99,9 @@ class ResponsesStream(Stream):
         if not response.get("usage") and isinstance(usage := event.get("usage"), dict):
             response["usage"] = usage
         if error := response.get("error") or event.get("error"):
-            self.error = message_of_error(error)
+            self.failure = message_of_error(error)
         elif response["status"] in ("failed", "cancelled", "canceled"):
-            self.error = f"the upstream says that the response is {response['status']}"
+            self.failure = f"the upstream says that the response is {response['status']}"
 
 
 def _type(item: Any) -> str:

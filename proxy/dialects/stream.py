@@ -1,6 +1,6 @@
 """Follows an answer as it passes: decides the bytes to send to the agent now and the content of the record.
 
-`Dialect` and `Stream` are what a recorded API is to the rest of the proxy.
+`Dialect` and `Transcript` are what a recorded API is to the rest of the proxy.
 """
 
 from __future__ import annotations
@@ -47,28 +47,35 @@ class Injection(NamedTuple):
         return ("prompt_token_ids", "token_ids") * self.token_ids + ("logprobs",) * self.logprobs
 
 
-class Stream:
-    """The events of one streamed answer, in order. By default the agent gets them as they are."""
+class Transcript:
+    """A streamed answer: turns the upstream's bytes into the agent's bytes and the record. Dialects take its events.
 
-    expects_usual = False  # whether there may be events that `pass_on` takes
+    Its last event, and all after it, is `held`: it waits for the record.
+    Where the stream is rewritten, a frame that never ended is kept from the agent: it may hold what was injected.
+    """
+
     rewrites = False  # whether the agent gets other bytes than the upstream sent
-    finished = False  # whether the last event that was fed in was the answer's last event
-    error: str | None = None
+    finished = False  # whether the last event that was taken was the answer's last event
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.held = b""
+        self.size = 0
+        self.failure: str | None = None  # an error that an event is or has
+        self._garbage: str | None = None  # an event that is no JSON object
+        self._let_go = False  # an event was too large to look at; it may have been the last one
+        self._decoder = SSEDecoder()
 
     @property
-    def tokens(self) -> Tokens:
-        raise NotImplementedError
-
-    @property
-    def complete(self) -> bool:
-        """Return whether the answer is complete although the stream's last event is missing."""
+    def expects_usual(self) -> bool:
+        """Return whether there may be events that `pass_on` takes."""
         return False
 
     def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
         """Keep the usual events that `data` begins with, unparsed. Return the agent's bytes for them, and the rest."""
         return b"", data
 
-    def feed(self, raw: bytes, event: Json) -> bytes:
+    def take(self, raw: bytes, event: Json) -> bytes:
         """Return the bytes to send for an event. Bytes without injected fields pass unchanged."""
         raise NotImplementedError
 
@@ -80,9 +87,101 @@ class Stream:
         """Return the agent's last bytes where the upstream's are `raw`, its [DONE]; empty where that is missing."""
         return raw
 
-    def response(self) -> Any:
+    @property
+    def complete(self) -> bool:
+        """Return whether the answer is complete although the stream's last event is missing."""
+        return False
+
+    def reported(self) -> Tokens:
+        """Return the tokens of all events so far."""
+        raise NotImplementedError
+
+    def assembled(self) -> Any:
         """Return the answer so far, in the shape that it has without streaming; None before the first event."""
         raise NotImplementedError
+
+    @property
+    def tokens(self) -> Tokens:
+        return Tokens() if self.unkept else self.reported()
+
+    @property
+    def unkept(self) -> str | None:
+        """Return why the record has nothing of the answer, or None if it has."""
+        return TOO_LARGE if self.size > MAX_ANSWER_BYTES else None
+
+    @property
+    def may_end(self) -> bool:
+        """Return whether the stream may end here: after its last event or an error, or without for some servers."""
+        return self.ended or self.failure is not None or self.complete or self._let_go
+
+    @property
+    def error(self) -> str | None:
+        return self._garbage or self.failure
+
+    def response(self) -> Any:
+        """Return the assembled answer so far, as the agent sees it; None before its first event, or if not kept."""
+        return None if self.unkept else self.assembled()
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the bytes to send now. The last event and all after it stay in `held`; do not feed after that.
+
+        Raises UpstreamUnreachable for an event that is longer than any that can be meant.
+        """
+        self.size += len(data)
+        out = b""
+        while data and not self.ended and self.expects_usual:
+            if not self._decoder.pending:
+                passed, data = self.pass_on(data)
+                out += passed
+            if data:
+                one, blank, data = data.partition(b"\n\n")
+                out += self._parse(one + blank)
+        return out + self._parse(data) if data else out
+
+    def end(self) -> bytes:
+        """Return the bytes to send at the stream's end. Its last event is `held` if only its blank line was missing."""
+        last = self._decoder.close()
+        out = self.flush() + (b"" if self.rewrites or last.is_done else last.raw)
+        if last.is_done or self.complete:
+            self.held = self.last(last.raw if last.is_done else b"")
+            self.ended = bool(self.held)
+        return out
+
+    def _parse(self, data: bytes) -> bytes:
+        """Return the bytes to send of events that may be unusual."""
+        out = b""
+        for frame in self._decoder.feed(data):
+            if self.ended:
+                self.held += frame.raw
+            elif frame.is_done:
+                out += self.flush()
+                self.ended, self.held = True, self.last(frame.raw)
+            else:
+                sent = self._pass(frame)
+                if self.finished:
+                    self.ended, self.held = True, sent
+                else:
+                    out += sent
+        if self.ended:
+            self.held += self._decoder.rest
+        elif self._decoder.pending > MAX_ANSWER_BYTES and not self.rewrites:
+            self._let_go = True
+            out += self.flush() + self._decoder.let_go()
+        elif self._decoder.pending > MAX_HELD_BYTES:
+            raise UpstreamUnreachable(f"the upstream sent {self._decoder.pending} bytes without the end of an event")
+        return out
+
+    def _pass(self, frame: Frame) -> bytes:
+        if frame.data is None or not frame.data.strip():  # an event without data is none, as SSE has it
+            return frame.raw
+        try:
+            event = loads(frame.data)
+        except ValueError:
+            event = None
+        if isinstance(event, dict):
+            return self.take(frame.raw, event)
+        self._garbage = self._garbage or f"the upstream sent an event that is no JSON object: {frame.data[:200]!r}"
+        return self.flush() + frame.raw
 
 
 class Dialect:
@@ -104,112 +203,12 @@ class Dialect:
         """Return the tokens that a non-streamed answer reports. Call it before `agents`, which may change it."""
         raise NotImplementedError
 
-    def stream(self, injection: Injection) -> Stream:
+    def stream(self, injection: Injection) -> Transcript:
         raise NotImplementedError
 
     def error_body(self, error: LightningError) -> Json:
         """Return one of our errors in the API's own shape."""
         return error.body()
-
-
-class Transcript:
-    """A streamed answer: turns the upstream's bytes into the agent's bytes and the record.
-
-    Its last event, and all after it, is `held`: it waits for the record.
-    Where the stream is rewritten, a frame that never ended is kept from the agent: it may hold what was injected.
-    """
-
-    def __init__(self, stream: Stream) -> None:
-        self.ended = False
-        self.held = b""
-        self.size = 0
-        self._garbage: str | None = None  # an event that is no JSON object
-        self._let_go = False  # an event was too large to look at; it may have been the last one
-        self._decoder = SSEDecoder()
-        self._stream = stream
-
-    @property
-    def tokens(self) -> Tokens:
-        return Tokens() if self.unkept else self._stream.tokens
-
-    @property
-    def unkept(self) -> str | None:
-        """Return why the record has nothing of the answer, or None if it has."""
-        return TOO_LARGE if self.size > MAX_ANSWER_BYTES else None
-
-    @property
-    def may_end(self) -> bool:
-        """Return whether the stream may end here: after its last event or an error, or without for some servers."""
-        return self.ended or self._stream.error is not None or self._stream.complete or self._let_go
-
-    @property
-    def error(self) -> str | None:
-        return self._garbage or self._stream.error
-
-    def response(self) -> Any:
-        """Return the assembled answer so far, as the agent sees it; None before its first event, or if not kept."""
-        return None if self.unkept else self._stream.response()
-
-    def feed(self, data: bytes) -> bytes:
-        """Return the bytes to send now. The last event and all after it stay in `held`; do not feed after that.
-
-        Raises UpstreamUnreachable for an event that is longer than any that can be meant.
-        """
-        self.size += len(data)
-        out = b""
-        while data and not self.ended and self._stream.expects_usual:
-            if not self._decoder.pending:
-                passed, data = self._stream.pass_on(data)
-                out += passed
-            if data:
-                one, blank, data = data.partition(b"\n\n")
-                out += self._parse(one + blank)
-        return out + self._parse(data) if data else out
-
-    def end(self) -> bytes:
-        """Return the bytes to send at the stream's end. Its last event is `held` if only its blank line was missing."""
-        last = self._decoder.close()
-        out = self._stream.flush() + (b"" if self._stream.rewrites or last.is_done else last.raw)
-        if last.is_done or self._stream.complete:
-            self.held = self._stream.last(last.raw if last.is_done else b"")
-            self.ended = bool(self.held)
-        return out
-
-    def _parse(self, data: bytes) -> bytes:
-        """Return the bytes to send of events that may be unusual."""
-        out = b""
-        for frame in self._decoder.feed(data):
-            if self.ended:
-                self.held += frame.raw
-            elif frame.is_done:
-                out += self._stream.flush()
-                self.ended, self.held = True, self._stream.last(frame.raw)
-            else:
-                sent = self._pass(frame)
-                if self._stream.finished:
-                    self.ended, self.held = True, sent
-                else:
-                    out += sent
-        if self.ended:
-            self.held += self._decoder.rest
-        elif self._decoder.pending > MAX_ANSWER_BYTES and not self._stream.rewrites:
-            self._let_go = True
-            out += self._stream.flush() + self._decoder.let_go()
-        elif self._decoder.pending > MAX_HELD_BYTES:
-            raise UpstreamUnreachable(f"the upstream sent {self._decoder.pending} bytes without the end of an event")
-        return out
-
-    def _pass(self, frame: Frame) -> bytes:
-        if frame.data is None or not frame.data.strip():  # an event without data is none, as SSE has it
-            return frame.raw
-        try:
-            event = loads(frame.data)
-        except ValueError:
-            event = None
-        if isinstance(event, dict):
-            return self._stream.feed(frame.raw, event)
-        self._garbage = self._garbage or f"the upstream sent an event that is no JSON object: {frame.data[:200]!r}"
-        return self._stream.flush() + frame.raw
 
 
 class BufferedTranscript:

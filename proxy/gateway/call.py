@@ -229,7 +229,7 @@ class CallUnderWay:
         if not answer.is_stream:
             await self._pass_on_whole(answer)
             return
-        transcript = self._transcript = Transcript(self._dialect.stream(self.attempts.target.injection))
+        transcript = self._transcript = self._dialect.stream(self.attempts.target.injection)
         if not reply.started:  # only its first bytes tell
             await reply.start(answer.status, self._head)
         while not transcript.ended and (piece := await answer.piece()):

@@ -354,7 +354,7 @@ async def passed_on(answer: Answer, reply: Reply) -> Transcript | BufferedTransc
     """Pass on an answer that is a response, but for its end, which is `held`."""
     transcript: Transcript | BufferedTranscript
     if answer.is_stream:
-        transcript = Transcript(RESPONSES_API.stream(Injection()))
+        transcript = RESPONSES_API.stream(Injection())
     else:
         transcript = BufferedTranscript(RESPONSES_API, Injection(), answer.status, translated=False)
         transcript.shown = True

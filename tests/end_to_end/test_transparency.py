@@ -15,7 +15,7 @@ import pytest
 
 from contract.real import System
 from lightning_proxy.proxy.dialects.chat import ChatStream
-from lightning_proxy.proxy.dialects.stream import Injection, Transcript
+from lightning_proxy.proxy.dialects.stream import Injection
 from support.clients import EACH_CLIENT, Client
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(900)]
@@ -135,16 +135,14 @@ def test_nearly_all_chunks_of_a_real_stream_go_on_unparsed(served: Served, body:
     asked = {"model": NAME, "max_tokens": 40, "ignore_eos": True} | body | added
     *chunks, _ = post(f"{served.direct}/v1/chat/completions", asked).body.encode().split(b"\n\n")
     stream = ChatStream(Injection(True, True, True))
-    transcript = Transcript(stream)
     unparsed = 0
     for chunk in chunks:
-        assert stream.usual is not None
-        _, rest = stream.usual.pass_on(chunk + b"\n\n")
+        _, rest = stream.pass_on(chunk + b"\n\n")
         unparsed += not rest
-        transcript.feed(rest)
+        stream.feed(rest)
     assert unparsed >= len(chunks) - 8 > 8
-    assert transcript.error is None
-    assert transcript.tokens.untrainable_reason("ok", asked) is None
+    assert stream.error is None
+    assert stream.tokens.untrainable_reason("ok", asked) is None
 
 
 def test_what_was_sampled_is_recorded_with_its_tokens(served: Served) -> None:

@@ -16,7 +16,6 @@ from lightning_proxy.core.json_text import dumps, with_model
 from lightning_proxy.core.records import CallEnd, CallStart, RolloutName
 from lightning_proxy.core.sse import encode
 from lightning_proxy.core.tools import conversation, results_in, tool_calls, written_results
-from lightning_proxy.proxy.dialects.stream import Transcript
 from lightning_proxy.proxy.gateway.relay import DIALECTS, parse_object
 from lightning_proxy.proxy.gateway.unnamed import Conversation, end_statements, start_statements
 from support.calls import stored_and_read
@@ -94,7 +93,7 @@ def test_whole_answers(request: dict[str, Any], answer: dict[str, Any], path: st
 def test_streamed_answers(request: dict[str, Any], events: list[dict[str, Any]], path: str) -> None:
     dialect = DIALECTS[path]
     _, injection = dialect.inject(request)
-    transcript = Transcript(dialect.stream(injection))
+    transcript = dialect.stream(injection)
     fed = sent = b""
     for event in events:
         if not transcript.ended:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_proxy.core.json_text import dumps, loads
 from lightning_proxy.core.sse import Frame, SSEDecoder
-from lightning_proxy.proxy.dialects.stream import Injection, Transcript
+from lightning_proxy.proxy.dialects.stream import Injection
 from lightning_proxy.proxy.gateway.relay import DIALECTS
 from support.fuzzing import examples
 
@@ -50,7 +50,7 @@ def test_frames_are_the_same_wherever_a_stream_is_cut(text: bytes, cuts: list[in
 @examples(300)
 @given(text=STREAMS, cuts=CUTS)
 def test_a_stream_that_nothing_was_injected_into_goes_on_as_it_came(path: str, text: bytes, cuts: list[int]) -> None:
-    transcript = Transcript(DIALECTS[path].stream(Injection()))
+    transcript = DIALECTS[path].stream(Injection())
     sent = b""
     for piece in cut(text, cuts):
         sent += transcript.feed(piece) if not transcript.ended else piece
@@ -65,7 +65,7 @@ def test_a_stream_that_nothing_was_injected_into_goes_on_as_it_came(path: str, t
 @examples(300)
 @given(text=STREAMS, cuts=CUTS)
 def test_a_stream_that_something_was_injected_into_makes_nothing_up(path: str, text: bytes, cuts: list[int]) -> None:
-    transcript = Transcript(DIALECTS[path].stream(Injection(True, True, True)))
+    transcript = DIALECTS[path].stream(Injection(True, True, True))
     for piece in cut(text, cuts):
         if not transcript.ended:
             assert len(transcript.feed(piece)) <= 2 * len(text) + 100

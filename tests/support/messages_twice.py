@@ -62,7 +62,7 @@ def comparable(answer: Any) -> Any:
 def assembled(events: list[Json]) -> Any:
     stream = MessagesApi().stream(Injection())
     for event in events:
-        stream.feed(b"", event)
+        stream.take(b"", event)
     return stream.response()
 
 

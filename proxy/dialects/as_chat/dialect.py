@@ -9,7 +9,7 @@ from typing import Any
 from ....core.errors import LightningError, UpstreamUnreachable
 from ....core.json_text import encode
 from ..chat import ChatApi, ChatStream
-from ..stream import Dialect, Injection, Stream
+from ..stream import Dialect, Injection, Transcript
 from .messages import MessagesTranslator
 from .responses import ResponsesTranslator
 from .translation import MALFORMED, Template, Translator
@@ -61,32 +61,32 @@ class ThroughChat(ChatApi):
 class ThroughChatStream(ChatStream):
     """The chunks of a chat answer, passed on as the events of the agent's API."""
 
-    def __init__(self, own: Stream, translator: Translator) -> None:
+    def __init__(self, own: Transcript, translator: Translator) -> None:
         super().__init__(Injection())
         self.rewrites = True
         self._own = own
         self._translator = translator
 
-    def feed(self, raw: bytes, event: Json) -> bytes:
+    def take(self, raw: bytes, event: Json) -> bytes:
         error = self.read(raw, event)
         return self._sent(self._translator.feed(event) if error is None else [self._translator.error(error)])
 
     def last(self, raw: bytes) -> bytes:
-        if self.error:
+        if self.failure:
             return b""
-        if self._own.response() is None:
+        if self._own.assembled() is None:
             raise _unreadable(ValueError("nothing came"))
         return self._sent(self._translator.end())
 
-    def response(self) -> Any:
-        return self._own.response()
+    def assembled(self) -> Any:
+        return self._own.assembled()
 
     def _sent(self, events: Iterable[Json]) -> bytes:
         out = b""
         try:
             for event in events:
                 raw = b"event: " + str(event["type"]).encode() + b"\ndata: " + encode(event) + b"\n\n"
-                out += self._own.feed(raw, event)
+                out += self._own.take(raw, event)
         except MALFORMED as error:
             raise _unreadable(error) from None
         return out

@@ -271,7 +271,7 @@ class MessagesTranslator(Translator):
         """A tool's input that is no object, as where max_tokens cut it, is kept as Anthropic suggests."""
         stream = MessagesStream()
         for event in events:
-            stream.feed(b"", event)
+            stream.take(b"", event)
         answer = stream.response()
         answer["content"] = answer["content"] or [{"type": "text", "text": ""}]
         for block in answer["content"]:
