@@ -110,12 +110,12 @@ def test_no_private_method_of_another_package_is_overridden_unseen() -> None:
     """`defined` takes an overriding method for our own, so the bases of others are asked themselves."""
     from lightning_proxy.commands.serve import OneServer, SeveralServers
     from lightning_proxy.proxy.gateway.server import ServerProtocol
-    from lightning_proxy.proxy.gateway.upstream import _Connector, _Protocol
+    from lightning_proxy.proxy.gateway.upstream import _Protocol
     from lightning_proxy.trainer.step.trainer import LightningTrainer
 
     listed = set[str]().union(*(parts for parts, _, _ in rows()))
     for kind in (
-        LightningTrainer, OneServer, SeveralServers, ServerProtocol, _Protocol, _Connector, *trainers_of_preferences(),
+        LightningTrainer, OneServer, SeveralServers, ServerProtocol, _Protocol, *trainers_of_preferences(),
     ):  # fmt: skip
         others = [base for base in kind.__mro__[1:] if not base.__module__.startswith("lightning_proxy")]
         ours = {name for name in vars(kind) if is_private(name) and name != "_abc_impl"}

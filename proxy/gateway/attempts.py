@@ -28,6 +28,22 @@ log = logging.getLogger(__name__)
 _REFUSALS = frozenset({400, 422})
 JOIN_TRIES, JOIN_S = 20, 0.5
 _RETRIED = frozenset({429, 502, 503, 504, 529})
+_FORM_NAME = b'name="model"\r\n'
+# The form field's other headers, its value, and the boundary that ends it.
+_FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
+
+
+class Target(NamedTuple):
+    """One attempt to get a call answered: the upstream of this route and the request as sent; `sent` is its body.
+
+    `translated`: the request is in another API than the agent's, which reads the answer, too.
+    """
+
+    route: Route
+    request: Request
+    sent: dict[str, Any]
+    injection: Injection
+    translated: bool = False
 
 
 class Attempts:
@@ -37,19 +53,26 @@ class Attempts:
     server that has just come up lacks the version; then each of the route's fallbacks is. `Upstreams.open`, by which
     they are asked, asks again as `retries` says.
 
-    `target` is the one that is under way, or that answered. `target_for` makes a target when its turn has come; its
-    second argument asks for a plain one, without any injection. `open_first` sends the first upstream's requests.
+    `target` is the one that is under way, or that answered. For vLLM it has the additions of `dialect`. `chat` stands
+    for the request of another API. `open_first` sends the first upstream's requests.
     """
 
     open_first: Callable[[Request], Awaitable[Answer]] | None = None
 
-    def __init__(self, upstreams: Upstreams, route: Route, target_for: Callable[[Route, bool], Target]) -> None:
+    def __init__(
+        self,
+        upstreams: Upstreams,
+        route: Route,
+        request: Request,
+        body: dict[str, Any],
+        dialect: Dialect | None = None,
+        chat: ThroughChat | None = None,
+    ) -> None:
         self._upstreams = upstreams
-        self._target_for = target_for
-        self._left = list(route.fallbacks)
-        self._first = route
+        self._request, self._body, self._dialect, self._chat = request, body, dialect, chat
+        self._first, self._left = route, list(route.fallbacks)
         self._joins = JOIN_TRIES
-        self.target = target_for(route, False)
+        self.target = self._target(route)
 
     @property
     def upstream(self) -> UpstreamConfig:
@@ -91,7 +114,7 @@ class Attempts:
             return False
         following = self._left.pop(0)
         log.warning("upstream %s: %s; %s gets the call", self.upstream.name, reason, following.upstream.name)
-        self.target = self._target_for(following, False)
+        self.target = self._target(following)
         return True
 
     async def _is_asked_again(self, answer: Answer) -> bool:
@@ -114,8 +137,53 @@ class Attempts:
         refusal = await answer.read()
         if attempt in accepted and not target.translated and not injection.is_named_in(refusal):
             return False
-        self.target = self._target_for(route, True)
+        self.target = self._target(route, plain=True)
         return True
+
+    def _target(self, route: Route, *, plain: bool = False) -> Target:
+        """The request for this upstream; a `plain` one is the agent's own, without any injection."""
+        request, body, chat = self._request, self._body, self._chat
+        injects, injection = route.upstream.kind == "vllm" and not plain, Injection()
+        model = {} if route.model is None else {"model": route.model}
+        if route.servers:
+            request = request._replace(servers=route.servers)
+        if chat is not None and (chat.continues or (route is self._first and not plain)):
+            sent = chat.chat | model
+            if injects:
+                sent, injection = chat.inject(sent)
+            request = request._replace(path=PATH, query=b"", body=encode(sent))
+            return Target(route, request, sent, injection, translated=True)
+        sent = body
+        if model and isinstance(body.get("model"), str | None):  # the upstream refuses other types
+            sent = body | model
+        if self._dialect is not None and injects:
+            sent, injection = self._dialect.inject(sent)
+            if route.adds_usage:
+                injection = injection._replace(usage=False)  # the chunk is not ours to take out
+        return Target(route, _with_body(request, body, sent), sent, injection)
+
+
+def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> Request:
+    """The request with `sent` for its body, in the agent's own bytes where possible, with what was added at their end.
+
+    So numbers keep their digits, and nothing is lost that a parser would lose.
+    """
+    changed = {name: value for name, value in sent.items() if name not in body or body[name] is not value}
+    if not changed:
+        return request
+    if is_form(request.body):
+        if (match := form_model(request.body)) is None:
+            return request
+        return request.with_body(request.body[: match.start(1)], sent["model"].encode(), request.body[match.end(1) :])
+    own: tuple[Piece, ...] | None = (request.body.rstrip(),)
+    if "model" in changed and "model" in body:
+        own = with_model(request.body.rstrip(), changed.pop("model"))
+    if own is None or not body or not changed.keys().isdisjoint(body):
+        return request.with_body(encode(sent))
+    if changed:
+        *own, last = own
+        own = (*own, memoryview(last)[:-1], b"," + orjson.dumps(changed)[1:])
+    return request.with_body(*own)
 
 
 class Upstreams:
@@ -180,68 +248,6 @@ def _retry_after_s(answer: Answer) -> float | None:
         return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
     except ValueError:
         return None
-
-
-class Target(NamedTuple):
-    """One attempt to get a call answered: the upstream of this route and the request as sent; `sent` is its body.
-
-    `translated`: the request is in another API than the agent's, which reads the answer, too.
-    """
-
-    route: Route
-    request: Request
-    sent: dict[str, Any]
-    injection: Injection
-    translated: bool = False
-
-
-_FORM_NAME = b'name="model"\r\n'
-# The form field's other headers, its value, and the boundary that ends it.
-_FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
-
-
-def chat_target(request: Request, chat: ThroughChat, route: Route, plain: bool) -> Target:
-    """Return the request for the chat route that stands for one of another API. `plain`: as in `target_of`."""
-    sent, injection = chat.chat | ({} if route.model is None else {"model": route.model}), Injection()
-    if not plain and route.upstream.kind == "vllm":
-        sent, injection = chat.inject(sent)
-    chat_request = request._replace(path=PATH, query=b"", body=encode(sent), servers=route.servers)
-    return Target(route, chat_request, sent, injection, translated=True)
-
-
-def target_of(request: Request, body: dict[str, Any], dialect: Dialect | None, route: Route, plain: bool) -> Target:
-    """Return the request for this upstream. For vLLM it has the dialect's additions, unless `plain`."""
-    sent, injection = body, Injection()
-    if route.servers:
-        request = request._replace(servers=route.servers)
-    if route.model is not None and isinstance(body.get("model"), str | None):  # the upstream refuses other types
-        sent = body | {"model": route.model}
-    if dialect is not None and not plain and route.upstream.kind == "vllm":
-        sent, injection = dialect.inject(sent)
-        if route.adds_usage:
-            injection = injection._replace(usage=False)  # the chunk is not ours to take out
-    return Target(route, _with_body(request, body, sent), sent, injection)
-
-
-def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> Request:
-    """The request with `sent` for its body, in the agent's own bytes where possible, with what was added at their end.
-
-    So numbers keep their digits, and nothing is lost that a parser would lose.
-    """
-    changed = {name: value for name, value in sent.items() if name not in body or body[name] is not value}
-    if not changed:
-        return request
-    if is_form(request.body):
-        if (match := form_model(request.body)) is None:
-            return request
-        return request.with_body(request.body[: match.start(1)] + sent["model"].encode() + request.body[match.end(1) :])
-    own: tuple[Piece, ...] | None = ()
-    if "model" in changed and "model" in body:
-        own = with_model(request.body.rstrip(), changed.pop("model"))
-    if own is None or not body or not changed.keys().isdisjoint(body):
-        return request.with_body(encode(sent))
-    request = request.with_body(*own) if own else request
-    return request.with_members(orjson.dumps(changed)) if changed else request
 
 
 def is_form(body: bytes) -> bool:

@@ -22,7 +22,7 @@ from ..access.auth import credentials
 from ..access.limits import Limiter
 from ..dialects.stream import LARGE_ANSWER, BufferedTranscript, Dialect, Transcript
 from .asgi import Reply
-from .attempts import Attempts, Target, Upstreams, chat_target, target_of
+from .attempts import Attempts, Upstreams
 from .exact import ExactTokens
 from .metrics import Metrics
 from .recorder import Recorder, Statement
@@ -173,9 +173,8 @@ class CallUnderWay:
         self._route = route
         self._decision = decision
         self._reply = reply
-        self._request = question.request._replace(rollout_id=rollout.rollout_id)
-        # No method of this object: it would keep the call, with its request, until Python looks for cycles.
-        self.attempts = Attempts(gateway.upstreams, route, partial(_target, self._request, question, decision, route))
+        request = question.request._replace(rollout_id=rollout.rollout_id)
+        self.attempts = Attempts(gateway.upstreams, route, request, question.body, question.dialect, decision.chat)
         self._start = CallStart(
             call_id=f"{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}",  # ids sort by time
             rollout=rollout,
@@ -431,11 +430,3 @@ class CallUnderWay:
 
     def _elapsed_ms(self) -> float:
         return (time.perf_counter() - self._began) * 1000
-
-
-def _target(
-    request: Request, question: Question, decision: ChatDecision, first: Route, route: Route, plain: bool
-) -> Target:
-    if (chat := decision.chat) and (chat.continues or (route is first and not plain)):
-        return chat_target(request, chat, route, plain)
-    return target_of(request, question.body, question.dialect, route, plain)

@@ -33,7 +33,7 @@ from ..dialects.messages import MessagesApi
 from ..dialects.responses import ResponsesApi
 from ..dialects.stream import BufferedTranscript, Dialect, Injection, Transcript
 from .asgi import Bodies, ClientDisconnected, Loan, Receive, Reply, Scope, Send, read_headers, unpack
-from .attempts import Attempts, form_model, is_form, target_of
+from .attempts import Attempts, form_model, is_form
 from .call import Gateway, Question, model_of
 from .unnamed import Conversation, UnnamedRollouts, end_statements
 from .upstream import Answer, Request, Route
@@ -283,7 +283,7 @@ class Relay:
             rollout, route = visit.rollout, await self._policy.route(visit.rollout, model_of(body))
         request = request._replace(rollout_id=rollout.rollout_id, identity=is_response)
         with reply.while_connected():
-            async with Attempts(self._upstreams, route, partial(target_of, request, body, None)) as answer:
+            async with Attempts(self._upstreams, route, request, body) as answer:
                 log.info("%s %s: forwarded, %d", request.method, visit.path, answer.status)
                 await reply.start(answer.status, answer.headers(keep_length=True))
                 if is_response and answer.status == 200:

@@ -10,7 +10,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from contextvars import ContextVar
 from functools import lru_cache, partial
 from hashlib import blake2b
 from posixpath import relpath
@@ -49,21 +48,10 @@ MAX_HEADERS = 1000
 # What aiohttp decodes.
 _DECODED = frozenset(["gzip", "deflate", "br", "zstd"])
 _CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
-# By whether the agent's credentials stay here, and whether the answer is to come uncompressed.
-_NOT_PASSED_ON = {
-    (stay, identity): _HOP_BY_HOP.union(
-        _OUR_REQUEST_HEADERS, _CREDENTIALS if stay else (), (b"accept-encoding",) if identity else ()
-    )
-    for stay in (False, True)
-    for identity in (False, True)
-}
-_PASSWORDS = ("Authorization", "Proxy-Authorization")
 _WITHOUT_BODY = frozenset(["GET", "HEAD", "OPTIONS"])
-_HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
 
 # A server that closed an idle connection refuses what comes over it at once; a later end is one of the work itself.
 IDLE_CLOSED_S = 1.0
-_NEW = ContextVar("a new connection", default=False)
 
 
 class Route(NamedTuple):
@@ -107,16 +95,8 @@ class Request(NamedTuple):
 
     def with_body(self, *pieces: Piece) -> Request:
         """Return the request with these pieces for its body, which are joined if they are small."""
-        if len(pieces) == 1 and isinstance(pieces[0], bytes):
-            return self._replace(body=pieces[0], pieces=())
-        if sum(map(len, pieces)) < LARGE:
-            return self._replace(body=b"".join(pieces), pieces=())
-        return self._replace(pieces=pieces)
-
-    def with_members(self, members: bytes) -> Request:
-        """Return the request with the members of a JSON object at the end of its own, which has some."""
-        *before, last = self.pieces or (self.body.rstrip(),)
-        return self.with_body(*before, memoryview(last)[:-1], b"," + members[1:])
+        is_large = len(pieces) > 1 and sum(map(len, pieces)) >= LARGE
+        return self._replace(pieces=pieces) if is_large else self._replace(body=b"".join(pieces), pieces=())
 
     def sent_body(self) -> bytes:
         """Return the bytes that are sent."""
@@ -235,38 +215,17 @@ class KeyMask:
         return held
 
 
-class _ClosedWhileIdle(aiohttp.ServerDisconnectedError):
+class _ClosedWhileIdle(Exception):
     """The server had closed the connection, which had served a request before, when this request came."""
 
 
-class _Connector(aiohttp.TCPConnector):
-    """Takes no used connection where `_NEW` says so."""
-
-    async def _get(self, *args: Any) -> Any:
-        return None if _NEW.get() else await super()._get(*args)
-
-
 class _Protocol(ResponseHandler):
-    """A connection to an upstream. Tells when it was closed while it was idle.
+    """A connection to an upstream; `used` once a request was sent over it.
 
     Wakes the reader of a body when its connection ends; after a malformed chunk aiohttp would let it wait.
     """
 
-    _requests, _asked_at, _answers = 0, 0.0, False
-
-    def set_response_params(self, **params: Any) -> None:
-        self._requests, self._asked_at, self._answers = self._requests + 1, self._loop.time(), False
-        super().set_response_params(**params)
-
-    def data_received(self, data: bytes) -> None:
-        self._answers = True
-        super().data_received(data)
-
-    def set_exception(self, exc: BaseException, *cause: BaseException) -> None:
-        is_lost = isinstance(exc, aiohttp.ServerDisconnectedError | aiohttp.ClientOSError)
-        if is_lost and self._requests > 1 and not self._answers and self._loop.time() < self._asked_at + IDLE_CLOSED_S:
-            exc = _ClosedWhileIdle()
-        super().set_exception(exc, *cause)
+    used = False
 
     def connection_lost(self, exc: BaseException | None) -> None:
         payload = self._payload
@@ -275,12 +234,16 @@ class _Protocol(ResponseHandler):
             payload.set_exception(aiohttp.ClientPayloadError("its answer is malformed"))
 
 
+def _connector(**options: Any) -> aiohttp.TCPConnector:
+    connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, **options)
+    connector._factory = partial(_Protocol, loop=asyncio.get_running_loop())  # type: ignore[assignment]
+    return connector
+
+
 def make_session() -> aiohttp.ClientSession:
     """Return a session whose connections are not limited, and tell how they end."""
     # vLLM's server closes idle connections after 5 s; a request must not meet one that is just being closed.
-    connector = _Connector(limit=0, keepalive_timeout=4, ttl_dns_cache=60)
-    connector._factory = partial(_Protocol, loop=asyncio.get_running_loop())  # type: ignore[assignment]
-    return aiohttp.ClientSession(connector=connector)
+    return aiohttp.ClientSession(connector=_connector(keepalive_timeout=4))
 
 
 class HttpUpstream:
@@ -293,10 +256,9 @@ class HttpUpstream:
         self, config: UpstreamConfig, session: aiohttp.ClientSession, health: Health, vouching: Mapping[str, str]
     ) -> None:
         assert session.connector is not None
-        self._config = config
+        self._config, self._health = config, health
         self._vouching = [(name.encode(), value.encode()) for name, value in vouching.items()]
-        self._connector = session.connector
-        self._health = health
+        self._connector, self._new = session.connector, _connector(force_close=True)
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
         self._ways: dict[str, aiohttp.ClientRequest] = {}  # to each server, for the connector
 
@@ -311,58 +273,76 @@ class HttpUpstream:
         return await self._open(last, request)
 
     async def close(self) -> None:
-        """Do nothing: the session is closed where it was opened."""
+        await self._new.close()
 
     async def _open(self, base_url: str, request: Request) -> HttpAnswer:
         """Send the request; once more, over a new connection, if the server had closed this one before it came."""
-        try:
-            return await self._send(base_url, request)
-        except _ClosedWhileIdle:
-            taken = _NEW.set(True)
-            try:
-                return await self._send(base_url, request)
-            finally:
-                _NEW.reset(taken)
-
-    async def _send(self, base_url: str, request: Request) -> HttpAnswer:
         config = self._config
         try:
             async with asyncio.timeout(config.first_byte_timeout_s):
-                way, url = self._way(base_url), _url(base_url, request.path, request.query)
                 try:
-                    connection = await self._connector.connect(way, [], self._timeout)
-                except TimeoutError:
-                    raise NoConnectionInTime(
-                        f"upstream {config.name}: no connection within {config.connect_timeout_s} s"
-                    ) from None
-                head = _head(way, url, [*_request_headers(config, request), *self._vouching], request)
-                try:
-                    return await _exchange(connection, head, request, config, url)
-                except BaseException:
-                    connection.close()
-                    raise
+                    return await self._send(self._connector, base_url, request)
+                except _ClosedWhileIdle:
+                    return await self._send(self._new, base_url, request)
         except aiohttp.ClientConnectorError as error:
             raise NoConnection(f"upstream {config.name} cannot be reached: {why_it_failed(error)}") from None
-        except _ClosedWhileIdle:
-            raise
         except TimeoutError:
             raise UpstreamTimeout(f"upstream {config.name}: no answer within {config.first_byte_timeout_s} s") from None
         except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
             raise _broken_off(config, error) from None
 
-    def _way(self, base_url: str) -> aiohttp.ClientRequest:
-        if base_url not in self._ways:
-            loop, more = asyncio.get_running_loop(), through(self._config, base_url)
-            self._ways[base_url] = aiohttp.ClientRequest("GET", URL(base_url), loop=loop, **more)
-        return self._ways[base_url]
+    async def _send(self, connector: aiohttp.BaseConnector, base_url: str, request: Request) -> HttpAnswer:
+        """Send the request, and return the answer when its status and headers are there."""
+        config, url = self._config, _url(base_url, request.path, request.query)
+        if (way := self._ways.get(base_url)) is None:
+            more = through(config, base_url)
+            way = aiohttp.ClientRequest("GET", URL(base_url), loop=asyncio.get_running_loop(), **more)
+            self._ways[base_url] = way
+        try:
+            connection = await connector.connect(way, [], self._timeout)
+        except TimeoutError:
+            raise NoConnectionInTime(
+                f"upstream {config.name}: no connection within {config.connect_timeout_s} s"
+            ) from None
+        try:
+            writing = _write(
+                connection, _head(way, url, [*_headers(config, request), *self._vouching], request), request
+            )
+            message, content = await _begun(connection, request, config)
+        except BaseException:
+            connection.close()
+            raise
+        return HttpAnswer(config, connection, message, content, url=url, decodes=request.identity, writing=writing)
 
 
-async def _exchange(
-    connection: Connection, head: bytes, request: Request, config: UpstreamConfig, url: URL
-) -> HttpAnswer:
-    """Send the request, and return the answer when its status and headers are there."""
-    protocol, writing = connection.protocol, None
+def _write(connection: Connection, head: bytes, request: Request) -> asyncio.Task[None] | None:
+    """Send the request; a large one in pieces that are not copied, as the server takes them."""
+    protocol = connection.protocol
     assert protocol is not None and protocol.transport is not None
+    if not (request.pieces or request.sent):
+        protocol.transport.write(head + request.body)
+        return None
+
+    async def write() -> None:
+        for piece in (head, *(request.pieces or (request.body,))):
+            if protocol.transport is None or protocol.transport.is_closing():
+                return  # who reads the answer sees why
+            protocol.transport.write(piece)
+            with suppress(aiohttp.ClientError):
+                await protocol._drain_helper()
+        if request.sent is not None:
+            request.sent()
+
+    return asyncio.create_task(write())
+
+
+async def _begun(
+    connection: Connection, request: Request, config: UpstreamConfig
+) -> tuple[RawResponseMessage, aiohttp.StreamReader]:
+    """Return the answer's status and headers, and its body, which is to come. Raise _ClosedWhileIdle."""
+    protocol, now = connection.protocol, asyncio.get_running_loop().time
+    assert isinstance(protocol, _Protocol)
+    was_used, protocol.used, asked_at = protocol.used, True, now()
     protocol.set_response_params(
         skip_payload=request.method == "HEAD",
         read_until_eof=True,
@@ -372,28 +352,17 @@ async def _exchange(
         max_field_size=MAX_HEADER_BYTES,
         max_headers=MAX_HEADERS,
     )
-    if request.pieces or request.sent:
-        writing = asyncio.create_task(_write(protocol, head, request))
-    else:
-        protocol.transport.write(head + request.body)
-    message, content = await protocol.read()
+    try:
+        message, content = await protocol.read()
+    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+        if was_used and now() < asked_at + IDLE_CLOSED_S:
+            raise _ClosedWhileIdle from None
+        raise
     while 100 <= message.code < 200 and message.code != 101:
         message, content = await protocol.read()
     if not 200 <= message.code <= 599:
         raise UpstreamUnreachable(f"upstream {config.name} answered with status {message.code}")
-    return HttpAnswer(config, connection, message, content, url=url, decodes=request.identity, writing=writing)
-
-
-async def _write(protocol: ResponseHandler, head: bytes, request: Request) -> None:
-    """Send a large request in pieces that are not copied, as the server takes them."""
-    for piece in (head, *(request.pieces or (request.body,))):
-        if protocol.transport is None or protocol.transport.is_closing():
-            return  # who reads the answer sees why
-        protocol.transport.write(piece)
-        with suppress(aiohttp.ClientError):
-            await protocol._drain_helper()
-    if request.sent is not None:
-        request.sent()
+    return message, content
 
 
 def _head(way: aiohttp.ClientRequest, url: URL, headers: Iterable[Header], request: Request) -> bytes:
@@ -403,9 +372,10 @@ def _head(way: aiohttp.ClientRequest, url: URL, headers: Iterable[Header], reque
     """
     is_whole = way.proxy is not None and not way.is_ssl()
     target, host = str(url.with_user(None)) if is_whole else url.raw_path_qs, url.host_port_subcomponent
-    ours = [(name.encode(), way.headers[name].encode()) for name in _PASSWORDS if name in way.headers]
-    known = {name.lower() for name, _ in ours}
-    lines = [b"%s: %s\r\n" % header for header in (*headers, *ours) if header[0] not in known]
+    passwords = [name for name in ("Authorization", "Proxy-Authorization") if name in way.headers]
+    ours = {name.lower().encode(): way.headers[name].encode() for name in passwords}
+    kept = [header for header in headers if header[0] not in ours]
+    lines = [b"%s: %s\r\n" % header for header in (*kept, *ours.items())]
     size = sum(map(len, request.pieces)) or len(request.body)
     if size or request.method not in _WITHOUT_BODY:
         lines.append(b"Content-Length: %d\r\n" % size)
@@ -470,11 +440,10 @@ class HttpAnswer(Answer):
         """
         message, mask = self._message, self._mask
         headers = [(name.lower(), value) for name, value in message.raw_headers]
-        dropped = _HOP_BY_HOP if keep_length else _HOP_BY_HOP_AND_LENGTH
-        if self._decodes and message.headers.get("Content-Encoding", "").lower() in _DECODED:
-            dropped = _HOP_BY_HOP_AND_LENGTH | {b"content-encoding"}
-        if named := _named_by_connection(headers):
-            dropped |= named
+        dropped = _named_by_connection(headers) | _HOP_BY_HOP
+        decoded = self._decodes and message.headers.get("Content-Encoding", "").lower() in _DECODED
+        if decoded or not keep_length:
+            dropped |= {b"content-length", b"content-encoding"} if decoded else {b"content-length"}
         kept = [header for header in headers if header[0] not in dropped]
         if "Location" in message.headers:
             kept = [(n, _location(self._config, self._url, v) if n == b"location" else v) for n, v in kept]
@@ -498,10 +467,8 @@ def _location(upstream: UpstreamConfig, requested: URL, value: bytes) -> bytes:
 
     Servers name themselves by the Host that we send, with the scheme that they assume.
     """
-    if not value.startswith((b"/", b"http://", b"https://")):
-        return value
     try:
-        to = requested.join(URL(_text(value), encoded=True))
+        to = requested.join(URL(value.decode(errors="surrogateescape"), encoded=True))
     except ValueError:
         return value
     base = next(path for url in upstream.urls if requested.raw_path.startswith(path := URL(url).raw_path + "/"))
@@ -509,19 +476,29 @@ def _location(upstream: UpstreamConfig, requested: URL, value: bytes) -> bytes:
         return value
     directory, _, name = to.raw_path.rpartition("/")
     query = f"?{to.raw_query_string}" if to.raw_query_string else ""
-    return f"{relpath(directory, requested.raw_path.rpartition('/')[0])}/{name}{query}".encode()
+    path = f"{relpath(directory, requested.raw_path.rpartition('/')[0])}/{name}{query}"
+    return path.encode(errors="surrogateescape") if value.startswith((b"/", b"http://", b"https://")) else value
 
 
-def _request_headers(upstream: UpstreamConfig, request: Request) -> list[Header]:
+@lru_cache
+def _not_passed_on(stay: bool, identity: bool, session: bytes | None) -> frozenset[bytes]:
+    return _HOP_BY_HOP.union(
+        _OUR_REQUEST_HEADERS,
+        _CREDENTIALS if stay else (),
+        [b"accept-encoding"] if identity else (),
+        [session.lower()] if session else (),
+    )
+
+
+def _headers(upstream: UpstreamConfig, request: Request) -> list[Header]:
+    """The agent's headers, less those for us, with the upstream's own."""
     identity = request.identity or upstream.api_key is not None or bool(upstream.masked)  # to find the key in it
-    dropped = _NOT_PASSED_ON[upstream.api_key is not None or not request.forward_authorization, identity]
-    if named := _named_by_connection(request.headers):
-        dropped |= named
-    if upstream.session_header is not None and request.rollout_id:
-        dropped |= {upstream.session_header.lower().encode()}
+    session = upstream.session_header.encode() if upstream.session_header and request.rollout_id else None
+    stay = upstream.api_key is not None or not request.forward_authorization
+    dropped = _not_passed_on(stay, identity, session) | _named_by_connection(request.headers)
     kept = [header for header in request.headers if header[0] not in dropped]
-    if upstream.session_header is not None and request.rollout_id:
-        kept.append((upstream.session_header.encode(), request.rollout_id.encode()))
+    if session is not None:
+        kept.append((session, request.rollout_id.encode()))
     if request.method != "OPTIONS":  # perhaps a browser's, which needed no key
         kept += [(name.encode(), value.encode()) for name, value in upstream.credentials.items()]
     if identity:
@@ -540,13 +517,6 @@ def _url(base_url: str, path: str, query: bytes) -> URL:
     if query:
         url += ("&" if "?" in url else "?") + quote(query, safe=_QUERY_SAFE)
     return URL(url, encoded=True)
-
-
-def _text(value: bytes) -> str:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value.decode("latin-1")
 
 
 def _broken_off(upstream: UpstreamConfig, error: Exception) -> UpstreamUnreachable:
