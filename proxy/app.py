@@ -165,7 +165,7 @@ async def _opened(
 async def _at_work(parts: Parts, hooks: Sequence[Hooks]) -> AsyncIterator[None]:
     """Run the background work during the block, and cancel it at its end."""
     config, database = parts.config, parts.store.database
-    work = [parts.keys.watch(), parts.bodies.watch(), parts.health.watch(config)]
+    work = [parts.keys.watch(), parts.health.watch(config)]
     work += [Keeper(database, config, parts.forget).run(), end_idle_rollouts(database, config.rollouts)]
     work += [database.look_for_damage(), parts.store.returns.keep()]
     if parts.watch is not None:

@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -104,137 +104,85 @@ class Reply:
     async def error(self, error: LightningError, headers: Iterable[Header] = ()) -> None:
         await self.json(error.status, self._error_body(error), (*error.headers, *headers))
 
-    def while_connected(self, *, finish_s: float = 0.0) -> WhileConnected:
+    @contextmanager
+    def while_connected(self, *, finish_s: float = 0.0) -> Iterator[None]:
         """Run the block once the request is read; it is cancelled so many seconds after the agent has disconnected.
 
         `agent_left` is set at once.
         """
-        return WhileConnected(self, self._receive, finish_s)
+        task, loop, cancelled = asyncio.current_task(), asyncio.get_running_loop(), False
+        assert task is not None
+        watch: asyncio.Task[None] | None = None
+
+        async def wait() -> None:
+            nonlocal cancelled
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self.agent_left = True
+            await asyncio.sleep(finish_s)
+            cancelled = task.cancel()
+
+        def begin() -> None:
+            nonlocal watch
+            watch = loop.create_task(wait())
+
+        later = loop.call_later(WATCH_AFTER_S, begin)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not cancelled or task.uncancel() > 0:  # not by this block alone
+                raise
+        finally:
+            later.cancel()
+            if watch is not None:
+                watch.cancel()
 
 
-class WhileConnected:
-    """The block of `Reply.while_connected`."""
-
-    __slots__ = ("_cancelled", "_finish_s", "_later", "_receive", "_reply", "_task", "_watch")
-
-    def __init__(self, reply: Reply, receive: Receive, finish_s: float) -> None:
-        self._reply, self._receive, self._finish_s = reply, receive, finish_s
-        self._cancelled = False
-        self._watch: asyncio.Task[None] | None = None
-
-    def __enter__(self) -> None:
-        self._task = asyncio.current_task()
-        self._later = asyncio.get_running_loop().call_later(WATCH_AFTER_S, self._begin)
-
-    def __exit__(self, kind: object, error: object, trace: object) -> bool:
-        """End a cancellation of this block alone."""
-        self._later.cancel()
-        if self._watch is not None:
-            self._watch.cancel()
-        assert self._task is not None
-        return isinstance(error, asyncio.CancelledError) and self._cancelled and self._task.uncancel() == 0
-
-    def _begin(self) -> None:
-        self._watch = asyncio.get_running_loop().create_task(self._wait())
-
-    async def _wait(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self._reply.agent_left = True
-        await asyncio.sleep(self._finish_s)
-        assert self._task is not None
-        self._cancelled = self._task.cancel()
-
-
-LATE_EVERY_S = 1.0  # how often late bodies are looked for, at most
 SLOW_S, SLOW_BYTES = 10.0, 10_000  # a body, or an answer, of which less moves in this time is given up
 
 
-@dataclass(slots=True)
-class _Reading:
-    """A body that is being read since `since`. `seen` of its bytes had come at `looked_at`."""
-
-    since: float
-    looked_at: float
-    seen: int = 0
-    received: int = 0
-    waits: bool = False  # for memory, which is not its sender's fault
-    late: str | None = None
-
-    def is_slow(self, now: float) -> bool:
-        if not self.waits and now < self.looked_at + SLOW_S:
-            return False
-        slow = not self.waits and self.received < self.seen + SLOW_BYTES
-        self.looked_at, self.seen = now, self.received
-        return slow
-
-
 class Bodies:
-    """Reads the bodies of a process's requests. What arrives with its head, as most does, takes nothing of `memory`.
-
-    One look at all bodies, now and then, finds those that are late: a timer for each would cost a call of 1 KB more
-    than all else that is done here.
-    """
+    """Reads the bodies of a process's requests. What arrives with its head, as most does, takes nothing of `memory`."""
 
     def __init__(self, config: ProxyConfig) -> None:
         self.limit = int(config.max_body_mb * 1_000_000)
         self.memory = Memory(int(config.max_bodies_mb * 1_000_000), self.limit)
         self._seconds = config.body_timeout_s
-        self._reading: dict[asyncio.Task[Any], _Reading] = {}
 
     async def read(self, receive: Receive, headers: Mapping[str, str], loan: Loan) -> bytes:
         """Return a request's body. `loan` holds what of it did not come with the head.
 
         Raises TooLarge, RequestTimeout, Overloaded if too many are being read, and ClientDisconnected.
         """
-        length = headers.get("content-length", "")
-        if length.isdecimal():
-            self._require_size(int(length))
-        task, now = asyncio.current_task(), asyncio.get_running_loop().time()
-        assert task is not None
-        reading = self._reading[task] = _Reading(now, now)
+        length, now = headers.get("content-length", ""), asyncio.get_running_loop().time
+        self._require_size(int(length) if length.isdecimal() else 0)
+        body, received, seen = bytearray(), 0, 0
+        end = now() + self._seconds
         try:
-            piece, more = await self._piece(receive, reading)
-            if not more:
-                return piece
-            body = bytearray()
-            while True:
-                reading.waits = True
-                await loan.grow(len(piece))
-                reading.waits = False
-                body += piece
-                if not more:
-                    return bytes(body)
-                piece, more = await self._piece(receive, reading)
-        except asyncio.CancelledError:
-            if reading.late is None or task.uncancel() > 0:
-                raise
-            raise RequestTimeout(reading.late) from None
-        finally:
-            del self._reading[task]
-
-    async def watch(self) -> None:
-        """End the reading of late bodies until cancelled."""
-        late = f"the request's body did not arrive within {self._seconds:g} s (proxy.body_timeout_s)"
-        slow = f"less than {SLOW_BYTES} bytes of the request's body arrived in {SLOW_S:g} s"
-        while True:
-            await asyncio.sleep(min(LATE_EVERY_S, self._seconds / 4))
-            now = asyncio.get_running_loop().time()
-            for task, reading in self._reading.items():
-                is_late = reading.since + self._seconds < now
-                if (is_late or reading.is_slow(now)) and reading.late is None:
-                    reading.late = late if is_late else slow
-                    task.cancel()
-
-    async def _piece(self, receive: Receive, reading: _Reading) -> tuple[bytes, bool]:
-        """The next piece of a body, and whether more comes."""
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        piece = bytes(message.get("body", b""))
-        reading.received += len(piece)
-        self._require_size(reading.received)
-        return piece, bool(message.get("more_body"))
+            async with asyncio.timeout_at(min(end, now() + SLOW_S)) as limit:
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnected
+                    piece, more = bytes(message.get("body", b"")), bool(message.get("more_body"))
+                    if not (body or more):
+                        self._require_size(len(piece))
+                        return piece
+                    received += len(piece)
+                    self._require_size(received)
+                    left = (limit.when() or 0.0) - now()
+                    limit.reschedule(None)  # the wait for memory is not the sender's fault
+                    await loan.grow(len(piece))
+                    body += piece
+                    if not more:
+                        return bytes(body)
+                    if received >= seen + SLOW_BYTES:
+                        seen, left = received, SLOW_S
+                    limit.reschedule(min(end, now() + left))
+        except TimeoutError:
+            late = f"the request's body did not arrive within {self._seconds:g} s (proxy.body_timeout_s)"
+            slow = f"less than {SLOW_BYTES} bytes of the request's body arrived in {SLOW_S:g} s"
+            raise RequestTimeout(late if now() >= end else slow) from None
 
     def _require_size(self, size: int) -> None:
         if size > self.limit:
@@ -355,21 +303,17 @@ async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> 
         raise UnsupportedMediaType(f"Content-Encoding names {len(layers)} encodings, the most is {MOST_LAYERS}")
     held = loan.size
     for name in reversed(layers):
-        body = await _unpacked(body, name, limit, loan)
+        size, parts, pieces = 0, list[bytes](), _pieces(body, name)
+        while piece := await in_thread_if_large(LARGE if parts else len(body), partial(next, pieces, b"")):
+            size += len(piece)
+            if size > limit:
+                raise TooLarge(f"the unpacked body is larger than {limit} bytes (proxy.max_body_mb)")
+            await loan.grow(len(piece))
+            parts.append(piece)
+        body = b"".join(parts)
         loan.shrink(held)
-        held = len(body)
+        held = size
     return body
-
-
-async def _unpacked(body: bytes, name: str, limit: int, loan: Loan) -> bytes:
-    size, found, pieces = 0, list[bytes](), _pieces(body, name)
-    while piece := await in_thread_if_large(LARGE if found else len(body), partial(next, pieces, b"")):
-        size += len(piece)
-        if size > limit:
-            raise TooLarge(f"the unpacked body is larger than {limit} bytes (proxy.max_body_mb)")
-        await loan.grow(len(piece))
-        found.append(piece)
-    return b"".join(found)
 
 
 def _pieces(body: bytes, name: str) -> Iterator[bytes]:

@@ -21,7 +21,7 @@ from ...core.json_text import encode, with_model
 from ...serving.health import Health
 from ..dialects.as_chat.dialect import PATH, ThroughChat
 from ..dialects.stream import Dialect, Injection
-from .upstream import Answer, HttpUpstream, NoConnection, Piece, Request, Route, Upstream
+from .upstream import Answer, HttpUpstream, NoConnection, Request, Route, Upstream
 
 log = logging.getLogger(__name__)
 
@@ -175,15 +175,13 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
         if (match := form_model(request.body)) is None:
             return request
         return request.with_body(request.body[: match.start(1)], sent["model"].encode(), request.body[match.end(1) :])
-    own: tuple[Piece, ...] | None = (request.body.rstrip(),)
     if "model" in changed and "model" in body:
-        own = with_model(request.body.rstrip(), changed.pop("model"))
-    if own is None or not body or not changed.keys().isdisjoint(body):
+        if (own := with_model(request.body.rstrip(), changed.pop("model"))) is None:
+            return request.with_body(encode(sent))
+        request = request.with_body(*own)
+    if not body or not changed.keys().isdisjoint(body):
         return request.with_body(encode(sent))
-    if changed:
-        *own, last = own
-        own = (*own, memoryview(last)[:-1], b"," + orjson.dumps(changed)[1:])
-    return request.with_body(*own)
+    return request.with_members(orjson.dumps(changed)) if changed else request
 
 
 class Upstreams:

@@ -98,6 +98,11 @@ class Request(NamedTuple):
         is_large = len(pieces) > 1 and sum(map(len, pieces)) >= LARGE
         return self._replace(pieces=pieces) if is_large else self._replace(body=b"".join(pieces), pieces=())
 
+    def with_members(self, members: bytes) -> Request:
+        """Return the request with the members of a JSON object at the end of its own, which has some."""
+        *before, last = self.pieces or (self.body.rstrip(),)
+        return self.with_body(*before, memoryview(last)[:-1], b"," + members[1:])
+
     def sent_body(self) -> bytes:
         """Return the bytes that are sent."""
         return b"".join(self.pieces) if self.pieces else self.body
