@@ -137,9 +137,9 @@ class Gateway:
         if self.unnamed is None or name.named or not question.recorded:
             return name, None
         size = len(question.request.body)
-        conversation = await in_thread_if_large(size, partial(Conversation, question.body, size))
-        caller = credentials(question.headers)
-        rollout_id = await self.unnamed.find(caller, question.body, conversation, name, is_retry=question.is_retry)
+        made = partial(Conversation, credentials(question.headers), name, question.body, size)
+        conversation = await in_thread_if_large(size, made)
+        rollout_id = await self.unnamed.find(conversation, is_retry=question.is_retry)
         return name if rollout_id is None else name._replace(rollout_id=rollout_id), conversation
 
     async def _chat_decision(self, question: Question, rollout: RolloutName, route: Route) -> ChatDecision:
@@ -210,7 +210,7 @@ class CallUnderWay:
         """Return when the call's start is durable."""
         if self._question.recorded:
             question, known = self._question, self._conversation
-            also = [] if known is None else start_statements(credentials(question.headers), self._start, known)
+            also = [] if known is None else start_statements(self._start, known)
             if question.also is not None:
                 also += question.also(self._start)
             await self._gateway.recorder.start(self._start, also)
@@ -377,7 +377,7 @@ class CallUnderWay:
             model=model_of(target.sent) if self.attempts.fell_back else None,
         )
         known = self._conversation
-        also = [] if known is None else end_statements(credentials(question.headers), self._start, known, end)
+        also = [] if known is None else end_statements(self._start, known, end)
         return end, also
 
     def _commit(self, end: CallEnd, also: list[Statement]) -> asyncio.Future[None]:

@@ -412,9 +412,9 @@ class Resumed:
             ttft_ms=call.ttft_ms,
             latency_ms=(time.time() - call.started_at) * 1000,
         )
-        conversation = await asyncio.to_thread(Conversation, call.request)
+        conversation = await asyncio.to_thread(Conversation, credentials(visit.headers), start.rollout, call.request)
         gateway.recorder.resume(start)
-        also = [] if visit.rollout.named else end_statements(credentials(visit.headers), start, conversation, end)
+        also = [] if visit.rollout.named else end_statements(start, conversation, end)
         await gateway.recorder.end(end, also, counted=call.status != "incomplete")
         if visit.caller.limiter is not None:
             visit.caller.limiter.spend(end, 0)

@@ -42,28 +42,34 @@ Json = dict[str, Any]
 # How much is looked for in one request: the newest marks, its longest beginnings, then quotations.
 MARKS, BEGINNINGS, QUOTATIONS = 4, 500, 500
 _APART = "\0"  # between texts that are searched as one
+_FORCED = ("required", "any")  # what `tool_choice` is where the model has to call a function
 
 
 class Conversation:
-    """The atoms of a request, and a state for each beginning of them. `size`: its bytes; a large one wants a thread."""
+    """A request without a rollout's name: its atoms, and a state for each beginning of them.
 
-    def __init__(self, request: Json, size: int = 0) -> None:
-        self.size = size
+    `size`: its bytes; a large one wants a thread. `within`: whose it is, of which task and mode; other conversations
+    may have the same messages.
+    """
+
+    def __init__(self, caller: str, name: RolloutName, request: Json, size: int = 0) -> None:
+        self.caller, self.request, self.size = caller, request, size
+        self.within = f"{caller}\n{name.task_id or ''}\n{name.mode}"
         self.atoms = request_atoms(request)
         self.begun = beginnings(self.atoms)
-        self.system = digest("", *(atom.what for atom in self.atoms if atom.who == "system"))
+        self._system = digest("", *(atom.what for atom in self.atoms if atom.who == "system"))
 
-    def points(self, within: str, state: State) -> tuple[bytes, bytes]:
+    def points(self, state: State) -> tuple[bytes, bytes]:
         """Return the digests of a point: with system prompts and results of tools, and without."""
-        return digest(within, self.system, state.exact), digest(within, state.loose)
+        return digest(self.within, self._system, state.exact), digest(self.within, state.loose)
 
-    def asked(self, within: str) -> bytes:
+    def asked(self) -> bytes:
         """Return the digest of the request, ids included: requests of two agents may differ in them alone."""
         ids = (atom.who for atom in self.atoms if atom.kind != "text")
-        return digest(within, "asked", self.system, self.begun[-1].exact if self.begun else b"", *ids)
+        return digest(self.within, "asked", self._system, self.begun[-1].exact if self.begun else b"", *ids)
 
-    def ends(self) -> Iterator[State]:
-        """Yield the states that end in an answer, as far as the request shows, the longest first.
+    def ends(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the points that end in an answer, as far as the request shows, the longest first.
 
         An answer may have been empty: then two messages of the user follow each other.
         """
@@ -71,10 +77,10 @@ class Conversation:
         for atom, state in zip(reversed(self.atoms), reversed(self.begun), strict=True):
             was_left_empty = after is not None and (after.kind, after.who) == ("text", "user") and atom.who != "system"
             if atom.who == "assistant" or atom.kind == "call" or was_left_empty:
-                yield state
+                yield self.points(state)
             after = atom
 
-    def extended_by(self, answer: list[Atom], *, is_forced: bool = False) -> Iterator[State]:
+    def extended_by(self, answer: list[Atom]) -> Iterator[State]:
         """Yield the states of the request with an answer added.
 
         A call that the request forced is a structured answer: it may come back as a text, which is a second state.
@@ -83,7 +89,9 @@ class Conversation:
         yield self._then(answer)
         if answer and answer[0].who == "assistant" and (plain := without_thoughts(answer[0].what)) != answer[0].what:
             yield self._then([*([answer[0]._replace(what=plain)] if plain else []), *answer[1:]])
-        if is_forced and len(answer) == 1 and answer[0].kind == "call":
+        choice = self.request.get("tool_choice")
+        is_free = choice.get("type") in ("auto", "none") if isinstance(choice, dict) else choice not in _FORCED
+        if not is_free and len(answer) == 1 and answer[0].kind == "call":
             yield self._then([Atom("text", "assistant", answer[0].what)])
 
     def _then(self, answer: list[Atom]) -> State:
@@ -101,9 +109,7 @@ class UnnamedRollouts:
         self._index = store.conversations
         self._calls = store.calls
 
-    async def find(
-        self, caller: str, request: Json, conversation: Conversation, name: RolloutName, *, is_retry: bool = False
-    ) -> str | None:
+    async def find(self, conversation: Conversation, *, is_retry: bool = False) -> str | None:
         """Return the rollout that a request continues, or the one of a client's retry; None if there is none.
 
         In this order: the very request, sent before, which failed or which the client says that it sends again; ids
@@ -117,32 +123,31 @@ class UnnamedRollouts:
 
         The entry found is used up: the next request like this one continues another rollout. Raises StoreUnavailable.
         """
-        within = _within(caller, name)
-        asked = conversation.asked(within)
+        index, within, request = self._index, conversation.within, conversation.request
         if is_retry or conversation.atoms:
-            again = await (self._index.take(asked) if is_retry else self._index.take_failed(asked))
-            if again is not None:
+            asked = conversation.asked()
+            if again := await (index.take(asked) if is_retry else index.take_failed(asked)):
                 return again
-        for previous in _kept_by_server(request.get("previous_response_id"), request):
-            if rollout := await self._index.leads_to(digest(caller, "response", previous)):
+        for kept in _kept_by_server(request.get("previous_response_id"), request):
+            if rollout := await index.leads_to(digest(conversation.caller, "response", kept)):
                 return rollout
         for mark in islice(request_marks(request), MARKS):
-            if rollout := await self._index.leads_to(identified(within, mark)):
-                for end in islice(conversation.ends(), 1):
-                    await self._index.take_of(conversation.points(within, end)[1], rollout)
+            if rollout := await index.leads_to(identified(within, mark)):
+                for _, loose in islice(conversation.ends(), 1):
+                    await index.take_of(loose, rollout)
                 return rollout
-        for end in islice(conversation.ends(), BEGINNINGS):
-            if rollout := await self._index.rollout_at(*conversation.points(within, end)):
+        for point in islice(conversation.ends(), BEGINNINGS):
+            if rollout := await index.rollout_at(*point):
                 return rollout
         by_users = dict[str, None]()  # they may quote several, such as a summary's and the one that it is of
         for is_answer, quotation in await in_thread_if_large(
             conversation.size, lambda: [*islice(quotations(within, conversation.atoms), QUOTATIONS)]
         ):
-            if rollout := await self._index.leads_to(quotation):
+            if rollout := await index.leads_to(quotation):
                 if is_answer:
                     return rollout
                 by_users[rollout] = None
-        return await self._index.longest([*by_users])
+        return await index.longest([*by_users])
 
     async def giver(self, caller: str, rollout: RolloutName, response_id: str) -> Giver | None:
         """Return the call that gave a response, or None if the response is unknown."""
@@ -157,71 +162,47 @@ class UnnamedRollouts:
 
     async def compacted(self, caller: str, request: Json, name: RolloutName, response: Json) -> None:
         """Remember that the items which stand for a long conversation lead to the rollout of that conversation."""
-        conversation = await asyncio.to_thread(Conversation, request)
-        if (rollout_id := await self.find(caller, request, conversation, name)) is not None:
-            within, at = _within(caller, name), {"rollout_id": rollout_id, "at": time.time()}
-            digests = {identified(within, mark) for mark in answer_marks(response)}
-            if isinstance(response_id := response.get("id"), str):
-                digests.add(digest(caller, "response", response_id))
-            await self._index.add([at | {"digest": one} for one in digests])
+        conversation = await asyncio.to_thread(Conversation, caller, name, request)
+        if (rollout_id := await self.find(conversation)) is not None:
+            digests = {identified(conversation.within, mark) for mark in answer_marks(response)}
+            digests |= {digest(caller, "response", kept) for kept in _kept_by_server(response.get("id"), {})}
+            await self._index.add([{"rollout_id": rollout_id, "at": time.time(), "digest": one} for one in digests])
 
 
-def start_statements(caller: str, start: CallStart, conversation: Conversation) -> list[Statement]:
+def start_statements(start: CallStart, conversation: Conversation) -> list[Statement]:
     """Return statements that store how the request of a call that begins can be found again."""
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": start.started_at}
-    return [(CONVERSATION_TIP, row | {"digest": conversation.asked(_within(caller, start.rollout)), "exact": None})]
+    return [(CONVERSATION_TIP, row | {"digest": conversation.asked(), "exact": None})]
 
 
-def end_statements(caller: str, start: CallStart, conversation: Conversation, end: CallEnd) -> list[Statement]:
+def end_statements(start: CallStart, conversation: Conversation, end: CallEnd) -> list[Statement]:
     """Return statements that store how requests that continue an answered call find it.
 
     None for a failed call, but if its response goes on: then the response's id.
     """
-    if not isinstance(end.response, dict):
-        return []
-    if end.status != "ok":
-        return [*_points(caller, start, end, end.response)] if is_under_way(end.response) else []
     try:
-        return list(_end_statements(caller, start, conversation, end, end.response))
+        return list(_end_statements(start, conversation, end)) if isinstance(end.response, dict) else []
     except Exception:  # the call is recorded whatever its answer looks like
         log.exception("call %s: its conversation is not remembered", end.call_id)
         return []
 
 
-def _end_statements(
-    caller: str, start: CallStart, conversation: Conversation, end: CallEnd, response: Json
-) -> Iterator[Statement]:
-    at = start.started_at + end.latency_ms / 1000
+def _end_statements(start: CallStart, conversation: Conversation, end: CallEnd) -> Iterator[Statement]:
+    response, at = end.response, start.started_at + end.latency_ms / 1000
     row = {"call_id": start.call_id, "rollout_id": start.rollout.rollout_id, "at": at}
-    within, request_text = _within(caller, start.rollout), _APART.join(atom.what for atom in conversation.atoms)
-    marks, is_forced = set(answer_marks(response)), _forces_a_call(start.request)
-    for answer in answer_atoms(response):
-        for state in conversation.extended_by(answer, is_forced=is_forced):
-            exact, loose = conversation.points(within, state)
-            yield CONVERSATION_TIP, row | {"digest": loose, "exact": exact}
-            for point in (exact, loose) if state.exact != state.loose else (loose,):
-                yield CONVERSATION_POINT, row | {"digest": point}
-        for origin in origins(within, request_text, answer, marks):
-            yield CONVERSATION_ORIGIN, row | {"digest": origin}
-    yield from _points(caller, start, end, response)
-
-
-def _points(caller: str, start: CallStart, end: CallEnd, response: Json) -> Iterator[Statement]:
-    """By the ids that later requests may name: of the response, and of a conversation that the server keeps."""
-    row = {"rollout_id": start.rollout.rollout_id, "at": start.started_at + end.latency_ms / 1000}
-    for name in _kept_by_server(response.get("id"), response):
-        yield CONVERSATION_POINT, row | {"digest": digest(caller, "response", name)}
-
-
-def _forces_a_call(request: Json) -> bool:
-    """Whether the model has to call a function, which is how some clients ask for structured answers."""
-    choice = request.get("tool_choice")
-    return choice in ("required", "any") or (isinstance(choice, dict) and choice.get("type") not in ("auto", "none"))
-
-
-def _within(caller: str, name: RolloutName) -> str:
-    """Whose conversation it is, and of which task and mode: others may have the same messages."""
-    return f"{caller}\n{name.task_id or ''}\n{name.mode}"
+    if end.status == "ok":
+        request_text, marks = _APART.join(atom.what for atom in conversation.atoms), set(answer_marks(response))
+        for answer in answer_atoms(response):
+            for state in conversation.extended_by(answer):
+                exact, loose = conversation.points(state)
+                yield CONVERSATION_TIP, row | {"digest": loose, "exact": exact}
+                for point in (exact, loose) if state.exact != state.loose else (loose,):
+                    yield CONVERSATION_POINT, row | {"digest": point}
+            for origin in origins(conversation.within, request_text, answer, marks):
+                yield CONVERSATION_ORIGIN, row | {"digest": origin}
+    if end.status == "ok" or is_under_way(response):
+        for kept in _kept_by_server(response.get("id"), response):
+            yield CONVERSATION_POINT, row | {"digest": digest(conversation.caller, "response", kept)}
 
 
 def _kept_by_server(response_id: Any, body: Json) -> Iterator[str]:

@@ -116,9 +116,9 @@ def test_conversations_and_what_is_stored_of_them(
 ) -> None:
     for body in (before, request):
         start = CallStart("c", RolloutName("r", named=False), "chat/completions", "m", 0, body, 0.0)
-        conversation = Conversation(body)
-        assert len(start_statements("k", start, conversation)) == 1
-        list(end_statements("k", start, conversation, CallEnd("c", "r", "ok", answer, 200)))
+        conversation = Conversation("k", start.rollout, body)
+        assert len(start_statements(start, conversation)) == 1
+        list(end_statements(start, conversation, CallEnd("c", "r", "ok", answer, 200)))
     assert stored_and_read(request, before) == request
 
 
