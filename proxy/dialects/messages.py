@@ -9,7 +9,7 @@ from ...core.json_text import loads
 from ...core.sse import event_name
 from ...core.tokens import Tokens
 from ...core.values import error_in, message_of_error, number
-from .assemble import AnswerParts, put
+from .assemble import AnswerParts, joined, put
 from .stream import Dialect, Injection, Transcript
 
 Json = dict[str, Any]
@@ -107,13 +107,10 @@ class MessagesStream(Transcript):
         is_other = empty and block and block.get("type") in ("text", "thinking", "tool_use")
         if block is None or (is_other and block["type"] != empty["type"]):
             block = self._blocks.open(index, dict(empty))
-        for name, value in delta.items():
-            old = block.get(name)
-            if name == "citation":
-                cited = block.get("citations")
-                block["citations"] = [*(cited if isinstance(cited, list) else ()), value]
-            elif name != "type" and value is not None:
-                block[name] = old + value if isinstance(old, str) and isinstance(value, str) else value
+        added = {name: value for name, value in delta.items() if name not in ("type", "citation") and value is not None}
+        if "citation" in delta:
+            added["citations"] = [delta["citation"]]
+        joined(block, added, "")
 
 
 def _object(value: Any) -> Json:
