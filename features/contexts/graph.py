@@ -25,7 +25,6 @@ from typing import Any, Literal, NamedTuple
 from ...core.records import ModelCall
 from ...core.tools import conversation
 from ...proxy.dialects.atoms import (
-    TELLING,
     TELLING_ORDER,
     Atom,
     answer_atoms,
@@ -475,7 +474,7 @@ def keyed(atoms: Iterable[Atom]) -> list[KeyedAtom]:
 def telling(atom: Atom) -> frozenset[str]:
     """Return the texts of an atom by which a quotation of it is known: pieces of it, what a tool call says, its id."""
     said = [*strings(parsed(atom.what))] if atom.kind == "call" else [ends_of(atom.what)]
-    pieces = {piece for text in said for piece in fragments(text) if len(piece.encode(errors="replace")) >= TELLING}
+    pieces = {piece for text in said for piece in fragments(text)}
     return frozenset(pieces | {atom.who} if atom.kind == "call" and is_unique(atom.who) else pieces)
 
 

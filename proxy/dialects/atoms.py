@@ -8,6 +8,7 @@ shared between API keys.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
@@ -20,8 +21,6 @@ import orjson
 from ...core.tools import answers, calls_in, conversation, dicts, results_in
 
 Json = dict[str, Any]
-
-FENCE = "```"
 
 UNIQUE, LONG = 9, 24  # characters from which on an id, or a thought, is no other answer's
 # May be counted anew in every answer, or stand in an example: `functions.search:0`, `call_1`.
@@ -43,6 +42,7 @@ QUOTING_CHARACTERS = 20_000
 # Where texts are cut into fragments, so that one is found again in whatever it is wrapped in: a transcript, JSON, XML.
 _CUTS = re.compile(r'[\n\r\t"<>{}\[\]|:.!?;。！？]+')
 _TRIMMED = " ,'*_#()-\\"
+_FENCED = re.compile(r"```(?:json)?(.*)```", re.DOTALL | re.IGNORECASE)
 
 
 class Atom(NamedTuple):
@@ -107,7 +107,7 @@ def text_of(content: Any) -> str:
 def same_arguments(text: str) -> str:
     """Return a call's arguments in a canonical form, however a client writes them; none are an empty object."""
     text = text.strip()
-    return "{}" if not text or parsed(text) == {} else same_json(text) or text
+    return same_json(text or "{}") or text
 
 
 def same_text(text: str) -> str:
@@ -118,16 +118,20 @@ def same_text(text: str) -> str:
 def same_json(text: str) -> str | None:
     """Return the JSON of a text in a canonical form; None if it is no object and no list."""
     text = text.strip()
-    if text.startswith(FENCE) and text.endswith(FENCE) and len(text) >= 2 * len(FENCE):
-        text = text[len(FENCE) : -len(FENCE)]
-        text = text[4 * (text[:4].lower() == "json") :].strip()
-    value = parsed(text) if text[:1] in ("{", "[") else None
-    if not isinstance(value, dict | list) or not value:
+    if fenced := _FENCED.fullmatch(text):
+        text = fenced[1].strip()
+    if text[:1] not in ("{", "["):
         return None
     try:
-        return orjson.dumps(_even(value), option=orjson.OPT_SORT_KEYS).decode()
-    except (orjson.JSONEncodeError, RecursionError):
+        return orjson.dumps(json.loads(text, parse_float=_even), option=orjson.OPT_SORT_KEYS).decode()
+    except (ValueError, TypeError, RecursionError):
         return None
+
+
+def _even(number: str) -> float:
+    """A number, 3.0 as 3: a client that knows a field to be a float writes it so."""
+    value = float(number)
+    return int(value) if value.is_integer() and abs(value) < 2**53 else value
 
 
 def parsed(text: str) -> Any:
@@ -136,15 +140,6 @@ def parsed(text: str) -> Any:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
         return text
-
-
-def _even(value: Any) -> Any:
-    """The value with 3.0 as 3: a client that knows a field to be a float writes it so."""
-    if isinstance(value, dict):
-        return {name: _even(inner) for name, inner in value.items()}
-    if isinstance(value, list):
-        return [_even(inner) for inner in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 def is_unique(mark: str) -> bool:
@@ -230,11 +225,11 @@ def origins(caller: str, request_text: str, answer: Iterable[Atom], marks: Itera
 def _told(atom: Atom) -> Iterator[tuple[str, str]]:
     """What an answer says that tells it from others: the orders that it gives with a call, and fragments of texts."""
     orders = [*strings(parsed(atom.what))] if atom.kind == "call" else []
-    yield from (("order", order) for order in orders if _length(order) >= TELLING_ORDER)
+    yield from (("order", order) for order in orders if len(_bytes(order)) >= TELLING_ORDER)
     for text in [atom.who, *orders] if atom.kind == "call" else [atom.what]:
         found = [*fragments(text)]
         ends = found if len(found) <= 2 * FRAGMENTS else [*found[:FRAGMENTS], *found[-FRAGMENTS:]]
-        yield from (("said", fragment) for fragment in ends if _length(fragment) >= TELLING)
+        yield from (("said", fragment) for fragment in ends)
 
 
 def identified(caller: str, mark: str) -> bytes:
@@ -251,8 +246,7 @@ def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[tuple[bool, bytes
     for _, who, what, _ in sorted(texts, key=lambda atom: atom.who == "user"):
         if who == "user":  # it may be the order that a tool call gave to a sub-agent
             yield False, digest(caller, "order", what)
-        found = (one for one in fragments(ends_of(what)) if _length(one) >= TELLING)
-        yield from ((who != "user", digest(caller, "said", one)) for one in found)
+        yield from ((who != "user", digest(caller, "said", one)) for one in fragments(ends_of(what)))
 
 
 def ends_of(text: str) -> str:
@@ -262,11 +256,12 @@ def ends_of(text: str) -> str:
 
 
 def fragments(text: str) -> Iterator[str]:
-    """Yield the pieces of a text that are found again in whatever wraps it.
+    """Yield the telling pieces of a text, which are found again in whatever wraps it.
 
     Also those of texts within JSON (an escaped line break) and within Python's lists (`', '`)."""
     lines = text.replace("\\n", "\n").replace("', '", "\n")
-    return (piece.strip(_TRIMMED) for piece in _CUTS.split(lines) if len(piece) >= TELLING // 4)
+    pieces = (piece.strip(_TRIMMED) for piece in _CUTS.split(lines) if len(piece) >= TELLING // 4)
+    return (piece for piece in pieces if len(_bytes(piece)) >= TELLING)
 
 
 def without_thoughts(text: str) -> str:
@@ -287,7 +282,3 @@ def strings(value: Any) -> Iterator[str]:
 
 def _bytes(text: str) -> bytes:
     return text.encode(errors="replace")
-
-
-def _length(text: str) -> int:
-    return len(_bytes(text))
