@@ -20,7 +20,7 @@ from ..core.config.root import Config
 from ..core.errors import Forbidden, InvalidRequest, LightningError, NotFound, Unprocessable
 from ..core.redact import Redactor
 from ..core.returns import Rules
-from ..serving.mode import ModeInUse, decide
+from ..serving.mode import decide, publish_mode
 from ..serving.operator import operator_headers, relay_headers
 from ..serving.swap import Swap
 from ..serving.vllm import VllmFleet, operator_session
@@ -117,8 +117,7 @@ async def _opened(
         store = Store(await stack.enter_async_context(opened(config.store, to_write=writes)))
         if writes and config.policy.publish != "auto":
             await decide(config, store, "proxy")
-        mode = ModeInUse(config, store)
-        session = await stack.enter_async_context(make_session())
+        mode, session = publish_mode(config), await stack.enter_async_context(make_session())
         vouching = {} if vllm is None else {vllm.name: relayed}
         upstreams = Upstreams(session, makers=makers_of(plugins), vouching=vouching)
         stack.push_async_callback(upstreams.close)
@@ -127,14 +126,15 @@ async def _opened(
         keys, bodies = Keys(config.proxy, store), Bodies(config.proxy)
         await keys.refresh()
         recorder = await stack.enter_async_context(Recorder(
-            store, merged=lambda: mode.mode == "merged", redactor=redactor, on_redacted=metrics.redacted.inc
+            store, merged=lambda: swap is not None and swap.mode == "merged", redactor=redactor,
+            on_redacted=metrics.redacted.inc,
         ))  # fmt: skip
         core, to_open = Core(config, store, redactor, metrics), plugins if writes else ()
         hooks = [await stack.enter_async_context(plugin.opened(core)) for plugin in to_open]
         choose = next((one.choose for one in hooks if one.choose is not None), None)
         placed = next((one.placed for one in hooks if one.placed is not None), None)
-        swap = None if vllm is None else Swap(store, VllmFleet.of(config, operator), mode.mode, directory, placed)
-        watch = None if vllm is None or swap is None else Watch(config.policy, swap, vllm, upstreams.health, mode)
+        swap = None if vllm is None else Swap(store, VllmFleet.of(config, operator), mode, directory, placed)
+        watch = None if vllm is None or swap is None else Watch(config.policy, swap, vllm, upstreams.health)
         router = PolicyRouter(config, store, watch, choose)
         # The data path.
         chat_route, exact = ChatRoute(config.policy, store, upstreams), None

@@ -81,31 +81,6 @@ def otherwise(who: str, mode: PublishMode, decided: Decided) -> str:
     )
 
 
-class ModeInUse:
-    """The mode in which a running proxy serves versions. With `auto` it is that of the live version.
-
-    `problem`: another process publishes otherwise.
-    """
-
-    def __init__(self, config: Config, store: Store) -> None:
-        self.mode: PublishMode = publish_mode(config)
-        self.problem: str | None = None
-        self._is_configured = config.policy.publish != "auto"
-        self._store = store
-
-    async def look(self) -> PublishMode:
-        """Return the mode as it is now, after a look at what the trainer has decided."""
-        decided = await self._store.publishing.decided()
-        if not self._is_configured:
-            self.mode = (await self._store.versions.live()).publish or (decided.mode if decided else self.mode)
-        elif decided is None or decided.mode == self.mode:
-            self.problem = None
-        elif self.problem is None:
-            self.problem = otherwise("proxy", self.mode, decided)
-            log.warning("%s", self.problem)
-        return self.mode
-
-
 def check_base_model(config: Config) -> None:
     """Raise ConfigError if `policy.model` is another model than that of the versions in the store.
 

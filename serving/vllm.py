@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import aiohttp
@@ -45,24 +46,18 @@ def operator_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=4))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class VllmServer:
-    """One vLLM server, addressed by the `base_url` of its upstream; operator routes are beside its /v1."""
+    """One vLLM server, addressed by the `base_url` of its upstream; operator routes are beside its /v1.
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        base_url: str,
-        headers: Mapping[str, str],
-        model: str | None = None,
-        timeout_s: float = 120.0,
-    ) -> None:
-        """`model`: the base model, where a server lists several; by default its first. `timeout_s`: of a request."""
-        self.base_url = base_url.rstrip("/")
-        self._model = model
-        self._headers = headers
-        self._session = session
-        self._root = self.base_url.removesuffix("/v1")
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5)
+    `model`: the base model, where a server lists several; by default its first. `timeout_s`: of a request.
+    """
+
+    session: aiohttp.ClientSession
+    base_url: str
+    headers: Mapping[str, str]
+    model: str | None = None
+    timeout_s: float = 120.0
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the served models: the base model, whose `parent` is None, and the adapters."""
@@ -75,12 +70,12 @@ class VllmServer:
         try:
             names = [model["id"] for model in await self.models() if model.get("parent") is None]
         except VllmError as error:
-            if self._model is None or isinstance(error, VllmFault):
+            if self.model is None or isinstance(error, VllmFault):
                 raise
-            return self._model
+            return self.model
         if not names:
-            raise VllmError(f"{shown(self._root)}/v1/models lists no base model")
-        return str(self._model if self._model in names else names[0])
+            raise VllmError(f"{shown(self.base_url)}/models lists no base model")
+        return str(self.model if self.model in names else names[0])
 
     async def adapters(self) -> dict[str, str | None]:
         """Return the paths that models were loaded from, by name; None where the server does not say."""
@@ -210,16 +205,16 @@ class VllmServer:
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:
         """Return the text of an answer. Raise VllmError, or what is in `AWAY`."""
-        url = self.base_url + path.removeprefix("/v1") if path.startswith("/v1/") else self._root + path
+        base = self.base_url.rstrip("/")
+        root, limit = base.removesuffix("/v1"), aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=5)
+        url = base + path.removeprefix("/v1") if path.startswith("/v1/") else root + path
         try:
-            request = self._session.request(method, url, json=body, headers=self._headers, timeout=self._timeout)
-            async with request as answer:
+            async with self.session.request(method, url, json=body, headers=self.headers, timeout=limit) as answer:
                 text = (await answer.read()).decode(errors="replace")
         except TimeoutError as error:
-            raise UpstreamTimeout(f"vLLM at {shown(self._root)} did not answer {method} {path} in time") from error
+            raise UpstreamTimeout(f"vLLM at {shown(root)} did not answer {method} {path} in time") from error
         except aiohttp.ClientError as error:
-            why = why_it_failed(error)
-            raise UpstreamUnreachable(f"vLLM at {shown(self._root)} is not reachable: {why}") from None
+            raise UpstreamUnreachable(f"vLLM at {shown(root)} is not reachable: {why_it_failed(error)}") from None
         if answer.status >= 400:
             kind = VllmFault if answer.status >= 500 else VllmError
             raise kind(f"vLLM answered {answer.status} to {method} {path}: {text[:500]}")

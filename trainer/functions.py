@@ -53,7 +53,7 @@ def load(setting: str, own: str) -> Callable[..., Any]:
 
 def own_functions(config: TrainerConfig) -> Iterator[tuple[str, str]]:
     """Yield the settings that name a FILE.py:NAME or PLUGIN:NAME, with that name."""
-    credits = [config.credit] if isinstance(config.credit, str) else [*config.credit.values()]
+    credits = config.credits.values()
     named = [*(("credit", name) for name in credits), ("loss", config.loss), ("context_loss", config.context_loss)]
     for setting, name in named:
         if name is not None and ":" in name:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -38,8 +37,8 @@ class PolicyConfig(Section):
     def _name_an_agent_once(cls, adapters: dict[str, list[str]]) -> dict[str, list[str]]:
         if DEFAULT_ADAPTER in adapters:
             raise ValueError(f"{DEFAULT_ADAPTER!r} is the adapter of agents that no list names: choose another name")
-        named = Counter(agent for agents in adapters.values() for agent in agents)
-        if twice := [agent for agent, n in named.items() if n > 1]:
+        named = [agent for agents in adapters.values() for agent in agents]
+        if twice := {agent: None for agent in named if named.count(agent) > 1}:
             raise ValueError(f"an agent has one adapter, but this is named twice: {', '.join(twice)}")
         return adapters
 

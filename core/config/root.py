@@ -60,9 +60,8 @@ class Config(Section):
         """Give the sections of features their names, and those that are left out their defaults."""
         if not isinstance(data, Mapping):
             return data
-        known = {name: value for name, value in data.items() if name in cls.model_fields}
-        others = [name for name in dict.fromkeys((*feature_sections(), *data)) if name not in known]
-        return known | {name: (name, data.get(name, {})) for name in others}
+        given = {**{name: {} for name in feature_sections()}, **data}
+        return {name: value if name in cls.model_fields else (name, value) for name, value in given.items()}
 
     def model_post_init(self, _: Any) -> None:
         self.__dict__["trainer"] = self.trainer.with_sections(self.rewards.range, self.sections)
@@ -106,9 +105,9 @@ class Config(Section):
 
     def not_absolute(self, names: Collection[str]) -> str | None:
         """Return why rewards of these names cannot tell how good a version is; None if they can."""
-        has_function = self.rewards.function is not None
-        reasons = (section.not_absolute(names, has_function=has_function) for section in self.sections)
-        return next(filter(None, reasons), None)
+        if self.rewards.function is not None:  # which may give rewards of any name
+            return None
+        return next(filter(None, (section.not_absolute(names) for section in self.sections)), None)
 
     @cached_property
     def policy_upstream(self) -> UpstreamConfig | None:

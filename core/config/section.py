@@ -106,11 +106,8 @@ class FeatureSection(Section):
         """Return how long its reward for a rollout may take once that has ended; None if it gives none."""
         return None
 
-    def not_absolute(self, names: Collection[str], *, has_function: bool) -> str | None:
-        """Return why rewards of these names cannot tell how good a version is; None if they can.
-
-        `has_function`: a function of the user's may give rewards of any name.
-        """
+    def not_absolute(self, names: Collection[str]) -> str | None:
+        """Return why rewards of these names cannot tell how good a version is; None if they can."""
         return None
 
 

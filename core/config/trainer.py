@@ -27,10 +27,7 @@ from .section import (
     section_of,
 )  # fmt: skip
 
-# The fewest earlier rollouts from which a usual reward can be estimated.
-MIN_EARLIER = 4
-
-
+MIN_EARLIER = 4  # the fewest earlier rollouts from which a usual reward can be estimated
 # A function of the user's own in a file, or one of a plugin.
 _OWN = re.compile(r"(.+\.py|[A-Za-z0-9_.-]+):[A-Za-z_][A-Za-z0-9_]*")
 
@@ -192,18 +189,19 @@ class TrainerConfig(Section):
     @classmethod
     def known(cls, kind: str) -> list[str]:
         """Return the names of a kind of function: the core's, then those of the installed features."""
-        added = (section.functions.get(kind, ()) for section in feature_sections().values())
-        return [*cls.functions.get(kind, ()), *(name for names in added for name in names)]
+        added = (section.functions for section in feature_sections().values())
+        return [name for functions in (cls.functions, *added) for name in functions.get(kind, ())]
 
     @field_validator("credit", "baseline", "loss", "context_loss", mode="before")
     @classmethod
     def _is_known(cls, value: Any, about: ValidationInfo) -> Any:
         """Refuse unknown names of functions, for all agents or by agent."""
-        known, may_be_own = cls.known(kind := str(about.field_name)), kind != "baseline"
-        for one in value.values() if isinstance(value, dict) else [] if value is None else [value]:
-            if not isinstance(one, str) or not (one in known or (may_be_own and _OWN.fullmatch(one))):
-                own = "a function of your own as FILE.py:NAME or PLUGIN:NAME" if may_be_own else ""
-                raise ValueError(f"{', or '.join(filter(None, [', '.join(known), own]))}; got {one!r}")
+        known, may_be_own = cls.known(str(about.field_name)), about.field_name != "baseline"
+        for one in value.values() if isinstance(value, dict) else (value,):
+            is_own = may_be_own and isinstance(one, str) and _OWN.fullmatch(one)
+            if one not in (*known, None) and not is_own:
+                own = ["a function of your own as FILE.py:NAME or PLUGIN:NAME"] if may_be_own else []
+                raise ValueError(f"{', '.join([*known, *own])}; got {one!r}")
         return value
 
     @field_validator("learning_rate", mode="wrap")
@@ -237,11 +235,17 @@ class TrainerConfig(Section):
         return any(section.has_guide for section in self._sections)
 
     @property
+    def credits(self) -> dict[str, str]:
+        """Return the credit of each agent that has one by name, and of all others as `*`."""
+        return {"*": self.credit} if isinstance(self.credit, str) else self.credit
+
+    @property
     def training_weights(self) -> dict[str, float]:
         """Return the weights by which rewards of each name count in training."""
-        credits = [self.credit] if isinstance(self.credit, str) else [*self.credit.values()]
-        own = (section.training_weights(credits) for section in self._sections)
-        return {**self.reward_weights, **{name: weight for weights in own for name, weight in weights.items()}}
+        weights = dict(self.reward_weights)
+        for section in self._sections:
+            weights |= section.training_weights(self.credits.values())
+        return weights
 
     @property
     def takes_lone_rollouts(self) -> bool:
@@ -256,14 +260,8 @@ class TrainerConfig(Section):
     @property
     def plugins(self) -> set[str]:
         """Return the plugins that `credit`, `loss` and `context_loss` name."""
-        credits = [self.credit] if isinstance(self.credit, str) else self.credit.values()
-        files = [own.rpartition(":")[0] for own in (*credits, self.loss or "", self.context_loss or "") if ":" in own]
-        return {file for file in files if not file.endswith(".py")}
-
-    @property
-    def credit_by_agent(self) -> list[str]:
-        """Return the agents that have a strategy by name."""
-        return [] if isinstance(self.credit, str) else [agent for agent in self.credit if agent != "*"]
+        named = (own.rpartition(":")[0] for own in (*self.credits.values(), self.loss or "", self.context_loss or ""))
+        return {plugin for plugin in named if plugin and not plugin.endswith(".py")}
 
     @property
     def failed_reward(self) -> float | None:

@@ -68,9 +68,9 @@ class UpstreamConfig(Section):
 
     def secrets(self) -> list[str]:
         """Return its key, the secrets in its addresses, and values in `litellm_params` with secret-sounding names."""
-        own = [] if self.api_key is None else [self.api_key.get_secret_value()]
-        urls = [secret for url in (self.base_url or "", *self.replicas, *self.servers) for secret in secrets_in(url)]
-        return [*own, *urls, *_secret_texts(self.litellm_params, secret=False)]
+        urls = (self.base_url or "", *self.replicas, *self.servers)
+        in_urls = [secret for url in urls for secret in secrets_in(url)]
+        return [*self.secret_keys(), *in_urls, *_secret_texts(self.litellm_params)]
 
     @cached_property
     def masked(self) -> tuple[str, ...]:
@@ -92,16 +92,12 @@ class UpstreamConfig(Section):
             return
         if self.servers and (self.kind != "vllm" or self.replicas):
             yield "servers are vLLMs behind the router at base_url: kind is vllm, and there are no replicas"
-        for key, urls in {
-            "base_url": [self.base_url or ""],
-            "replicas": self.replicas,
-            "servers": self.servers,
-        }.items():
+        for key, urls in (("base_url", [self.base_url or ""]), ("replicas", self.replicas), ("servers", self.servers)):
             for url in urls:
                 check_url(key, url, is_vllm=self.kind == "vllm")
-        if len(set(self.urls)) < len(self.urls):
+        if len({*self.urls}) < len(self.urls):
             yield "replicas must differ from each other and from base_url"
-        if len(set(self.published_to)) < len(self.servers):
+        if len({*self.published_to}) < len(self.published_to):
             yield "servers must differ from each other"
         if self.litellm_params:
             yield "litellm_params is for kind litellm only"
@@ -121,11 +117,12 @@ def fallback_faults(upstreams: Sequence[UpstreamConfig]) -> Iterator[str]:
         yield f"upstreams: fallbacks go in a circle: {' -> '.join(reversed(error.args[1]))}"
 
 
-def _secret_texts(value: Any, *, secret: bool) -> Iterator[str]:
-    if isinstance(value, str) and secret:
-        yield value
-        yield value.rpartition(" ")[2]  # without its scheme, as in "Bearer …"
-    for name, inner in value.items() if isinstance(value, dict) else ():
-        yield from _secret_texts(inner, secret=secret or SECRET_NAME.search(str(name)) is not None)
-    for inner in value if isinstance(value, list) else ():
-        yield from _secret_texts(inner, secret=secret)
+def _secret_texts(value: Any, is_secret: bool = False) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _secret_texts(inner, is_secret or SECRET_NAME.search(str(name)) is not None)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _secret_texts(inner, is_secret)
+    elif is_secret and isinstance(value, str):
+        yield from (value, value.rpartition(" ")[2])  # also without its scheme, as in "Bearer …"

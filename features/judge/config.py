@@ -15,7 +15,6 @@ from pydantic import Field, SecretStr, model_validator
 from ...core.config.rollouts import RewardsConfig
 from ...core.config.root import CheckedSection, Config
 from ...core.config.section import Number, Positive, Seconds, Section, check_url
-from ...core.config.trainer import TrainerConfig
 
 Api = Literal["openai", "anthropic", "hosted_vllm"]
 # The address of each API without `api_base`, and the variable that has its key.
@@ -145,9 +144,9 @@ class JudgeConfig(CheckedSection):
     def longest_wait_s(self) -> float | None:
         return MODELS_S if self.use else None
 
-    def not_absolute(self, names: Collection[str], *, has_function: bool) -> str | None:
+    def not_absolute(self, names: Collection[str]) -> str | None:
         ranked = {name for name, one in self.rewarders(RewardsConfig()) if one.kind == "rank"}
-        if has_function or not names or not ranked.issuperset(names):
+        if not names or not ranked.issuperset(names):
             return None
         return "rank only compares siblings; `eval` needs an absolute reward, such as `rubric`"
 
@@ -163,10 +162,5 @@ class JudgeConfig(CheckedSection):
         paid = [one for one in self.use if one.asks or one.kind == "judge"]
         if self.budget.usd is not None and any(one.price is None for one in paid):
             raise ValueError("judge.budget.usd needs each model's price, in USD per million tokens: price: [0.25, 2]")
-        if judges_calls(config.trainer) and self.calls.model is None:
+        if "judge" in config.trainer.credits.values() and self.calls.model is None:
             raise ValueError("trainer.credit judge needs judge.calls.model, as litellm names it (openai/gpt-4o-mini)")
-
-
-def judges_calls(trainer: TrainerConfig) -> bool:
-    """Return whether a judge scores any calls."""
-    return "judge" in ([trainer.credit] if isinstance(trainer.credit, str) else trainer.credit.values())

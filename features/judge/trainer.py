@@ -15,7 +15,7 @@ from ...trainer.credit.agents import TrainedAgents
 from ...trainer.credit.strategies import JUDGE, strategy_of
 from ...trainer.plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin
 from ...trainer.waiting import JudgeError, all_of
-from .config import BudgetConfig, JudgeConfig, RewarderConfig, judges_calls
+from .config import BudgetConfig, JudgeConfig, RewarderConfig
 from .judge import Judge, transcript
 from .kinds import without_secrets
 from .rewarder import Away
@@ -69,12 +69,12 @@ class JudgePlugin(TrainerPlugin):
     """Has the calls scored whose credit is a judge's."""
 
     def check(self, run: Run) -> None:
-        if judges_calls(self.config.trainer):
+        if "judge" in self.config.trainer.credits.values():
             require_litellm("judge.calls")
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-        if not judges_calls(core.config.trainer):
+        if "judge" not in core.config.trainer.credits.values():
             yield TrainerHooks()
             return
         log.info("judge.calls: %s reads rollouts", core.config.section(JudgeConfig).calls.model)

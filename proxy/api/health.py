@@ -37,7 +37,7 @@ async def readyz(request: Request) -> Response:
         await _require_store(p)
         warnings = {
             "policy": await p.store.probes.problem((await p.store.versions.live()).version),
-            "publish": p.mode.problem,
+            "publish": None if p.watch is None else p.watch.otherwise,
             "store": p.store.database.damage,
             "retention": await over_bound(p.store.database, p.config.store.retention),
         }

@@ -41,7 +41,7 @@ async def get_policy(request: ControlRequest) -> dict[str, Any]:
         "live_version": live.version,
         "served_model": live.served_model,
         "adapters": live.adapters,
-        "publish": p.mode.mode,
+        "publish": p.publish,
         "live_at": live.live_at,
         "steps": last.step if last else 0,
         "last_step": last,
@@ -65,7 +65,7 @@ async def get_versions(request: ControlRequest) -> dict[str, Any]:
         rewards[version][mode] = MeanReward(one.mean, one.rollouts)
 
     def seen(v: PolicyVersion) -> dict[str, Any]:
-        why_not = obstacle(v, p.mode.mode) or (NO_SERVER if p.swap is None else None)
+        why_not = obstacle(v, p.publish) or (NO_SERVER if p.swap is None else None)
         view = _seen(v, live, why_not) | {"rewards": rewards[v.version], "parent": parents.get(v.version)}
         for fields in added:
             view |= fields(v.version)

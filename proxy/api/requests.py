@@ -22,10 +22,9 @@ from ...core.config.root import Config
 from ...core.errors import Forbidden, InvalidRequest
 from ...core.http import LARGE, in_thread_if_large
 from ...core.json_text import encode, encoded_parts, fields_of, loads_in_turns
-from ...core.records import check_id
+from ...core.records import PublishMode, check_id
 from ...core.redact import Redactor
 from ...serving.health import Health
-from ...serving.mode import ModeInUse
 from ...serving.swap import Swap
 from ...store.store import Store
 from ..access.auth import Caller, Keys, credentials
@@ -62,7 +61,7 @@ class Parts:
     """The parts of the proxy that the routes use."""
 
     config: Config
-    mode: ModeInUse
+    mode: PublishMode
     store: Store
     recorder: Recorder
     swap: Swap | None
@@ -77,6 +76,11 @@ class Parts:
     health: Health
     plugins: Sequence[ProxyPlugin]
     on_deleted: Sequence[OnDeleted]
+
+    @property
+    def publish(self) -> PublishMode:
+        """Return the mode in which versions are served."""
+        return self.mode if self.swap is None else self.swap.mode
 
     def forget(self, rollout_id: str, why: str) -> None:
         """Drop all memory of a rollout that was deleted."""

@@ -22,7 +22,7 @@ from ...core.config.upstreams import UpstreamConfig
 from ...core.errors import Conflict, LightningError, NotFound, StoreUnavailable, UpstreamTimeout
 from ...core.records import PolicyVersion, RolloutName
 from ...serving.health import Health, replica_name
-from ...serving.mode import ModeInUse
+from ...serving.mode import otherwise
 from ...serving.swap import NotServed, Swap, obstacle
 from ...serving.vllm import AWAY, VllmServer
 from ...store.store import Store
@@ -191,16 +191,14 @@ class PolicyRouter:
 class Watch:
     """Knows whether vLLM serves the live version. Servers that do not are reported and get no calls."""
 
-    def __init__(self, config: PolicyConfig, swap: Swap, upstream: UpstreamConfig, health: Health,
-                 mode: ModeInUse) -> None:  # fmt: skip
+    def __init__(self, config: PolicyConfig, swap: Swap, upstream: UpstreamConfig, health: Health) -> None:
         self.swap = swap
         self.upstream = upstream
         self.health = health
         self.base: str | None = None  # the name under which vLLM serves the base model
         self.adds_usage = False  # streams of a server have a usage chunk that nobody asked for
-        self._tolerance = config.verify_tolerance or TOLERANCE
-        self._pin_timeout_s = config.pin_timeout_s
-        self._mode = mode
+        self.otherwise: str | None = None  # another process publishes in another mode
+        self._config = config
         self._look: asyncio.Task[None] | None = None
         self._mending: asyncio.Task[None] | None = None
         self._is_served = False  # vLLM serves what the store says is live
@@ -262,7 +260,7 @@ class Watch:
         problems: dict[VllmServer, LightningError | None] = {}
         try:
             wanted = await self._wanted()
-            self.swap.mode = await self._mode.look()
+            await self._look_at_mode()
             self.base = await self.swap.vllm.base_model()
             problems = await self._problems()
             self._is_served, self._checked_for, self._problem = True, wanted, None
@@ -275,6 +273,18 @@ class Watch:
             problem = seen.get(url, self._problem)
             self.health.report(self.upstream.name, url, None if problem is None else str(problem))
 
+    async def _look_at_mode(self) -> None:
+        """See in which mode versions are served: with `auto` in that of the live one."""
+        store, mode = self.swap.store, self.swap.mode
+        decided = await store.publishing.decided()
+        if self._config.publish == "auto":
+            self.swap.mode = (await store.versions.live()).publish or (decided.mode if decided else mode)
+        elif decided is None or decided.mode == mode:
+            self.otherwise = None
+        elif self.otherwise is None:
+            self.otherwise = otherwise("proxy", mode, decided)
+            log.warning("%s", self.otherwise)
+
     async def _problems(self) -> dict[VllmServer, LightningError | None]:
         """Why servers do not serve what is live, after they were given it.
 
@@ -282,7 +292,7 @@ class Watch:
         """
         swap = self.swap
         if swap.mode != "merged" or len(swap.vllm.servers) < 2:
-            return await swap.restore(await swap.store.versions.pinned(time.time() - self._pin_timeout_s))
+            return await swap.restore(await swap.store.versions.pinned(time.time() - self._config.pin_timeout_s))
         try:
             problems = await swap.problems()
         except LightningError:  # none has them; mending waits for a trainer that publishes, which may take minutes
@@ -348,12 +358,12 @@ class Watch:
         if first is None or first.model != model:
             await probes.first(live.version, model, answer)
             return
-        problem, apart = None, difference(first.answer, answer)
-        if not apart <= self._tolerance:  # NaN too
+        problem, apart, allowed = None, difference(first.answer, answer), self._config.verify_tolerance or TOLERANCE
+        if not apart <= allowed:  # NaN too
             mend = f"`policy promote {live.version}`" if merged else "a restart of vLLM"
             problem = (
                 f"{self.upstream.server_name(url)} does not answer as policy version {live.version} did: its "
-                f"log-probabilities differ by {apart:.3g} on average ({self._tolerance:g} is allowed); {mend} loads "
+                f"log-probabilities differ by {apart:.3g} on average ({allowed:g} is allowed); {mend} loads "
                 "the version again"
             )
         if problem != first.problem:

@@ -11,7 +11,6 @@ import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName, ToolCall
-from lightning_proxy.features.judge.config import judges_calls
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import open_database
@@ -83,7 +82,7 @@ class Traffic:
         settings = {"group_size": 2, "tasks_per_step": 1, "baseline": "dr_grpo", **changed}
         config = TrainerConfig.model_validate(settings)
         judge = None
-        if judges_calls(config):
+        if "judge" in config.credits.values():
             from lightning_proxy.features.judge.trainer import StepJudge
 
             judge = StepJudge(with_features(trainer=settings), self.store).missing

@@ -20,7 +20,6 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.config.upstreams import UpstreamConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
-from lightning_proxy.features.judge.config import judges_calls
 from lightning_proxy.features.promotion.config import PromotionConfig
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.serving.swap import Swap
@@ -127,7 +126,7 @@ class Bench:
         config = with_features(**self._given | {"trainer": self._given["trainer"] | trainer})
         self.trainer: Any = engine_of(config, plugins_of(config))
         judge: dict[str, Any] = {}
-        if judges_calls(config.trainer):
+        if "judge" in config.trainer.credits.values():
             from lightning_proxy.features.judge.trainer import StepJudge
 
             judge = {"judge": StepJudge(config, self.store).missing}

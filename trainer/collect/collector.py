@@ -75,7 +75,8 @@ class Collector:
         self._guide = guide
         self._agents = TrainedAgents(config.agents)
         own = [agent for agents in policy.adapters.values() for agent in agents]
-        self._roll_call = RollCall(self._agents, {"trainer.credit": config.credit_by_agent, "policy.adapters": own})
+        credited = [agent for agent in config.credits if agent != "*"]
+        self._roll_call = RollCall(self._agents, {"trainer.credit": credited, "policy.adapters": own})
         self._waiting = WaitingGroups(config, store, order)
         self._seen = Seen()
         self._unverified: frozenset[int] = frozenset()  # versions that will not be
