@@ -6,7 +6,6 @@ Items that one turn of the model consists of become one message. In a stream, on
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
@@ -293,13 +292,6 @@ _LEAST_TEMPERATURE = 1e-2  # vLLM samples with no lower one, but for 0
 _REASONING = ("context", "effort", "generate_summary", "mode", "summary")
 _SCHEMA = ("name", "schema", "type", "description", "strict")
 
-# What is before the text of the one argument of a custom tool, and as much of that as is certain: without a cut escape.
-_BEFORE_INPUT = re.compile(rf'\s*\{{\s*"{_CUSTOM_INPUT}"\s*:\s*"')
-_ESCAPE = r"\\u[0-9a-fA-F]{4}"
-_HALF = r"\\u[dD][89abAB]"  # of a character that is written as two
-_CERTAIN = rf'[^"\\\x00-\x1f]|\\["\\/bfnrt]|(?!{_HALF}){_ESCAPE}|{_ESCAPE}(?=[^\\]|\\[^u]|{_ESCAPE})'
-_INPUT = re.compile(rf"(?:{_CERTAIN})*+")
-
 
 class ResponsesTranslator(Translator):
     """Its events: the response as it begins, its items one after the other, and all of it. Each has a number."""
@@ -320,8 +312,6 @@ class ResponsesTranslator(Translator):
         self._said = ""
         self._tokens: list[Json] = []
         self._function = _Function("", {}, "")
-        self._input = ""  # of a custom tool, as far as it was sent
-        self._read = 0  # characters of its arguments that were read for that
 
     def chat(self, template: Template, earlier: Sequence[Json] = ()) -> Json:
         given = self.body
@@ -363,7 +353,7 @@ class ResponsesTranslator(Translator):
             yield self._event(f"response.{kind}", response=self._response)
 
     def opened(self, kind: str, call_id: str = "", name: str = "") -> Iterator[Json]:
-        self._said, self._tokens, self._input, self._read = "", [], "", 0
+        self._said, self._tokens = "", []
         item: Json = _ITEMS[kind]
         if kind == "call":
             function = self._function = self._functions.get(name, _Function(name, {}, name))
@@ -384,9 +374,6 @@ class ResponsesTranslator(Translator):
             yield self._of_item("output_text.delta", content_index=0, delta=text, logprobs=[*map(_brief, tokens)])
         elif not self._function.is_custom:
             yield self._of_item("function_call_arguments.delta", delta=text)
-        elif more := self._more_input():
-            self._input += more
-            yield self._of_item("custom_tool_call_input.delta", delta=more)
 
     def closed(self) -> Iterator[Json]:
         if self.kind != "call":
@@ -399,9 +386,8 @@ class ResponsesTranslator(Translator):
             yield self._of_item("function_call_arguments.done", arguments=self._said, name=self._function.own)
             done = {"arguments": self._said, "status": "completed"}
         else:
-            text = _custom_input(self._said)
-            if text != self._input:  # sent text cannot be taken back: if it is another, it is sent anew
-                yield self._of_item("custom_tool_call_input.delta", delta=text.removeprefix(self._input))
+            if text := _custom_input(self._said):  # in one piece: it is the text of a JSON object's one member
+                yield self._of_item("custom_tool_call_input.delta", delta=text)
             yield self._of_item("custom_tool_call_input.done", input=text)
             done = {"input": text}
         yield self._event("response.output_item.done", output_index=len(self._output), item=self._item | done)
@@ -442,16 +428,6 @@ class ResponsesTranslator(Translator):
         if self.kind == "reasoning":
             return {"text": self._said, "type": "reasoning_text"}
         return {"annotations": [], "text": self._said, "type": "output_text", "logprobs": tokens}
-
-    def _more_input(self) -> str:
-        """What more is certain of a custom tool's input. Each character is read once."""
-        if not self._read and (before := _BEFORE_INPUT.match(self._said)):
-            self._read = before.end()
-        found = _INPUT.match(self._said, self._read) if self._read else None
-        if found is None:
-            return ""
-        self._read = found.end()
-        return str(json.loads(f'"{found[0]}"'))
 
 
 def _new_id(kind: str) -> str:
