@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 from ...core.records import ToolCall, ToolResult
@@ -57,7 +58,7 @@ class Brought(NamedTuple):
     is_old: bool = False
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(slots=True)
 class _Resent:
     """A call that a request sends again, or refers to by an item's id. Its answer begins with the item `turn`."""
 
@@ -65,6 +66,7 @@ class _Resent:
     call: ToolCall | None
     place: bytes
     item_id: str | None
+    done: bool = False
 
 
 def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brought]:
@@ -81,33 +83,42 @@ def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brou
     """
     items, previous = conversation(request), request.get("previous_response_id")
     newest_answer = next((i for i in range(len(items) - 1, -1, -1) if is_answer(items[i])), -1)
-    waiting = defaultdict[str | None, list[_Resent]](list)  # of the newest answer with this id; None: with any
+    # By id and name, of the newest answer with them; None: with any.
+    waiting = defaultdict[tuple[str | None, str | None], deque[_Resent]](deque)
     answered, turn, after_calls = set[str | None](), 0, -1
     for i in range(_first_call(items, known), len(items)):
         for call, place, item_id in _resent(items[i], places[i]):
             turn, after_calls = turn if i <= after_calls else i, i + 1
             resent = _Resent(turn, call, place, item_id)
-            for key in {None, (call and call.id) or ""}:
+            for key in product({None, (call and call.id) or ""}, {None, call and call.name}):
                 if waiting[key] and waiting[key][-1].turn != turn:
                     waiting[key].clear()
                 waiting[key].append(resent)
         for result in results_in(items[i]):
-            called, call, place, answer = result.tool_call_id, None, places[i], previous
-            if left := waiting[called] or waiting[""]:
-                named = (one for one in left if result.name and one.call and one.call.name == result.name)
-                resent = next(named, left[0])
-                call, place, answer = resent.call, resent.place, resent.item_id
-                for key in (None, (call and call.id) or ""):
-                    if resent in waiting[key]:
-                        waiting[key].remove(resent)
+            called, is_old = result.tool_call_id, not known or i < newest_answer
+            if found := _first(waiting[key] for key in product((called, ""), (result.name, None))):
+                found.done = True
                 answered.add(called)
+                brought = Brought(result, found.call, found.place, found.item_id, is_old)
             elif called is None or called in answered:
                 continue
+            else:
+                brought = Brought(result, None, places[i], previous, is_old)
             if i >= known:
-                yield Brought(result, call, place, answer, not known or i < newest_answer)
+                yield brought
     before = max(known - 1, 0)
     for i, result in written_results(items[before:]):
         yield Brought(result, None, places[before + i])
+
+
+def _first(queues: Iterator[deque[_Resent]]) -> _Resent | None:
+    """The first call without a result."""
+    for queue in queues:
+        while queue and queue[0].done:
+            queue.popleft()
+        if queue:
+            return queue[0]
+    return None
 
 
 def _resent(item: Any, place: bytes) -> Iterator[tuple[ToolCall | None, bytes, str | None]]:

@@ -73,25 +73,24 @@ class RecentCall:
     row_ids: array[int] = field(default_factory=partial(array, "i"))
     ends: array[int] = field(default_factory=partial(array, "q"))
     fields: dict[str, int] = field(default_factory=dict)
-    parent_id: str | None = None
+    parent_id: str = ""
     size: int = 0
     own: int = 0
 
     def measure(self, parent: RecentCall | None, shared_messages: int) -> None:
         """Note how many bytes the request takes. What it shares with its parent was measured there."""
-        messages, before, known = conversation(self.request), Json(), dict[str, int]()
-        if parent is not None:
-            self.parent_id, self.ends = parent.call_id, parent.ends[:shared_messages]
-            before, known = parent.request, parent.fields
-        shared = self.ends[-1] if self.ends else 0
+        messages, parent = conversation(self.request), parent or RecentCall("", {})
+        self.parent_id, self.ends = parent.call_id, parent.ends[:shared_messages]
+        end = shared = self.ends[-1] if self.ends else 0
         for message in messages[shared_messages:]:
-            self.ends.append((self.ends[-1] if self.ends else 0) + A_MESSAGE + taken(message))
+            end += A_MESSAGE + taken(message)
+            self.ends.append(end)
         for name, value in self.request.items():
             if value is not messages:
-                is_shared = name in known and value is before[name]
-                self.fields[name] = known[name] if is_shared else taken(value)
-                shared += known[name] if is_shared else 0
-        self.size = (self.ends[-1] if self.ends else 0) + sum(self.fields.values())
+                known = parent.fields.get(name, 0) if value is parent.request.get(name) else 0
+                self.fields[name] = known or taken(value)
+                shared += known
+        self.size = end + sum(self.fields.values())
         self.own = self.size - shared
 
 
