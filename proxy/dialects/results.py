@@ -90,7 +90,7 @@ def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brou
         for call, place, item_id in _resent(items[i], places[i]):
             turn, after_calls = turn if i <= after_calls else i, i + 1
             resent = _Resent(turn, call, place, item_id)
-            for key in product({None, (call and call.id) or ""}, {None, call and call.name}):
+            for key in product({None, (call and call.id) or ""}, {None, call.name if call else None}):
                 if waiting[key] and waiting[key][-1].turn != turn:
                     waiting[key].clear()
                 waiting[key].append(resent)

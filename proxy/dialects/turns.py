@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,20 +60,18 @@ class TokenTurn:
         return 8 * (len(self.ids) + len(self.rendered))
 
 
-def turns(
+def turn_of(
     request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
-) -> Iterator[TokenTurn]:
-    """Return one turn per answer of a call with known tokens. `rendered`: as in TokenTurn, or empty."""
+) -> TokenTurn | None:
+    """Return the turn of a call with known tokens and one answer. `rendered`: as in TokenTurn, or empty."""
     messages: Any = request.get("messages")
-    by_index = {choice.index: choice for choice in choices}
-    if not prompt or not isinstance(response, dict) or not _are_texts(messages):
-        return
-    for answered in dicts(response.get("choices")):
-        choice, message = by_index.get(answered.get("index", 0)), answered.get("message")
-        if choice and choice.token_ids and isinstance(message, dict):
-            ids = array("i", [*prompt, *choice.token_ids])
-            shown = array("i", rendered or prompt)
-            yield TokenTurn(messages, shape(request), message, ids, len(choice.token_ids), choice.finish_reason, shown)
+    answers = dicts(response.get("choices")) if isinstance(response, dict) else []
+    answer = answers[0].get("message") if len(answers) == len(choices) == 1 else None
+    if not (prompt and isinstance(answer, dict) and choices[0].token_ids and _are_texts(messages)):
+        return None
+    sampled, shown = choices[0].token_ids, array("i", rendered or prompt)
+    ids = array("i", [*prompt, *sampled])
+    return TokenTurn(messages, shape(request), answer, ids, len(sampled), choices[0].finish_reason, shown)
 
 
 def shape(request: Json) -> Json:

@@ -25,7 +25,7 @@ from ...core.errors import LightningError
 from ...core.json_text import dumps, encode
 from ...core.records import CallEnd, CallStart
 from ..dialects.as_chat.dialect import CHAT_ENDPOINT, chat_answer
-from ..dialects.turns import TokenTurn, as_sampled, closing, continued, exact_prompt, is_supported, shape, turns
+from ..dialects.turns import TokenTurn, as_sampled, closing, continued, exact_prompt, is_supported, shape, turn_of
 from .attempts import Upstreams
 from .recent import History
 from .upstream import Answer, Request
@@ -175,8 +175,8 @@ class ExactCall:
         self.exact.count(self.outcome)
         if end.status == "ok":
             answer = chat_answer(self.start.endpoint, end.response)
-            answered = turns(self.chat, answer, end.prompt_token_ids, end.choices, self.rendered)
-            self.exact.history.add(end.rollout_id, end.call_id, answered)
+            turn = turn_of(self.chat, answer, end.prompt_token_ids, end.choices, self.rendered)
+            self.exact.history.add(end.rollout_id, end.call_id, turn)
 
     async def _exact_prompt(self, request: Request) -> list[int]:
         """The exact tokens of the request; raises AsText."""

@@ -22,7 +22,7 @@ from ...store.requests import Parent, common_prefix, newest_parents, same_prefix
 from ...store.store import Store
 from ..dialects.as_chat.dialect import chat_answer
 from ..dialects.earlier import Exchange, by_response, exchanges_up_to
-from ..dialects.turns import TokenTurn, turns
+from ..dialects.turns import TokenTurn, turn_of
 
 A_CALL, A_MESSAGE, AN_ENTRY = 1_500, 50, 24  # bytes beside content: of a call, of a message, of it in a list
 LATELY, EVERY = 64, 2**31 - 1  # calls of a rollout that are looked at for answers of other workers
@@ -223,14 +223,14 @@ class History:
         return exchanges_up_to((await self.read(rollout_id, EVERY)).exchanges, response_id)
 
     def add(
-        self, rollout_id: str, call_id: str, answered: Iterable[TokenTurn] = (), exchange: Exchange | None = None
+        self, rollout_id: str, call_id: str, turn: TokenTurn | None = None, exchange: Exchange | None = None
     ) -> None:
         """Note that a call was answered, and that its record is durable."""
         kept = self.known(rollout_id)
         kept.seen.add(call_id)
         if exchange is not None:
             kept.exchanges[exchange.response_id] = exchange
-        self._add(rollout_id, kept, answered)
+        self._add(rollout_id, kept, [turn] if turn else [])
 
     def _made(
         self, calls: Sequence[ModelCall], known: dict[str, Exchange]
@@ -241,8 +241,9 @@ class History:
         for call in reversed([call for call in calls if chat_of and call.policy_version is not None]):
             if len(made) < TURNS and chat_of and (chat := chat_of(call, exchanges | known)) is not None:
                 answer = chat_answer(call.endpoint, call.response)
-                made = [*turns(chat, answer, call.prompt_token_ids, call.choices), *made]
-        return exchanges, made
+                turn = turn_of(chat, answer, call.prompt_token_ids, call.choices)
+                made += [turn] if turn else []
+        return exchanges, made[::-1]
 
     def _add(self, rollout_id: str, kept: Answered, more: Iterable[TokenTurn]) -> None:
         """Add turns. Messages that one repeats are taken from an earlier one: they are in memory once."""

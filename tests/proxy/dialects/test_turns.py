@@ -11,14 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_proxy.core.records import Choice
 from lightning_proxy.proxy.dialects.turns import (
     TokenTurn,
     as_sampled,
     closing,
     continued,
     exact_prompt,
-    turns,
 )
 
 Json = dict[str, Any]
@@ -170,15 +168,3 @@ def test_the_longest_turn_counts_and_of_equal_ones_the_newest() -> None:
     assert continued([longer, first, again], messages) is longer
     assert continued([first, again], messages[:4]) is again
     assert continued([], messages) is None
-
-
-def test_each_answer_of_a_call_is_a_turn_of_its_own() -> None:
-    choices = (Choice(0, (5, 6), finish_reason="stop"), Choice(1, (7,), finish_reason="length"), Choice(2))
-    answers = [{"index": i, "message": assistant(str(i))} for i in range(3)]
-    found = [*turns({"messages": TOLD, "tools": [1]}, {"choices": answers}, [1, 2], choices)]
-    assert [(t.ids.tolist(), t.sampled, t.finish_reason) for t in found] == [
-        ([1, 2, 5, 6], 2, "stop"),
-        ([1, 2, 7], 1, "length"),
-    ]
-    assert [*turns({"messages": TOLD}, {"choices": answers}, [], choices)] == []
-    assert [*turns({"messages": TOLD}, "no answer", [1], choices)] == []

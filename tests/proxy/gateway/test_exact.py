@@ -10,7 +10,7 @@ import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, ModelCall, RolloutName
-from lightning_proxy.proxy.dialects.turns import turns as turns_of
+from lightning_proxy.proxy.dialects.turns import turn_of
 from lightning_proxy.proxy.gateway.exact import AsText, earlier_turn
 from lightning_proxy.proxy.gateway.recent import History
 from lightning_proxy.proxy.gateway.recorder import Recorder
@@ -30,7 +30,7 @@ async def test_the_rollouts_that_were_quiet_the_longest_are_forgotten(tmp_path: 
     asked = {"messages": [user("hi"), {"role": "assistant", "content": "ho"}, user("more")]}
     response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}}]}
     for name in "abbbac":
-        recent.add(name, "", turns_of(asked, response, (1, 2), (Choice(0, (3,), (-1.0,), "stop"),), (1,)))
+        recent.add(name, "", turn_of(asked, response, (1, 2), (Choice(0, (3,), (-1.0,), "stop"),), (1,)))
     assert [len(recent.known(name).turns) for name in "acb"] == [2, 1, 0]
     await database.close()
 
