@@ -19,7 +19,7 @@ from ..core.config.root import Config
 from ..core.errors import LightningError
 from ..proxy.dialects.as_chat.dialect import as_chat
 from ..serving.mode import check_base_model, has_gpu
-from ..trainer.plan.settle import settle
+from ..trainer.plan import make_plan
 from ..trainer.plugins import Offline, Run, check
 from .put_back import put_back_left
 from .vllm import require_model, visible_gpus
@@ -55,7 +55,7 @@ def train(
 
 
 def prepared(config: Config, run: Run) -> Config:
-    """Check that this run can be done, prepare the process for torch, and return the settled configuration."""
+    """Check that this run can be done, prepare the process for torch, and return the configuration with the plan."""
     require_model(config)
     if run.offline is None:
         check_base_model(config)
@@ -64,13 +64,13 @@ def prepared(config: Config, run: Run) -> Config:
         raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")
     # A launcher's processes have GPUs of their own (docs/distributed.md).
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    settled = settle(config, offline=run.offline is not None or run.launched, sharded=sharded)
+    plan = make_plan(config, offline=run.offline is not None or run.launched, sharded=sharded)
     if has_gpu():
-        _prepare_gpu(settled.trainer_devices)
+        _prepare_gpu(plan.trainer_devices)
     # torch's threads spin at barriers by default, which starves vLLM's on the same cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     one_heap()
-    return settled.config
+    return plan.config
 
 
 def one_heap() -> None:

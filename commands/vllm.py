@@ -19,7 +19,7 @@ from ..core.errors import ConfigError, LightningError
 from ..serving.mode import check_base_model, has_gpu, publish_mode
 from ..serving.operator import GUARD, KEY_FILE_VARIABLE, key_file, operator_headers
 from ..serving.vllm_worker import WORKER
-from ..trainer.plan.settle import Settled, settle
+from ..trainer.plan import Plan, make_plan
 from .command_line import telemetry_off
 
 log = logging.getLogger(__name__)
@@ -108,13 +108,13 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
     """
     model = require_model(config)
     check_base_model(config)
-    settled = _settled(config, alone)
-    config = settled.config
+    plan = _plan(config, alone)
+    config = plan.config
     if config.vllm.host not in LOOPBACK:
         raise ConfigError(f"vllm.host {config.vllm.host!r}: vLLM answers whoever reaches it; keep it on 127.0.0.1")
     if importlib.util.find_spec("vllm") is None:
         raise LightningError("vLLM is not installed: pip install 'lightning-proxy[vllm]', or [cpu] without a GPU")
-    gpu, options = has_gpu(), settled.config.vllm
+    gpu, options = has_gpu(), plan.config.vllm
     argv = [sys.executable, "-m", MODULE, "--model", model, "--served-model-name", served_model(config)]
     argv += ["--host", options.host, "--port", str(options.port)]
     argv += ["--dtype", "float32" if options.dtype == "auto" and not gpu else options.dtype]
@@ -126,8 +126,8 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
         argv += ["--max-model-len", str(options.max_model_len)]
     if gpu:
         argv += ["--gpu-memory-utilization", str(options.gpu_memory_utilization)]
-        if len(settled.vllm_devices) > 1 and not PARALLEL & set(options.extra_args):
-            argv += ["--tensor-parallel-size", str(len(settled.vllm_devices))]
+        if len(plan.vllm_devices) > 1 and not PARALLEL & set(options.extra_args):
+            argv += ["--tensor-parallel-size", str(len(plan.vllm_devices))]
     else:
         # Prefixes are shared by full blocks. The default on a CPU is 128 tokens, more than many prompts have.
         argv += ["--enforce-eager", "--block-size", "32"]
@@ -139,19 +139,19 @@ def vllm_program(config: Config, *, alone: bool = False) -> Program:
     argv += parsers_of(model, options.extra_args).argv
     argv += ["--middleware", GUARD]
     argv += ["--enable-scale-out"]  # routes from messages to tokens, for token continuity
-    environment = _environment(config, model, gpu) | visible_gpus(settled.vllm_devices)
+    environment = _environment(config, model, gpu) | visible_gpus(plan.vllm_devices)
     return Program((*argv, *options.extra_args), environment)
 
 
-def _settled(config: Config, alone: bool) -> Settled:
+def _plan(config: Config, alone: bool) -> Plan:
     try:
-        return settle(config)
+        return make_plan(config)
     except ConfigError as error:
         if not alone:
             raise
-        settled = settle(config, trained=False)
+        plan = make_plan(config, trained=False)
         log.warning("vLLM takes all of these GPUs, and a trainer needs others: %s", error.message)
-        return settled
+        return plan
 
 
 def visible_gpus(devices: Sequence[int]) -> dict[str, str]:

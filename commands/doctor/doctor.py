@@ -28,7 +28,7 @@ from ...serving.mode import publish_mode
 from ...store.opening import opened
 from ...store.store import Store
 from ...trainer.collect.groups import full_groups, what_is_missing
-from ...trainer.plan.settle import settle
+from ...trainer.plan import make_plan
 from ..api_client import ApiClient
 from ..formats import print_json
 from ..plan import plan_line
@@ -97,10 +97,10 @@ async def check_left(config: Config) -> list[Check]:
 def check_memory(config: Config) -> list[Check]:
     """Return the check of the memory plan, on a machine with GPUs."""
     try:
-        plan = settle(config).plan
+        plan = make_plan(config)
     except ConfigError as error:
         return [failed("memory", error.message, "lightning-proxy plan --gpus … shows what other cards would do")]
-    return [] if plan is None else [ok("memory", plan_line(plan))]
+    return [] if not plan.cards else [ok("memory", plan_line(plan))]
 
 
 async def check_call(config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig) -> Check:

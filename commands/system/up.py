@@ -22,7 +22,7 @@ from rich.text import Text
 from ...core.config.root import Config
 from ...core.json_text import dumps_readable
 from ...store.sqlite.file import lock_file
-from ...trainer.plan.settle import settle
+from ...trainer.plan import make_plan
 from ..formats import address, plain
 from ..lines import LogFormat, time_format
 from ..plan import plan_tables
@@ -39,9 +39,9 @@ DATE = re.compile(r"^\d{4}-\d\d-\d\d (?=\d\d:)")
 
 async def up(config: Config, launch: Launch, logs: Path, console: Console, log_format: LogFormat = "text") -> None:
     """Run vLLM, proxy and trainer until cancelled or until vLLM or the proxy is lost; show their calls and steps."""
-    settled = settle(config)
-    if settled.plan is not None and log_format == "text":
-        console.print(*plan_tables(settled), sep="\n")
+    plan = make_plan(config)
+    if plan.cards and log_format == "text":
+        console.print(*plan_tables(plan), sep="\n")
     with UpView(console, logs, log_format) as view:
         if warning := without_tools(config):
             view.say(warning, "yellow")

@@ -37,7 +37,7 @@ from ...core.config.file import config_of
 from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError
 from ...core.statistics import RESAMPLES, Interval
-from ...trainer.plan.settle import cards
+from ...trainer.plan import cards
 from .plan import Experiment, Json, LessonPlan, check_agent, flat, lessons_of, read_experiment, with_own
 
 Work = Callable[[LessonPlan, Mapping[str, str], Callable[[str], None]], Awaitable[Json]]

@@ -17,8 +17,8 @@ from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.serving import mode
-from lightning_proxy.trainer.plan import settle as settle_module
-from lightning_proxy.trainer.plan.settle import settle
+from lightning_proxy.trainer import plan as plan_module
+from lightning_proxy.trainer.plan import make_plan
 from support.model_sizes import SIZES
 
 Machine = Callable[[str, list[float]], Config]
@@ -33,7 +33,7 @@ def on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
         (tmp_path / "model" / "config.json").write_text(json.dumps(SIZES[name]))
         (tmp_path / "nvidia0").touch()
         monkeypatch.setattr(mode, "DEVICES", tmp_path)
-        monkeypatch.setattr(settle_module, "cards", lambda: dict(enumerate(gibs)))
+        monkeypatch.setattr(plan_module, "cards", lambda: dict(enumerate(gibs)))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         policy = {"model": str(tmp_path / "model"), "directory": tmp_path / "policy"}
         return Config.model_validate({"policy": policy, **sections})
@@ -82,7 +82,7 @@ def test_a_base_model_that_is_sharded_over_gpus_is_trained_and_served(
 ) -> None:
     config = on("Qwen3-32B", [48.0] * 4)
     with pytest.raises(ConfigError, match="does not fit"):
-        settle(config)
+        make_plan(config)
     started: list[Config] = []
 
     async def look(config: Config, *_: object) -> None:
@@ -131,12 +131,12 @@ async def test_up_refuses_what_cannot_fit_before_it_starts_anything(on: Any, tmp
 
 def test_a_trainer_without_a_vllm_beside_it_has_the_card_to_itself(on: Any) -> None:
     with pytest.raises(ConfigError, match="does not fit"):
-        settle(on("Qwen2.5-7B", [24.0]))
-    alone = settle(on("Qwen2.5-7B", [24.0]), offline=True)
+        make_plan(on("Qwen2.5-7B", [24.0]))
+    alone = make_plan(on("Qwen2.5-7B", [24.0]), offline=True)
     elsewhere = {"upstreams": [{"name": "policy", "base_url": "http://10.0.0.2:8100/v1"}]}
-    away = settle(on("Qwen2.5-7B", [24.0], **elsewhere))
+    away = make_plan(on("Qwen2.5-7B", [24.0], **elsewhere))
     for found in (alone, away):
-        assert found.plan is not None and not found.plan.vllm and found.plan.max_sample_tokens > 4096
+        assert found.cards and not found.vllm and (found.config.trainer.max_sample_tokens or 0) > 4096
     assert alone.trainer_devices == (0,)
 
 

@@ -30,7 +30,7 @@ from ..checkpoint import (
     saved_rate,
     write_config,
 )
-from ..plan.settle import COMFORTABLE_ON_CPU, TOKENS_PER_PASS
+from ..plan import COMFORTABLE_ON_CPU, TOKENS_PER_PASS
 from ..rate import rate_of
 from ..report.trackers import Trackers
 from ..rows.prefix_tree import MicroBatch, TreeCost, micro_batches

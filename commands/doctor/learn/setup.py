@@ -18,8 +18,7 @@ from ....core.config.trainer import TrainerConfig
 from ....core.errors import LightningError
 from ....serving.mode import publish_mode
 from ....serving.operator import key_file, operator_headers
-from ....trainer.plan.memory import shape_of
-from ....trainer.plan.settle import model_config
+from ....trainer.plan import model_config, shape_of
 from ....trainer.rate import WIDTH, rate_of
 from ...serve import uvicorn_options
 from ...system.processes import free_port

@@ -8,8 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lightning_proxy.trainer.plan import memory  # noqa: E402
-from lightning_proxy.trainer.plan.memory import shape_of  # noqa: E402
+from lightning_proxy.trainer.plan import FLOAT32, pass_memory, shape_of  # noqa: E402
 from support.fake_memory import peak_of_a_pass  # noqa: E402
 from support.model_sizes import SIZES  # noqa: E402
 from support.sections import TrainerConfig  # noqa: E402
@@ -27,7 +26,7 @@ def test_a_pass_takes_what_the_plan_says(name: str, checkpointing: bool, monkeyp
     assert shape is not None
     config = TrainerConfig(gradient_checkpointing=checkpointing)
     found = peak_of_a_pass(SIZES[name], TOKENS, config, monkeypatch)
-    assert memory.training_pass(shape, TOKENS, checkpointing=checkpointing) == pytest.approx(found, rel=0.15)
+    assert pass_memory(shape, TOKENS, checkpointing=checkpointing) == pytest.approx(found, rel=0.15)
 
 
 @SLOW
@@ -38,7 +37,7 @@ def test_a_pass_on_a_cpu_takes_what_the_plan_says(checkpointing: bool, monkeypat
     assert shape is not None
     config = TrainerConfig(gradient_checkpointing=checkpointing)
     found = peak_of_a_pass(sizes, TOKENS, config, monkeypatch, autocast=False)
-    planned = memory.training_pass(shape, TOKENS, checkpointing=checkpointing, width=memory.FLOAT32)
+    planned = pass_memory(shape, TOKENS, checkpointing=checkpointing, width=FLOAT32)
     assert planned == pytest.approx(found, rel=0.15)
 
 
@@ -49,8 +48,8 @@ def test_a_pass_of_all_weights_takes_what_the_plan_says(checkpointing: bool, mon
     assert shape is not None
     config = TrainerConfig(weights="full", gradient_checkpointing=checkpointing)
     found = peak_of_a_pass(sizes, TOKENS, config, monkeypatch)
-    gradients = memory.FLOAT32 * shape.parameters
-    said = gradients + memory.full_pass(shape, TOKENS, checkpointing=checkpointing)
+    gradients = FLOAT32 * shape.parameters
+    said = gradients + pass_memory(shape, TOKENS, checkpointing=checkpointing, full=True)
     assert said == pytest.approx(found, rel=0.15)
 
 
@@ -69,4 +68,4 @@ def test_weights_and_adapters_are_as_large_as_those_of_the_model(name: str) -> N
         weights = model.num_parameters()
         adapter = get_peft_model(model, lora_config(TrainerConfig(), model)).get_nb_trainable_parameters()[0]
     assert shape.parameters == pytest.approx(weights, rel=0.001)
-    assert shape.lora_parameters(16) == adapter
+    assert 16 * shape.lora == adapter

@@ -1,0 +1,358 @@
+"""Shares out memory before vLLM and the trainer start: contexts, sizes of passes, GPUs and vLLM's share of them.
+
+On a GPU activations are bfloat16 beside float32 where it matters; on a CPU everything is float32. The trainer's pass is
+checked against runs on tensors without values (tests/trainer/test_pass_memory.py). What vLLM and CUDA take for
+themselves is an estimate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from ..core.config.root import Config
+from ..core.errors import ConfigError
+from ..serving.mode import publish_mode
+from .rate import Rate, rate_of
+
+GIB = 2**30
+BF16, FLOAT32 = 2, 4
+
+CONTEXT = 0.7 * GIB  # CUDA's own memory in a process, with its libraries
+SERVING = 1.6 * GIB  # vLLM's activations, CUDA graphs and buffers
+LOGITS = 6 * 2**24 * FLOAT32  # of a piece of a pass: 2**24, and tensors computed from them
+
+# Lost in pieces that nothing fits into: of all that the trainer asks for; and of a pass on a CPU, by glibc's heap.
+LOST, LOST_ON_CPU = 0.04, 0.6
+
+# Of a card, of a card of vLLM's own, and of a machine without a GPU, where other programs run too.
+USABLE, ALONE, USABLE_OF_MACHINE = 0.97, 0.9, 0.75
+UTILIZATION = 0.5  # where there is no plan
+
+LENGTH_STEP = LEAST_LENGTH = 1024
+CONTEXTS = 2  # vLLM should hold so many full contexts at once
+COMFORTABLE = {8192: 4, 4096: 4}  # passes larger than the longest sample, where vLLM holds so many contexts
+
+# The most tokens a pass without a plan, and on a CPU, where passes of more than 1,024 are no faster.
+TOKENS_PER_PASS, COMFORTABLE_ON_CPU = 8192, 1024
+
+# Models whose configurations list no layer types: layers have a state that runs through the row, or other attention.
+_RECURRENT = ("mamba", "rwkv", "jamba", "bamba", "zamba", "falcon_h1", "nemotron_h", "recurrent_gemma", "hybrid")
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+ASK = ("nvidia-smi", "--query-gpu=index,memory.total", "--format=csv,noheader,nounits")
+CONTAINER_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # cgroups 2 and 1
+Cards = dict[int, float]  # the GiB of GPUs, by their numbers
+Needs = dict[str, float]  # by what they are for
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A configuration in which no size is null, and the GPUs that vLLM and the trainer see (none: all).
+
+    With GPUs, `vllm` and `trainer` have the GiB that each takes of one of its `cards`; without a plan these are empty.
+    """
+
+    config: Config
+    vllm_devices: tuple[int, ...]
+    trainer_devices: tuple[int, ...]
+    cards: Cards = field(default_factory=dict)
+    kv_tokens: int = 0
+    vllm: Needs = field(default_factory=dict)
+    trainer: Needs = field(default_factory=dict)
+    rate: Rate | None = None
+
+    @property
+    def shared(self) -> bool:
+        """Return whether vLLM and the trainer use a card together."""
+        return bool(self.vllm) and bool(set(self.vllm_devices) & set(self.trainer_devices))
+
+
+def make_plan(
+    config: Config, gpus: Cards | None = None, *, offline: bool = False, trained: bool = True, sharded: bool = False
+) -> Plan:
+    """Return the plan with the longest context that fits `gpus`, by default those of this machine.
+
+    An `offline` trainer has no vLLM beside it, and neither has one whose vLLM is on another machine. If not `trained`,
+    or if a service takes the steps, vLLM has no trainer beside it. There is no plan for a base model that is `sharded`
+    over several GPUs, and on a CPU only for the size of a pass. ConfigError if the model cannot be trained, or does not
+    fit.
+    """
+    gpus = cards() if gpus is None else gpus
+    about = model_config(config.policy.model, download=bool(gpus)) if config.policy.model else None
+    if about is not None:
+        check_model(about)
+    shape = shape_of(about or {})
+    upstream = config.policy_upstream
+    served = not offline and (upstream is None or urlsplit(upstream.published_to[0]).hostname in LOOPBACK)
+    trained = trained and config.trainer.trains_here
+    if shape is not None and gpus and not sharded:
+        return _on_gpus(config, shape, gpus, served, trained)
+    of_pass = _on_cpu(config, shape, served) if shape and trained and not gpus and not sharded else {}
+    filled = _filled(
+        config,
+        {"gpu_memory_utilization": UTILIZATION},
+        {"max_tokens_per_batch": TOKENS_PER_PASS, "max_sample_tokens": config.vllm.max_model_len} | of_pass,
+    )
+    return Plan(filled, tuple(config.vllm.devices), tuple(config.trainer.devices))
+
+
+def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, trained: bool) -> Plan:
+    """The trainer gets the last card; vLLM gets as many of the others as its tensor parallelism can use."""
+    vllm, trainer = config.vllm, config.trainer
+    trainers = tuple(trainer.devices or [*gpus][-1:]) if trained else ()
+    others = [number for number in gpus if number not in trainers] or [*gpus][:1]
+    parallel = 1
+    while 2 * parallel <= len(others) and shape.kv_heads % (2 * parallel) == 0:
+        parallel *= 2
+    servers = tuple(vllm.devices or others[:parallel])
+    if missing := [number for number in (*servers, *trainers) if number not in gpus]:
+        raise ConfigError(f"vllm.devices, trainer.devices: there is no GPU {missing[0]}, only {[*gpus]}")
+
+    card, a_token = min(gpus[n] for n in servers), 2 * BF16 * shape.layers * shape.keys / GIB / len(servers)
+    fixed = server_needs(shape, config, len(servers)) if served else {}
+    is_shared, configured = served and bool(set(servers) & set(trainers)), vllm.gpu_memory_utilization
+    checkpointing, longest = trainer.gradient_checkpointing is not False, vllm.max_model_len or shape.context
+    shorter = range((longest - 1) // LENGTH_STEP * LENGTH_STEP, LEAST_LENGTH - 1, -LENGTH_STEP)
+    contexts = 1 if vllm.max_model_len else CONTEXTS
+    sizes = {trainer.max_tokens_per_batch: contexts} if trainer.max_tokens_per_batch else {**COMFORTABLE, 0: contexts}
+    lengths = [longest] if vllm.max_model_len else [longest, *shorter]
+    for length, (size, held) in product(lengths, sizes.items()):
+        tokens = max(size, sample := trainer.max_sample_tokens or length)
+        needs = trainer_needs(shape, config, tokens, checkpointing) if trained else {}
+        taken, cache = sum(needs.values()), held * length * a_token
+        share = configured or int(100 * (USABLE - taken / card if is_shared else ALONE)) / 100
+        room = share * card - sum(fixed.values())
+        if room >= cache and all(taken <= (USABLE - share * is_shared) * gpus[n] for n in trainers):
+            of_vllm = {"max_model_len": length, "gpu_memory_utilization": share}
+            filled = _filled(config, of_vllm, {"max_tokens_per_batch": tokens, "max_sample_tokens": sample})
+            server = {**fixed, "KV cache": room} if served else {}
+            rate = rate_of(trainer, shape.hidden)
+            return Plan(filled, servers, trainers, gpus, int(room / a_token), server, needs, rate)
+    raise ConfigError(
+        f"policy.model does not fit: with a context of {length:,} tokens vLLM needs {sum(fixed.values()) + cache:.0f} "
+        f"GiB and the trainer {taken:.0f} GiB {'of the same card' if is_shared else 'of cards'} of {card:.0f} GiB; it "
+        "takes a smaller model, more or larger cards, or a base model that is sharded (docs/gpu.md)"
+    )
+
+
+def _on_cpu(config: Config, shape: DecoderShape, served: bool) -> dict[str, Any]:
+    """The size of a pass, with gradient checkpointing where the longest sample would not fit without."""
+    wanted, vllm = config.trainer.gradient_checkpointing, config.vllm
+    room = USABLE_OF_MACHINE * machine_memory()
+    if served:
+        room -= (FLOAT32 * shape.parameters + SERVING) / GIB + vllm.kv_cache_gib
+
+    def fits(tokens: int, checkpointing: bool) -> bool:
+        return sum(trainer_needs(shape, config, tokens, checkpointing, on_cpu=True).values()) <= room
+
+    sample, tokens = config.trainer.max_sample_tokens or vllm.max_model_len or shape.context, TOKENS_PER_PASS
+    needed = wanted == "auto" and not fits(min(sample, tokens), False)
+    while tokens > 1 and not fits(tokens, needed or wanted is True):
+        tokens //= 2
+    return {"max_tokens_per_batch": tokens} | ({"gradient_checkpointing": True} if needed else {})
+
+
+def _filled(config: Config, vllm: Mapping[str, Any], trainer: Mapping[str, Any]) -> Config:
+    """The configuration with these values where it has none."""
+
+    def fill(section: Any, values: Mapping[str, Any]) -> Any:
+        return section.model_copy(update={k: v for k, v in values.items() if getattr(section, k) in (None, "auto")})
+
+    return config.model_copy(update={"vllm": fill(config.vllm, vllm), "trainer": fill(config.trainer, trainer)})
+
+
+# What a model needs ---------------------------------------------------------------------------------------------------
+
+
+class DecoderShape(NamedTuple):
+    """The sizes of a decoder, without norms and biases. `attention`, `keys`: the widths of a token's queries and keys.
+
+    `mlp`: the width that a token meets in a layer's MLPs, `lora`: the parameters of an adapter of rank 1 on attention
+    and MLP (on experts there is none).
+    """
+
+    layers: int
+    hidden: int
+    attention: int
+    keys: int
+    kv_heads: int
+    mlp: int
+    vocabulary: int
+    context: int
+    has_normed_heads: bool
+    parameters: int
+    lora: int
+
+
+def shape_of(config: Mapping[str, Any]) -> DecoderShape | None:
+    """Return the sizes in a config.json; None if it lacks some, as those of unusual models do."""
+    text = _text(config)
+    try:
+        layers, hidden, heads, vocabulary, context = (
+            int(text[key])
+            for key in (
+                "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"
+            )
+        )  # fmt: skip
+        kv_heads, width = int(text.get("num_key_value_heads") or heads), int(text.get("head_dim") or hidden // heads)
+        experts = int(text.get("num_experts") or text.get("num_local_experts") or 1)
+        mlp = int((text.get("moe_intermediate_size") if experts > 1 else None) or text["intermediate_size"])
+        active = int(text.get("num_experts_per_tok") or 1)
+    except (KeyError, TypeError, ValueError):
+        return None
+    attention, keys = heads * width, kv_heads * width
+    layer = hidden * (2 * attention + 2 * keys) + 3 * hidden * mlp * experts
+    embeddings = vocabulary * hidden * (2 - bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings"))))
+    lora = 4 * hidden + 2 * attention + 2 * keys + (3 * (hidden + mlp) if experts == 1 else 0)
+    has_normed_heads = str(text.get("model_type", "")).startswith(("qwen3", "gemma3", "olmo2"))
+    return DecoderShape(
+        layers, hidden, attention, keys, kv_heads, mlp * active, vocabulary, context, has_normed_heads,
+        layers * layer + embeddings, layers * lora,
+    )  # fmt: skip
+
+
+def server_needs(shape: DecoderShape, config: Config, cards: int) -> Needs:
+    """Return the GiB that vLLM needs on each of its cards besides the cache of keys and values."""
+    adapters = config.vllm.max_loras * (1 + len(config.policy.adapters)) if publish_mode(config) == "lora" else 0
+    return {
+        "weights": BF16 * shape.parameters / cards / GIB,
+        "adapters": BF16 * adapters * config.trainer.lora_rank * shape.lora / GIB,
+        "CUDA, activations": (CONTEXT + SERVING) / GIB,
+    }
+
+
+def trainer_needs(
+    shape: DecoderShape, config: Config, tokens: int, checkpointing: bool, *, on_cpu: bool = False
+) -> Needs:
+    """Return the GiB that the trainer needs with passes of so many tokens, by what they are for."""
+    trainer, width, is_full = config.trainer, FLOAT32 if on_cpu else BF16, config.trainer.weights == "full"
+    needs: Needs
+    if is_full:  # trained in float32, with gradients and AdamW's two moments; a frozen reference is in bfloat16
+        of_reference = BF16 if trainer.kl_coef or trainer.kl_metric else 0
+        needs = {
+            "weights": (FLOAT32 + of_reference) * shape.parameters,
+            "gradients, optimizer": 3 * FLOAT32 * shape.parameters,
+        }
+    else:  # gradients twice: a pass adds its own when it is done
+        adapters = (1 + len(config.policy.adapters)) * trainer.lora_rank * shape.lora
+        needs = {"weights": width * shape.parameters, "adapters": 5 * FLOAT32 * adapters}
+    a_pass = pass_memory(shape, tokens, checkpointing=checkpointing, width=width, full=is_full)
+    needs |= {"a pass": a_pass, "CUDA": CONTEXT}
+    needs["lost in pieces"] = LOST_ON_CPU * a_pass if on_cpu else LOST * sum(needs.values())
+    return {name: size / GIB for name, size in needs.items()}
+
+
+def pass_memory(
+    shape: DecoderShape, tokens: int, *, checkpointing: bool = True, width: int = BF16, full: bool = False
+) -> float:
+    """Return the bytes that a forward and backward pass takes at its peak, besides weights and their gradients.
+
+    With checkpointing, each layer's input is kept, and one layer at a time is computed again. `width`: bytes of an
+    activation. Of a layer, norms keep their input in float32 (a copy where activations are narrower), each adapted
+    module keeps its input, and the MLP four times its width. With `full`, a pass without checkpointing keeps all
+    weights in bfloat16, and in the end there is the gradient of the head, twice.
+    """
+    copies = 2 * shape.hidden * (width < FLOAT32) + (shape.attention + shape.keys) * shape.has_normed_heads
+    layer = width * (5 * shape.hidden + 3 * shape.attention + 2 * shape.keys + 4 * shape.mlp) + FLOAT32 * copies
+    ends = width * 4 * shape.hidden  # the embeddings, the last layer's output, and the gradients of both
+    inputs = shape.layers * width * shape.hidden + ends
+    # The gradients in the middle of the MLP's backward pass are in float32, twice.
+    a_token = inputs + layer + 2 * FLOAT32 * shape.mlp if checkpointing else shape.layers * layer + ends
+    peak = max(a_token * tokens, inputs * tokens + LOGITS)
+    if not full:
+        return peak
+    copy = 0 if checkpointing or width == FLOAT32 else BF16 * shape.parameters
+    return max(peak + copy, 2 * FLOAT32 * shape.vocabulary * shape.hidden)
+
+
+# What there is --------------------------------------------------------------------------------------------------------
+
+
+def check_model(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a model that the trainer is known not to train."""
+    kind = str(config.get("model_type", ""))
+    others = sorted(set(_text(config).get("layer_types") or ()) - {"full_attention", "sliding_attention"})
+    problem = None
+    if quantisation := config.get("quantization_config"):
+        how = quantisation.get("quant_method", "unknown method")
+        problem = f"its weights are quantised ({how}) and cannot be trained; use the original, unquantised model"
+    elif config.get("is_encoder_decoder"):
+        problem = f"{kind} has an encoder; only decoders are trained"
+    elif others or any(part in kind for part in _RECURRENT):
+        problem = f"{kind} has layers of {', '.join(others) or 'a recurrent kind'}; only attention is trained"
+    elif kind == "gpt_oss":
+        problem = f"{kind} has attention sinks, which are not supported"
+    if problem:
+        raise ConfigError(f"policy.model: {problem}")
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part that describes the language model."""
+    text = config.get("text_config")
+    return text if isinstance(text, Mapping) else config
+
+
+def model_config(model: str, *, download: bool = True) -> dict[str, Any] | None:
+    """Return the model's config.json, from its directory or from the hub; None if it cannot be had.
+
+    Without `download`, only what was fetched before is looked at.
+    """
+    path = Path(model).expanduser()
+    try:
+        if path.is_dir():
+            file: object = path / "config.json"
+        else:
+            from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+            file = try_to_load_from_cache(model, "config.json")
+            if not isinstance(file, str) and download:
+                file = hf_hub_download(model, "config.json")
+        found = json.loads(Path(str(file)).read_text())
+    except Exception:  # no such package, no network, no such model: loading the model gives a better message
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def cards() -> Cards:
+    """Return the memory of each visible GPU; nothing without nvidia-smi."""
+    if shutil.which(ASK[0]) is None:
+        return {}
+    try:
+        listing = subprocess.run(ASK, check=True, capture_output=True, text=True, timeout=20).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    gpus = {int(index): float(mib) / 1024 for index, mib in re.findall(r"^(\d+), *([\d.]+)", listing, re.MULTILINE)}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return gpus
+    return {int(n): gpus[int(n)] for n in visible.split(",") if n.strip().isdigit() and int(n) in gpus}
+
+
+def cards_like(text: str) -> Cards:
+    """Return the cards that `8x80` describes: eight GPUs of 80 GiB. `24` is one card; `1x24,1x48` are two."""
+    gibs: list[float] = []
+    for part in text.lower().split(","):
+        match = re.fullmatch(r"(?:(\d+)x)?(\d+(?:\.\d+)?)", part.strip())
+        gibs += [float(match[2])] * int(match[1] or 1) if match else [0.0]
+    if not gibs or not all(gibs):
+        raise ConfigError(f"--gpus: {text!r} is not like 1x24 or 8x80 (cards x GiB of each)")
+    return dict(enumerate(gibs))
+
+
+def machine_memory() -> float:
+    """Return this machine's memory in GiB, or what its container may use of it."""
+    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    for file in CONTAINER_LIMITS:
+        with suppress(OSError, ValueError):  # another kernel; `max`
+            limits.append(float(Path(file).read_text()))
+    return min(limits) / GIB
