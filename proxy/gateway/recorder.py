@@ -14,7 +14,6 @@ import logging
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -48,7 +47,6 @@ log = logging.getLogger(__name__)
 LARGE_REQUEST = 4_000  # bytes of a request that is stored apart from its call
 
 Json = dict[str, Any]
-Rows = list[Json]
 # One of the store's statements, with its parameters.
 Statement = tuple[str, dict[str, Any]]
 GROUP = 512  # records in one commit, at most
@@ -65,8 +63,7 @@ _ORDER = {
 }  # fmt: skip
 
 
-@dataclass(slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A record that waits for its commit. `size` is its approximate number of bytes."""
 
     statements: Sequence[Statement]
@@ -82,17 +79,13 @@ class GroupCommit:
         self._waiting: deque[Entry] = deque()
         self._wanted = asyncio.Event()
         self._closing = False
-        self._group: Sequence[Entry] = ()  # is being committed
-        self._writer: asyncio.Task[None] | None = None
         self._ended: str | None = None  # why nothing is written any more
 
     async def __aenter__(self) -> Self:
         self._writer = asyncio.create_task(self._write_groups())
-        self._writer.add_done_callback(self._has_ended)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        assert self._writer is not None
         self._closing = True
         self._wanted.set()
         await asyncio.wait([self._writer])
@@ -110,54 +103,56 @@ class GroupCommit:
     def put(self, statements: Sequence[Statement], size: int) -> asyncio.Future[None]:
         """Return a future that is done when the record is durable, or fails with StoreUnavailable."""
         entry = Entry(statements, size, asyncio.get_running_loop().create_future())
-        if self._ended is not None:
-            _settle([entry], StoreUnavailable(self._ended))
-            return entry.done
-        self._waiting.append(entry)
-        self._wanted.set()
+        if self._ended is None:
+            self._waiting.append(entry)
+            self._wanted.set()
+        else:
+            entry.done.set_exception(StoreUnavailable(self._ended))
         return entry.done
 
-    def _has_ended(self, writer: asyncio.Task[None]) -> None:
-        """Fail all waiting records if the writer ended by itself, by a bug or because it was cancelled."""
-        why = "it was cancelled" if writer.cancelled() else writer.exception()
-        if why is None:
-            return
-        self._ended = f"records are not written any more: {why!s:.200}; start the proxy again"
-        log.critical("%s", self._ended, exc_info=None if writer.cancelled() else writer.exception())
-        left, self._waiting = [*self._group, *self._waiting], deque()
-        _settle(left, StoreUnavailable(self._ended))
-
     async def _write_groups(self) -> None:
-        while self._waiting or not self._closing:
-            if not self._waiting:
-                self._wanted.clear()
-                await self._wanted.wait()
-                continue
-            await asyncio.sleep(0)  # what else is ready in this turn of the event loop joins the group
-            self._group = group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP))]
-            error = await self._write(group)
-            if error is None or isinstance(error, StoreUnavailable):
-                _settle(group, error)
-                continue
-            for one in group:  # one of them cannot be stored at all; the others must not suffer for it
-                _settle([one], await self._write([one]))
+        group: list[Entry] = []
+        try:
+            while self._waiting or not self._closing:
+                if not self._waiting:
+                    self._wanted.clear()
+                    await self._wanted.wait()
+                    continue
+                await asyncio.sleep(0)  # what else is ready in this turn of the event loop joins the group
+                group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP))]
+                await self._write(group)
+        except (Exception, asyncio.CancelledError) as error:  # a bug, or it was cancelled: nobody waits for it in vain
+            why = "it was cancelled" if isinstance(error, asyncio.CancelledError) else error
+            self._ended = f"records are not written any more: {why!s:.200}; start the proxy again"
+            log.critical("%s", self._ended, exc_info=error)
+            _settle([*group, *self._waiting], StoreUnavailable(self._ended))
+            self._waiting.clear()
 
-    async def _write(self, group: Sequence[Entry]) -> Exception | None:
-        """Commit the group; return any error, for those who wait."""
-        by_statement: dict[str, Rows] = {}
+    async def _write(self, group: Sequence[Entry]) -> None:
+        """Commit the group, and tell those who wait for it."""
+        by_statement: dict[str, list[Json]] = {}
         for entry in group:
             for statement, row in entry.statements:
                 by_statement.setdefault(statement, []).append(row)
         runs = sorted(by_statement.items(), key=lambda run: _ORDER.get(run[0], len(_ORDER)))
-        size = sum(entry.size for entry in group)
+        commit, size = self._store.database.commit, sum(entry.size for entry in group)
         try:
             try:
-                await self._store.database.commit(runs, size)
+                await commit(runs, size)
             except UnicodeEncodeError:
-                await self._store.database.commit([(statement, _readable(rows)) for statement, rows in runs], size)
+                await commit([(statement, [*map(_readable, rows)]) for statement, rows in runs], size)
+        except StoreUnavailable as error:
+            _settle(group, error)
         except Exception as error:
-            return error
-        return None
+            if len(group) == 1:
+                refused = StoreUnavailable(f"the call could not be recorded: {error!r}")
+                refused.__cause__ = error
+                _settle(group, refused)
+            else:
+                for one in group:  # one of them cannot be stored at all; the others must not suffer for it
+                    await self._write([one])
+        else:
+            _settle(group)
 
 
 class Recorder(GroupCommit):
@@ -191,31 +186,28 @@ class Recorder(GroupCommit):
         size, shown = LARGE if start.request_text is None else len(start.request_text), False
         if self._redactor is not None:
             start, shown = await in_thread_if_large(size, partial(self._redactor.start, start))
-        await self._start(start, also, size, shown)
-
-    async def _start(self, start: CallStart, also: Sequence[Statement], size: int, shown: bool) -> None:
         rollout_id = start.rollout.rollout_id
-        recent = self._recent.of(rollout_id)
-        statements, stored_bytes, call, parent = await in_thread_if_large(size, partial(_prepared, start, recent))
-        statements += also
-        if start.is_retry:
-            known = {call.call_id: Parent(call.request, call.row_ids.tobytes()) for call in recent}
-            if earlier := await self._store.calls.superseded(rollout_id, start.request, known, self._begun):
-                statements.append((CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
-        begun = _Begun(call, parent, shown)
-        is_first = self._begun.setdefault(start.call_id, begun) is begun  # an imported one may come twice at once
-        try:
-            async with self._slots:
-                await self.put(statements, stored_bytes)
-        except StoreUnavailable as error:  # then there is no end; after a cancellation there is one
-            if is_first:
-                del self._begun[start.call_id]
-            if parent is None or not isinstance(error.__cause__, ConstraintRefused):
-                raise
-            self.forget(rollout_id)  # another process deleted the parent
-            await self._start(start, also, size, shown)
-            return
-        self._recent.add(rollout_id, call)
+        while True:
+            recent = self._recent.of(rollout_id)
+            statements, stored_bytes, call, parent = await in_thread_if_large(size, partial(_prepared, start, recent))
+            statements += also
+            if start.is_retry:
+                known = {call.call_id: Parent(call.request, call.row_ids.tobytes()) for call in recent}
+                if earlier := await self._store.calls.superseded(rollout_id, start.request, known, self._begun):
+                    statements.append((CALL_SUPERSEDED, {"call_id": start.call_id, "earlier": earlier.call_id}))
+            begun = _Begun(call, parent, shown)
+            is_first = self._begun.setdefault(start.call_id, begun) is begun  # an imported one may come twice at once
+            try:
+                async with self._slots:
+                    await self.put(statements, stored_bytes)
+            except StoreUnavailable as error:  # then there is no end; after a cancellation there is one
+                if is_first:
+                    del self._begun[start.call_id]
+                if parent is None or not isinstance(error.__cause__, ConstraintRefused):
+                    raise
+                self.forget(rollout_id)  # another process deleted the parent
+            else:
+                return self._recent.add(rollout_id, call)
 
     def resume(self, start: CallStart) -> None:
         """Continue a call whose start is recorded already, perhaps by another process, so that its end can follow."""
@@ -230,40 +222,49 @@ class Recorder(GroupCommit):
 
         The future is done when that is durable, or fails with StoreUnavailable.
         """
-        begun = self._begun.pop(end.call_id, UNKNOWN)
-        return self._put_end(end, also, *self._end_prepared(end, begun, counted=counted))
+        return self._put_end(*self._prepared_end(end, also, counted=counted))
 
     async def end_large(self, end: CallEnd, also: Sequence[Statement] = ()) -> asyncio.Future[None]:
         """Return the future that `end` returns, with the work of a large request or answer in a thread."""
-        begun = self._begun.pop(end.call_id, UNKNOWN)
-        return self._put_end(end, also, *await asyncio.to_thread(self._end_prepared, end, begun))
+        return self._put_end(*await asyncio.to_thread(self._prepared_end, end, also))
 
-    def _end_prepared(
-        self, end: CallEnd, begun: _Begun, *, counted: bool = False
-    ) -> tuple[CallEnd, list[Statement], int]:
-        """What is recorded of an end, its statements, and about how many bytes these store."""
-        if self._redactor is not None:
-            end = self._redactor.end(end, shown=begun.shown)
-        parent = begun.parent
-        shared_tokens = common_prefix(array("i", end.prompt_token_ids), parent.row_ids) if parent else 0
-        row = call_end_row(end, shared_tokens, self._merged() and not end.imported)
-        stored_bytes = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
-        counts = [] if counted or end.status == "incomplete" else [(ROLLOUT_CALL_ENDED, row)]
-        return end, [(CALL_END, row), *counts, *_tool_calls(end, begun.call)], stored_bytes
-
-    def _put_end(
-        self, end: CallEnd, also: Sequence[Statement], kept: CallEnd, statements: list[Statement], stored_bytes: int
-    ) -> asyncio.Future[None]:
+    def _put_end(self, end: CallEnd, statements: list[Statement], stored_bytes: int) -> asyncio.Future[None]:
         def committed(done: asyncio.Future[None]) -> None:
-            if done.cancelled() or done.exception():
-                return
-            self._recent.ended(kept)
-            if end.trainable and not kept.trainable:
-                self._on_redacted()
+            if not done.cancelled() and done.exception() is None:
+                self._recent.ended(end)
 
-        done = self.put([*statements, *also], stored_bytes)
+        done = self.put(statements, stored_bytes)
         done.add_done_callback(committed)
         return done
+
+    def _prepared_end(
+        self, end: CallEnd, also: Sequence[Statement], *, counted: bool = False
+    ) -> tuple[CallEnd, list[Statement], int]:
+        """What is recorded of an end, its statements, and about how many bytes these store."""
+        (call, parent, shown), was_trainable = self._begun.pop(end.call_id, UNKNOWN), end.trainable
+        if self._redactor is not None:
+            end = self._redactor.end(end, shown=shown)
+        if was_trainable and not end.trainable:
+            self._on_redacted()
+        shared = common_prefix(array("i", end.prompt_token_ids), parent.row_ids) if parent else 0
+        first = end.choices[0] if end.choices else Choice(0)
+        more = [[c.index, c.token_ids, c.logprobs, c.finish_reason] for c in end.choices[1:]]
+        row = end._asdict()
+        row |= {
+            "response": dumps_or_none(end.response),
+            "usage": dumps_or_none(end.usage),
+            "merged": self._merged() and not end.imported,
+            "prompt_shared": shared,  # with the parent's row
+            "prompt_ids": pack_ids(end.prompt_token_ids[shared:]),
+            "token_ids": pack_ids(first.token_ids),
+            "logprobs": array("f", first.logprobs).tobytes(),
+            "finish_reason": first.finish_reason,
+            "more_choices": dumps_or_none(more or None),
+            "tokens": sum(len(c.token_ids) for c in end.choices) or (used(end.usage) or Used()).output,
+        }
+        stored_bytes = len(row["response"] or "") + 12 * row["tokens"] + 4 * len(end.prompt_token_ids)
+        counts = [] if counted or end.status == "incomplete" else [(ROLLOUT_CALL_ENDED, row)]
+        return end, [(CALL_END, row), *counts, *_tool_calls(end, call), *also], stored_bytes
 
     async def put_in_order(self, end: CallEnd) -> None:
         """Give an imported call, which has ended, its place by time, and the results that came before it."""
@@ -326,24 +327,6 @@ def _prepared(
     return statements, len(stored), call, parent
 
 
-def call_end_row(end: CallEnd, prompt_shared: int, merged: bool) -> dict[str, Any]:
-    """Parameters of CALL_END. The first `prompt_shared` prompt tokens are those of the parent's row."""
-    first = end.choices[0] if end.choices else Choice(0)
-    more = [[c.index, c.token_ids, c.logprobs, c.finish_reason] for c in end.choices[1:]]
-    return end._asdict() | {
-        "response": dumps_or_none(end.response),
-        "usage": dumps_or_none(end.usage),
-        "merged": merged,
-        "prompt_shared": prompt_shared,
-        "prompt_ids": pack_ids(end.prompt_token_ids[prompt_shared:]),
-        "token_ids": pack_ids(first.token_ids),
-        "logprobs": array("f", first.logprobs).tobytes(),
-        "finish_reason": first.finish_reason,
-        "more_choices": dumps_or_none(more or None),
-        "tokens": sum(len(c.token_ids) for c in end.choices) or (used(end.usage) or Used()).output,
-    }
-
-
 def _tool_calls(end: CallEnd, call: RecentCall | None) -> Iterator[Statement]:
     """The tool calls of an answer. `call`: None if its request is not known; then their places are not, either."""
     place = None
@@ -359,28 +342,32 @@ def _tool_calls(end: CallEnd, call: RecentCall | None) -> Iterator[Statement]:
 def _tool_results(rollout: RolloutName, request: Json, places: Sequence[bytes], known: int) -> Iterator[Statement]:
     """The results that a request brings after the `known` messages, which it shares with its parent."""
     for result, call, place, answer, is_old in results(request, places, known):
-        content, called = dumps(result.content), result.tool_call_id
-        row: Json = {"rollout_id": rollout.rollout_id, "agent": rollout.agent, "place": place}
-        row |= {"result": content, "is_error": result.is_error, "brought_before": content if is_old else None}
-        row |= {"tool_call_id": called, "is_unique": is_unique(called or "")}
-        row |= {"name": call and call.name, "arguments": call and call.arguments}
-        row["answer"] = f"%{answer}%" if isinstance(answer, str) else None
-        yield TOOL_RESULT, row
+        content = dumps(result.content)
+        yield (
+            TOOL_RESULT,
+            {
+                "rollout_id": rollout.rollout_id,
+                "agent": rollout.agent,
+                "place": place,
+                "result": content,
+                "is_error": result.is_error,
+                "brought_before": content if is_old else None,
+                "tool_call_id": result.tool_call_id,
+                "is_unique": is_unique(result.tool_call_id or ""),
+                "name": call and call.name,
+                "arguments": call and call.arguments,
+                "answer": f"%{answer}%" if isinstance(answer, str) else None,
+            },
+        )
 
 
-def _readable(rows: Rows) -> Rows:
-    """The rows with `?` for characters of names and ids that UTF-8 cannot hold; JSON has these escaped."""
-    return [
-        {name: v.encode(errors="replace").decode() if isinstance(v, str) else v for name, v in row.items()}
-        for row in rows
-    ]
+def _readable(row: Json) -> Json:
+    """The row with `?` for characters of names and ids that UTF-8 cannot hold; JSON has these escaped."""
+    return {name: v.encode(errors="replace").decode() if isinstance(v, str) else v for name, v in row.items()}
 
 
-def _settle(group: Sequence[Entry], error: Exception | None) -> None:
+def _settle(group: Sequence[Entry], error: StoreUnavailable | None = None) -> None:
     """Set the futures of a group to the outcome of its commit."""
-    if error is not None and not isinstance(error, StoreUnavailable):
-        cause, error = error, StoreUnavailable(f"the call could not be recorded: {error!r}")
-        error.__cause__ = cause
     for entry in group:
         if not entry.done.done():  # cancelled: the agent left, and nobody waits any more
             entry.done.set_result(None) if error is None else entry.done.set_exception(error)
