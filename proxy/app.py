@@ -31,7 +31,7 @@ from ..store.rollouts import end_idle_rollouts
 from ..store.store import Store
 from .access.auth import Keys, require_local
 from .access.limits import Turns
-from .api import health, policy, rewards, rollouts, status, tasks
+from .api import policy, rollouts, status
 from .api.requests import Parts
 from .gateway.asgi import Bodies, Reply
 from .gateway.attempts import Upstreams
@@ -47,7 +47,9 @@ from .gateway.upstream import make_session
 from .hooks import Core, Hooks, ProxyPlugin
 from .plugins import add_fields, makers_of, plugins_of
 
-CORE = (rewards.router, rollouts.router, rollouts.admins, tasks.router, policy.router, policy.admins, status.router)
+CORE = (
+    rollouts.rewards, rollouts.router, rollouts.admins, rollouts.tasks, policy.router, policy.admins, status.router,
+)  # fmt: skip
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
@@ -56,7 +58,7 @@ def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
     `heard_by`: called for each recorded call.
     """
     plugins = plugins_of(config)
-    control = _control_api(config, plugins, (*CORE, health.router), heard_by)
+    control = _control_api(config, plugins, (*CORE, status.health), heard_by)
     control.openapi = cache(partial(_document, control.openapi, config, plugins))  # type: ignore[method-assign]
     return Dispatch(control)
 

@@ -13,8 +13,7 @@ from pydantic import BaseModel, Field, ValidationError
 from ...core.errors import Unprocessable
 from ...proxy.api.bodies import NoteBody, PathId, RewardBody
 from ...proxy.api.requests import ControlRequest, UserRoute
-from ...proxy.api.rewards import post_reward
-from ...proxy.api.rollouts import post_events
+from ...proxy.api.rollouts import post_events, post_reward
 from ...proxy.hooks import ProxyPlugin
 
 router = APIRouter(tags=["agl"], route_class=UserRoute)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, is_dataclass
 from functools import partial, wraps
 from hashlib import blake2b
 from inspect import iscoroutinefunction
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from fastapi import Depends, Header, Query, Request, Response, Security
 from fastapi.responses import StreamingResponse
@@ -41,19 +41,15 @@ from .bodies import Cursor
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
 # For the OpenAPI document alone: `Keys` reads them, and is asked first.
-_ANY = Security(HTTPBearer(
-    scheme_name="key",
-    description="Any of the proxy's keys. None is needed until the first one is made.",
-    auto_error=False,
-))  # fmt: skip
-_ANY_AS_HEADER = Security(APIKeyHeader(
-    name="x-api-key", scheme_name="key in a header", description="The same keys.", auto_error=False
-))  # fmt: skip
-_ADMIN = Security(HTTPBearer(
-    scheme_name="admin key",
-    description="An admin's key. Where there is none, any key that sees all rollouts.",
-    auto_error=False,
-))  # fmt: skip
+_ANY = "Any of the proxy's keys. None is needed until the first one is made."
+_ADMIN = "An admin's key. Where there is none, any key that sees all rollouts."
+_KEYS = (
+    Security(HTTPBearer(scheme_name="key", description=_ANY, auto_error=False)),
+    Security(APIKeyHeader(
+        name="x-api-key", scheme_name="key in a header", description="The same keys.", auto_error=False
+    )),
+)  # fmt: skip
+_ADMIN_KEYS = (Security(HTTPBearer(scheme_name="admin key", description=_ADMIN, auto_error=False)),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +146,7 @@ class AgentRoute(APIRoute):
     for the document.
     """
 
-    schemes: ClassVar[Sequence[Any]] = (_ANY, _ANY_AS_HEADER)
+    lets_in: ClassVar[Literal["agents", "users", "admins"]] = "agents"
 
     def __init__(self, path: str, endpoint: Callable[..., Coroutine[Any, Any, Any]], **options: Any) -> None:
         @wraps(endpoint)
@@ -163,7 +159,7 @@ class AgentRoute(APIRoute):
             except TypeError:  # FastAPI knows more types
                 return made
 
-        options["dependencies"] = [*options["dependencies"], *self.schemes]
+        options["dependencies"] = [*options["dependencies"], *(_ADMIN_KEYS if self.lets_in == "admins" else _KEYS)]
         options["responses"] = {**ERRORS, **options["responses"]}
         # No key is needed until the first one is made.
         options["openapi_extra"] = {**(options["openapi_extra"] or {}), "security": [{}]}
@@ -180,7 +176,7 @@ class AgentRoute(APIRoute):
             with ExitStack() as held:
                 held.enter_context(caller.counted(reads=reads))
                 loan = held.enter_context(p.bodies.memory.loan(caller.owner))
-                await self.require(p.keys, caller, request.path_params.get("rollout_id"))
+                await self._require(p.keys, caller, request.path_params.get("rollout_id"))
                 try:
                     body = await p.bodies.read(request.receive, headers, loan) if self.body_field else b""
                 except ClientDisconnected:
@@ -198,30 +194,27 @@ class AgentRoute(APIRoute):
 
         return let_in
 
-    async def require(self, keys: Keys, caller: Caller, rollout_id: str | None) -> None:
+    async def _require(self, keys: Keys, caller: Caller, rollout_id: str | None) -> None:
         """Raise LightningError for a caller who has no right to this route, or to this rollout."""
+        if self.lets_in == "admins":
+            keys.require_admin(caller)
         require_may_reward(caller)
         if rollout_id is not None:
             await keys.require(caller, [check_id(rollout_id, "rollout_id")])
+        elif self.lets_in == "users":
+            await keys.require(caller, [])
 
 
 class UserRoute(AgentRoute):
     """A route for which a rollout's own key is not enough, unless it is about that rollout."""
 
-    async def require(self, keys: Keys, caller: Caller, rollout_id: str | None) -> None:
-        await super().require(keys, caller, rollout_id)
-        if rollout_id is None:
-            await keys.require(caller, [])
+    lets_in = "users"
 
 
 class AdminRoute(AgentRoute):
     """A route for admins, and for agents while there is no admin's key."""
 
-    schemes = (_ADMIN,)
-
-    async def require(self, keys: Keys, caller: Caller, rollout_id: str | None) -> None:
-        keys.require_admin(caller)
-        await super().require(keys, caller, rollout_id)
+    lets_in = "admins"
 
 
 def require_may_reward(caller: Caller) -> None:

@@ -1,10 +1,10 @@
-"""`/rollouts`: opening, reading, ending and deleting them."""
+"""`/rollouts`: opening, reading, ending and deleting them; `/reward`; `/tasks`: their rewards over time."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Literal
 from uuid import uuid4
@@ -13,23 +13,53 @@ from fastapi import APIRouter
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from ...core.errors import TooLarge, Unprocessable
+from ...core.errors import Forbidden, TooLarge, Unprocessable
 from ...core.http import in_thread_if_large
 from ...core.json_text import dumps, fields_of
-from ...core.records import Event, Mode, Rollout, RolloutName, RolloutStatus
-from ...store.database import Row
+from ...core.records import Event, Mode, Reward, Rollout, RolloutName, RolloutStatus
+from ...core.statistics import mean_and_spread
+from ...store.database import Row, read
 from ...store.keys import hash_key, new_key
 from ...store.reports import Summary
 from ..gateway.relay import DataPath, name_rollout
 from ..hooks import ProxyPlugin
-from .answers import CreditedCall, EventRecorded, Opened, RolloutDetail, RolloutPage, TrainingRows, Transitions
-from .bodies import Body, Count, EndBody, EventBody, EventList, Finite, Id, Name, PathId, RolloutsBody
-from .requests import AdminRoute, ControlRequest, Limit, OwnKey, Parts, Position, UserRoute
+from .answers import (
+    CreditedCall,
+    EventRecorded,
+    Opened,
+    Rewarded,
+    RolloutDetail,
+    RolloutPage,
+    Solved,
+    TaskPage,
+    TaskReward,
+    TaskSeen,
+    TrainingRows,
+    Transitions,
+)
+from .bodies import (
+    Body,
+    Count,
+    EndBody,
+    EventBody,
+    EventList,
+    Finite,
+    Id,
+    Name,
+    PathId,
+    RewardBody,
+    RewardList,
+    RolloutsBody,
+)
+from .requests import AdminRoute, AgentRoute, ControlRequest, Limit, OwnKey, Parts, Position, UserRoute
 from .views import rollout_detail, transitions, words_in
 
 Requests = Literal["short", "whole"]
+SHOWN = 32  # rewards of a task
 _CREDIT = [field.alias or name for name, field in CreditedCall.model_fields.items()]
 
+rewards = APIRouter(tags=["rewards"], route_class=AgentRoute)
+tasks = APIRouter(tags=["tasks"], route_class=UserRoute)
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=UserRoute)
 admins = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=AdminRoute)
 
@@ -216,3 +246,85 @@ async def delete_rollout(request: ControlRequest, rollout_id: PathId) -> None:
     await request.parts.store.rollouts.delete(rollout_id)
     request.parts.forget(rollout_id, "request")
     request.caller.log_change(f"rollout {rollout_id} was deleted")
+
+
+@rewards.post("/reward", response_model=Rewarded | list[Rewarded])
+async def post_reward(request: ControlRequest, body: RewardBody | RewardList, key: OwnKey) -> Any:
+    """Record one reward, or a list of them (all or none)."""
+    bodies = body if isinstance(body, list) else [body]
+    p, caller, sent = request.parts, request.caller, await request.body()
+    await p.keys.require(caller, (one.rollout_id for one in bodies))
+    if caller.rollout is not None and any(one.retrain for one in bodies):
+        raise Forbidden("a rollout's own key cannot offer rollouts to the trainer again (retrain)")
+
+    def checked() -> list[Reward]:
+        rewards = []
+        for place, one in enumerate(bodies):
+            p.config.rewards.require(one.reward, f"{place}.reward" if isinstance(body, list) else "reward")
+            source, comment = (text and p.redactor.text(text) for text in (one.source, one.comment))
+            final = one.call_id is None if one.final is None else one.final
+            rewards.append(Reward(
+                one.rollout_id, one.reward, one.call_id, one.name, source, comment, final, one.retrain
+            ))  # fmt: skip
+        return rewards
+
+    answer = await p.store.rewards.post(await in_thread_if_large(len(sent), checked), key, sent, caller.sender)
+    p.metrics.rewards.inc(len(answer))
+    if caller.is_admin:
+        for rollout_id in await p.store.rewards.changed([one["reward_id"] for one in answer]):
+            caller.log_change(f"the reward of rollout {rollout_id} was changed")
+    return answer if isinstance(body, list) else answer[0]
+
+
+@tasks.get("/tasks")
+async def list_tasks(
+    request: ControlRequest,
+    position: Position,
+    mode: Mode | None = None,
+    task_id: Id | None = None,
+    sort: Literal["recent", "mean", "spread", "rollouts"] = "recent",
+    limit: Limit = 100,
+) -> TaskPage:
+    """The tasks of the newest 20,000 rollouts, a page at a time.
+
+    `sort`: by the newest rollout, the mean reward, its standard deviation, or the number of rollouts, the greatest
+    first. The cursor is a place in this order: what happens meanwhile may move a task from one page to another.
+    """
+    reports, key_id, first = request.parts.store.reports, request.caller.sight.key_id, position or 0
+    filters: dict[str, Any] = {name: value for name, value in (("mode", mode), ("key_id", key_id)) if value is not None}
+    compared = await reports.newest_rollouts(filters)
+    looked_at = compared if task_id is None else await reports.newest_rollouts(filters | {"task_id": task_id})
+    found = await asyncio.to_thread(tasks_seen, looked_at, compared)
+    # Of equals, and of tasks without a reward, which come last, the one with the newest rollout is first.
+    if by := {"mean": "mean", "spread": "std", "rollouts": "rollouts"}.get(sort):
+        found.sort(key=lambda task: float("inf") if getattr(task, by) is None else -getattr(task, by))
+    following = str(first + limit) if first + limit < len(found) else None
+    return TaskPage(found[first : first + limit], following, len(looked_at))
+
+
+def tasks_seen(newest: Iterable[Row], compared: Iterable[Row]) -> list[TaskSeen]:
+    """Return the tasks of rollouts, which come newest first, in the order of their newest ones.
+
+    A task is `never` solved if each of its rewards is the lowest that any of `compared` has, and `always` if each is
+    the highest. That holds on any scale of rewards; where all are equal, nobody can tell.
+    """
+    known = [row["reward"] for row in compared if row["task_id"] is not None and row["reward"] is not None]
+    lowest, highest = min(known, default=0.0), max(known, default=0.0)
+    of_task = defaultdict[str, list[Row]](list)
+    for row in newest:
+        if row["task_id"] is not None:
+            of_task[row["task_id"]].append(row)
+
+    def seen(task_id: str, rollouts: Sequence[Row]) -> TaskSeen:
+        rewarded = [read(TaskReward, row) for row in rollouts if row["reward"] is not None]
+        rewards = [one.reward for one in rewarded]
+        mean, spread = mean_and_spread(rewards) if rewards else (None, None)
+        low, high = min(rewards, default=None), max(rewards, default=None)
+        solved: Solved | None = "never" if high == lowest else "always" if low == highest else "sometimes"
+        return TaskSeen(
+            task_id=task_id, rollouts=len(rollouts), rewarded=len(rewards), mean=mean, std=spread, min=low, max=high,
+            solved=None if lowest == highest or not rewards else solved,
+            last_at=max(row["at"] for row in rollouts), recent=rewarded[:SHOWN][::-1],
+        )  # fmt: skip
+
+    return [seen(task_id, rollouts) for task_id, rollouts in of_task.items()]

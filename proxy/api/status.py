@@ -1,18 +1,28 @@
-"""`GET /status`: counts of rollouts, what waits for the trainer, and how the live version is served."""
+"""`/status`, `/healthz`, `/readyz` and `/metrics`: what waits, how the policy is served, whether calls are answered."""
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 from collections import Counter, defaultdict
-from typing import Any
+from contextlib import suppress
+from typing import Any, get_args
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse, PlainTextResponse
 
+from ...core.config.address import without_addresses
+from ...core.errors import LightningError, StoreUnavailable
 from ...core.json_text import fields_of
+from ...core.records import CollapseSign
+from ...serving.health import replica_name
+from ...store.retention import over_bound
 from ...store.store import Store
-from .answers import Status, Verified
+from .answers import ERRORS, Ready, Status, Verified
 from .requests import ControlRequest, Parts, UserRoute
 
 router = APIRouter(tags=["status"], route_class=UserRoute)
+health = APIRouter(tags=["health"], responses=ERRORS)
 
 NEWEST = 200
 RECENT_CALLS = 500
@@ -84,3 +94,93 @@ async def verified(store: Store) -> Verified:
         live.version, live.verified, deviations, metrics.get("verify_difference"), by,
         None if probed is None else probed.at, None if probed is None else probed.problem, story,
     )  # fmt: skip
+
+
+@health.get("/healthz")
+async def healthz() -> dict[str, str]:
+    """The process runs."""
+    return {"status": "ok"}
+
+
+@health.get("/readyz", response_model=Ready, responses={503: {"model": Ready}})
+async def readyz(request: Request) -> Response:
+    """Answer 200 if a call for the alias would be answered and recorded, else 503 and why; `down`: watched servers."""
+    p: Parts = request.app.state.parts
+    checks, warnings = {"store": "ok", "upstream": "ok"}, dict[str, str | None]()
+    try:
+        await _require_store(p)
+        warnings = {
+            "policy": await p.store.probes.problem((await p.store.versions.live()).version),
+            "publish": None if p.watch is None else p.watch.otherwise,
+            "store": p.store.database.damage,
+            "retention": await over_bound(p.store.database, p.config.store.retention),
+        }
+    except LightningError as error:
+        checks["store"] = error.message
+    first, *standing_by = p.router.of_alias()
+    try:
+        checks["upstream"] = await p.health.ask(first) or "ok"
+        if p.watch is not None and checks["upstream"] == "ok":
+            await p.watch.current()
+    except LightningError as error:
+        checks["upstream"] = error.message
+    answered = checks["upstream"] == "ok" or any(
+        [not p.health.is_down(other) and await p.health.ask(other) is None for other in standing_by]
+    )
+    is_ready = checks["store"] == "ok" and answered
+    if is_ready:
+        checks |= {name: warning for name, warning in warnings.items() if warning is not None}
+    # A fallback answers, or other weights, or the store is too large or damaged.
+    status = "not ready" if not is_ready else "ready" if {*checks.values()} == {"ok"} else "degraded"
+    view: dict[str, Any] = {"status": status, **{name: without_addresses(check) for name, check in checks.items()}}
+    named = {upstream.name: upstream for upstream in p.config.upstreams}
+    if down := [named[name].server_name(url) for (name, url), problem in p.health.problems.items() if problem]:
+        view["down"] = down
+    return JSONResponse(view, 200 if is_ready else 503)
+
+
+async def _require_store(p: Parts) -> None:
+    """Raise StoreUnavailable unless a call's record could be written now."""
+    await p.store.versions.live()
+    await p.store.database.require_writable()
+    p.recorder.require()
+
+
+@health.get("/metrics", response_class=PlainTextResponse)
+async def metrics(request: Request) -> Response:
+    """Metrics in Prometheus' text format. While the store does not answer, what it holds is as at the last look."""
+    p: Parts = request.app.state.parts
+    show = p.metrics.set
+    show("recorder_queue", p.recorder.depth)
+    show("rollouts_per_step", p.config.trainer.rollouts_per_step)
+    for (name, url), problem in p.health.problems.items():
+        show("upstream_up", problem is None, name, replica_name(url))
+    directories = {"policy": p.config.policy.directory}
+    if not p.config.store.is_postgres:
+        directories["store"] = p.config.store.path.expanduser().absolute().parent
+    for what, directory in directories.items():
+        with suppress(OSError):  # no policy was published yet
+            show("disk_free_bytes", (await asyncio.to_thread(shutil.disk_usage, directory)).free, what)
+    try:
+        await _require_store(p)
+        seen, collapse = await verified(p.store), await p.store.steps.collapse()
+        show("policy_version", seen.version)
+        show("policy_verify_deviations", seen.deviations or 0.0)
+        show("policy_probed_seconds", seen.probed_at or 0.0)
+        show("policy_probe_ok", seen.problem is None)
+        for sign in get_args(CollapseSign):
+            show("policy_collapsed", collapse is not None and collapse.sign == sign, sign)
+        show("rollouts_waiting", await waiting(p))
+        show("step_began_seconds", await p.store.steps.under_way_since() or 0)
+        if (last := await p.store.steps.last()) is not None:
+            for name, value in {"step": last.step, **last.metrics}.items():
+                if isinstance(value, int | float):
+                    show("step", value, name)
+        for (mode, status), count in (await p.store.rollouts.counts()).items():
+            show("rollouts", count, mode, status)
+        for plugin in p.plugins:
+            await plugin.measure(p.store, p.metrics)
+        show("store_up", 1)
+    except StoreUnavailable:
+        show("store_up", 0)
+    return Response(p.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
