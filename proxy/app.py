@@ -133,8 +133,11 @@ async def _opened(
         ))  # fmt: skip
         core, to_open = Core(config, store, redactor, metrics), plugins if writes else ()
         hooks = [await stack.enter_async_context(plugin.opened(core)) for plugin in to_open]
-        choose = next((one.choose for one in hooks if one.choose is not None), None)
-        placed = next((one.placed for one in hooks if one.placed is not None), None)
+
+        def of_hooks(name: str) -> list[Any]:
+            return [hook for one in hooks if (hook := getattr(one, name)) is not None]
+
+        choose, placed = next(iter(of_hooks("choose")), None), next(iter(of_hooks("placed")), None)
         swap = None if vllm is None else Swap(store, VllmFleet.of(config, operator), mode, directory, placed)
         watch = None if vllm is None or swap is None else Watch(config.policy, swap, vllm, upstreams.health)
         router = PolicyRouter(config, store, watch, choose)
@@ -144,8 +147,8 @@ async def _opened(
             exact = ExactTokens(upstreams, chat_route.history, metrics.continued)
         gateway = Gateway(
             config, router, upstreams, recorder, metrics, unnamed=UnnamedRollouts(store), exact=exact,
-            chat_route=chat_route, rewrites=[one.rewrite for one in hooks if one.rewrite is not None],
-            listeners=[*(one.on_call for one in hooks if one.on_call is not None), *heard_by],
+            chat_route=chat_route, rewrites=of_hooks("rewrite"),
+            listeners=[*of_hooks("on_call"), *heard_by],
         )  # fmt: skip
         # The control API's view of them, and the background work.
         relay = Relay(config, keys, gateway, bodies) if writes else None
@@ -201,7 +204,7 @@ class Dispatch:
         except Forbidden as error:
             await Reply(receive, send).error(error)
             return
-        relay = None if parts.relay is None or parse_path(scope["path"]) is None else parts.relay
+        relay = None if parse_path(scope["path"]) is None else parts.relay
         if relay is not None or scope["path"] in _HURRIED:
             HURRIED.set(True)  # its statements take no longer than `store.busy_timeout_s`
         if relay is not None:
@@ -225,41 +228,30 @@ def _only_head(send: Send) -> Send:
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     """Answer an error in OpenAI's shape."""
-    refusal = _refusal(request, error)
-    return JSONResponse(
-        refusal.body(), refusal.status, {name.decode(): value.decode() for name, value in refusal.headers}
-    )
-
-
-def _refusal(request: Request, error: Exception) -> LightningError:
+    refusal, headers = LightningError("internal error of the proxy; its log says more"), dict[str, str]()
     match error:
         case LightningError():
-            return error
+            refusal = error
+            headers = {name.decode(): value.decode() for name, value in error.headers}
         case RequestValidationError():
             first = max(error.errors(), key=lambda e: len(e["loc"]))  # the branch of a union that fits best
             where = ".".join(str(part) for part in first["loc"] if part != "body" and "Body" not in str(part))
+            refusal = Unprocessable(f"{where}: {first['msg']}" if where else first["msg"], param=where or None)
             if first["type"] == "json_invalid":
-                return InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']}")
-            problem = f"{where}: {first['msg']}" if where else first["msg"]
-            if not where and error.body is None:
-                problem = "a JSON body is needed"
+                refusal = InvalidRequest(f"the body is not valid JSON: {first['ctx']['error']}")
+            elif not where and error.body is None:
+                refusal = Unprocessable("a JSON body is needed")
             elif not where and isinstance(error.body, bytes):  # so FastAPI leaves it, for example curl's
-                called = request.headers.get("content-type", "nothing")
-                problem = f"the body needs the header Content-Type: application/json; this one is called {called}"
-            return Unprocessable(problem, param=where or None)
+                kind = request.headers.get("content-type", "nothing")
+                problem = f"the body needs the header Content-Type: application/json; this one is called {kind}"
+                refusal = Unprocessable(problem)
         case HTTPException(status_code=404):
-            return NotFound(f"no route {request.method} {request.url.path}")
+            refusal = NotFound(f"no route {request.method} {request.url.path}")
         case HTTPException():
-            refusal = InvalidRequest(error.detail)
-            allowed = {"Allow": ", ".join(sorted(_methods(request)))} if error.status_code == 405 else error.headers
+            refusal, headers = InvalidRequest(error.detail), {**(error.headers or {})}
             refusal.status = error.status_code
-            refusal.headers = tuple((name.encode(), value.encode()) for name, value in (allowed or {}).items())
-            return refusal
-    return LightningError("internal error of the proxy; its log says more")
-
-
-def _methods(request: Request) -> set[str]:
-    """All methods of this path; Starlette names those of the first route only."""
-    found = (r.methods for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE)
-    methods = {method for methods in found for method in methods or ()}
-    return methods | {"HEAD"} if "GET" in methods else methods
+            if error.status_code == 405:  # Starlette names the methods of the first route of this path only
+                found = (r.methods for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE)
+                methods = {method for methods in found for method in methods or ()}
+                headers = {"Allow": ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))}
+    return JSONResponse(refusal.body(), refusal.status, headers)

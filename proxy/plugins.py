@@ -24,7 +24,7 @@ from .api.bodies import Body
 from .api.requests import AdminRoute, AgentRoute
 from .gateway.call import Question, Rewrite
 from .gateway.upstream import Upstream
-from .hooks import Core, Hooks, ProxyPlugin
+from .hooks import Core, Hooks, ProxyPlugin, Work
 
 __all__ = ["AdminRoute", "AgentRoute", "Core", "Hooks", "ProxyPlugin"]
 
@@ -107,43 +107,40 @@ class OthersPlugin(ProxyPlugin):
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
         calls = asyncio.Queue[tuple[CallStart, CallEnd, Mapping[str, str]]](WAITING)
+        async with self._plugin.opened(core) as hooks:
+            hear, forget = hooks.on_call, hooks.on_deleted
 
-        def on_call(start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
-            try:
-                calls.put_nowait((start, end, headers))
-            except asyncio.QueueFull:
-                log.warning("plugin %s: its hook on_call is too slow, and misses call %s", self._name, start.call_id)
+            def on_call(start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
+                try:
+                    calls.put_nowait((start, end, headers))
+                except asyncio.QueueFull:
+                    log.warning("plugin %s: its hook on_call is too slow: it misses call %s", self._name, start.call_id)
 
-        def on_deleted(rollout_id: str) -> None:
-            try:
-                if hooks.on_deleted is not None:
-                    hooks.on_deleted(rollout_id)
-            except Exception:
-                log.exception("plugin %s: its hook on_deleted failed", self._name)
+            async def tell(hear: Callable[..., Any]) -> None:
+                ask = hear if inspect.iscoroutinefunction(hear) else partial(asyncio.to_thread, hear)
+                while True:
+                    await self._within("on_call", None, ask, *await calls.get())
 
-        async with self._plugin.opened(core) as hooks, asyncio.TaskGroup() as group:
-            hears = None if hooks.on_call is None else group.create_task(self._hear(hooks.on_call, calls))
+            def on_deleted(rollout_id: str) -> None:
+                try:
+                    forget and forget(rollout_id)
+                except Exception:
+                    log.exception("plugin %s: its hook on_deleted failed", self._name)
+
+            work: list[Work] = [partial(self._within, "work", None, work) for work in hooks.work]
             yield Hooks(
-                rewrite=None if hooks.rewrite is None else partial(self._rewritten, hooks.rewrite),
-                on_call=None if hears is None else on_call,
+                rewrite=hooks.rewrite and partial(self._rewritten, hooks.rewrite),
+                on_call=hear and on_call,
                 on_deleted=on_deleted,
-                work=[partial(self._within, "work", None, work) for work in hooks.work],
+                work=[*work, partial(tell, hear)] if hear else work,
             )
-            if hears is not None:
-                hears.cancel()
-
-    async def _hear(self, hook: Callable[..., Any], calls: asyncio.Queue[Any]) -> None:
-        ask = hook if inspect.iscoroutinefunction(hook) else partial(asyncio.to_thread, hook)
-        while True:
-            call = await calls.get()
-            await self._within("on_call", None, ask, *call)
 
     async def _rewritten(self, hook: Rewrite, question: Question, rollout: RolloutName) -> Question:
         async def rewrite() -> Question:
             made = await hook(question, rollout)
-            if made.body is not question.body:  # the model is sent the request's bytes
-                made = made._replace(request=made.request.with_body(encode(made.body)))
-            return made
+            if made.body is question.body:
+                return made
+            return made._replace(request=made.request.with_body(encode(made.body)))  # the model is sent these bytes
 
         return await self._within("rewrite", question, rewrite)
 

@@ -175,7 +175,9 @@ WHERE superseded_by IS NULL
     AND (status <> 'ok' OR seq = (SELECT MAX(seq) FROM calls WHERE rollout_id = :rollout_id))
 """
 # The newest by order of insertion: every call would have to keep up an index on the time.
-CALL_NEWEST = "SELECT started_at, latency_ms FROM calls WHERE rowid = (SELECT MAX(rowid) FROM calls)"
+CALL_NEWEST = """
+SELECT started_at + COALESCE(latency_ms, 0.0) / 1000 FROM calls WHERE rowid = (SELECT MAX(rowid) FROM calls)
+"""
 # Likewise; a call of another model is none that anybody wants to train on.
 UNTRAINABLE = """
 SELECT untrainable_reason, COUNT(*) AS n FROM (
@@ -271,10 +273,9 @@ class Calls:
             row: dict[str, Any] = {"rollout_id": rollout_id, "call_id": call_id}
             if (found := await db.one(OUT_OF_ORDER, row)) is None:
                 return False
-            row.update(seq=found["seq"], at=found["at"], place=found["place"])
             for statement in MOVED:
-                await db.run(statement, row)
-            return bool(row["place"] < row["seq"])
+                await db.run(statement, row | dict(found))
+            return bool(found["place"] < found["seq"])
 
         return await self._db.write(work)
 
@@ -290,8 +291,7 @@ class Calls:
 
     async def giver(self, rollout_id: str, response_id: str) -> Giver | None:
         """Return the call that gave the answer with this `id`; None if none is recorded."""
-        params: dict[str, object] = {"rollout_id": rollout_id, "response_id": response_id}
-        for row in await self._db.all(RESPONSES_WITH, params):
+        for row in await self._db.all(RESPONSES_WITH, {"rollout_id": rollout_id, "response_id": response_id}):
             answer = loads_or_none(row["response"])
             if isinstance(answer, dict) and answer.get("id") == response_id:
                 return Giver(rollout_id, row["call_id"], row["upstream"], answer)
@@ -303,14 +303,13 @@ class Calls:
 
     async def newest(self) -> float | None:
         """Return when the newest call ended, or began if it has not ended (Unix time)."""
-        row = await self._db.one(CALL_NEWEST)
-        return None if row is None else float(row["started_at"] + (row["latency_ms"] or 0.0) / 1000)
+        ended: float | None = await self._db.value(CALL_NEWEST)
+        return ended
 
     async def under_way(self, since: float) -> int:
         """Count the calls that began after `since` and have not ended."""
-        statement = "SELECT COUNT(*) AS n FROM calls WHERE status = 'incomplete' AND started_at > :since"
-        row = await self._db.one(statement, {"since": since})
-        return 0 if row is None else int(row["n"])
+        statement = "SELECT COUNT(*) FROM calls WHERE status = 'incomplete' AND started_at > :since"
+        return int(await self._db.value(statement, since=since))
 
 
 def _read_calls(
@@ -324,28 +323,24 @@ def _read_calls(
 ) -> list[ModelCall]:
     """Read a rollout's calls, in order of `seq`: a parent comes before its children. `log`: of POLICY_LOG_DURING."""
     tools: dict[str, list[ToolCall]] = {}
-    for row in tool_calls:
-        is_error = None if row["is_error"] is None else bool(row["is_error"])
-        tool = ToolCall(row["tool_call_id"], row["name"], row["arguments"], loads_or_none(row["result"]), is_error)
-        tools.setdefault(row["call_id"], []).append(tool)
-    parts = [*short_calls(rows, known or {})]
-    rewards, calls = rewards or {}, []
+    for tool in tool_calls:
+        is_error, result = None if tool["is_error"] is None else bool(tool["is_error"]), loads_or_none(tool["result"])
+        made = ToolCall(tool["tool_call_id"], tool["name"], tool["arguments"], result, is_error)
+        tools.setdefault(tool["call_id"], []).append(made)
+    parts, calls = [*short_calls(rows, known or {})], []
     for row, own in zip(rows, parts if short else full_calls(parts, known), strict=True):
-        answer, reason = own.pop("response_token_ids"), _untrainable_reason(row)
-        own |= {"policy_versions": _versions(row, log), "choices": _choices(row, answer)}
-        own |= {"response": loads_or_none(row["response"]), "usage": loads_or_none(row["usage"])}
-        own |= {"tool_calls": tuple(tools.get(row["call_id"], ())), "reward": rewards.get(row["call_id"])}
-        calls.append(read(ModelCall, row, **own, trainable=reason is None, untrainable_reason=reason))
+        answer, call_id, reason = own.pop("response_token_ids"), row["call_id"], row["untrainable_reason"]
+        if row["superseded_by"] is not None:
+            reason = "the client sent the same request again"
+        elif reason is None and row["status"] != "ok":
+            reason = f"call {row['status']}"
+        calls.append(read(
+            ModelCall, row, **own, policy_versions=_versions(row, log), choices=_choices(row, answer),
+            response=loads_or_none(row["response"]), usage=loads_or_none(row["usage"]),
+            tool_calls=tuple(tools.get(call_id, ())), reward=(rewards or {}).get(call_id),
+            trainable=reason is None, untrainable_reason=reason,
+        ))  # fmt: skip
     return calls
-
-
-def _untrainable_reason(row: Row) -> str | None:
-    if row["superseded_by"] is not None:
-        return "the client sent the same request again"
-    if row["untrainable_reason"] is None and row["status"] != "ok":
-        return f"call {row['status']}"
-    reason: str | None = row["untrainable_reason"]
-    return reason
 
 
 def _versions(row: Row, log: Sequence[Row]) -> tuple[int, ...]:

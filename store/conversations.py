@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -126,14 +125,6 @@ class ConversationIndex:
             return None
         taken = await self._db.write(lambda db: db.all(CONVERSATION_TAKE, row))
         return taken[0]["rollout_id"] if taken else None
-
-    async def take_failed(self, digest: bytes) -> str | None:
-        """Take one of the calls under this digest that failed lately, in a rollout that is still running."""
-        return await self.take(digest, since=time.time() - TRIED_S)
-
-    async def take_of(self, digest: bytes, rollout_id: str) -> None:
-        """Take one of this rollout's calls that wait under this digest, if any does."""
-        await self.take(digest, rollout_id=rollout_id)
 
 
 async def forget_conversations(database: Database, rollout_id: str) -> None:

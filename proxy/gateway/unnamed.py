@@ -17,7 +17,7 @@ from ...core.http import in_thread_if_large
 from ...core.records import CallEnd, CallStart, ModelCall, RolloutName
 from ...core.values import is_under_way
 from ...store.calls import Giver
-from ...store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP
+from ...store.conversations import CONVERSATION_ORIGIN, CONVERSATION_POINT, CONVERSATION_TIP, TRIED_S
 from ...store.store import Store
 from ..dialects.atoms import (
     Atom,
@@ -126,7 +126,7 @@ class UnnamedRollouts:
         index, within, request = self._index, conversation.within, conversation.request
         if is_retry or conversation.atoms:
             asked = conversation.asked()
-            if again := await (index.take(asked) if is_retry else index.take_failed(asked)):
+            if again := await index.take(asked, since=None if is_retry else time.time() - TRIED_S):
                 return again
         for kept in _kept_by_server(request.get("previous_response_id"), request):
             if rollout := await index.leads_to(digest(conversation.caller, "response", kept)):
@@ -134,7 +134,7 @@ class UnnamedRollouts:
         for mark in islice(request_marks(request), MARKS):
             if rollout := await index.leads_to(identified(within, mark)):
                 for _, loose in islice(conversation.ends(), 1):
-                    await index.take_of(loose, rollout)
+                    await index.take(loose, rollout_id=rollout)
                 return rollout
         for point in islice(conversation.ends(), BEGINNINGS):
             if rollout := await index.rollout_at(*point):
