@@ -147,18 +147,15 @@ async def _opened(
             exact = ExactTokens(upstreams, chat_route.history, metrics.continued)
         gateway = Gateway(
             config, router, upstreams, recorder, metrics, unnamed=UnnamedRollouts(store), exact=exact,
-            chat_route=chat_route, rewrites=of_hooks("rewrite"),
-            listeners=[*of_hooks("on_call"), *heard_by],
+            chat_route=chat_route, rewrites=of_hooks("rewrite"), listeners=[*of_hooks("on_call"), *heard_by],
         )  # fmt: skip
         # The control API's view of them, and the background work.
         relay = Relay(config, keys, gateway, bodies) if writes else None
         parts = Parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router, keys=keys,
             metrics=metrics, redactor=redactor, relay=relay, bodies=bodies,
-            reads=Turns(), health=upstreams.health,
-            plugins=plugins, on_deleted=[
-                recorder.forget, chat_route.history.forget, *(h.on_deleted for h in hooks if h.on_deleted is not None),
-            ],
+            reads=Turns(), health=upstreams.health, plugins=plugins,
+            on_deleted=[recorder.forget, chat_route.history.forget, *of_hooks("on_deleted")],
         )  # fmt: skip
         if writes:
             await store.returns.adopt(Rules.of(config.trainer))
