@@ -6,6 +6,7 @@ no decisions, and moves text that others share with them. `words_in` has the fir
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from itertools import pairwise
@@ -19,7 +20,7 @@ from ...store.requests import begun
 from ..dialects.transcript import messages_answered, messages_in, text
 from .answers import Call, RewardSeen
 
-_OF_CALL = tuple(field.name for field in fields(Call) if field.name != "choices")
+_OF_CALL = tuple(field.name for field in fields(Call))
 
 _OF_REWARD = {name: "value" if name == "reward" else name for name in RewardSeen.model_fields}
 
@@ -45,17 +46,13 @@ def rollout_detail(
 
 def call_fields(calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
     """Return what features say of each of a rollout's calls, which are all of it, in order."""
-    found: list[dict[str, Any]] = [{} for _ in calls]
-    for feature in feature_sections().values():
-        for fields_of_call, more in zip(found, feature.call_fields(calls), strict=True):
-            fields_of_call.update(more)
-    return found
+    said = [feature.call_fields(calls) for feature in feature_sections().values()]
+    return [dict(ChainMap(*more)) for more in zip(*said, strict=True)] if said else [{} for _ in calls]
 
 
 def call_view(call: ModelCall) -> dict[str, Any]:
     """Return a call without its rollout. It has `choices` only if there are several."""
-    view = {name: getattr(call, name) for name in _OF_CALL}
-    return view | {"choices": call.choices} if len(call.choices) > 1 else view
+    return {name: getattr(call, name) for name in _OF_CALL if name != "choices" or len(call.choices) > 1}
 
 
 def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[Event] = ()) -> list[Transition]:
@@ -69,34 +66,33 @@ def transitions(rollout: Rollout, calls: Sequence[ModelCall], events: Sequence[E
     """
     answered = among_decisions(calls)
     following = {call.call_id: after for call, after in pairwise(answered)}
-    made: list[Transition] = []
-    states: dict[str | None, Any] = {}
+    made, states = list[Transition](), dict[str | None, Any]()
+
+    def add(step: ModelCall | Event, call_id: str | None, state: Any, tool: ToolCall | Event) -> None:
+        action = {"id": getattr(tool, "id", None), "name": tool.name, "arguments": tool.arguments}
+        after = {"result": tool.result, "is_error": tool.is_error}
+        made.append(Transition(len(made), "tool", step.agent, call_id, state, action, 0.0, after, False))
+
     steps: list[Event | ModelCall] = [*events, *answered]
     for step in sorted(steps, key=lambda step: (step.seq, isinstance(step, ModelCall))):
         if isinstance(step, ModelCall):
-            made += _call_transitions(len(made), step, following.get(step.call_id), rollout)
+            after, message = following.get(step.call_id), answer_in(step.response)
+            reward = (step.reward or 0.0) + (0.0 if after else rollout.own_reward or 0.0)
+            action = {"message": message, "token_ids": step.response_token_ids, "finish_reason": step.finish_reason}
+            made.append(Transition(
+                len(made), "llm", step.agent, step.call_id, _state(step), action, reward,
+                _state(after) if after else None, False,
+            ))  # fmt: skip
+            for tool in step.tool_calls:
+                if tool.result is not None:
+                    add(step, step.call_id, message, tool)
         elif step.kind == "state":
             states[step.agent] = step.value
         elif step.kind == "action":
-            made.append(_of_tool(len(made), step.agent, None, states.get(step.agent), step))
+            add(step, None, states.get(step.agent), step)
     if made and rollout.status != "running":
         made[-1] = replace(made[-1], done=True)
     return made
-
-
-def _call_transitions(t: int, call: ModelCall, after: ModelCall | None, rollout: Rollout) -> list[Transition]:
-    reward, message = (call.reward or 0.0) + (0.0 if after else rollout.own_reward or 0.0), answer_in(call.response)
-    action = {"message": message, "token_ids": call.response_token_ids, "finish_reason": call.finish_reason}
-    following = _state(after) if after else None
-    own = Transition(t, "llm", call.agent, call.call_id, _state(call), action, reward, following, False)
-    tools = [tool for tool in call.tool_calls if tool.result is not None]
-    return [own, *(_of_tool(t + 1 + i, call.agent, call.call_id, message, tool) for i, tool in enumerate(tools))]
-
-
-def _of_tool(t: int, agent: str | None, call_id: str | None, state: Any, tool: ToolCall | Event) -> Transition:
-    action = {"id": getattr(tool, "id", None), "name": tool.name, "arguments": tool.arguments}
-    following = {"result": tool.result, "is_error": tool.is_error}
-    return Transition(t, "tool", agent, call_id, state, action, 0.0, following, False)
 
 
 def answer_in(response: Any) -> Any:
