@@ -22,28 +22,18 @@ WHERE TRUE {filters} ORDER BY n DESC LIMIT :limit
 """
 LARGE_TEXT = 100_000  # characters; larger requests and answers are not read
 TEXTS_AT_ONCE = 20  # rollouts whose texts one statement reads
-WORDS_KEPT = 5_000  # rollouts whose words are remembered
-WORDS_DEPEND_ON = ("rollout_id", "first_id", "last_id", "last_call")
-
-_FIRST_AND_LAST_CALL = """
+# Mean latency of the first calls: a rollout may have thousands.
+SUMMARIES = """
+SELECT rollouts.rollout_id, began.model, ended.status AS last_call,
+       (SELECT name FROM keys WHERE keys.key_id = rollouts.key_id) AS key,
+       (SELECT AVG(latency_ms) FROM calls AS one WHERE one.rollout_id = rollouts.rollout_id AND seq < 32) AS latency_ms,
+       CASE WHEN LENGTH(began.request) <= :large THEN began.request END AS request,
+       CASE WHEN LENGTH(ended.response) <= :large THEN ended.response END AS response
 FROM rollouts
 LEFT JOIN calls AS began ON began.rollout_id = rollouts.rollout_id AND began.seq = 0
 LEFT JOIN calls AS ended ON ended.rollout_id = rollouts.rollout_id
      AND ended.seq = (SELECT MAX(seq) FROM calls WHERE calls.rollout_id = rollouts.rollout_id)
 WHERE rollouts.rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids))
-"""
-# Mean latency of the first calls: a rollout may have thousands.
-SUMMARIES = f"""
-SELECT rollouts.rollout_id, began.model, began.call_id AS first_id, ended.call_id AS last_id, ended.status AS last_call,
-       (SELECT name FROM keys WHERE keys.key_id = rollouts.key_id) AS key,
-       (SELECT AVG(latency_ms) FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.seq < 32) AS latency_ms
-{_FIRST_AND_LAST_CALL}
-"""
-TEXTS = f"""
-SELECT rollouts.rollout_id,
-       CASE WHEN LENGTH(began.request) <= :large THEN began.request END AS request,
-       CASE WHEN LENGTH(ended.response) <= :large THEN ended.response END AS response
-{_FIRST_AND_LAST_CALL}
 """
 
 # By order of insertion, as in `calls.UNTRAINABLE`. Of an answer's tokens only the length is read.
@@ -117,14 +107,10 @@ class RecentTraffic:
 
 
 class Reports:
-    """Reads what lists and the status show of the newest rollouts and calls.
-
-    A page asks again whenever something happens, so words are remembered until a further call begins or ends.
-    """
+    """Reads what lists and the status show of the newest rollouts and calls."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
-        self._words: dict[tuple[Any, ...], Words] = {}
 
     async def newest_rollouts(self, filters: dict[str, Any]) -> Sequence[Row]:
         """Return the newest `NEWEST_ROLLOUTS` rollouts: `at` is when one ended, or began if it has not ended.
@@ -136,22 +122,16 @@ class Reports:
 
     async def summaries(self, rollout_ids: Sequence[str], words_in: WordsIn) -> dict[str, Summary]:
         """Return the summaries of rollouts by their ids. `words_in`: finds the words in a stored request and answer."""
-        rows = await self._db.all(SUMMARIES, {"rollout_ids": dumps([*rollout_ids])})
-        states = {row["rollout_id"]: tuple(row[part] for part in WORDS_DEPEND_ON) for row in rows}
-        missing = [rollout_id for rollout_id, state in states.items() if state not in self._words]
+        found: dict[str, Summary] = {}
 
-        def read_words(texts: Sequence[Row]) -> dict[tuple[Any, ...], Words]:
-            return {states[row["rollout_id"]]: words_in(row["request"], row["response"]) for row in texts}
+        def read_some(rows: Sequence[Row]) -> None:
+            for row in rows:
+                question, answer = words_in(row["request"], row["response"])
+                found[row["rollout_id"]] = read(Summary, row, question=question, answer=answer)
 
-        for i in range(0, len(missing), TEXTS_AT_ONCE):
-            some = {"rollout_ids": dumps(missing[i : i + TEXTS_AT_ONCE]), "large": LARGE_TEXT}
-            self._words |= await asyncio.to_thread(read_words, await self._db.all(TEXTS, some))
-        found = {}
-        for row in rows:
-            question, answer = self._words.get(states[row["rollout_id"]], (None, None))
-            found[row["rollout_id"]] = read(Summary, row, question=question, answer=answer)
-        while len(self._words) > WORDS_KEPT:
-            del self._words[next(iter(self._words))]
+        for i in range(0, len(rollout_ids), TEXTS_AT_ONCE):
+            some = {"rollout_ids": dumps([*rollout_ids[i : i + TEXTS_AT_ONCE]]), "large": LARGE_TEXT}
+            await asyncio.to_thread(read_some, await self._db.all(SUMMARIES, some))
         return found
 
     async def traffic(self, newest: int) -> RecentTraffic:
