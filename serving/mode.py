@@ -15,7 +15,7 @@ from ..core.config.server import StoreConfig
 from ..core.errors import ConfigError
 from ..core.records import PublishMode
 from ..store.store import Store
-from ..store.versions import Decided, kept_mode, newest_checkpoint
+from ..store.versions import kept_mode, newest_checkpoint
 
 log = logging.getLogger(__name__)
 
@@ -62,17 +62,20 @@ async def decide(config: Config, store: Store, who: str) -> PublishMode:
 
     ConfigError where a new version is to be tested, and one merged server is all there is.
     """
-    mode, before = publish_mode(config), await store.publishing.decided()
+    mode = publish_mode(config)
     if mode == "merged" and config.merged_obstacle is not None:
         raise ConfigError(config.merged_obstacle)
+    if (warning := await other_mode(store, who, mode)) is not None:
+        log.warning("%s", warning)
     await store.publishing.decide(mode, who, configured=config.policy.publish != "auto")
-    if before is not None and before.mode != mode:
-        log.warning("%s", otherwise(who, mode, before))
     return mode
 
 
-def otherwise(who: str, mode: PublishMode, decided: Decided) -> str:
-    """Return a warning that `who` publishes or serves in another mode than the store's."""
+async def other_mode(store: Store, who: str, mode: PublishMode) -> str | None:
+    """Return a warning if `who` publishes or serves in another mode than the store's."""
+    decided = await store.publishing.decided()
+    if decided is None or decided.mode == mode:
+        return None
     since = datetime.fromtimestamp(decided.at).strftime("%Y-%m-%d %H:%M")
     return (
         f"policy.publish is {mode} for this {who}, and {decided.mode} for the {decided.decided_by} since {since}: give "

@@ -29,12 +29,11 @@ from ..core.errors import (
     UpstreamUnreachable,
 )
 from ..core.records import PolicyVersion, Rollout
-from ..serving.mode import otherwise
+from ..serving.mode import other_mode
 from ..serving.swap import Superseded, Swap
 from ..serving.vllm import VllmFault, VllmFleet
 from ..store.store import Store
 from ..store.training import Step
-from ..store.versions import Decided
 from .step.engine import TrainingEngine
 from .types import BackgroundWork, Sample
 from .verify import MORE_ANSWERS, Verifier, WeightEvidence
@@ -149,7 +148,7 @@ class Publisher(NoPublisher):
         self.vllm = swap.vllm
         self.background = BackgroundWork()
         self.measured: dict[str, Any] = {}  # the step's metrics about the verification of what was published last
-        self._decided: Decided | None = None
+        self._other_mode: str | None = None  # the warning about it
         self._unverified: Unverified | None = None
 
     async def publish(
@@ -310,12 +309,9 @@ class Publisher(NoPublisher):
         return live.publish not in (None, self._swap.mode)
 
     async def warn_of_another_mode(self) -> None:
-        decided, mode = await self._store.publishing.decided(), self._swap.mode
-        if decided is None or decided == self._decided:
-            return
-        self._decided = decided
-        if decided.mode != mode:
-            log.error("%s", otherwise("trainer", mode, decided))
+        before, self._other_mode = self._other_mode, await other_mode(self._store, "trainer", self._swap.mode)
+        if self._other_mode not in (None, before):
+            log.error("%s", self._other_mode)
 
     def remember_served(self) -> None:
         self._verifier.remember_served()

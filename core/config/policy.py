@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -46,13 +45,9 @@ class PolicyConfig(Section):
         if self.adapters and self.publish == "merged":
             yield "policy.adapters needs policy.publish: lora; merged weights are those of one adapter"
 
-    @cached_property
-    def _adapter_by_agent(self) -> dict[str, str]:
-        return {agent: name for name, agents in self.adapters.items() for agent in agents}
-
     def adapter_of(self, agent: str | None) -> str:
         """Return the name of the adapter that answers this agent's calls."""
-        return self._adapter_by_agent.get(agent or "", DEFAULT_ADAPTER)
+        return next((name for name, agents in self.adapters.items() if agent in agents), DEFAULT_ADAPTER)
 
 
 class VllmConfig(Section):

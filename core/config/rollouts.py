@@ -39,11 +39,6 @@ class RewardsConfig(Section):
             yield f"range: the lower end comes first, as in [0, 1]; got {[*self.range]}"
 
     @property
-    def longest_wait_s(self) -> float | None:
-        """Return how long the function may take for a rollout that has ended; None without one."""
-        return None if self.function is None else self.timeout_s
-
-    @property
     def file(self) -> Path:
         """Return the file of `function`. Call it only if there is a function."""
         return Path((self.function or "").rpartition(":")[0]).expanduser().absolute()

@@ -100,7 +100,8 @@ class Config(Section):
     @property
     def longest_wait_s(self) -> float | None:
         """Return how long a rollout's reward may take once it has ended; None if nothing here gives any."""
-        waits = (self.rewards.longest_wait_s, *(section.longest_wait_s for section in self.sections))
+        own = None if self.rewards.function is None else self.rewards.timeout_s
+        waits = (own, *(section.longest_wait_s for section in self.sections))
         return max((wait for wait in waits if wait is not None), default=None)
 
     def not_absolute(self, names: Collection[str]) -> str | None:

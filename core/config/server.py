@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from ..errors import ConfigError
+from .address import shown
 from .section import NOT_SENDABLE, Above0, Count, Port, Positive, Seconds, Section, is_sendable
 
 
@@ -108,9 +109,8 @@ class StoreConfig(Section):
     def faults(self) -> Iterator[str]:
         if self.is_postgres and self.retention.max_gib is not None:
             yield "retention.max_gib is for a store that is a file; PostgreSQL has retention.max_age_days"
-        if not self.is_postgres and (not self.url.startswith("sqlite:///") or self.url == "sqlite:///"):
-            shown = re.sub("//[^/]*@", "//…@", self.url)  # without a password
-            yield f"sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed, got {shown!r}"
+        if not self.is_postgres and not re.match("sqlite:///.", self.url):
+            yield f"sqlite:///FILE or postgresql://USER@HOST/DATABASE is needed, got {shown(self.url)!r}"
 
 
 class RecordingConfig(Section):

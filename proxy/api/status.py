@@ -111,7 +111,7 @@ async def readyz(request: Request) -> Response:
         await _require_store(p)
         warnings = {
             "policy": await p.store.probes.problem((await p.store.versions.live()).version),
-            "publish": None if p.watch is None else p.watch.otherwise,
+            "publish": None if p.watch is None else p.watch.other_mode,
             "store": p.store.database.damage,
             "retention": await over_bound(p.store.database, p.config.store.retention),
         }

@@ -22,7 +22,7 @@ from ...core.config.upstreams import UpstreamConfig
 from ...core.errors import Conflict, LightningError, NotFound, StoreUnavailable, UpstreamTimeout
 from ...core.records import PolicyVersion, RolloutName
 from ...serving.health import Health, replica_name
-from ...serving.mode import otherwise
+from ...serving.mode import other_mode
 from ...serving.swap import NotServed, Swap, obstacle
 from ...serving.vllm import AWAY, VllmServer
 from ...store.store import Store
@@ -85,21 +85,20 @@ class PolicyRouter:
                 raise
             log.warning("upstream %s: %s; %s gets the call", upstream.name, error, fallbacks[0].upstream.name)
             return fallbacks[0]._replace(fallbacks=fallbacks[1:])
-        base, choose = self._watch.base, self._choose if recorded and model == self.alias else None
-        pins, servers, chosen, version, served = True, tuple[str, ...](), live, None, opened_for
-        if self._watch.swap.mode == "merged":
-            if placed:
-                chosen, servers = await self._placed(self._watch, rollout, live, placed, choose)
-            version = chosen.version if model in (None, self.alias, base) else None
-            served = base if model == self.alias else served
-        elif model == self.alias:
+        merged, base, by_alias = self._watch.swap.mode == "merged", self._watch.base, model == self.alias
+        choose, chosen, servers = self._choose if recorded and by_alias else None, live, tuple[str, ...]()
+        if merged and placed:
+            chosen, servers = await self._placed(self._watch, rollout, live, placed, choose)
+        elif by_alias and not merged:
             chosen = await self._pinned(rollout, live, pin, choose)
-            adapter, version = self._policy.adapter_of(rollout.agent), chosen.version
-            served = base if version == 0 else chosen.adapters.get(adapter, chosen.served_model)
-        else:
-            version = 0 if model is None or model == base else await self._store.versions.named(model)
-            pins = False
-        return Route(upstream, served, version, fallbacks, pins, self._watch.adds_usage, servers)
+        version: int | None = chosen.version if merged or by_alias else 0
+        served = opened_for
+        if by_alias:
+            own = chosen.adapters.get(self._policy.adapter_of(rollout.agent), chosen.served_model)
+            served = base if merged or version == 0 else own
+        elif model is not None and model != base:
+            version = None if merged else await self._store.versions.named(model)
+        return Route(upstream, served, version, fallbacks, merged or by_alias, self._watch.adds_usage, servers)
 
     async def _pinned(
         self, rollout: RolloutName, live: PolicyVersion, pin: int | None, choose: Choose | None
@@ -197,7 +196,7 @@ class Watch:
         self.health = health
         self.base: str | None = None  # the name under which vLLM serves the base model
         self.adds_usage = False  # streams of a server have a usage chunk that nobody asked for
-        self.otherwise: str | None = None  # another process publishes in another mode
+        self.other_mode: str | None = None  # another process publishes in another mode
         self._config = config
         self._look: asyncio.Task[None] | None = None
         self._mending: asyncio.Task[None] | None = None
@@ -275,15 +274,14 @@ class Watch:
 
     async def _look_at_mode(self) -> None:
         """See in which mode versions are served: with `auto` in that of the live one."""
-        store, mode = self.swap.store, self.swap.mode
-        decided = await store.publishing.decided()
+        store, mode, before = self.swap.store, self.swap.mode, self.other_mode
         if self._config.publish == "auto":
+            decided = await store.publishing.decided()
             self.swap.mode = (await store.versions.live()).publish or (decided.mode if decided else mode)
-        elif decided is None or decided.mode == mode:
-            self.otherwise = None
-        elif self.otherwise is None:
-            self.otherwise = otherwise("proxy", mode, decided)
-            log.warning("%s", self.otherwise)
+            return
+        self.other_mode = await other_mode(store, "proxy", mode)
+        if self.other_mode and before is None:
+            log.warning("%s", self.other_mode)
 
     async def _problems(self) -> dict[VllmServer, LightningError | None]:
         """Why servers do not serve what is live, after they were given it.
@@ -317,13 +315,12 @@ class Watch:
 
     def _set_problem(self, error: Exception) -> None:
         """Log a problem once, not at every check while it stays the same: vLLM may be away for days."""
-        problem = error if isinstance(error, (NotServed, *AWAY)) else None
-        if problem is None and isinstance(error, LightningError):
-            problem = NotServed(f"{error}: `lightning-proxy doctor` says what to do")
-        problem = problem or NotServed(f"vLLM does not serve the live policy version: {error}")
+        known, problem = isinstance(error, LightningError), error
+        if not isinstance(problem, (NotServed, *AWAY)):
+            advice = f"{error}: `lightning-proxy doctor` says what to do"
+            problem = NotServed(advice if known else f"vLLM does not serve the live policy version: {error}")
         if str(problem) != str(self._problem):
-            unknown = None if isinstance(error, LightningError) else error
-            log.warning("the policy is not served yet: %s", problem, exc_info=unknown)
+            log.warning("the policy is not served yet: %s", problem, exc_info=None if known else error)
         problem.message = without_addresses(problem.message)  # which agents are shown
         self._is_served, self._problem = False, problem
 
