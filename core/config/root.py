@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from .policy import PolicyConfig, VllmConfig
 from .rollouts import RewardsConfig, RolloutsConfig, RunConfig
-from .section import FeatureSection, Kind, NotNegative, Section, feature_sections, section_of
+from .section import FeatureSection, NotNegative, WithFeatures, feature_sections
 from .server import ProxyConfig, RecordingConfig, StoreConfig
 from .trainer import TrainerConfig
 from .upstreams import UpstreamConfig, fallback_faults
@@ -24,7 +24,7 @@ def _section_named(given: tuple[str, Any]) -> FeatureSection:
     return kind.model_validate(value)
 
 
-class Config(Section):
+class Config(WithFeatures):
     """The core's sections. Those of features are read with `section`."""
 
     model_config = ConfigDict(extra="allow")
@@ -45,13 +45,8 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     prices: dict[str, Annotated[list[NotNegative], Field(min_length=2, max_length=3)]] = {}
 
-    def section(self, kind: type[Kind]) -> Kind:
-        """Return a feature's section."""
-        return section_of(self.sections, kind)
-
     @property
     def sections(self) -> tuple[FeatureSection, ...]:
-        """Return the sections of all features."""
         return tuple(self.__pydantic_extra__.values())
 
     @model_validator(mode="before")

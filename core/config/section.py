@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 from urllib.parse import urlsplit
@@ -114,9 +114,17 @@ class FeatureSection(Section):
 Kind = TypeVar("Kind", bound=FeatureSection)
 
 
-def section_of(sections: Iterable[FeatureSection], kind: type[Kind]) -> Kind:
-    """Return a feature's section; with its defaults if it is not among these."""
-    return next((one for one in sections if isinstance(one, kind)), None) or kind()
+class WithFeatures(Section):
+    """A section that knows those of features."""
+
+    @property
+    def sections(self) -> tuple[FeatureSection, ...]:
+        """Return the sections of features."""
+        return ()
+
+    def section(self, kind: type[Kind]) -> Kind:
+        """Return a feature's section; with its defaults if it is not there."""
+        return next((one for one in self.sections if isinstance(one, kind)), None) or kind()
 
 
 @cache

@@ -16,15 +16,14 @@ from .section import (
     Count,
     FeatureSection,
     Gpu,
-    Kind,
     NotNegative,
     Number,
     Positive,
     Seconds,
     Section,
     Share,
+    WithFeatures,
     feature_sections,
-    section_of,
 )  # fmt: skip
 
 MIN_EARLIER = 4  # the fewest earlier rollouts from which a usual reward can be estimated
@@ -106,7 +105,7 @@ class CollapseConfig(Section):
             yield "reward_stop is less than reward_warn: training would stop without a warning"
 
 
-class TrainerConfig(Section):
+class TrainerConfig(WithFeatures):
     functions: ClassVar[Mapping[str, Sequence[str]]] = {
         "credit": ("uniform", "discounted", "anchor"),
         "baseline": ("grpo", "dr_grpo", "rloo", "reinforce_pp"),
@@ -174,12 +173,7 @@ class TrainerConfig(Section):
 
     @property
     def sections(self) -> tuple[FeatureSection, ...]:
-        """Return the sections of features."""
         return self._sections
-
-    def section(self, kind: type[Kind]) -> Kind:
-        """Return a feature's section."""
-        return section_of(self._sections, kind)
 
     @property
     def reward_range(self) -> tuple[float, float]:

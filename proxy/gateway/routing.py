@@ -93,9 +93,10 @@ class PolicyRouter:
             chosen = await self._pinned(rollout, live, pin, choose)
         version: int | None = chosen.version if merged or by_alias else 0
         served = opened_for
-        if by_alias:
-            own = chosen.adapters.get(self._policy.adapter_of(rollout.agent), chosen.served_model)
-            served = base if merged or version == 0 else own
+        if by_alias and (merged or version == 0):
+            served = base
+        elif by_alias:
+            served = chosen.adapters.get(self._policy.adapter_of(rollout.agent), chosen.served_model)
         elif model is not None and model != base:
             version = None if merged else await self._store.versions.named(model)
         return Route(upstream, served, version, fallbacks, merged or by_alias, self._watch.adds_usage, servers)
