@@ -201,11 +201,11 @@ class Dispatch:
         except Forbidden as error:
             await Reply(receive, send).error(error)
             return
-        relay = None if parse_path(scope["path"]) is None else parts.relay
-        if relay is not None or scope["path"] in _HURRIED:
+        path = None if parts.relay is None else parse_path(scope["path"])
+        if path is not None or scope["path"] in _HURRIED:
             HURRIED.set(True)  # its statements take no longer than `store.busy_timeout_s`
-        if relay is not None:
-            await relay(scope, receive, send)
+        if path is not None and parts.relay is not None:
+            await parts.relay(scope, receive, send, path)
         elif scope["method"] == "HEAD":
             await self._control({**scope, "method": "GET"}, receive, _only_head(send))
         else:

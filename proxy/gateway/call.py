@@ -114,7 +114,11 @@ class Gateway:
         route = await self.policy.route(rollout, model_of(question.body), recorded=question.recorded)
         for rewrite in self.rewrites:  # the model, and so the record, gets what plugins make of it
             question = await rewrite(question, rollout)
-        decision = await self._chat_decision(question, rollout, route)  # to the API's own route, or the chat route
+        decision = ChatDecision()  # to the API's own route, or the chat route
+        if self.chat_route is not None and question.recorded and question.endpoint in self.chat_route.translators:
+            decision = await self.chat_route.decide(
+                question.endpoint, question.dialect, question.request, question.body, rollout.rollout_id, route
+            )
         call = CallUnderWay(self, question, rollout, route, decision, reply, conversation)
         # What failed above this line is not recorded: nothing would have been asked.
         with reply.while_connected(finish_s=self.finish_s if question.recorded else 0.0):
@@ -142,12 +146,24 @@ class Gateway:
         rollout_id = await self.unnamed.find(conversation, is_retry=question.is_retry)
         return name if rollout_id is None else name._replace(rollout_id=rollout_id), conversation
 
-    async def _chat_decision(self, question: Question, rollout: RolloutName, route: Route) -> ChatDecision:
-        if self.chat_route is None or not question.recorded or question.endpoint not in self.chat_route.translators:
-            return ChatDecision()
-        return await self.chat_route.decide(
-            question.endpoint, question.dialect, question.request, question.body, rollout.rollout_id, route
-        )
+    def ended(
+        self,
+        start: CallStart,
+        end: CallEnd,
+        headers: Mapping[str, str],
+        limiter: Limiter | None,
+        size: int = 0,
+        *,
+        recorded: bool = True,
+    ) -> None:
+        """Update limits, metrics and telemetry with a call whose end is durable, and whose request had `size` bytes."""
+        if limiter is not None:
+            limiter.spend(end, size)
+        if end.status == "incomplete":  # a background response, which ends later
+            return
+        self.metrics.call_ended(end, recorded)
+        for listener in self.listeners if recorded else ():
+            listener(start, end, headers)
 
 
 class CallUnderWay:
@@ -306,31 +322,33 @@ class CallUnderWay:
                 status, error = "cancelled", "the agent disconnected; its answer was finished for the record"
             elif status == "ok" and self._transcript is not None and is_under_way(self._transcript.response()):
                 status = "incomplete"
-            size = len(self._question.request.body) + (self._transcript.size if self._transcript else 0)
-            if size < LARGE:
-                self._committed = self._commit(*self._end(status, error))
-            else:
-                self._committed = asyncio.ensure_future(self._commit_large(status, error))
+            self._committed = asyncio.create_task(self._commit(status, error))
         await asyncio.shield(self._committed)
 
     async def failed(self, error: BaseException) -> None:
         """Record the failure and show it: as an error, or, where the answer has begun, by leaving it unfinished."""
+        status: CallStatus = "error"
         if not isinstance(error, Exception):
-            await self._cancelled()
-            return
-        if isinstance(error, TimeoutError):
+            status, why, limit_s = "cancelled", "the agent disconnected", self._gateway.finish_s
+            if self._reply.agent_left and limit_s:
+                why += f"; its answer was not finished within {limit_s:g} s"
+            error = LightningError(f"{why}, or the proxy was stopped")
+        elif isinstance(error, TimeoutError):
             seconds = self._route.upstream.total_timeout_s
             error = UpstreamTimeout(f"{self.upstream}: no complete answer within {seconds} s")
         elif not isinstance(error, LightningError):
             log.error("call %s: internal error", self._start.call_id, exc_info=error)
             error = LightningError("internal error of the proxy; its log says more")
-        if not self._reply.started:
+        if not self._reply.started and status == "error":
             self._http_status = error.status
-        try:
+        try:  # a cancelled call's end is recorded after its start, even if that is still on its way
             if not isinstance(error, StoreUnavailable):
-                await self.record_end("error", error.message)
+                await self.record_end(status, error.message)
         except StoreUnavailable as unavailable:
             error = unavailable
+            log.warning("call %s: %s", self._start.call_id, error.message)
+        if status == "cancelled":
+            return
         if not self._reply.started:
             await self._reply.error(error, self._headers())
             return
@@ -338,85 +356,37 @@ class CallUnderWay:
         if self._transcript is not None and not self._transcript.ended:
             await self._reply.body(self._transcript.end())
 
-    async def _cancelled(self) -> None:
-        why = "the agent disconnected, or the proxy was stopped"
-        if self._reply.agent_left and (limit_s := self._gateway.finish_s):
-            why = f"the agent disconnected; its answer was not finished within {limit_s:g} s, or the proxy was stopped"
-        try:  # recorded after the start, even if that is still on its way
-            await self.record_end("cancelled", why)
-        except StoreUnavailable as error:
-            log.warning("call %s: %s", self._start.call_id, error.message)
-
     def _end(self, status: CallStatus, error: str | None) -> tuple[CallEnd, list[Statement]]:
         """How the call ended, and statements by which a later request finds it."""
-        question, target, transcript = self._question, self.attempts.target, self._transcript
-        response = transcript.response() if transcript else None
-        tokens = transcript.tokens if transcript else Tokens()
-        unkept = transcript.unkept if transcript and status == "ok" else None
+        question, attempts = self._question, self.attempts
+        target, route = attempts.target, attempts.target.route
         sent = target.sent if target.translated else self._start.request
-        reason = unkept or tokens.untrainable_reason(status, sent)
-        if reason == NO_TOKEN_IDS and self._decision.reason:
-            reason = self._decision.reason
-        if status == "ok" and target.route.version is None:
-            reason = NOT_THE_POLICY
-        end = CallEnd(
-            call_id=self._start.call_id,
-            rollout_id=self._start.rollout.rollout_id,
-            status=status,
-            response=response,
-            http_status=self._http_status,
-            prompt_token_ids=tokens.prompt_token_ids,
-            choices=tokens.choices,
-            usage=tokens.usage,
-            tool_calls=tool_calls(response),
-            error=error,
-            untrainable_reason=ONLY_RECORDED if question.only_recorded else reason,
-            ttft_ms=self._ttft_ms,
-            latency_ms=self._elapsed_ms(),
-            fallback=self.attempts.upstream.name if self.attempts.fell_back else None,
-            model=model_of(target.sent) if self.attempts.fell_back else None,
-        )
+        end = end_of(self._start, self._transcript, status, error, sent=sent, version=route.version)
+        if end.untrainable_reason == NO_TOKEN_IDS and self._decision.reason:
+            end = end._replace(untrainable_reason=self._decision.reason)
+        if question.only_recorded:
+            end = end._replace(untrainable_reason=ONLY_RECORDED)
+        if attempts.fell_back:
+            end = end._replace(fallback=route.upstream.name, model=model_of(target.sent))
+        end = end._replace(http_status=self._http_status, ttft_ms=self._ttft_ms, latency_ms=self._elapsed_ms())
         known = self._conversation
-        also = [] if known is None else end_statements(self._start, known, end)
-        return end, also
+        return end, [] if known is None else end_statements(self._start, known, end)
 
-    def _commit(self, end: CallEnd, also: list[Statement]) -> asyncio.Future[None]:
-        """The future of the end's commit; it is done if the call is not recorded. Listeners hear of it then."""
-        if self._question.recorded:
-            committed = asyncio.ensure_future(self._gateway.recorder.end(end, also))
-        else:
-            committed = asyncio.get_running_loop().create_future()
-            committed.set_result(None)
-        committed.add_done_callback(partial(self._tell_listeners, end))
-        return committed
-
-    async def _commit_large(self, status: CallStatus, error: str | None) -> None:
-        """Do what `_commit` does, with the work of a large request or answer in threads."""
-        end, also = await asyncio.to_thread(self._end, status, error)
-        if not self._question.recorded:
-            await self._commit(end, also)
-            return
-        committed = await self._gateway.recorder.end_large(end, also)
-        committed.add_done_callback(partial(self._tell_listeners, end))
-        await committed
-
-    def _tell_listeners(self, end: CallEnd, written: asyncio.Future[None]) -> None:
-        """Update limits, metrics and telemetry with a call whose end is durable."""
-        if written.cancelled() or written.exception() is not None:
-            return
+    async def _commit(self, status: CallStatus, error: str | None) -> None:
+        """Record the end, with the work of a large request or answer in threads, and tell who listens."""
         question, gateway = self._question, self._gateway
+        size = len(question.request.body) + (self._transcript.size if self._transcript else 0)
+        end, also = await in_thread_if_large(size, partial(self._end, status, error))
+        if question.recorded:
+            recorder = gateway.recorder
+            await (recorder.end(end, also) if size < LARGE else await recorder.end_large(end, also))
         try:
-            if question.limiter is not None:
-                question.limiter.spend(end, len(question.request.body))
             if self._exact:
                 self._exact.ended(end)
             if self._decision.chat and gateway.chat_route:
                 gateway.chat_route.answered(self._start, end)
-            if end.status == "incomplete":  # a background response, which ends later
-                return
-            gateway.metrics.call_ended(end, question.recorded)
-            for listener in gateway.listeners if question.recorded else ():
-                listener(self._start, end, question.headers)
+            sent, limiter = len(question.request.body), question.limiter
+            gateway.ended(self._start, end, question.headers, limiter, sent, recorded=question.recorded)
         except Exception:  # the record is there, and the agent shall have its answer
             log.exception("call %s: what follows its end failed", end.call_id)
 
@@ -430,3 +400,31 @@ class CallUnderWay:
 
     def _elapsed_ms(self) -> float:
         return (time.perf_counter() - self._began) * 1000
+
+
+def end_of(
+    start: CallStart,
+    transcript: Transcript | BufferedTranscript | None,
+    status: CallStatus,
+    error: str | None,
+    *,
+    sent: dict[str, Any],
+    version: int | None,
+) -> CallEnd:
+    """Return how a call ended, by its answer. `sent`: the request as the model saw it; `version`: None if not ours."""
+    response, tokens = (transcript.response(), transcript.tokens) if transcript else (None, Tokens())
+    unkept = transcript.unkept if transcript and status == "ok" else None
+    reason = NOT_THE_POLICY if status == "ok" and version is None else None
+    return CallEnd(
+        call_id=start.call_id,
+        rollout_id=start.rollout.rollout_id,
+        status=status,
+        response=response,
+        http_status=None,
+        prompt_token_ids=tokens.prompt_token_ids,
+        choices=tokens.choices,
+        usage=tokens.usage,
+        tool_calls=tool_calls(response),
+        error=error,
+        untrainable_reason=reason or unkept or tokens.untrainable_reason(status, sent),
+    )

@@ -22,9 +22,7 @@ from ...core.config.root import Config
 from ...core.errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
 from ...core.http import LARGE, in_thread_if_large
 from ...core.json_text import as_utf8, loads, loads_in_turns
-from ...core.records import CallEnd, CallStart, CallStatus, Mode, RolloutName, check_id
-from ...core.tokens import NOT_THE_POLICY
-from ...core.tools import tool_calls
+from ...core.records import CallStart, Mode, RolloutName, check_id
 from ...core.values import is_under_way
 from ...store.calls import Giver
 from ..access.auth import Caller, Keys, credentials
@@ -34,7 +32,7 @@ from ..dialects.responses import ResponsesApi
 from ..dialects.stream import BufferedTranscript, Dialect, Injection, Transcript
 from .asgi import Bodies, ClientDisconnected, Loan, Receive, Reply, Scope, Send, read_headers, unpack
 from .attempts import Attempts, form_model, is_form
-from .call import Gateway, Question, model_of
+from .call import Gateway, Question, end_of, model_of
 from .unnamed import Conversation, UnnamedRollouts, end_statements
 from .upstream import Answer, Request, Route
 
@@ -88,20 +86,14 @@ def name_rollout(path: DataPath, headers: Mapping[str, str], key_rollout_id: str
 
     `headers` has lower-case names. Raises InvalidRequest for an id or a mode that is not valid.
     """
-    name = headers.get("x-rollout-id", path.rollout_id)
-    if name is not None:
-        check_id(name, "X-Rollout-Id" if "x-rollout-id" in headers else "rollout_id")
     if "x-rollout-id" in headers:
         path = DataPath(path.rest)
-    task_id, agent = headers.get("x-task-id"), headers.get("x-agent-name")
-    if path.task_id is not None:
-        task_id = check_id(path.task_id, "task_id")
-    elif task_id is not None:
-        check_id(task_id, "X-Task-Id")
-    if path.agent is not None:
-        agent = check_id(path.agent, "agent")
-    elif agent is not None:
-        check_id(agent, "X-Agent-Name")
+    names: list[str | None] = []
+    for header, field in (("X-Rollout-Id", "rollout_id"), ("X-Task-Id", "task_id"), ("X-Agent-Name", "agent")):
+        in_path = getattr(path, field)
+        value = headers.get(header.lower()) if in_path is None else in_path
+        names.append(value if value is None else check_id(value, header if in_path is None else field))
+    name, task_id, agent = names
     mode = headers.get("x-rollout-mode", "train")
     if mode not in ("train", "eval"):
         raise InvalidRequest(f"X-Rollout-Mode must be train or eval, got {mode[:60]!r}", param="X-Rollout-Mode")
@@ -172,11 +164,12 @@ class Relay:
         self._bodies = bodies
         self._policy = gateway.policy
         self._upstreams = gateway.upstreams
-        self._resumed = None if gateway.unnamed is None else Resumed(gateway, gateway.unnamed)
+        self._ending: dict[str, asyncio.Future[None]] = {}  # calls whose responses went on, by id
         self._named = {upstream.name: upstream for upstream in config.upstreams}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = parse_path(scope["path"]) or DataPath("")
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, path: DataPath | None = None) -> None:
+        """Answer a request; `path`: its own, if it was parsed."""
+        path = path or parse_path(scope["path"]) or DataPath("")
         dialect = DIALECTS.get(path.rest)
         reply = Reply(receive, send, dialect.error_body if dialect else LightningError.body)
         try:
@@ -306,7 +299,7 @@ class Relay:
         self, visit: Visit, body: dict[str, Any], giver: Giver | None, transcript: Transcript | BufferedTranscript
     ) -> None:
         response, unnamed = transcript.response(), self._gateway.unnamed
-        if not transcript.ended or not isinstance(response, dict) or unnamed is None or self._resumed is None:
+        if not transcript.ended or not isinstance(response, dict) or unnamed is None:
             return
         if visit.path == _COMPACT:
             if not visit.rollout.named and wants_recording(visit.headers):
@@ -314,7 +307,36 @@ class Relay:
         elif giver is not None and is_under_way(giver.response) and response.get("id") == giver.response["id"]:
             if "status" not in response or is_under_way(response):
                 return
-            await self._resumed.end(giver.call_id, transcript, visit)
+            if giver.call_id not in self._ending:  # two that poll at once write it once
+                ending = asyncio.ensure_future(self._end(unnamed, giver.call_id, transcript, visit))
+                self._ending[giver.call_id] = ending
+                ending.add_done_callback(lambda _: self._ending.pop(giver.call_id))
+            await asyncio.shield(self._ending[giver.call_id])
+
+    async def _end(
+        self, unnamed: UnnamedRollouts, call_id: str, transcript: Transcript | BufferedTranscript, visit: Visit
+    ) -> None:
+        """End a call whose response went on after its answer: with `background: true`, or where a stream broke off."""
+        gateway, call = self._gateway, await unnamed.call(call_id)
+        if not is_under_way(call.response):
+            return
+        status, error = transcript.response()["status"], transcript.error
+        if error is None and status in ("failed", "cancelled"):
+            error = f"the upstream says that the response is {status}"
+        kept = {name: getattr(call, name) for name in CallStart._fields if hasattr(call, name)}
+        start = CallStart(rollout=visit.rollout._replace(rollout_id=call.rollout_id), **kept)
+        end = end_of(
+            start, transcript, "ok" if error is None else "error", error, sent=call.request, version=call.policy_version
+        )._replace(
+            http_status=call.http_status,
+            ttft_ms=call.ttft_ms,
+            latency_ms=(time.time() - call.started_at) * 1000,
+        )
+        conversation = await asyncio.to_thread(Conversation, credentials(visit.headers), start.rollout, call.request)
+        gateway.recorder.resume(start)
+        also = [] if visit.rollout.named else end_statements(start, conversation, end)
+        await gateway.recorder.end(end, also, counted=call.status != "incomplete")
+        gateway.ended(start, end, visit.headers, visit.caller.limiter)
 
 
 async def _show(reply: Reply, error: LightningError) -> None:
@@ -363,61 +385,3 @@ async def passed_on(answer: Answer, reply: Reply) -> Transcript | BufferedTransc
     if not transcript.ended:
         await reply.body(transcript.end())
     return transcript
-
-
-class Resumed:
-    """Ends calls whose responses went on after their answers: with `background: true`, or where a stream broke off."""
-
-    def __init__(self, gateway: Gateway, unnamed: UnnamedRollouts) -> None:
-        self._gateway = gateway
-        self._unnamed = unnamed
-        self._ending: dict[str, asyncio.Future[None]] = {}  # by call
-
-    async def end(self, call_id: str, transcript: Transcript | BufferedTranscript, visit: Visit) -> None:
-        """Return when the call's record durably has its response. Two that poll at once write it once."""
-        if call_id not in self._ending:
-            ending = self._ending[call_id] = asyncio.ensure_future(self._end(call_id, transcript, visit))
-            ending.add_done_callback(lambda _: self._ending.pop(call_id))
-        await asyncio.shield(self._ending[call_id])
-
-    async def _end(self, call_id: str, transcript: Transcript | BufferedTranscript, visit: Visit) -> None:
-        gateway, call = self._gateway, await self._unnamed.call(call_id)
-        if not is_under_way(call.response):
-            return
-        response, tokens, error = transcript.response(), transcript.tokens, transcript.error
-        if error is None and response["status"] in ("failed", "cancelled"):
-            error = f"the upstream says that the response is {response['status']}"
-        status: CallStatus = "ok" if error is None else "error"
-        reason = tokens.untrainable_reason(status, call.request)
-        start = CallStart(
-            call_id=call_id,
-            rollout=visit.rollout._replace(rollout_id=call.rollout_id),
-            endpoint=call.endpoint,
-            model=call.model,
-            policy_version=call.policy_version,
-            request=call.request,
-            started_at=call.started_at,
-        )
-        end = CallEnd(
-            call_id=call_id,
-            rollout_id=call.rollout_id,
-            status=status,
-            response=response,
-            http_status=call.http_status,
-            choices=tokens.choices,
-            usage=tokens.usage,
-            tool_calls=tool_calls(response),
-            error=error,
-            untrainable_reason=NOT_THE_POLICY if status == "ok" and call.policy_version is None else reason,
-            ttft_ms=call.ttft_ms,
-            latency_ms=(time.time() - call.started_at) * 1000,
-        )
-        conversation = await asyncio.to_thread(Conversation, credentials(visit.headers), start.rollout, call.request)
-        gateway.recorder.resume(start)
-        also = [] if visit.rollout.named else end_statements(start, conversation, end)
-        await gateway.recorder.end(end, also, counted=call.status != "incomplete")
-        if visit.caller.limiter is not None:
-            visit.caller.limiter.spend(end, 0)
-        gateway.metrics.call_ended(end, True)
-        for listener in gateway.listeners:
-            listener(start, end, visit.headers)

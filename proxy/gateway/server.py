@@ -23,13 +23,11 @@ import socket
 import struct
 from http import HTTPStatus
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application, ASGISendEvent
@@ -77,20 +75,6 @@ def calls_at_once(files: int) -> int:
     return max(int((files - OWN_FILES) * (1 - LEAST_SILENT)) // FILES_OF_A_CALL, 1)
 
 
-class Connection(Protocol):
-    """A connection as `Connections` knows it."""
-
-    @property
-    def is_idle_without_key(self) -> bool:
-        """Return whether its request had no key, and its answer is not read or takes long."""
-
-    def close_silent(self) -> None:
-        """Close it while it has no request under way."""
-
-    def abort(self) -> None:
-        """Close it at once, also in the middle of an answer."""
-
-
 class Connections:
     """Knows what a server's connections are doing, and closes silent ones when they are many: the oldest first.
 
@@ -99,51 +83,46 @@ class Connections:
 
     def __init__(self, files: int) -> None:
         self._calls, self._room = calls_at_once(files), files - OWN_FILES
-        self._most_silent = min(self._room // 4, MOST_SILENT)
-        self._new: dict[Connection, None] = {}  # in the order in which they came
-        self._idle: dict[Connection, None] = {}
-        self._at_work: dict[Connection, None] = {}
+        self._new, self._idle, self._at_work = self._all = tuple(dict[ServerProtocol, None]() for _ in range(3))
         self._closed, self._logged_at = 0, -LOG_EVERY_S
         self.without_key = Memory(UNTAKEN_WITHOUT_KEY, UNTAKEN_WITHOUT_KEY)  # for answers that are not taken
 
-    def opened(self, connection: Connection) -> None:
+    def opened(self, connection: ServerProtocol) -> None:
         """Note a connection that has not sent a request yet."""
         self._move(connection, self._new)
 
-    def began(self, connection: Connection, *, is_probe: bool = False) -> bool:
+    def began(self, connection: ServerProtocol, *, is_probe: bool = False) -> bool:
         """Note that a request's head has come. False if there is no place for another call."""
-        most = self._calls + (PROBES if is_probe else 0)
-        if connection not in self._at_work and len(self._at_work) >= most:
+        if connection not in self._at_work and len(self._at_work) >= self._calls + is_probe * PROBES:
             idle = next((one for one in self._at_work if one.is_idle_without_key), None)
+            self.lost(connection if idle is None else idle)
             if idle is None:
-                self.lost(connection)
                 return False
-            self.lost(idle)
-            idle.abort()
+            idle.transport.abort()
         self._move(connection, self._at_work)
         return True
 
-    def ended(self, connection: Connection) -> None:
+    def ended(self, connection: ServerProtocol) -> None:
         """Note that a request was answered; the connection may bring another one."""
         self._move(connection, self._idle)
 
-    def lost(self, connection: Connection) -> None:
+    def lost(self, connection: ServerProtocol) -> None:
         """Forget a connection."""
-        for connections in (self._new, self._idle, self._at_work):
+        for connections in self._all:
             connections.pop(connection, None)
 
-    def _move(self, connection: Connection, to: dict[Connection, None]) -> None:
+    def _move(self, connection: ServerProtocol, to: dict[ServerProtocol, None]) -> None:
         """Note what a connection does, and close the silent ones that are too many."""
         self.lost(connection)
         to[connection] = None
-        allowed = max(min(self._most_silent, self._room - FILES_OF_A_CALL * len(self._at_work)), 1)
-        while len(self._new) + len(self._idle) > allowed:
+        allowed = min(self._room // 4, MOST_SILENT, self._room - FILES_OF_A_CALL * len(self._at_work))
+        while len(self._new) + len(self._idle) > max(allowed, 1):
             oldest = next(iter(self._new or self._idle))
             self.lost(oldest)
             oldest.close_silent()
             self._closed += 1
         if self._closed and monotonic() > self._logged_at + LOG_EVERY_S:
-            log.warning("closed %d silent connections: %d may be open now", self._closed, allowed)
+            log.warning("closed %d silent connections: %d may be open now", self._closed, max(allowed, 1))
             self._closed, self._logged_at = 0, monotonic()
 
 
@@ -161,8 +140,7 @@ _NO_SOCKETS = _refusal(UpgradeRequired("WebSockets are not forwarded: use HTTP")
 _LATE = _refusal(RequestTimeout(f"the request's headers did not arrive within {HEAD_S:g} s"))
 _FULL = _refusal(Overloaded("too many calls: the limit of open files is reached"))
 
-_of_server: WeakKeyDictionary[ServerState, Connections] = WeakKeyDictionary()
-_STOPPING = "lightning_proxy.stopping"
+_CONNECTIONS, _STOPPING = "lightning_proxy.connections", "lightning_proxy.stopping"
 
 
 def is_stopping(scope: Scope) -> bool:
@@ -230,9 +208,10 @@ class ServerProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(_Joining(transport, self.loop))  # type: ignore[arg-type]
-        if self.server_state not in _of_server:
-            _of_server[self.server_state] = Connections(files_allowed())
-        self._others = _of_server[self.server_state]
+        of_server = vars(self.server_state)
+        if _CONNECTIONS not in of_server:
+            of_server[_CONNECTIONS] = Connections(files_allowed())
+        self._others: Connections = of_server[_CONNECTIONS]
         self._others.opened(self)
         self._await_head()
 
@@ -249,8 +228,8 @@ class ServerProtocol(HttpToolsProtocol):
             self._loan = loan or self._others.without_key.loan(None)
         except Overloaded:
             self.loop.call_soon(self.transport.abort)  # not in the middle of a write
-            return
-        self._wait_until_taken()
+        else:
+            self._wait_until_taken()
 
     def resume_writing(self) -> None:
         self._taken()
@@ -272,32 +251,28 @@ class ServerProtocol(HttpToolsProtocol):
         self._untaken_timer = self.loop.call_later(UNTAKEN_S, self._wait_until_taken, size)
 
     def close_silent(self) -> None:
+        """Close the connection while it has no request under way."""
         self.transport.close()
         if self.transport.get_write_buffer_size():  # the end of an answer is still to go
             self.loop.call_later(HEAD_S, self.transport.abort)
 
     @property
     def is_idle_without_key(self) -> bool:
+        """Return whether its request had no key, and its answer is not read or takes long."""
         if self.cycle is not None and "caller" in self.cycle.scope["state"]:
             return False
         return self.transport.get_write_buffer_size() > 0 or self.loop.time() > self._requested_at + WITHOUT_KEY_S
 
-    def abort(self) -> None:
-        self.transport.abort()
-
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
-        self._read(data)
-        if not self._at_work and self._head_timer is None:
-            self._await_head()  # a part of the next head, or bytes to ignore
-
-    def _read(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             self._ignore_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse()
+        if not self._at_work and self._head_timer is None:
+            self._await_head()  # a part of the next head, or bytes to ignore
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -332,12 +307,13 @@ class ServerProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         more = bool(self.pipeline)
         super().on_response_complete()
-        if not more:
-            self._at_work = False
-            if not self.transport.is_closing():
-                self._others.ended(self)
-                if self._in_head and self._head_timer is None:
-                    self._await_head()
+        if more:
+            return
+        self._at_work = False
+        if not self.transport.is_closing():
+            self._others.ended(self)
+            if self._in_head and self._head_timer is None:
+                self._await_head()
 
     def shutdown(self) -> None:
         if self.cycle is not None:
@@ -377,7 +353,7 @@ class ServerProtocol(HttpToolsProtocol):
                 head.append(name + b": " + value)
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
-        self._read(b"\r\n".join(head) + b"\r\n\r\n" + rest)
+        self.data_received(b"\r\n".join(head) + b"\r\n\r\n" + rest)
 
     def _refuse(self, refusal: bytes = _REFUSAL) -> None:
         """Answer and close: it is not known where the next request begins."""

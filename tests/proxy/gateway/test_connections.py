@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from lightning_proxy.proxy.gateway import server
-from lightning_proxy.proxy.gateway.server import Connections, calls_at_once
+from lightning_proxy.proxy.gateway.server import calls_at_once
 from support.served import Proxy, proxy_in_front
 
 FILES = 192
@@ -145,27 +145,3 @@ async def test_answers_that_nobody_reads_take_no_places_of_calls(tmp_path: Path)
                     assert answer.status == 200, await answer.text()
                 await asyncio.sleep(0.2)
         await proxy.end(signal.SIGTERM)
-
-
-class Peer:
-    closed = is_idle_without_key = False
-
-    def abort(self) -> None:
-        raise AssertionError
-
-    def close_silent(self) -> None:
-        self.closed = True
-
-
-def test_the_oldest_that_never_asked_goes_first() -> None:
-    room = Connections(files=64 + 32)  # 8 silent ones
-    asked, *others = [Peer() for _ in range(9)]
-    room.opened(asked)
-    assert room.began(asked)
-    room.ended(asked)
-    for peer in others:
-        room.opened(peer)
-    assert [peer.closed for peer in (asked, *others)] == [False, True, *[False] * 7]
-    assert all(room.began(peer) for peer in others[1:]) and not asked.closed
-    assert all(room.began(peer) for peer in [Peer() for _ in range(8)]) and asked.closed is False
-    assert not room.began(Peer()) and room.began(Peer(), is_probe=True)
