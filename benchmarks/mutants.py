@@ -47,7 +47,7 @@ PLACES = [
     Place("samples", "trainer/rows/samples.py", of_contract("reports", "training")),
     Place("loss", "trainer/step/losses.py", (REFERENCE,)),
     Place("publish", "trainer/publish.py", of_contract("training", "resume")),
-    Place("key masks", "proxy/access/sight.py", of_contract("tenants")),
+    Place("key masks", "proxy/access/limits.py", of_contract("tenants")),
 ]
 
 FLIPPED: dict[type[ast.AST], type[ast.AST]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import cache, partial
@@ -30,7 +31,6 @@ from ..store.retention import Keeper
 from ..store.rollouts import end_idle_rollouts
 from ..store.store import Store
 from .access.auth import Keys, require_local
-from .access.limits import Turns
 from .api import policy, rollouts, status
 from .api.requests import Parts
 from .gateway.asgi import Bodies, Reply
@@ -47,6 +47,7 @@ from .gateway.upstream import make_session
 from .hooks import Core, Hooks, ProxyPlugin
 from .plugins import add_fields, makers_of, plugins_of
 
+READS = 2  # of one key that are answered at once
 CORE = (
     rollouts.rewards, rollouts.router, rollouts.admins, rollouts.tasks, policy.router, policy.admins, status.router,
 )  # fmt: skip
@@ -154,7 +155,7 @@ async def _opened(
         parts = Parts(
             config=config, mode=mode, store=store, recorder=recorder, swap=swap, watch=watch, router=router, keys=keys,
             metrics=metrics, redactor=redactor, relay=relay, bodies=bodies,
-            reads=Turns(), health=upstreams.health, plugins=plugins,
+            reads=defaultdict(lambda: asyncio.Semaphore(READS)), health=upstreams.health, plugins=plugins,
             on_deleted=[recorder.forget, chat_route.history.forget, *of_hooks("on_deleted")],
         )  # fmt: skip
         if writes:

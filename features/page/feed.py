@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 
 from ...core.errors import InvalidRequest, LightningError
 from ...core.json_text import dumps, loads_rounded
-from ...proxy.access.sight import Sight
+from ...proxy.access.limits import Sight
 from ...proxy.api.bodies import Cursor
 from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.gateway.asgi import read_headers

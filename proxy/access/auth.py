@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-import secrets
-from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from time import monotonic
 from typing import Any
-
-from pydantic import SecretStr
 
 from ...core.config.server import ProxyConfig
 from ...core.errors import Forbidden, NotFound, StoreUnavailable, Unauthorized
@@ -23,8 +17,7 @@ from ...core.records import Limits, RolloutName, Sender
 from ...store.keys import ROLLOUT_KEY_PREFIX, StoredKey, hash_key
 from ...store.rollouts import RolloutKey
 from ...store.store import Store
-from .limits import Limiter
-from .sight import Sight
+from .limits import Limiter, Sight
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("lightning_proxy.audit")  # what people change, by name and id of a key, never the key itself
@@ -77,15 +70,15 @@ class Caller:
         return None if self.rollout is None else self.rollout.rollout_id
 
     @contextmanager
-    def counted(self, *, reads: bool = False) -> Iterator[None]:
-        """Count a request that no model answers, for the duration of the block; but not an admin's.
+    def counted(self, *, answers: bool = False, reads: bool = False) -> Iterator[None]:
+        """Count a request for the duration of the block; not an admin's that no model `answers`. Raise RateLimited.
 
-        One that only `reads` is none of the requests at once. Raise RateLimited.
+        One that only `reads` is none of the requests at once.
         """
-        if self.limiter is None or self.is_admin:
+        if self.limiter is None or (self.is_admin and not answers):
             yield
             return
-        self.limiter.enter(answers=False, reads=reads)
+        self.limiter.enter(answers=answers, reads=reads)
         try:
             yield
         finally:
@@ -123,29 +116,36 @@ class Keys:
         self._store = store
         limits = config.limits
         self._default = Limits(limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent)
-        # Keys are looked up by a keyed digest, so the time of a look-up reveals nothing about them.
-        self._salt = secrets.token_bytes(32)
-        self._configured = self._of_config(config.api_keys, "proxy.api_keys", is_admin=False)
-        self._configured |= self._of_config(config.admin_keys, "proxy.admin_keys", is_admin=True)
+        # By their hashes: the time of a look-up reveals nothing about keys.
+        self._configured = {
+            hash_key(key.get_secret_value()): Caller(
+                None, False, self._limiter(), is_admin=is_admin, evidence=is_admin, name=f"proxy.{section}[{n}]"
+            )
+            for section, keys, is_admin in (
+                ("api_keys", config.api_keys, False),
+                ("admin_keys", config.admin_keys, True),
+            )
+            for n, key in enumerate(keys)
+        }
         self._callers = self._configured
         self._stored: list[StoredKey] = []
         self._by_id: dict[str, Caller] = {}
         self._always_required = bool(config.api_keys) or not config.is_loopback
-        self._admins_configured = bool(config.admin_keys)
-        self._has_admins = self._admins_configured
+        self._admins_configured = self._has_admins = bool(config.admin_keys)
         self.required = self._always_required
         # Let in only while no key is needed: then everybody is an admin, unless there are admins' keys.
-        self._anybody = Caller(None, True, _limiter(self._default), evidence=not self._has_admins)
-        self._rollouts: OrderedDict[str, tuple[RolloutKey, float]] = OrderedDict()
+        self._anybody = Caller(None, True, self._limiter(), evidence=not self._has_admins)
+        self._rollouts: dict[str, tuple[RolloutKey, float]] = {}
 
     async def refresh(self) -> None:
         """Read the stored keys again. Raise StoreUnavailable if the store cannot be read."""
         stored = await self._store.keys.all()
         if stored == self._stored:
             return
-        known = {key.key_id: self._by_id.get(key.key_id) or self._caller(key) for key in stored if key.live}
-        self._callers = self._configured | {self._digest(k.key_hash): known[k.key_id] for k in stored if k.live}
-        self._stored, self._by_id = stored, known
+        live = [key for key in stored if key.live]
+        self._by_id = {key.key_id: self._by_id.get(key.key_id) or self._caller(key) for key in live}
+        self._callers = self._configured | {key.key_hash: self._by_id[key.key_id] for key in live}
+        self._stored = stored
         self._has_admins = self._admins_configured or any(key.role == "admin" for key in stored)
         self._anybody = replace(self._anybody, evidence=not self._has_admins)
         self.required = self._always_required or bool(stored)
@@ -167,12 +167,15 @@ class Keys:
 
     async def authenticate(self, headers: Mapping[str, str]) -> Caller:
         """Return the caller of a request, or raise Unauthorized. `headers` have lower-case names."""
-        keys = _keys(headers)
+        # Wherever the clients of OpenAI, Anthropic and Azure put them.
+        bearer = headers.get("authorization", "")
+        keys = [bearer[7:].strip()] if bearer[:7].lower() == "bearer " else []
+        keys += [headers[name] for name in ("x-api-key", "api-key") if name in headers]
         for key in keys:
             if key.startswith(ROLLOUT_KEY_PREFIX):
-                return await self._of_rollout(key)
+                return await self._of_rollout(hash_key(key))
         for key in keys if self._callers else ():
-            if (caller := self._callers.get(self._digest(hash_key(key)))) is not None:
+            if (caller := self._callers.get(hash_key(key))) is not None:
                 return caller
         if self.required:
             raise Unauthorized(
@@ -193,45 +196,29 @@ class Keys:
         if not caller.is_admin and (self._has_admins or caller.own or caller.rollout is not None):
             raise Unauthorized("an admin key is needed: send it as 'Authorization: Bearer …'", code="invalid_api_key")
 
-    def _of_config(self, keys: list[SecretStr], section: str, *, is_admin: bool) -> dict[bytes, Caller]:
-        caller = partial(Caller, None, False, is_admin=is_admin, evidence=is_admin)
-        hashed = {f"{section}[{n}]": hash_key(key.get_secret_value()) for n, key in enumerate(keys)}
-        return {self._digest(h): caller(_limiter(self._default), name=name) for name, h in hashed.items()}
+    def _limiter(self, own: Limits | None = None) -> Limiter | None:
+        limits = (own or self._default) | self._default
+        return Limiter(limits) if limits else None
 
     def _caller(self, key: StoredKey) -> Caller:
-        limiter, is_admin, own = _limiter(key.limits | self._default), key.role == "admin", key.scope == "own"
+        limiter, is_admin, own = self._limiter(key.limits), key.role == "admin", key.scope == "own"
         evidence = is_admin or key.evaluator
         return Caller(None, False, limiter, key.recording, key.key_id, is_admin, own, evidence, key.name)
 
-    def _digest(self, key_hash: str) -> bytes:
-        return hashlib.blake2b(key_hash.encode(), key=self._salt, digest_size=32).digest()
-
-    async def _of_rollout(self, key: str) -> Caller:
+    async def _of_rollout(self, key_hash: str) -> Caller:
         """The caller behind a rollout's key. The key that created it must still be live, and its limits count."""
-        digest = hash_key(key)
-        found, until = self._rollouts.get(digest, (None, 0.0))
-        if found is None or until < monotonic():
-            found, until = await self._store.rollouts.of_key(digest), monotonic() + CACHED_S
-        giver = self._anybody if found is None or found.key_id is None else self._by_id.get(found.key_id)
-        if found is None or giver is None:
+        rollout, until = self._rollouts.get(key_hash, (None, 0.0))
+        if rollout is None or until < monotonic():
+            rollout, until = await self._store.rollouts.of_key(key_hash), monotonic() + CACHED_S
+        giver = self._anybody if rollout is None or rollout.key_id is None else self._by_id.get(rollout.key_id)
+        if rollout is None or giver is None:
             raise Unauthorized("this rollout key is not known, or was revoked", code="invalid_api_key")
-        self._rollouts[digest] = (found, until)
+        self._rollouts[key_hash] = rollout, until
         if len(self._rollouts) > CACHED_KEYS:
-            self._rollouts.popitem(last=False)
+            del self._rollouts[next(iter(self._rollouts))]
         # Where none is needed, a rollout's key might as well be left out.
-        evidence = found.evidence or (self._anybody.evidence and not self.required)
-        return Caller(found, False, giver.limiter, giver.recorded, found.key_id, evidence=evidence, name=giver.name)
-
-
-def _keys(headers: Mapping[str, str]) -> list[str]:
-    """The keys in a request, wherever the clients of OpenAI, Anthropic and Azure put them."""
-    bearer = headers.get("authorization", "")
-    found = [bearer[7:].strip()] if bearer[:7].lower() == "bearer " else []
-    return found + [headers[name] for name in ("x-api-key", "api-key") if name in headers]
-
-
-def _limiter(limits: Limits) -> Limiter | None:
-    return Limiter(limits) if limits else None
+        evidence = rollout.evidence or (self._anybody.evidence and not self.required)
+        return Caller(rollout, False, giver.limiter, giver.recorded, rollout.key_id, evidence=evidence, name=giver.name)
 
 
 def require_local(headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -260,12 +247,11 @@ def log_keys(before: Sequence[StoredKey], after: Sequence[StoredKey]) -> None:
     """Log the keys that commands on the store made, revoked or purged meanwhile."""
     old, new = {key.key_id: key for key in before}, {key.key_id: key for key in after}
     for key_id, key in (old | new).items():
-        was, now, changes = old.get(key_id), new.get(key_id), list[str]()
-        if was is None:
-            changes.append(f"was created ({key.role}, scope {key.scope}{', evaluator' * key.evaluator})")
-        if now is None:
-            changes.append("was purged")
-        elif not now.live and (was is None or was.live):
-            changes.append("was revoked")
-        for change in changes:
+        was_live, now = key_id not in old or old[key_id].live, new.get(key_id)
+        changes = {
+            f"was created ({key.role}, scope {key.scope}{', evaluator' * key.evaluator})": key_id not in old,
+            "was purged": now is None,
+            "was revoked": now is not None and was_live and not now.live,
+        }
+        for change in (change for change, happened in changes.items() if happened):
             log_change(f"key {key.name} (id {key_id}) {change}", once=True, key_id=key_id)

@@ -1,21 +1,20 @@
-"""Limits each key's requests a minute, tokens a minute, requests at once and reads at once.
+"""Limits what each key does: requests and tokens a minute, requests at once, and what it sees of the record.
 
-The caller passes the time in.
+A key that is made with `--scope own` sees the rollouts that were opened with it, and numbers made of these alone. What
+the trainer, a gate or an optimisation made of everybody's rollouts stays out of what it is shown.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 from ...core.errors import RateLimited
 from ...core.json_text import dumps
 from ...core.records import CallEnd, Limits
 
-READS = 2  # of one key that are answered at once
 SECONDS = 60.0
 BYTES_A_TOKEN = 4  # of English text
 
@@ -82,17 +81,6 @@ class Limiter:
             self._tokens.take(_tokens(end, request_bytes), self._clock())
 
 
-class Turns:
-    """Lets `READS` reads of each key be answered at once. Others of that key wait, first come first served."""
-
-    def __init__(self) -> None:
-        self._of_key = defaultdict[Hashable, asyncio.Semaphore](lambda: asyncio.Semaphore(READS))
-
-    def turn(self, key: Hashable) -> asyncio.Semaphore:
-        """Return what is held during a read: `async with`."""
-        return self._of_key[key]
-
-
 def _refusal(what: str, bucket: Bucket, wait: float, now: float) -> RateLimited:
     return RateLimited(
         f"rate limit reached: at most {bucket.per_minute} {what} a minute; try again in {wait:.1f} s",
@@ -117,3 +105,41 @@ def _tokens(end: CallEnd, request_bytes: int) -> float:
     names = (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
     found = (next((end.usage[name] for name in pair if name in end.usage), 0) for pair in names)
     return sum(float(count) for count in found if isinstance(count, int) and 0 < count < 2**53)
+
+
+Kind = Literal["policy", "version", "step", "status"]
+
+# By kind: the core's fields about everybody's rollouts, and paths, with the values for a caller who sees only its own.
+OF_ALL: Mapping[Kind, dict[str, Any]] = {
+    "policy": {"last_step": None, "collapse": None},
+    "version": {"path": None, "metrics": {}, "error": None},
+    "step": {"checkpoint": None, "metrics": {}},
+    "status": {
+        "per_step": None,
+        "untrainable": {},
+        "standstill": None,
+        "uncounted": None,
+        "collapse": None,
+        "verified": None,
+        "plugins": [],
+        "recent": None,
+    },
+}  # fmt: skip
+
+
+class Sight(NamedTuple):
+    """Whose rollouts a caller sees. `key_id`: those that were opened with this key; None: all.
+
+    `siblings`: it sees those that a rollout was compared with, so far as it sees them at all.
+    """
+
+    key_id: str | None = None
+    siblings: bool = True
+
+    @property
+    def own(self) -> bool:
+        return self.key_id is not None
+
+    def of(self, kind: Kind, view: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of this that the caller may see."""
+        return view | OF_ALL[kind] if self.own else view

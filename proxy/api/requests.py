@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, is_dataclass
 from functools import partial, wraps
@@ -28,7 +28,6 @@ from ...serving.health import Health
 from ...serving.swap import Swap
 from ...store.store import Store
 from ..access.auth import Caller, Keys, credentials
-from ..access.limits import Turns
 from ..gateway.asgi import Bodies, ClientDisconnected, Loan, Reply, read_headers
 from ..gateway.metrics import Metrics
 from ..gateway.recorder import Recorder
@@ -68,7 +67,7 @@ class Parts:
     redactor: Redactor
     relay: Relay | None
     bodies: Bodies
-    reads: Turns
+    reads: Mapping[Hashable, asyncio.Semaphore]  # of each key: others wait
     health: Health
     plugins: Sequence[ProxyPlugin]
     on_deleted: Sequence[OnDeleted]
@@ -185,7 +184,7 @@ class AgentRoute(APIRoute):
                 if not reads:
                     return _UntilSent(await handle(admitted), loan, held.pop_all())
                 with Reply(request.receive, request._send).while_connected():
-                    async with p.reads.turn(caller.owner):
+                    async with p.reads[caller.owner]:
                         response = await handle(admitted)
                         if (size := int(response.headers.get("content-length", 0))) >= LARGE:
                             await loan.grow(size)

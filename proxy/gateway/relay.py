@@ -177,15 +177,9 @@ class Relay:
             caller, state = visit.caller, scope.setdefault("state", {})  # as the control API has it
             if caller is not _NOBODY:
                 state["caller"] = caller
-            with self._bodies.memory.loan(caller.owner) as loan:
+            with self._bodies.memory.loan(caller.owner) as loan, caller.counted(answers=True):
                 state["loan"] = loan
-                if caller.limiter is not None:
-                    caller.limiter.enter()
-                try:
-                    await self._handle(visit, receive, reply, loan)
-                finally:
-                    if caller.limiter is not None:
-                        caller.limiter.leave()
+                await self._handle(visit, receive, reply, loan)
         except ClientDisconnected:
             return
         except LightningError as error:
