@@ -200,7 +200,7 @@ def _has_long_numbers(text: bytes) -> bool:
         positive = _POSITIVE in digits or digits.startswith(_LONG_NUMBER)
         if positive or digits.count(_NEGATIVE) > len(_LOGPROB.findall(text)):
             return True
-    return _TINY.search(text) is not None
+    return b"-" in text and _TINY.search(text) is not None
 
 
 def _refuse(constant: str) -> None:

@@ -111,12 +111,12 @@ def written_results(items: Sequence[Any]) -> Iterator[tuple[int, ToolResult]]:
     Each with the place of the answer that made the call.
     """
     for place, (answer, reply) in enumerate(pairwise(items)):
-        _, calling, calls = _words(answer, "assistant").rpartition("Calling tools:\n")
-        ids = _WRITTEN_CALL.findall(calls) if calling else []
-        text = _words(reply, "user") if len(ids) == 1 else ""
-        if begin := _WRITTEN_RESULT.match(text):
-            content, _, _ = text[begin.end() :].partition("\nNew task:\n")
-            yield place, ToolResult(ids[0], content, begin[1] == "Error")
+        if begin := _WRITTEN_RESULT.match(text := _words(reply, "user")):
+            _, calling, calls = _words(answer, "assistant").rpartition("Calling tools:\n")
+            ids = _WRITTEN_CALL.findall(calls) if calling else []
+            if len(ids) == 1:
+                content, _, _ = text[begin.end() :].partition("\nNew task:\n")
+                yield place, ToolResult(ids[0], content, begin[1] == "Error")
 
 
 def _words(item: Any, role: str) -> str:

@@ -13,6 +13,7 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -43,10 +44,10 @@ class ClientDisconnected(Exception):
 
 
 # Where a header decides something, two of them would be one for us and perhaps the other for somebody else.
-_ONCE = frozenset(
-    b"host authorization x-api-key api-key x-rollout-id x-task-id x-agent-name x-rollout-mode x-recording"
-    b" idempotency-key transfer-encoding".split()
-)
+_ONCE = frozenset([
+    "host", "authorization", "x-api-key", "api-key", "x-rollout-id", "x-task-id", "x-agent-name", "x-rollout-mode",
+    "x-recording", "idempotency-key", "transfer-encoding",
+])  # fmt: skip
 
 
 def read_headers(scope: Scope) -> dict[str, str]:
@@ -57,32 +58,27 @@ def read_headers(scope: Scope) -> dict[str, str]:
     """
     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
     if len(headers) < len(scope["headers"]):
-        for name, n in Counter(name for name, _ in scope["headers"]).items():
-            if n > 1 and name in _ONCE:
-                raise InvalidRequest(f"the header {name.decode()} is there {n} times", param=name.decode())
-        packed = [value.decode("latin-1") for name, value in scope["headers"] if name == b"content-encoding"]
-        if len(packed) > 1:
-            headers["content-encoding"] = ", ".join(packed)
+        sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
+        for name in headers:
+            values = [value for other, value in sent if other == name]
+            if len(values) > 1 and name in _ONCE:
+                raise InvalidRequest(f"the header {name} is there {len(values)} times", param=name)
+            headers[name] = ", ".join(values)
     encoding = headers.get("transfer-encoding")
     if encoding is not None and (encoding.lower() != "chunked" or scope["http_version"] == "1.0"):
         raise InvalidRequest("Transfer-Encoding must be chunked, in HTTP/1.1")
     return headers
 
 
+@dataclass(eq=False, slots=True)
 class Reply:
     """The reply to one request, as it is sent to the agent."""
 
-    def __init__(
-        self,
-        receive: Receive,
-        send: Send,
-        error_body: Callable[[LightningError], dict[str, Any]] = LightningError.body,
-    ) -> None:
-        self.started = False
-        self.agent_left = False
-        self._receive = receive
-        self._send = send
-        self._error_body = error_body
+    _receive: Receive
+    _send: Send
+    _error_body: Callable[[LightningError], dict[str, Any]] = LightningError.body
+    started: bool = False
+    agent_left: bool = False
 
     async def start(self, status: int, headers: list[Header]) -> None:
         self.started = True
@@ -253,14 +249,14 @@ class Memory:
                 return
 
 
+@dataclass(eq=False, slots=True)
 class Loan:
     """What one request holds of `Memory`: first its body, then its answer. `with` gives the rest back."""
 
-    __slots__ = ("_key", "_memory", "_not_taken", "size")
-
-    def __init__(self, memory: Memory, key: Hashable) -> None:
-        self._memory, self._key = memory, key
-        self.size = self._not_taken = 0
+    _memory: Memory
+    _key: Hashable
+    size: int = 0
+    _not_taken: int = 0
 
     def __enter__(self) -> Loan:
         return self

@@ -8,6 +8,7 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ class Target(NamedTuple):
     translated: bool = False
 
 
+@dataclass(eq=False)
 class Attempts:
     """The attempts to get a call answered, in one loop: `async with attempts as answer`.
 
@@ -57,22 +59,17 @@ class Attempts:
     for the request of another API. `open_first` sends the first upstream's requests.
     """
 
+    upstreams: Upstreams
+    first: Route
+    request: Request
+    body: dict[str, Any]
+    dialect: Dialect | None = None
+    chat: ThroughChat | None = None
     open_first: Callable[[Request], Awaitable[Answer]] | None = None
 
-    def __init__(
-        self,
-        upstreams: Upstreams,
-        route: Route,
-        request: Request,
-        body: dict[str, Any],
-        dialect: Dialect | None = None,
-        chat: ThroughChat | None = None,
-    ) -> None:
-        self._upstreams = upstreams
-        self._request, self._body, self._dialect, self._chat = request, body, dialect, chat
-        self._first, self._left = route, list(route.fallbacks)
-        self._joins = JOIN_TRIES
-        self.target = self._target(route)
+    def __post_init__(self) -> None:
+        self._left, self._joins = list(self.first.fallbacks), JOIN_TRIES
+        self.target = self._target(self.first)
 
     @property
     def upstream(self) -> UpstreamConfig:
@@ -81,19 +78,19 @@ class Attempts:
 
     @property
     def fell_back(self) -> bool:
-        return self.target.route is not self._first
+        return self.target.route is not self.first
 
     async def __aenter__(self) -> Answer:
         """The first answer that is neither 429 nor a server's error; the last upstream's, or its error, if none is."""
         while True:
             route, request = self.target.route, self.target.request
-            if route.fallbacks and self._upstreams.health.is_down(route.upstream) and self._fall_back("it is down"):
+            if route.fallbacks and self.upstreams.health.is_down(route.upstream) and self._fall_back("it is down"):
                 continue
             try:
                 if self.open_first is not None and not self.fell_back:
                     answer = await self.open_first(request)
                 else:
-                    answer = await self._upstreams.open(route.upstream, request)
+                    answer = await self.upstreams.open(route.upstream, request)
                 again = await self._is_asked_again(answer)
             except (UpstreamUnreachable, UpstreamTimeout, Unsupported) as error:
                 if not self._fall_back(error.message):
@@ -129,7 +126,7 @@ class Attempts:
                 return True
         if not injection:
             return False
-        attempt, accepted = (route.upstream.name, injection), self._upstreams.accepted
+        attempt, accepted = (route.upstream.name, injection), self.upstreams.accepted
         if status == 200:
             accepted.add(attempt)
         if status not in _REFUSALS and not (target.translated and 400 <= status < 500 and status not in _RETRIED):
@@ -142,12 +139,12 @@ class Attempts:
 
     def _target(self, route: Route, *, plain: bool = False) -> Target:
         """The request for this upstream; a `plain` one is the agent's own, without any injection."""
-        request, body, chat = self._request, self._body, self._chat
+        request, body, chat = self.request, self.body, self.chat
         injects, injection = route.upstream.kind == "vllm" and not plain, Injection()
         model = {} if route.model is None else {"model": route.model}
         if route.servers:
             request = request._replace(servers=route.servers)
-        if chat is not None and (chat.continues or (route is self._first and not plain)):
+        if chat is not None and (chat.continues or (route is self.first and not plain)):
             sent = chat.chat | model
             if injects:
                 sent, injection = chat.inject(sent)
@@ -156,8 +153,8 @@ class Attempts:
         sent = body
         if model and isinstance(body.get("model"), str | None):  # the upstream refuses other types
             sent = body | model
-        if self._dialect is not None and injects:
-            sent, injection = self._dialect.inject(sent)
+        if self.dialect is not None and injects:
+            sent, injection = self.dialect.inject(sent)
             if route.adds_usage:
                 injection = injection._replace(usage=False)  # the chunk is not ours to take out
         return Target(route, _with_body(request, body, sent), sent, injection)
@@ -184,6 +181,7 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
     return request.with_members(orjson.dumps(changed)) if changed else request
 
 
+@dataclass(eq=False)
 class Upstreams:
     """All upstreams, each made when first used.
 
@@ -191,18 +189,14 @@ class Upstreams:
     `vouching`: by the upstream's name, headers that show it that a request comes through the proxy.
     """
 
-    def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        makers: Mapping[str, Callable[[UpstreamConfig], Upstream]] | None = None,
-        vouching: Mapping[str, Mapping[str, str]] | None = None,
-    ) -> None:
-        self.health = Health(session)
-        self._session = session
-        self._makers = makers or {}
-        self._vouching = vouching or {}
-        self._opened: dict[str, Upstream] = {}
-        self.accepted: set[tuple[str, Injection]] = set()  # additions to requests, by upstream
+    session: aiohttp.ClientSession
+    makers: Mapping[str, Callable[[UpstreamConfig], Upstream]] = field(default_factory=dict)
+    vouching: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    accepted: set[tuple[str, Injection]] = field(default_factory=set)  # additions to requests, by upstream
+    _opened: dict[str, Upstream] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.health = Health(self.session)
 
     async def open(self, config: UpstreamConfig, request: Request) -> Answer:
         """Return the upstream's answer up to its headers. Errors are those of `Upstream.open`.
@@ -231,9 +225,9 @@ class Upstreams:
             await upstream.close()
 
     def _make(self, config: UpstreamConfig) -> Upstream:
-        vouching = self._vouching.get(config.name, {})
-        http = partial(HttpUpstream, session=self._session, health=self.health, vouching=vouching)
-        made = self._opened[config.name] = self._makers.get(config.kind, http)(config)
+        vouching = self.vouching.get(config.name, {})
+        http = partial(HttpUpstream, session=self.session, health=self.health, vouching=vouching)
+        made = self._opened[config.name] = self.makers.get(config.kind, http)(config)
         return made
 
 

@@ -129,7 +129,7 @@ class Gateway:
                     await call.pass_on(answer)
                     limit.reschedule(None)  # the rest does not wait for the upstream: the commit, and a slow agent
                     await call.record_end()
-                    await call.pass_on_the_rest()
+                    await call.pass_on_the_rest(answer)
             except BaseException as error:  # a call whose start is durable gets an end, whatever happens
                 await call.failed(error)
                 if not isinstance(error, Exception):
@@ -166,34 +166,33 @@ class Gateway:
             listener(start, end, headers)
 
 
+@dataclass(eq=False)
 class CallUnderWay:
     """One call under way. A call whose start is durable gets one end: ok, error or cancelled.
 
-    It stays `incomplete` only if the store fails, or the process is killed.
+    It stays `incomplete` only if the store fails, or the process is killed. Without `conversation`, nothing is kept by
+    which a later request could find this one.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        question: Question,
-        rollout: RolloutName,
-        route: Route,
-        decision: ChatDecision,
-        reply: Reply,
-        conversation: Conversation | None,
-    ) -> None:
-        """Without `conversation`, nothing is kept by which a later request could find this one."""
-        self._gateway = gateway
-        self._conversation = conversation
-        self._question = question
-        self._route = route
-        self._decision = decision
-        self._reply = reply
-        request = question.request._replace(rollout_id=rollout.rollout_id)
-        self.attempts = Attempts(gateway.upstreams, route, request, question.body, question.dialect, decision.chat)
+    gateway: Gateway
+    question: Question
+    rollout: RolloutName
+    route: Route
+    decision: ChatDecision
+    reply: Reply
+    conversation: Conversation | None
+    _ttft_ms: float | None = None
+    _http_status: int | None = None
+    _transcript: Transcript | BufferedTranscript | None = None
+    _committed: asyncio.Future[None] | None = None  # the call's end
+
+    def __post_init__(self) -> None:
+        gateway, question, route, chat = self.gateway, self.question, self.route, self.decision.chat
+        request = question.request._replace(rollout_id=self.rollout.rollout_id)
+        self.attempts = Attempts(gateway.upstreams, route, request, question.body, question.dialect, chat)
         self._start = CallStart(
             call_id=f"{time.time_ns() // 1_000_000:012x}{os.urandom(10).hex()}",  # ids sort by time
-            rollout=rollout,
+            rollout=self.rollout,
             endpoint=question.endpoint,
             model=model_of(self.attempts.target.sent),
             policy_version=route.version,
@@ -205,17 +204,12 @@ class CallUnderWay:
             pins=route.pins,
         )
         exact = gateway.exact if question.recorded else None
-        chat = decision.chat.chat if decision.chat else None
-        self._exact = exact and exact.call(route.upstream, self._start, self.attempts.target.sent, chat)
+        self._exact = exact and exact.call(
+            route.upstream, self._start, self.attempts.target.sent, chat.chat if chat else None
+        )
         if self._exact:
             self.attempts.open_first = self._exact.open
         self._began = time.perf_counter()
-        self._ttft_ms: float | None = None
-        self._http_status: int | None = None
-        self._head: list[Header] = []
-        self._transcript: Transcript | BufferedTranscript | None = None
-        self._answer: Answer | None = None
-        self._committed: asyncio.Future[None] | None = None  # the call's end
 
     @property
     def upstream(self) -> str:
@@ -224,29 +218,28 @@ class CallUnderWay:
 
     async def record_start(self) -> None:
         """Return when the call's start is durable."""
-        if self._question.recorded:
-            question, known = self._question, self._conversation
+        if self.question.recorded:
+            question, known = self.question, self.conversation
             also = [] if known is None else start_statements(self._start, known)
             if question.also is not None:
                 also += question.also(self._start)
-            await self._gateway.recorder.start(self._start, also)
+            await self.gateway.recorder.start(self._start, also)
 
     async def pass_on(self, answer: Answer) -> None:
         """Send the answer as it comes, but hold a stream's last event, or another answer's last bytes, for the record.
 
         Raise UpstreamUnreachable if a stream ends before its last event.
         """
-        reply, self._answer = self._reply, answer
-        self._http_status, self._head = answer.status, [*answer.headers(keep_length=False), *self._headers()]
+        reply, self._http_status = self.reply, answer.status
         if answer.is_stream:  # the first event may take long
-            await reply.start(answer.status, self._head)
-        await answer.sniff(wants_stream=bool(as_read(self._question.body).get("stream")))
+            await reply.start(answer.status, self._head(answer))
+        await answer.sniff(wants_stream=bool(as_read(self.question.body).get("stream")))
         if not answer.is_stream:
             await self._pass_on_whole(answer)
             return
         transcript = self._transcript = self._dialect.stream(self.attempts.target.injection)
         if not reply.started:  # only its first bytes tell
-            await reply.start(answer.status, self._head)
+            await reply.start(answer.status, self._head(answer))
         while not transcript.ended and (piece := await answer.piece()):
             if self._ttft_ms is None:
                 self._ttft_ms = self._elapsed_ms()
@@ -258,46 +251,41 @@ class CallUnderWay:
 
     async def _pass_on_whole(self, answer: Answer) -> None:
         """Pass on an answer that is no stream: nothing yet if all of it comes at once, as most do."""
-        target, reply, showing = self.attempts.target, self._reply, None
+        target, reply, showing = self.attempts.target, self.reply, list[asyncio.Task[None]]()
         transcript = self._transcript = BufferedTranscript(
             self._dialect, target.injection, answer.status, translated=target.translated
         )
 
         async def show() -> None:
-            if not reply.started:
-                head = [*answer.headers(keep_length=not transcript.rewrites), *self._headers()]
-                await reply.start(answer.status, head)
+            await reply.start(answer.status, self._head(answer, keep_length=not transcript.rewrites))
             transcript.shown = True
             await reply.body(transcript.feed(b""))
 
-        def is_late() -> None:
-            nonlocal showing
-            showing = asyncio.ensure_future(show())
-
-        late = asyncio.get_running_loop().call_later(AT_ONCE_S, is_late)
+        loop = asyncio.get_running_loop()
+        late = loop.call_later(AT_ONCE_S, lambda: showing.append(loop.create_task(show())))
         try:
             while piece := await answer.piece():
                 sent = transcript.feed(piece)
-                if showing is not None:
-                    await showing
+                for shown in showing:
+                    await shown
                     await reply.body(sent)
         finally:
             late.cancel()
-            if showing is not None:
-                await showing
+            for shown in showing:
+                await shown
         if transcript.size < LARGE_ANSWER:
             transcript.end()
         else:
             await asyncio.to_thread(transcript.end)
 
-    async def pass_on_the_rest(self) -> None:
+    async def pass_on_the_rest(self, answer: Answer) -> None:
         """Send what was held, and what the upstream sends after its last event."""
-        reply, transcript, answer = self._reply, self._transcript, self._answer
-        assert transcript is not None and answer is not None
-        if not reply.started:
-            await reply.send(answer.status, self._head, transcript.held)
-            return
+        reply, transcript = self.reply, self._transcript
+        assert transcript is not None
         data = transcript.held
+        if not reply.started:
+            await reply.send(answer.status, self._head(answer), data)
+            return
         while not answer.at_end:
             await reply.body(data)
             if not (data := await answer.piece()):
@@ -307,8 +295,8 @@ class CallUnderWay:
     @property
     def _dialect(self) -> Dialect:
         """The dialect of the answer that is under way."""
-        chat = self._decision.chat
-        return chat if chat and self.attempts.target.translated else self._question.dialect
+        chat = self.decision.chat
+        return chat if chat and self.attempts.target.translated else self.question.dialect
 
     async def record_end(self, status: CallStatus = "ok", error: str | None = None) -> None:
         """Return when the call's end is durable. Only the first end counts, and a cancellation does not undo it.
@@ -318,7 +306,7 @@ class CallUnderWay:
         if self._committed is None:
             if (in_answer := self._transcript.error if self._transcript else None) is not None:
                 status, error = "error" if status == "ok" else status, in_answer
-            elif self._reply.agent_left and status == "ok":
+            elif self.reply.agent_left and status == "ok":
                 status, error = "cancelled", "the agent disconnected; its answer was finished for the record"
             elif status == "ok" and self._transcript is not None and is_under_way(self._transcript.response()):
                 status = "incomplete"
@@ -329,17 +317,17 @@ class CallUnderWay:
         """Record the failure and show it: as an error, or, where the answer has begun, by leaving it unfinished."""
         status: CallStatus = "error"
         if not isinstance(error, Exception):
-            status, why, limit_s = "cancelled", "the agent disconnected", self._gateway.finish_s
-            if self._reply.agent_left and limit_s:
+            status, why, limit_s = "cancelled", "the agent disconnected", self.gateway.finish_s
+            if self.reply.agent_left and limit_s:
                 why += f"; its answer was not finished within {limit_s:g} s"
             error = LightningError(f"{why}, or the proxy was stopped")
         elif isinstance(error, TimeoutError):
-            seconds = self._route.upstream.total_timeout_s
+            seconds = self.route.upstream.total_timeout_s
             error = UpstreamTimeout(f"{self.upstream}: no complete answer within {seconds} s")
         elif not isinstance(error, LightningError):
             log.error("call %s: internal error", self._start.call_id, exc_info=error)
             error = LightningError("internal error of the proxy; its log says more")
-        if not self._reply.started and status == "error":
+        if not self.reply.started and status == "error":
             self._http_status = error.status
         try:  # a cancelled call's end is recorded after its start, even if that is still on its way
             if not isinstance(error, StoreUnavailable):
@@ -349,32 +337,32 @@ class CallUnderWay:
             log.warning("call %s: %s", self._start.call_id, error.message)
         if status == "cancelled":
             return
-        if not self._reply.started:
-            await self._reply.error(error, self._headers())
+        if not self.reply.started:
+            await self.reply.error(error, self._headers())
             return
         log.warning("call %s: answer broken off: %s", self._start.call_id, error.message)
         if self._transcript is not None and not self._transcript.ended:
-            await self._reply.body(self._transcript.end())
+            await self.reply.body(self._transcript.end())
 
     def _end(self, status: CallStatus, error: str | None) -> tuple[CallEnd, list[Statement]]:
         """How the call ended, and statements by which a later request finds it."""
-        question, attempts = self._question, self.attempts
+        question, attempts = self.question, self.attempts
         target, route = attempts.target, attempts.target.route
         sent = target.sent if target.translated else self._start.request
         end = end_of(self._start, self._transcript, status, error, sent=sent, version=route.version)
-        if end.untrainable_reason == NO_TOKEN_IDS and self._decision.reason:
-            end = end._replace(untrainable_reason=self._decision.reason)
+        if end.untrainable_reason == NO_TOKEN_IDS and self.decision.reason:
+            end = end._replace(untrainable_reason=self.decision.reason)
         if question.only_recorded:
             end = end._replace(untrainable_reason=ONLY_RECORDED)
         if attempts.fell_back:
             end = end._replace(fallback=route.upstream.name, model=model_of(target.sent))
         end = end._replace(http_status=self._http_status, ttft_ms=self._ttft_ms, latency_ms=self._elapsed_ms())
-        known = self._conversation
+        known = self.conversation
         return end, [] if known is None else end_statements(self._start, known, end)
 
     async def _commit(self, status: CallStatus, error: str | None) -> None:
         """Record the end, with the work of a large request or answer in threads, and tell who listens."""
-        question, gateway = self._question, self._gateway
+        question, gateway = self.question, self.gateway
         size = len(question.request.body) + (self._transcript.size if self._transcript else 0)
         end, also = await in_thread_if_large(size, partial(self._end, status, error))
         if question.recorded:
@@ -383,20 +371,23 @@ class CallUnderWay:
         try:
             if self._exact:
                 self._exact.ended(end)
-            if self._decision.chat and gateway.chat_route:
+            if self.decision.chat and gateway.chat_route:
                 gateway.chat_route.answered(self._start, end)
             sent, limiter = len(question.request.body), question.limiter
             gateway.ended(self._start, end, question.headers, limiter, sent, recorded=question.recorded)
         except Exception:  # the record is there, and the agent shall have its answer
             log.exception("call %s: what follows its end failed", end.call_id)
 
+    def _head(self, answer: Answer, *, keep_length: bool = False) -> list[Header]:
+        return [*answer.headers(keep_length=keep_length), *self._headers()]
+
     def _headers(self) -> Iterator[Header]:
         """Our own headers. A fallback's answer is of no policy version."""
-        if self._question.recorded:
+        if self.question.recorded:
             yield b"x-rollout-id", self._start.rollout.rollout_id.encode()
             yield b"x-call-id", self._start.call_id.encode()
-        if self._route.version is not None and not self.attempts.fell_back:
-            yield b"x-policy-version", str(self._route.version).encode()
+        if self.route.version is not None and not self.attempts.fell_back:
+            yield b"x-policy-version", str(self.route.version).encode()
 
     def _elapsed_ms(self) -> float:
         return (time.perf_counter() - self._began) * 1000

@@ -47,6 +47,7 @@ MAX_HEADER_BYTES = 256 * 1024
 MAX_HEADERS = 1000
 # What aiohttp decodes.
 _DECODED = frozenset(["gzip", "deflate", "br", "zstd"])
+_HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
 _CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
 _WITHOUT_BODY = frozenset(["GET", "HEAD", "OPTIONS"])
 
@@ -445,10 +446,11 @@ class HttpAnswer(Answer):
         """
         message, mask = self._message, self._mask
         headers = [(name.lower(), value) for name, value in message.raw_headers]
-        dropped = _named_by_connection(headers) | _HOP_BY_HOP
-        decoded = self._decodes and message.headers.get("Content-Encoding", "").lower() in _DECODED
-        if decoded or not keep_length:
-            dropped |= {b"content-length", b"content-encoding"} if decoded else {b"content-length"}
+        dropped = _HOP_BY_HOP if keep_length else _HOP_BY_HOP_AND_LENGTH
+        if self._decodes and message.headers.get("Content-Encoding", "").lower() in _DECODED:
+            dropped = _HOP_BY_HOP_AND_LENGTH | {b"content-encoding"}
+        if named := _named_by_connection(headers):
+            dropped |= named
         kept = [header for header in headers if header[0] not in dropped]
         if "Location" in message.headers:
             kept = [(n, _location(self._config, self._url, v) if n == b"location" else v) for n, v in kept]
@@ -500,7 +502,9 @@ def _headers(upstream: UpstreamConfig, request: Request) -> list[Header]:
     identity = request.identity or upstream.api_key is not None or bool(upstream.masked)  # to find the key in it
     session = upstream.session_header.encode() if upstream.session_header and request.rollout_id else None
     stay = upstream.api_key is not None or not request.forward_authorization
-    dropped = _not_passed_on(stay, identity, session) | _named_by_connection(request.headers)
+    dropped = _not_passed_on(stay, identity, session)
+    if named := _named_by_connection(request.headers):
+        dropped |= named
     kept = [header for header in request.headers if header[0] not in dropped]
     if session is not None:
         kept.append((session, request.rollout_id.encode()))
