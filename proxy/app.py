@@ -159,7 +159,7 @@ async def _opened(
             on_deleted=[recorder.forget, chat_route.history.forget, *of_hooks("on_deleted")],
         )  # fmt: skip
         if writes:
-            await store.returns.adopt(Rules.of(config.trainer))
+            await store.rewards.adopt(Rules.of(config.trainer))
             await stack.enter_async_context(_at_work(parts, hooks))
         yield parts
 
@@ -170,7 +170,7 @@ async def _at_work(parts: Parts, hooks: Sequence[Hooks]) -> AsyncIterator[None]:
     config, database = parts.config, parts.store.database
     work = [parts.keys.watch(), parts.health.watch(config)]
     work += [Keeper(database, config, parts.forget).run(), end_idle_rollouts(database, config.rollouts)]
-    work += [database.look_for_damage(), parts.store.returns.keep()]
+    work += [database.look_for_damage(), parts.store.rewards.keep()]
     if parts.watch is not None:
         work += [parts.watch.run(), parts.watch.ask_again()]
     tasks = [asyncio.create_task(one) for one in (*work, *(run() for one in hooks for run in one.work))]

@@ -23,7 +23,8 @@ CREATE INDEX tool_calls_by_id ON tool_calls (rollout_id); -- an id may be longer
 CREATE INDEX rollout_keys_by_key ON rollout_keys (key_id) WHERE key_id IS NOT NULL;
 -- Each update of an indexed column writes to all indexes: these have fewer columns than SQLite's.
 CREATE INDEX rollouts_running ON rollouts (created_at, policy_version) WHERE status = 'running';
-CREATE INDEX rollouts_by_version ON rollouts (policy_version, mode, task_id) WHERE reward IS NOT NULL;
+CREATE INDEX rollouts_by_version ON rollouts (policy_version, mode, task_id)
+    WHERE COALESCE(reward, trusted_reward) IS NOT NULL;
 CREATE INDEX rollouts_claimable ON rollouts (task_id, group_id, ended_at)
     WHERE mode = 'train' AND status <> 'running' AND step IS NULL AND dropped IS NULL;
 CREATE INDEX rollouts_lone ON rollouts (ended_at)

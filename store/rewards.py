@@ -1,7 +1,17 @@
-"""The rewards that were posted, and the return of each rollout, kept beside it: lists and filters read one column.
+"""The rewards that were posted, and the returns of each rollout, kept with it: lists and filters read one column.
 
 A post counts the returns of its rollouts anew. When the rules change, all are counted anew, the newest first, a few at
 a time; `stale_to` says how far that is. A repeated post gets the answer of the first one.
+
+Every reward trains the rollout that it was given to: `reward` is made of all. `trusted_reward` acts on everybody: on
+whether training stops or goes back, and on which version is the best. It is made of the rewards
+
+- of evaluators: `evidence`, which is 1 for an admin's key, one made with `keys create --evaluator`,
+  `rewards.function`, and where no key is needed
+- of other keys that see all rollouts, until the first one of an evaluator (`returns.evaluated`)
+- never of other keys made with `--scope own`
+
+A gate counts those of evaluators alone (`features/promotion/promotions.py`).
 """
 
 from __future__ import annotations
@@ -9,16 +19,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 import orjson
 
 from ..core.errors import Conflict, NotFound, StoreUnavailable
 from ..core.json_text import dumps, loads
-from ..core.records import OPERATOR, Reward, Sender
+from ..core.records import OPERATOR, Reward, RolloutStatus, Sender
 from ..core.returns import Earned, Rules, earned
 from .database import LOOK_S, Database, Row, Transaction, in_passing
 
@@ -29,6 +40,12 @@ VALUES (:rollout_id, :call_id, :name, :value, :source, :comment, :final, :key_id
 RETURNING reward_id
 """
 CALL_OF_ROLLOUT = "SELECT rollout_id, call_id FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
+# From the first reward of an evaluator on, where there are keys, those of plain keys act on nobody.
+EVALUATED = """
+UPDATE returns SET evaluated = 1, stale_to = (SELECT COALESCE(MAX(n), 0) FROM rollouts)
+WHERE evaluated = 0 AND (NOT (:key_id IS NULL) OR EXISTS (SELECT 1 FROM keys)
+    OR EXISTS (SELECT 1 FROM rewards WHERE evidence = 0))
+"""
 ROLLOUT_COMPLETE = """
 UPDATE rollouts SET status = 'completed', ended_at = :at WHERE rollout_id = :rollout_id AND status = 'running'
 """
@@ -45,7 +62,7 @@ SELECT DISTINCT rollout_id FROM rewards AS new WHERE reward_id BETWEEN :first AN
 ) ORDER BY rollout_id
 """
 
-RULES = "SELECT weights, failed, low, high, stale_to FROM returns WHERE n = 1"
+RULES = "SELECT weights, failed, low, high, stale_to, evaluated FROM returns WHERE n = 1"
 ADOPT = """
 UPDATE returns SET weights = :weights, failed = :failed, low = :low, high = :high,
     stale_to = (SELECT COALESCE(MAX(n), 0) FROM rollouts)
@@ -53,14 +70,44 @@ WHERE n = 1
 """
 COUNTED_TO = "UPDATE returns SET stale_to = :to WHERE n = 1"
 STALE = "SELECT n, rollout_id FROM rollouts WHERE n <= :n ORDER BY n DESC LIMIT :limit"
-POSTED = """
-SELECT rollouts.rollout_id, status, call_id, name, value, rewards.created_at
+_PLAIN = "(SELECT evaluated FROM returns) = 0"
+_IS_TRUSTED = f"({{0}} = 1 OR (owner IS NULL AND {_PLAIN}))"
+OPENED_BY_TRUSTED = _IS_TRUSTED.format("rollouts.evidence")
+ENDED_BY_TRUSTED = _IS_TRUSTED.format("end_counts")  # nobody knows by which key, so that of the rollout counts
+# On a held-out task, a program that failed has earned nothing.
+FAILED_HELD_OUT = "mode = 'eval' AND status = 'failed' AND task_id IS NOT NULL"
+POSTED = f"""
+SELECT rollouts.rollout_id, status, call_id, name, value, rewards.created_at,
+    {ENDED_BY_TRUSTED} AS end_counts, {FAILED_HELD_OUT} AND {OPENED_BY_TRUSTED} AS failed_held_out,
+    rewards.evidence = 1 OR (
+        {_PLAIN} AND (owner IS NULL OR rewards.key_id IS NULL OR rewards.key_id <> owner)
+    ) AS counts
 FROM rollouts LEFT JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
 WHERE rollouts.rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) ORDER BY reward_id
 """
 RETURN = """
-UPDATE rollouts SET own_reward = :own, reward = :reward, rewarded_at = :at WHERE rollout_id = :rollout_id
-    AND (own_reward IS NOT :own OR reward IS NOT :reward OR rewarded_at IS NOT :at)
+UPDATE rollouts SET own_reward = :own, reward = :reward, trusted_reward = :trusted, rewarded_at = :at
+WHERE rollout_id = :rollout_id AND (own_reward IS NOT :own OR reward IS NOT :reward
+    OR trusted_reward IS NOT :trusted OR rewarded_at IS NOT :at)
+"""
+LOOKED_AT = 2**16  # rollouts among which those that act on everybody are looked for
+SINCE_VERSION = f"""
+SELECT policy_version AS version, task_id, trusted_reward AS reward, created_at AS began,
+    CASE WHEN rewarded_at > ended_at THEN rewarded_at ELSE ended_at END AS done
+FROM rollouts
+WHERE n > COALESCE((SELECT n FROM rollouts WHERE n > 0 ORDER BY n DESC LIMIT 1 OFFSET {LOOKED_AT}), 0)
+    AND policy_version >= :version AND mode <> 'eval' AND status <> 'running' AND trusted_reward IS NOT NULL
+    AND (status = 'completed' OR (status = 'failed' AND own_reward IS NOT NULL) OR NOT {ENDED_BY_TRUSTED})
+ORDER BY n DESC LIMIT :newest
+"""
+TRUSTED = """
+SELECT rollout_id, trusted_reward FROM rollouts
+WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND trusted_reward IS NOT NULL
+"""
+NEWEST_REWARDS = """
+SELECT COUNT(rewarded_at) AS rewards, COUNT(trusted_reward) AS counted
+FROM rewards JOIN rollouts ON rollouts.rollout_id = rewards.rollout_id
+WHERE reward_id > (SELECT MAX(reward_id) FROM rewards) - 200
 """
 COUNTED_AT_ONCE = 50  # rollouts that one transaction counts anew
 
@@ -71,12 +118,32 @@ DELETE FROM idempotency WHERE key IN (SELECT key FROM idempotency WHERE created_
 Answer = list[dict[str, Any]]
 
 
-class Rewards:
-    """The table of rewards. Nothing in it is ever changed: the newest reward counts."""
+class Scored(NamedTuple):
+    """The return of a rollout that acts on everybody. `version`: that it began with. Times are Unix times.
 
-    def __init__(self, database: Database, returns: Returns) -> None:
+    `done`: when it had ended and was rewarded.
+    """
+
+    version: int
+    task_id: str | None
+    reward: float
+    began: float
+    done: float
+
+
+@dataclass(frozen=True, slots=True)
+class Uncounted:
+    """None of the newest `rewards` acts on everybody."""
+
+    rewards: int
+    story: str
+
+
+class Rewards:
+    """The table of rewards, in which nothing is ever changed, and the rules by which the store counts returns."""
+
+    def __init__(self, database: Database) -> None:
         self._db = database
-        self._returns = returns
 
     async def of(self, rollout_id: str) -> list[Reward]:
         """Return all rewards ever posted for a rollout, oldest first."""
@@ -85,7 +152,7 @@ class Rewards:
 
     async def earned(self, rollout_id: str) -> Earned:
         """Return the rewards of a rollout and its calls, whatever its status."""
-        return earned(await self.of(rollout_id), await self._returns.rules())
+        return earned(await self.of(rollout_id), await self.rules())
 
     async def newest(self) -> int | None:
         """Return the number of the newest reward; it grows with every reward."""
@@ -108,37 +175,26 @@ class Rewards:
 
         return await self._db.write(lambda db: answer_once(db, key, body, lambda: post_rewards(db, rewards, by)))
 
+    async def trusted(self, rollout_ids: Iterable[str]) -> dict[str, float]:
+        """Return the returns that act on everybody, by rollout id; without those that have none."""
+        return dict(map(tuple, await self._db.all(TRUSTED, {"rollout_ids": dumps([*rollout_ids])})))
 
-async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = OPERATOR) -> Answer:
-    """Record rewards in a transaction that is under way, and return an answer for each. Raise NotFound."""
-    at, sent = time.time(), by._asdict()
-    of_calls = {(one.rollout_id, one.call_id) for one in rewards if one.call_id is not None}
-    asked = [{"rollout_id": rollout_id} for rollout_id in sorted({one.rollout_id for one in rewards})]
-    rollouts = {row["rollout_id"]: row for row in await db.many(ROLLOUT, asked)}
-    asked = [{"rollout_id": rollout_id, "call_id": call_id} for rollout_id, call_id in of_calls]
-    calls = {tuple(row) for row in await db.many(CALL_OF_ROLLOUT, asked)}
-    for one in rewards:
-        if one.rollout_id not in rollouts:
-            raise NotFound(f"no rollout {one.rollout_id!r}", param="rollout_id")
-        if one.call_id is not None and (one.rollout_id, one.call_id) not in calls:
-            raise NotFound(f"rollout {one.rollout_id!r} has no call {one.call_id!r}", param="call_id")
-    recorded = await db.many(REWARD, [asdict(one) | sent | {"at": at} for one in rewards])
-    await count_returns(db, rollouts)
-    ended = sorted({one.rollout_id for one in rewards if one.final})
-    await db.many(ROLLOUT_COMPLETE, [{"rollout_id": rollout_id, "at": at} for rollout_id in ended])
-    offered = [rollouts[rollout_id] for rollout_id in sorted({one.rollout_id for one in rewards if one.retrain})]
-    await db.many(ROLLOUT_OFFER_AGAIN, [dict(row) | sent for row in offered])
-    return [
-        {"reward_id": row["reward_id"], "rollout_id": one.rollout_id, "status": "recorded"}
-        for row, one in zip(recorded, rewards, strict=True)
-    ]
+    async def since(self, version: int, newest: int) -> list[Scored]:
+        """Return the newest ended rollouts that act on everybody and began with this version or later, oldest first."""
+        return (await self._db.records(Scored, SINCE_VERSION, version=version, newest=newest))[::-1]
 
-
-class Returns:
-    """The rules by which the store counts returns."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
+    async def uncounted(self) -> Uncounted | None:
+        """Return that none of the newest rewards acts on everybody, and what to do; None if one does."""
+        row, rules = await self._db.one(NEWEST_REWARDS), await self._db.one(RULES)
+        assert row is not None and rules is not None  # one counts, and the schema has the other
+        if not row["rewards"] or row["counted"]:
+            return None
+        why = "an evaluator's came before" if rules["evaluated"] else "their keys see their own rollouts alone"
+        return Uncounted(
+            row["rewards"],
+            f"none of the newest {row['rewards']} acts on all, as {why}. They are trained on, but nothing watches for "
+            "a falling reward. Reward with an admin's key, or one of `keys create NAME --evaluator` (docs/keys.md)",
+        )
 
     async def rules(self) -> Rules:
         """Return the rules that hold now."""
@@ -174,18 +230,50 @@ class Returns:
         await self.recount()
 
 
+async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = OPERATOR) -> Answer:
+    """Record rewards in a transaction that is under way, and return an answer for each. Raise NotFound."""
+    at, sent = time.time(), by._asdict()
+    of_calls = {(one.rollout_id, one.call_id) for one in rewards if one.call_id is not None}
+    asked = [{"rollout_id": rollout_id} for rollout_id in sorted({one.rollout_id for one in rewards})]
+    rollouts = {row["rollout_id"]: row for row in await db.many(ROLLOUT, asked)}
+    asked = [{"rollout_id": rollout_id, "call_id": call_id} for rollout_id, call_id in of_calls]
+    calls = {tuple(row) for row in await db.many(CALL_OF_ROLLOUT, asked)}
+    for one in rewards:
+        if one.rollout_id not in rollouts:
+            raise NotFound(f"no rollout {one.rollout_id!r}", param="rollout_id")
+        if one.call_id is not None and (one.rollout_id, one.call_id) not in calls:
+            raise NotFound(f"rollout {one.rollout_id!r} has no call {one.call_id!r}", param="call_id")
+    recorded = await db.many(REWARD, [asdict(one) | sent | {"at": at} for one in rewards])
+    if by.evidence and {one.name for one in rewards} & _read_rules(await db.one(RULES)).weights.keys():
+        await db.run(EVALUATED, sent)
+    await count_returns(db, rollouts)
+    ended = sorted({one.rollout_id for one in rewards if one.final})
+    await db.many(ROLLOUT_COMPLETE, [{"rollout_id": rollout_id, "at": at} for rollout_id in ended])
+    offered = [rollouts[rollout_id] for rollout_id in sorted({one.rollout_id for one in rewards if one.retrain})]
+    await db.many(ROLLOUT_OFFER_AGAIN, [dict(row) | sent for row in offered])
+    return [
+        {"reward_id": row["reward_id"], "rollout_id": one.rollout_id, "status": "recorded"}
+        for row, one in zip(recorded, rewards, strict=True)
+    ]
+
+
 async def count_returns(db: Transaction, rollout_ids: Iterable[str]) -> None:
     """Count the returns of rollouts, by the rules that hold now and all that was posted."""
     rules = _read_rules(await db.one(RULES))
-    posted: dict[str, list[Row]] = {}
+    posted = defaultdict[str, list[Row]](list)
     for row in await db.all(POSTED, {"rollout_ids": dumps([*rollout_ids])}):
-        posted.setdefault(row["rollout_id"], []).append(row)
+        posted[row["rollout_id"]].append(row)
     counted = []
-    for rollout_id, rows in sorted(posted.items()):  # in the order of recorders
-        rewards = [Reward(rollout_id, row["value"], row["call_id"], row["name"]) for row in rows if row["name"]]
-        found = earned(rewards, rules, rows[0]["status"])
+    for rollout_id, rows in posted.items():
+        given = [(Reward(rollout_id, r["value"], r["call_id"], r["name"]), r["counts"]) for r in rows if r["name"]]
+        found = earned((reward for reward, _ in given), rules, rows[0]["status"])
+        end: RolloutStatus = rows[0]["status"] if rows[0]["end_counts"] else "completed"
+        trusted = earned((reward for reward, counts in given if counts), rules, end).returned
+        if trusted is None and found.returned is None and rows[0]["failed_held_out"]:
+            trusted = 0.0
         at = min((row["created_at"] for row in rows if row["name"] in rules.weights), default=None)
-        counted.append({"rollout_id": rollout_id, "own": found.own, "reward": found.returned, "at": at})
+        returns = {"own": found.own, "reward": found.returned, "trusted": trusted}
+        counted.append({"rollout_id": rollout_id, "at": at, **returns})
     await db.many(RETURN, counted)
 
 

@@ -120,9 +120,9 @@ ALL = 2**62
 CHUNK, MOST = 5_000, 100_000
 TEXT_CHUNK, MOST_TEXTS = 50, 1_000
 MOST_S = 2.0
-# The index has rewarded ones that no other model answered.
 ROLLOUTS_OF_VERSION = """
-SELECT * FROM rollouts WHERE policy_version = :version AND reward IS NOT NULL AND foreign_calls = 0 LIMIT :limit
+SELECT * FROM rollouts
+WHERE policy_version = :version AND COALESCE(reward, trusted_reward) IS NOT NULL AND foreign_calls = 0 LIMIT :limit
 """
 ROLLOUT_END = """
 UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at, end_counts = :evidence

@@ -1,4 +1,4 @@
--- schema 4
+-- schema 5
 -- The tables of the core for both databases, in SQLite's words; `schema.py` has PostgreSQL's. What only one database
 -- has is in `sqlite.sql` and `postgres.sql`. A key that is INTEGER PRIMARY KEY is a number that the database gives; one
 -- that is NOT NULL, too, is given by us. Times are Unix times in seconds. JSON is text.
@@ -88,6 +88,7 @@ CREATE TABLE rollouts (
     end_counts     INTEGER NOT NULL DEFAULT 1,    -- 0: the key that said how it ended gave none
     reward         REAL,                          -- its return (core/returns.py)
     own_reward     REAL,                          -- weighted; NULL: it has none of its own
+    trusted_reward REAL,                          -- its return by the rewards that act on everybody (rewards.py)
     rewarded_at    REAL,                          -- when the first reward came that counts
     calls          INTEGER NOT NULL DEFAULT 0,    -- ended calls
     foreign_calls  INTEGER NOT NULL DEFAULT 0,    -- those of them that other models than the policy answered
@@ -124,6 +125,7 @@ CREATE TABLE returns (
     failed   REAL,                                -- the reward of a failed rollout that has none of its own
     low      REAL NOT NULL DEFAULT -10000,        -- rewards beyond count as the nearer end
     high     REAL NOT NULL DEFAULT 10000,
+    evaluated INTEGER NOT NULL DEFAULT 0,         -- 1: an evaluator's reward came, and plain keys' act on nobody
     stale_to INTEGER NOT NULL                     -- rollouts up to this n are still to be counted by these rules
 );
 INSERT INTO returns (n, weights, stale_to) VALUES (1, '{"reward":1.0}', 0);
@@ -257,7 +259,7 @@ CREATE TABLE rewards (
     created_at REAL NOT NULL
 );
 CREATE INDEX rewards_by_rollout ON rewards (rollout_id, call_id, name, reward_id);
-CREATE INDEX rewards_by_evidence ON rewards (evidence, key_id, created_at);
+CREATE INDEX rewards_of_plain_keys ON rewards (reward_id) WHERE evidence = 0;
 CREATE INDEX rewards_by_call ON rewards (call_id) WHERE call_id IS NOT NULL;
 
 -- Events: what an agent says of itself between its calls.

@@ -9,8 +9,8 @@ CREATE INDEX tool_calls_by_id ON tool_calls (rollout_id, tool_call_id);
 CREATE INDEX rollouts_by_mode ON rollouts (mode, n);
 -- Rollouts that nobody ends stay running; the versions that recent ones began with are asked for every second.
 CREATE INDEX rollouts_running ON rollouts (status, created_at, policy_version) WHERE status = 'running';
-CREATE INDEX rollouts_by_version ON rollouts (policy_version, mode, task_id, key_id, reward, foreign_calls)
-    WHERE reward IS NOT NULL AND foreign_calls = 0;
+CREATE INDEX rollouts_by_version ON rollouts (policy_version, mode, task_id, trusted_reward, reward, foreign_calls)
+    WHERE COALESCE(reward, trusted_reward) IS NOT NULL AND foreign_calls = 0;
 -- The trainer looks at all that waits, many times a minute. Without its first column, which is the same everywhere,
 -- SQLite takes another index.
 CREATE INDEX rollouts_claimable

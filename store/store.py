@@ -7,11 +7,10 @@ from .conversations import ConversationIndex
 from .database import Database
 from .keys import Keyring
 from .reports import Credit, Reports
-from .rewards import Returns, Rewards
+from .rewards import Rewards
 from .rollouts import Endings, Rollouts
 from .training import TrainingSteps
-from .trust import Trust
-from .versions import PolicyVersions, Probes, Publishing, VersionReport
+from .versions import PolicyVersions, Probes, Publishing
 from .waiting import Waiting
 
 
@@ -21,9 +20,7 @@ class Store:
     def __init__(self, database: Database) -> None:
         self.database = database
         self.rollouts = Rollouts(database)
-        self.returns = Returns(database)
-        self.rewards = Rewards(database, self.returns)
-        self.trust = Trust(database, self.returns)
+        self.rewards = Rewards(database)
         self.calls = Calls(database, self.rollouts, self.rewards)
         self.events = Events(database)
         self.versions = PolicyVersions(database)
@@ -32,8 +29,7 @@ class Store:
         self.steps = TrainingSteps(database, self.versions)
         self.credit = Credit(database)
         self.reports = Reports(database)
-        self.version_report = VersionReport(database, self.trust)
-        self.waiting = Waiting(database, self.trust)
+        self.waiting = Waiting(database)
         self.endings = Endings(database)
         self.keys = Keyring(database)
         self.conversations = ConversationIndex(database)

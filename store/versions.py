@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,12 +13,11 @@ from typing import Any, NamedTuple
 from ..core.config.server import StoreConfig
 from ..core.errors import NotFound
 from ..core.json_text import dumps
-from ..core.records import Mode, PolicyVersion, PublishMode, Rollout, VersionStatus
+from ..core.records import Mode, PolicyVersion, PublishMode, VersionStatus
 from .database import Database, Transaction, read
 from .opening import first_value
-from .trust import COUNTS_AS_IT_IS, HAS_REWARD_THAT_COUNTS, OPENED_BY_ONE_THAT_COUNTS, Trust
+from .rewards import FAILED_HELD_OUT
 
-VERSION = "SELECT * FROM policy_versions WHERE version = :version"
 VERSION_LIVE_NOW = """
 SELECT policy_versions.* FROM policy_versions
 WHERE version = (SELECT version FROM policy_log ORDER BY n DESC LIMIT 1)
@@ -48,29 +48,16 @@ WHERE step = (SELECT step FROM policy_versions WHERE version = :version) AND ver
 VERSION_FORGET = "DELETE FROM policy_versions WHERE version = :version AND status = 'publishing'"
 # Whoever makes a version live decides about the one that is tested, and about the one that waits.
 VERSION_UNTESTED = "UPDATE policy_versions SET status = 'ready' WHERE status IN ('candidate', 'waiting')"
-# Adapters of agents are served under the version's own name with a point and theirs: `names` are its beginnings.
-VERSION_NAMED = """
-SELECT * FROM policy_versions
-WHERE served_model IN (SELECT CAST(value AS TEXT) FROM json_each(:names)) ORDER BY version
-"""
-VERSIONS_WITH_FILES = "SELECT * FROM policy_versions WHERE path IS NOT NULL ORDER BY version"
-VERSIONS_OF_STATUS = "SELECT * FROM policy_versions WHERE status = :status ORDER BY version"
-VERSIONS_TO_SERVE = """
-SELECT * FROM policy_versions WHERE path IS NOT NULL
-    AND (status = 'live' OR status = 'candidate' OR version IN (SELECT CAST(value AS BIGINT) FROM json_each(:pinned)))
-"""
 # Of merged weights that another version took the place of. A live one may still be verified.
 VERSIONS_NEVER_VERIFIED = """
 SELECT version FROM policy_versions
 WHERE status = 'failed' OR (status = 'ready' AND publish = 'merged' AND verified = 0)
 """
 VERSION_BEFORE = """
-SELECT * FROM policy_versions WHERE version = (
-    SELECT MAX(version) FROM policy_versions
-    WHERE version < :version AND status = 'ready' AND live_at IS NOT NULL AND (path IS NOT NULL OR version = 0)
-)
+SELECT * FROM policy_versions
+WHERE version < :version AND status = 'ready' AND live_at IS NOT NULL AND (path IS NOT NULL OR version = 0)
+ORDER BY version DESC LIMIT 1
 """
-VERSION_EVER_PUBLISHED = "SELECT 1 FROM policy_versions WHERE publish IS NOT NULL LIMIT 1"
 PINNED_VERSIONS = """
 SELECT DISTINCT policy_version FROM rollouts
 WHERE status = 'running' AND policy_version IS NOT NULL AND created_at > :since
@@ -111,38 +98,90 @@ WITH RECURSIVE line (version, step, base, status, created_at) AS (
 SELECT version, base, status, created_at FROM line
 """
 
-_OF_VERSIONS = "policy_version IN (SELECT CAST(value AS BIGINT) FROM json_each(:versions)) AND foreign_calls = 0"
-_BY_TASK = f"""
-SELECT policy_version AS version, mode, task_id, AVG(reward) AS mean, COUNT(*) AS rollouts,
-    AVG(reward * reward) AS square, NULL AS tokens, NULL AS latency_ms
-FROM {{rollouts}} WHERE {_OF_VERSIONS} AND reward IS NOT NULL AND {{counts}} GROUP BY policy_version, mode, task_id
+_BY_TASK = """
+SELECT policy_version AS version, mode, task_id, AVG({value}) AS mean, COUNT(*) AS rollouts,
+    AVG({value} * {value}) AS square, COUNT(reward) AS rewarded, NULL AS tokens, NULL AS latency_ms
+FROM {rollouts}
+WHERE policy_version IN (SELECT CAST(value AS BIGINT) FROM json_each(:versions)) AND foreign_calls = 0
+    AND COALESCE(reward, {value}) IS NOT NULL AND {value} IS NOT NULL GROUP BY policy_version, mode, task_id
 """
-REWARDS_BY_TASK = _BY_TASK.format(rollouts="rollouts", counts="TRUE")
-REWARDS_BY_TASK_THAT_COUNT = _BY_TASK.format(rollouts="rollouts", counts=COUNTS_AS_IT_IS)
-_OF_KEY = "(SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT 20000) AS recent"
-REWARDS_BY_TASK_OF_KEY = _BY_TASK.format(rollouts=_OF_KEY, counts="TRUE")
-# Those whose rewards count in part, the newest.
-COUNTING_IN_PART = f"""
-SELECT * FROM rollouts WHERE {_OF_VERSIONS} AND reward IS NOT NULL
-    AND {HAS_REWARD_THAT_COUNTS} AND NOT {COUNTS_AS_IT_IS} ORDER BY n DESC LIMIT 10000
-"""
-# On a held-out task, a program that failed has earned nothing, unless all of them failed.
-FAILED_HELD_OUT = f"""
-SELECT policy_version AS version, mode, task_id, CAST(0 AS DOUBLE PRECISION) AS mean, COUNT(*) AS rollouts,
-    CAST(0 AS DOUBLE PRECISION) AS square,
-    NULL AS tokens, NULL AS latency_ms
-FROM rollouts WHERE mode = 'eval' AND status = 'failed' AND {_OF_VERSIONS} AND reward IS NULL AND task_id IS NOT NULL
-    AND (key_id = :key_id OR (:key_id IS NULL AND {OPENED_BY_ONE_THAT_COUNTS}))
-GROUP BY policy_version, mode, task_id
-"""
-COSTS_BY_TASK = f"""
-SELECT policy_version, mode, task_id, AVG(CAST(tokens AS DOUBLE PRECISION)) AS tokens,
-    AVG((SELECT AVG(latency_ms) FROM calls WHERE calls.rollout_id = rollouts.rollout_id AND calls.status = 'ok'))
+REWARDS_BY_TASK = _BY_TASK.format(value="trusted_reward", rollouts="rollouts AS recent")
+REWARDS_BY_TASK_OF_KEY = _BY_TASK.format(
+    value="earned",
+    rollouts=f"""
+    (SELECT rollouts.*, COALESCE(reward, CASE WHEN {FAILED_HELD_OUT} THEN 0.0 END) AS earned
+     FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT 20000) AS recent
+""",
+)
+NO_COSTS = "NULL AS tokens, NULL AS latency_ms"
+COSTS = """
+AVG(CAST(tokens AS DOUBLE PRECISION)) AS tokens,
+    AVG((SELECT AVG(latency_ms) FROM calls WHERE calls.rollout_id = recent.rollout_id AND calls.status = 'ok'))
     AS latency_ms
-FROM rollouts WHERE {_OF_VERSIONS} AND reward IS NOT NULL AND (:key_id IS NULL OR key_id = :key_id)
-GROUP BY policy_version, mode, task_id
 """
 FEW = 6  # makes the variance of few tasks larger, as Student's t has longer tails
+
+
+class Ancestor(NamedTuple):
+    """A version in a line of versions. `base`: the one before it; None for one that no step made."""
+
+    version: int
+    base: int | None
+    status: VersionStatus
+    created_at: float
+
+
+class TaskMean(NamedTuple):
+    """The mean reward, and the mean of its square, of so many rollouts of a task that began with a version.
+
+    Without a task: of all such rollouts. `rewarded` of them have a reward; the others failed. `tokens`: sampled in a
+    rollout, on average; `latency_ms`: of a rollout's calls. None where they were not asked for.
+    """
+
+    version: int
+    mode: Mode
+    task_id: str | None
+    mean: float
+    rollouts: int
+    square: float
+    rewarded: int
+    tokens: float | None = None
+    latency_ms: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MeanReward:
+    """The mean reward over tasks, which have so many rollouts. Rollouts without a task count as a task each."""
+
+    mean: float
+    rollouts: int
+
+
+@dataclass(frozen=True, slots=True)
+class VersionReward(MeanReward):
+    """The reward of a version: the same number wherever it is shown. `low`, `high`: its 95 % interval, if one is known.
+
+    The interval is over tasks, or over the rollouts of a single one.
+    """
+
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def of(cls, means: Sequence[TaskMean]) -> VersionReward:
+        """Return the reward of a version in one mode. `means`: of all its tasks, at least one."""
+        rollouts, alone = sum(one.rollouts for one in means), len(means) == 1
+        units = [(one, one.rollouts if one.task_id is None or alone else 1) for one in means]
+        count = sum(n for _, n in units)
+        mean = means[0].mean if alone else math.fsum(n * one.mean for one, n in units) / count
+        if count == 1:
+            return cls(mean, rollouts, None, None)
+        # A task counts by its mean; one by one, rollouts spread around theirs.
+        squares = math.fsum(n * ((one.mean - mean) ** 2 + (max(one.square - one.mean**2, 0) if n > 1 else 0))
+                            for one, n in units)  # fmt: skip
+        freedom = count - 1
+        half = 1.96 * math.sqrt(squares / freedom / count * (freedom + FEW) / freedom)
+        return cls(mean, rollouts, mean - half, mean + half)
 
 
 class PolicyVersions:
@@ -167,34 +206,40 @@ class PolicyVersions:
             self._live = (since["n"], read(PolicyVersion, row))
         return self._live[1]
 
+    async def _where(self, condition: str, **params: object) -> list[PolicyVersion]:
+        statement = f"SELECT * FROM policy_versions WHERE {condition} ORDER BY version"
+        return await self._db.records(PolicyVersion, statement, **params)
+
     async def all(self) -> list[PolicyVersion]:
         """Return every version, by number."""
-        return await self._db.records(PolicyVersion, "SELECT * FROM policy_versions ORDER BY version")
+        return await self._where("TRUE")
 
     async def is_new(self) -> bool:
         """Return whether nothing was ever published from this store."""
-        return await self._db.one(VERSION_EVER_PUBLISHED) is None
+        return await self._db.one("SELECT 1 FROM policy_versions WHERE publish IS NOT NULL LIMIT 1") is None
 
     async def get(self, version: int) -> PolicyVersion:
         """Return the version of this number; NotFound if there is none."""
-        found = await self._db.record(PolicyVersion, VERSION, version=version)
-        if found is None:
-            raise NotFound(f"no policy version {version}", param="version")
-        return found
+        for found in await self._where("version = :version", version=version):
+            return found
+        raise NotFound(f"no policy version {version}", param="version")
 
     async def named(self, model: str) -> int | None:
         """Return the version that vLLM serves under this name, itself or an adapter of it; None if there is none."""
+        # Adapters of agents are served under the version's own name with a point and theirs.
         names = [model, *(model[: point.start()] for point in re.finditer(r"\.", model))]
-        versions = await self._db.records(PolicyVersion, VERSION_NAMED, names=dumps(names))
+        versions = await self._where(
+            "served_model IN (SELECT CAST(value AS TEXT) FROM json_each(:names))", names=dumps(names)
+        )
         return next((one.version for one in versions if model in one.served_models), None)
 
     async def with_files(self) -> list[PolicyVersion]:
         """Return the versions whose files are there, by number."""
-        return await self._db.records(PolicyVersion, VERSIONS_WITH_FILES)
+        return await self._where("path IS NOT NULL")
 
     async def of_status(self, status: VersionStatus) -> list[PolicyVersion]:
         """Return the versions of a status, by number."""
-        return await self._db.records(PolicyVersion, VERSIONS_OF_STATUS, status=status)
+        return await self._where("status = :status", status=status)
 
     async def never_verified(self) -> frozenset[int]:
         """Return the versions that were not seen to be served, and are not live."""
@@ -202,8 +247,8 @@ class PolicyVersions:
 
     async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
         """Return those of the live version, the candidate and the `pinned` ones whose files are there, by number."""
-        versions = await self._db.records(PolicyVersion, VERSIONS_TO_SERVE, pinned=dumps([*pinned]))
-        return sorted(versions, key=lambda version: version.version)
+        wanted = {*pinned}
+        return [v for v in await self.with_files() if v.status in ("live", "candidate") or v.version in wanted]
 
     async def before(self, version: int) -> PolicyVersion | None:
         """Return the newest version before this one that was live and can be again; None if there is none."""
@@ -256,6 +301,39 @@ class PolicyVersions:
     async def pinned(self, since: float) -> set[int]:
         """Return the versions that running rollouts, opened after `since` (Unix time), began with."""
         return {row["policy_version"] for row in await self._db.all(PINNED_VERSIONS, {"since": since})}
+
+    async def parents(self) -> dict[int, int]:
+        """Return, by version, the version that its training step started from; the base model has none."""
+        return {row["version"]: row["base"] for row in await self._db.all(PARENTS)}
+
+    async def line(self, version: int, until: int, since: float) -> list[Ancestor]:
+        """Return a version and those that it was trained on from, newest first, as far back as `until`.
+
+        The first that was taken back, or was made before `since` (Unix time), is the last.
+        """
+        return await self._db.records(Ancestor, LINE, version=version, until=until, since=since)
+
+    async def rewards(self, versions: Iterable[int], key_id: str | None = None) -> dict[tuple[str, int], VersionReward]:
+        """Return the rewards of versions, by mode and version. `key_id` as in `task_means`."""
+        found = defaultdict[tuple[str, int], list[TaskMean]](list)
+        for one in await self.task_means(versions, key_id):
+            found[one.mode, one.version].append(one)
+        return {which: VersionReward.of(means) for which, means in found.items()}
+
+    async def task_means(
+        self, versions: Iterable[int], key_id: str | None = None, *, costs: bool = False
+    ) -> list[TaskMean]:
+        """Return the rewards of rollouts that began with versions, by version, mode and task.
+
+        Those that act on everybody (`rewards.py`); with `key_id`, of the newest that were opened with this key.
+        Rollouts that another model answered do not count. With `costs`, also their tokens and latency.
+        """
+        statement = REWARDS_BY_TASK if key_id is None else REWARDS_BY_TASK_OF_KEY
+        statement = statement.replace(NO_COSTS, COSTS) if costs else statement
+        found = await self._db.records(TaskMean, statement, versions=dumps([*versions]), key_id=key_id)
+        # Where no held-out rollout has a reward, it is not the policy that failed.
+        evaluated = {one.version for one in found if one.mode == "eval" and one.rewarded}
+        return [one for one in found if one.mode != "eval" or one.version in evaluated]
 
 
 class Decided(NamedTuple):
@@ -327,127 +405,3 @@ class Probes:
     async def found(self, version: int, problem: str | None) -> None:
         """Keep the time and the result of the newest comparison."""
         await self._db.execute(PROBE_PROBLEM, version=version, problem=problem, at=time.time())
-
-
-class Ancestor(NamedTuple):
-    """A version in a line of versions. `base`: the one before it; None for one that no step made."""
-
-    version: int
-    base: int | None
-    status: VersionStatus
-    created_at: float
-
-
-class TaskMean(NamedTuple):
-    """The mean reward, and the mean of its square, of so many rollouts of a task that began with a version.
-
-    Without a task: of all such rollouts. `tokens`: sampled in a rollout, on average; `latency_ms`: of a rollout's
-    calls. None where they were not asked for.
-    """
-
-    version: int
-    mode: Mode
-    task_id: str | None
-    mean: float
-    rollouts: int
-    square: float
-    tokens: float | None = None
-    latency_ms: float | None = None
-
-    def joined(self, other: TaskMean) -> TaskMean:
-        """Return the means of both."""
-        rollouts = self.rollouts + other.rollouts
-        mean = (self.mean * self.rollouts + other.mean * other.rollouts) / rollouts
-        square = (self.square * self.rollouts + other.square * other.rollouts) / rollouts
-        return self._replace(mean=mean, rollouts=rollouts, square=square)
-
-
-@dataclass(frozen=True, slots=True)
-class MeanReward:
-    """The mean reward over tasks, which have so many rollouts. Rollouts without a task count as a task each."""
-
-    mean: float
-    rollouts: int
-
-
-@dataclass(frozen=True, slots=True)
-class VersionReward(MeanReward):
-    """The reward of a version: the same number wherever it is shown. `low`, `high`: its 95 % interval, if one is known.
-
-    The interval is over tasks, or over the rollouts of a single one.
-    """
-
-    low: float | None
-    high: float | None
-
-    @classmethod
-    def of(cls, means: Sequence[TaskMean]) -> VersionReward:
-        """Return the reward of a version in one mode. `means`: of all its tasks, at least one."""
-        rollouts, alone = sum(one.rollouts for one in means), len(means) == 1
-        units = [(one, one.rollouts if one.task_id is None or alone else 1) for one in means]
-        count = sum(n for _, n in units)
-        mean = means[0].mean if alone else math.fsum(n * one.mean for one, n in units) / count
-        if count == 1:
-            return cls(mean, rollouts, None, None)
-        # A task counts by its mean; one by one, rollouts spread around theirs.
-        squares = math.fsum(n * ((one.mean - mean) ** 2 + (max(one.square - one.mean**2, 0) if n > 1 else 0))
-                            for one, n in units)  # fmt: skip
-        freedom = count - 1
-        half = 1.96 * math.sqrt(squares / freedom / count * (freedom + FEW) / freedom)
-        return cls(mean, rollouts, mean - half, mean + half)
-
-
-class VersionReport:
-    """Reads records about versions beside their own."""
-
-    def __init__(self, database: Database, trust: Trust) -> None:
-        self._db = database
-        self._trust = trust
-
-    async def parents(self) -> dict[int, int]:
-        """Return, by version, the version that its training step started from; the base model has none."""
-        return {row["version"]: row["base"] for row in await self._db.all(PARENTS)}
-
-    async def line(self, version: int, until: int, since: float) -> list[Ancestor]:
-        """Return a version and those that it was trained on from, newest first, as far back as `until`.
-
-        The first that was taken back, or was made before `since` (Unix time), is the last.
-        """
-        return await self._db.records(Ancestor, LINE, version=version, until=until, since=since)
-
-    async def rewards(self, versions: Iterable[int], key_id: str | None = None) -> dict[tuple[str, int], VersionReward]:
-        """Return the rewards of versions, by mode and version. `key_id` as in `task_means`."""
-        found: dict[tuple[str, int], list[TaskMean]] = {}
-        for one in await self.task_means(versions, key_id):
-            found.setdefault((one.mode, one.version), []).append(one)
-        return {which: VersionReward.of(means) for which, means in found.items()}
-
-    async def task_means(
-        self, versions: Iterable[int], key_id: str | None = None, *, costs: bool = False
-    ) -> list[TaskMean]:
-        """Return the rewards of rollouts that began with versions, by version, mode and task.
-
-        Those that act on everybody (`trust.py`); with `key_id`, of the newest that were opened with this key. Rollouts
-        that another model answered do not count. With `costs`, also their tokens and latency.
-        """
-        params = {"versions": dumps([*versions]), "key_id": key_id} | await self._trust.params()
-        if key_id is not None:
-            found = await self._db.records(TaskMean, REWARDS_BY_TASK_OF_KEY, **params)
-        elif await self._trust.whose() == "everybody's":
-            found = await self._db.records(TaskMean, REWARDS_BY_TASK, **params)
-        else:
-            found = await self._db.records(TaskMean, REWARDS_BY_TASK_THAT_COUNT, **params)
-            rollouts = {one.rollout_id: one for one in await self._db.records(Rollout, COUNTING_IN_PART, **params)}
-            for rollout_id, value in (await self._trust.returns([*rollouts.values()])).items():
-                rollout = rollouts[rollout_id]
-                found.append(TaskMean(rollout.policy_version or 0, rollout.mode, rollout.task_id, value, 1, value**2))
-        evaluated = {one.version for one in found if one.mode == "eval"}
-        failed = await self._db.records(TaskMean, FAILED_HELD_OUT, **params) if evaluated else []
-        found += [one for one in failed if one.version in evaluated]
-        joined: dict[tuple[Any, ...], TaskMean] = {}
-        for one in found:
-            joined[one[:3]] = joined[one[:3]].joined(one) if one[:3] in joined else one
-        for row in await self._db.all(COSTS_BY_TASK, params) if costs else ():
-            if (which := tuple(row)[:3]) in joined:
-                joined[which] = joined[which]._replace(tokens=row["tokens"], latency_ms=row["latency_ms"])
-        return [*joined.values()]

@@ -12,7 +12,6 @@ from ..core.http import in_thread_if_large
 from ..core.json_text import dumps
 from ..core.records import Rollout
 from .database import Database, Feed, Row, read
-from .trust import HAS_REWARD_THAT_COUNTS, Trust
 
 # Whether an ended rollout has a reward. `:failed`: failed ones count for something (`trainer.failed_rollouts`).
 HAS_REWARD = "CASE status WHEN 'completed' THEN rewarded_at IS NOT NULL WHEN 'failed' THEN :failed ELSE FALSE END"
@@ -106,7 +105,7 @@ ORDER BY n DESC LIMIT :limit
 EARLIER, EARLIER_OF_TASK = _EARLIER.format(task=""), _EARLIER.format(task="task_id = :task_id AND")
 EQUAL_REWARDS = "all rewards of the group are equal"
 # Since the newest rollout of the last step, or, where that is deleted, since the step began.
-UNLEARNED = f"""
+UNLEARNED = """
 SELECT COUNT(*) AS rollouts, AVG(reward) AS reward FROM (
     SELECT reward FROM rollouts
     WHERE n > COALESCE(
@@ -117,7 +116,7 @@ SELECT COUNT(*) AS rollouts, AVG(reward) AS reward FROM (
             ),
             0
         )
-      AND mode <> 'eval' AND dropped = :reason AND {HAS_REWARD_THAT_COUNTS}
+      AND mode <> 'eval' AND dropped = :reason AND trusted_reward IS NOT NULL
     ORDER BY n DESC LIMIT :enough
 ) AS recent
 """
@@ -162,9 +161,8 @@ class Siblings(NamedTuple):
 class Waiting:
     """Reads rollouts that wait for training; `store.steps` takes them."""
 
-    def __init__(self, database: Database, trust: Trust) -> None:
+    def __init__(self, database: Database) -> None:
         self._db = database
-        self._trust = trust
         self._feed = Feed(database)
 
     async def groups(self, failed: bool = False, grouping: Grouping | None = None) -> list[Group]:
@@ -260,8 +258,7 @@ class Waiting:
 
         Only those count whose rewards act on everybody. `batch`: the rollouts of a training step.
         """
-        params = {"reason": EQUAL_REWARDS, "enough": BATCHES * batch} | await self._trust.params()
-        (found,) = await self._db.records(NothingLearned, UNLEARNED, **params)
+        (found,) = await self._db.records(NothingLearned, UNLEARNED, reason=EQUAL_REWARDS, enough=BATCHES * batch)
         return found if found.rollouts >= BATCHES * batch else None
 
     async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 from ..core.config.trainer import CollapseConfig, TrainerConfig
 from ..core.records import CollapseSign, PolicyVersion
-from ..core.returns import Rules, earned
+from ..core.returns import Rules
 from ..store.store import Store
 from ..store.training import Collapse, Step
-from ..store.trust import Counted
 
 log = logging.getLogger(__name__)
 
@@ -405,29 +404,13 @@ class Monitor:
         Judge scores do not count: only what is trained on has them, which would set versions apart. Rollouts count once
         they are older than most rollouts took, because failures may be quicker than successes.
         """
-        found = await self._store.trust.since(since, NEWEST)
-        took = sorted(map(_took, found)) or [0.0]
+        await self._store.rewards.use(Rules.of(self._config))
+        found = await self._store.rewards.since(since, NEWEST)
+        took = sorted(one.done - one.began for one in found) or [0.0]
         wait = took[int(SETTLED * len(took))]
-        settled, unsettled = self._clock() - wait, math.inf
-        scored = []
-        for one in found:
-            rollout = one.rollout
-            if rollout.created_at > settled:
-                unsettled = rollout.created_at + wait
-            elif rollout.policy_version is not None and (reward := self._reward(one)) is not None:
-                scored.append(ScoredRollout(rollout.policy_version, rollout.task_id, reward))
-        self._look_again = unsettled
-        return scored
-
-    def _reward(self, one: Counted) -> float | None:
-        found = earned(one.rewards, Rules.of(self._config), one.status)
-        return found.own if one.status == "failed" else found.returned
-
-
-def _took(one: Counted) -> float:
-    """The seconds until a rollout had ended and was rewarded."""
-    began, ends = one.rollout.created_at, [one.rollout.ended_at, *(reward.created_at for reward in one.rewards)]
-    return max((at for at in ends if at is not None), default=began) - began
+        settled = self._clock() - wait
+        self._look_again = max((one.began + wait for one in found if one.began > settled), default=math.inf)
+        return [ScoredRollout(one.version, one.task_id, one.reward) for one in found if one.began <= settled]
 
 
 def _led_to(version: int, steps: Sequence[Step]) -> Iterator[Step]:

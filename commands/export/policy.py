@@ -157,7 +157,7 @@ async def _facts(store: Store, config: Config, version: PolicyVersion, form: For
         full=config.trainer.weights == "full",
         steps=tuple(reversed(steps)),
         data=await store.steps.data_of([step.step for step in steps]),
-        rewards=await store.version_report.rewards((0, version.version)),
+        rewards=await store.versions.rewards((0, version.version)),
     )
 
 

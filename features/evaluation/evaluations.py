@@ -10,8 +10,8 @@ from typing import Literal
 
 from ...core.json_text import dumps, loads
 from ...store.database import read
+from ...store.rewards import OPENED_BY_TRUSTED
 from ...store.store import Store
-from ...store.trust import OPENED_BY_ONE_THAT_COUNTS
 
 BEGIN = """
 INSERT INTO evaluations (version, step, began_at) VALUES (:version, :step, :at)
@@ -41,7 +41,7 @@ SELECT 1 FROM rollouts WHERE status = 'running' AND mode = 'train' AND (created_
 UNDER_WAY = f"""
 SELECT DISTINCT policy_version AS version FROM rollouts
 WHERE status = 'running' AND mode = 'eval' AND task_id IS NOT NULL AND policy_version IS NOT NULL
-    AND created_at > :since AND {OPENED_BY_ONE_THAT_COUNTS}
+    AND created_at > :since AND {OPENED_BY_TRUSTED}
 """
 LATELY_S = 3600.0
 ENOUGH = 8  # rollouts of training that a version is judged by, if any has so many
@@ -148,7 +148,7 @@ class Evaluations:
         servable, stored = await self._servable(), await self.all()
         if servable == [0] and not stored:
             return None  # many rollouts may have begun with the base model
-        rewards, being_evaluated = await self._store.version_report.rewards(servable), await self.under_way()
+        rewards, being_evaluated = await self._store.versions.rewards(servable), await self.under_way()
         held_out = {v: Best(v, "evaluation", one.reward, one.low, one.high)
                     for v, one in stored.items() if one.reward is not None}  # fmt: skip
         held_out |= {v: Best(v, "evaluation", one.mean, one.low, one.high)
@@ -164,14 +164,13 @@ class Evaluations:
 
     async def under_way(self) -> set[int]:
         """Return the versions that are being evaluated: beside training, or by `lightning-proxy eval`."""
-        params = {"since": time.time() - LATELY_S} | await self._store.trust.params()
-        rows = await self._db.all(UNDER_WAY, params)
+        rows = await self._db.all(UNDER_WAY, {"since": time.time() - LATELY_S})
         begun = [one.version for one in (await self.all()).values() if one.ended_at is None]
         return {row["version"] for row in rows} | {*begun}
 
     async def with_rewards(self, found: Sequence[HeldOut]) -> list[HeldOut]:
         """Return evaluations with the rewards that their versions have by now."""
-        rewards = await self._store.version_report.rewards([one.version for one in found if one.reward is not None])
+        rewards = await self._store.versions.rewards([one.version for one in found if one.reward is not None])
         now = [(one, rewards.get(("eval", one.version))) for one in found]
         return [replace(one, reward=seen.mean, low=seen.low, high=seen.high) if seen else one for one, seen in now]
 

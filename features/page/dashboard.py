@@ -241,7 +241,7 @@ async def _found(store: Store) -> _Found:
     steps = reversed(await store.steps.newest(STEPS))
     curve = [reward for step in steps if (reward := step.metrics.get("reward_mean")) is not None]
     versions = [one.version for one in await store.versions.all()]
-    earned = await store.version_report.rewards(versions)
+    earned = await store.versions.rewards(versions)
     held_out = [mean.mean for (mode, _), mean in sorted(earned.items()) if mode == "eval"]
     return _Found(curve, held_out[:1] + held_out[1:][-1:])
 

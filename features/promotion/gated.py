@@ -72,7 +72,7 @@ class GatedPublisher(Publisher):
         if base == live.version:
             return True
         since = chosen_at(live, await self._tests.last_of(live.version))
-        found = await self._store.version_report.line(base, live.version, since)
+        found = await self._store.versions.line(base, live.version, since)
         return builds_on(found, live.version, since)
 
     async def waits_for(self, base: int) -> str | None:

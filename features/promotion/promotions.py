@@ -13,7 +13,6 @@ from ...core.json_text import dumps
 from ...core.records import PolicyVersion, Reward, RolloutName, RolloutStatus
 from ...store.database import Database, Row, Transaction, read
 from ...store.rollouts import ROLLOUT_SEEN
-from ...store.trust import IS_EVALUATORS
 from ...store.versions import GO_LIVE, STEP_PUBLISHED, VERSION_UNTESTED
 
 NOT_GATED = "promotion.mode was set to immediate"  # why a test ended
@@ -75,7 +74,7 @@ FROM promotion_rollouts JOIN rollouts USING (rollout_id) WHERE {IS_EVIDENCE} ORD
 """
 PROMOTION_REWARDS = f"""
 SELECT rewards.* FROM promotion_rollouts JOIN rewards ON rewards.rollout_id = promotion_rollouts.rollout_id
-WHERE {IS_EVIDENCE} AND {IS_EVALUATORS} ORDER BY reward_id
+WHERE {IS_EVIDENCE} AND rewards.evidence = 1 ORDER BY reward_id
 """
 OTHERS = "SELECT 1 FROM promotion_rollouts WHERE promotion = :n AND evidence = 0 AND compared = 1 LIMIT 1"
 STAMP = f"""

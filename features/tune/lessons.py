@@ -153,7 +153,7 @@ class RolloutReader:
 
         Rollouts that still await a reward function lack some of theirs.
         """
-        await self._store.returns.use(Rules.of(self._config))
+        await self._store.rewards.use(Rules.of(self._config))
         found: list[RewardedRollout] = []
         awaiting = set(await self._store.endings.awaiting())
         cursor: int | None = None

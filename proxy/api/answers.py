@@ -19,8 +19,8 @@ from ...core.records import (
     Transition,
 )
 from ...store.reports import ComparedRollout, RecentTraffic, Summary
+from ...store.rewards import Uncounted
 from ...store.training import Collapse, Step
-from ...store.trust import Uncounted
 from ...store.versions import MeanReward
 
 

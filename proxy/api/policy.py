@@ -58,8 +58,8 @@ async def get_versions(request: ControlRequest) -> dict[str, Any]:
     p, sight = request.parts, request.caller.sight
     added = [await plugin.version_fields(p.store, sight.key_id) for plugin in p.plugins]
     live, versions = (await p.store.versions.live()).version, await p.store.versions.all()
-    parents = await p.store.version_report.parents()
-    earned = await p.store.version_report.rewards([v.version for v in versions], sight.key_id)
+    parents = await p.store.versions.parents()
+    earned = await p.store.versions.rewards([v.version for v in versions], sight.key_id)
     rewards = defaultdict[int, dict[str, MeanReward]](dict)
     for (mode, version), one in earned.items():
         rewards[version][mode] = MeanReward(one.mean, one.rollouts)
@@ -100,7 +100,7 @@ async def compare(
     store = request.parts.store
     for version in (a, b):
         await store.versions.get(version)
-    means = await store.version_report.task_means((a, b), request.caller.sight.key_id, costs=costs)
+    means = await store.versions.task_means((a, b), request.caller.sight.key_id, costs=costs)
     return await asyncio.to_thread(compared, means, a, b, mode)
 
 

@@ -57,7 +57,7 @@ async def get_status(request: ControlRequest) -> dict[str, Any]:
         "publishing": None if p.swap is None else p.swap.why_not_published(),
         "untrainable": await store.calls.untrainable(NEWEST),
         "standstill": None if standstill is None else fields_of(standstill) | {"story": standstill.story},
-        "uncounted": await store.trust.uncounted(),
+        "uncounted": await store.rewards.uncounted(),
         "collapse": await store.steps.collapse(),
         "verified": await verified(store),
         "plugins": p.config.plugins,

@@ -36,9 +36,10 @@ def known() -> dict[str, str]:
 SMALL = {"keys", "policy_log", "rollout_counts", "rollout_count_changes", "schema_numbers", "sqlite_master"}
 SMALL |= {"CONSTANT", "recent", "json_each", "wanted"}  # the last: a list that a statement is given
 SMALL |= {"reward_function", "awaiting_rewards", "prompts", "prompt_versions", "prompt_log", "promotions"}
-SMALL |= {"maybe", "evaluations", "rewarder_spent"}
+SMALL |= {"maybe", "evaluations", "rewarder_spent", "returns"}
 # Indexes of the few rows that are under way or still have their files.
 FEW = {"steps_claimed", "steps_with_checkpoints", "policy_versions_with_files", "policy_versions_published"}
+FEW |= {"rewards_of_plain_keys"}  # until the first of them
 # Run by `keys purge`, `store info` and `policy export`, when a rollout is deleted, now and then, over what its index
 # holds, or over the newest calls or rollouts alone.
 # Likewise when training without a server starts, for the list of all versions, or until the first few steps are found.
@@ -53,11 +54,11 @@ WHOLE = {
 # a key's newest rollouts.
 SORTS = {
     "COUNT_CHANGES_FOLD", "ROLLOUT_COUNTS",
-    "REWARDS_BY_TASK_OF_KEY", "FAILED_HELD_OUT", "COUNTING_IN_PART", "UNDER_WAY", "ROLLOUT_COUNTS_OF_KEY",
-    "COUNTED", "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE",
+    "REWARDS_BY_TASK_OF_KEY", "UNDER_WAY", "ROLLOUT_COUNTS_OF_KEY",
+    "TOOL_RESULT", "PINNED_VERSIONS", "CONVERSATION_TAKE",
     "UNTRAINABLE", "TRAINED_DATA", "ROLLOUTS_OVER", "ROLLOUT_FORGET", "COMPARED_WITH",
     "LABELS", "PROMPT_BEFORE", "PROMPT_KEPT", "PROMPT_REWARDS", "PROMPT_RUN", "PROMOTION_OBSERVED", "PROMOTION_REWARDS",
-    "POSTED", "VERSION_NAMED", "CALLS_WITH_PARENTS", "NAMES_OF_REWARDS",
+    "POSTED", "CALLS_WITH_PARENTS", "NAMES_OF_REWARDS",
 }  # fmt: skip
 SORTED = (
     "SELECT * FROM rollouts WHERE step =",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -46,7 +45,7 @@ async def record(store: Store, rollouts: Sequence[str], calls: int) -> None:
 
 
 async def agrees(store: Store, rollouts: Sequence[str]) -> None:
-    rules = await store.returns.rules()
+    rules = await store.rewards.rules()
     for name in rollouts:
         kept, posted = await store.rollouts.get(name), await store.rewards.of(name)
         found = earned(posted, rules, kept.status)
@@ -61,11 +60,11 @@ async def agrees(store: Store, rollouts: Sequence[str]) -> None:
 async def test_it_is_the_pure_functions_after_any_history(database: Database, seed: int) -> None:
     store, chance, rollouts = Store(database), random.Random(seed), [f"r{i}" for i in range(5)]
     await record(store, rollouts, 3)
-    await store.returns.use(RULES[seed])
+    await store.rewards.use(RULES[seed])
     for _ in range(40):
         match chance.random():
             case x if x < 0.05:
-                await store.returns.adopt(chance.choice(RULES))  # what was posted before is stale now
+                await store.rewards.adopt(chance.choice(RULES))  # what was posted before is stale now
             case x if x < 0.1:
                 name = chance.choice(rollouts)
                 if (await store.rollouts.get(name)).status == "running":
@@ -78,9 +77,9 @@ async def test_it_is_the_pure_functions_after_any_history(database: Database, se
                     for name in some
                 ])  # fmt: skip
         if chance.random() < 0.2:
-            await store.returns.recount()
+            await store.rewards.recount()
             await agrees(store, rollouts)
-    await store.returns.recount()
+    await store.rewards.recount()
     await agrees(store, rollouts)
 
 
@@ -100,9 +99,9 @@ async def test_a_reward_costs_the_same_after_many_and_what_is_stale_is_counted_i
         return await before(*args, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(database, "write", counted)
-    await store.returns.use(Rules({"reward": 1.0}))
+    await store.rewards.use(Rules({"reward": 1.0}))
     assert writes == 0  # nothing changed
-    await store.returns.use(Rules({"style": 1.0}))
+    await store.rewards.use(Rules({"style": 1.0}))
     assert writes == 1 + 3
     assert {(await store.rollouts.get(name)).reward for name in rollouts} == {2.0}
 
@@ -111,9 +110,8 @@ async def test_a_change_of_rules_forgets_no_evaluator(tmp_path: Path) -> None:
     async with opened(StoreConfig(url=store_url(tmp_path))) as database:
         store = Store(database)
         await store.rollouts.open([(RolloutName("r"), "hash")], {})
-        for evidence in (True, False):
-            await store.rewards.post([Reward("r", 1.0, final=False)], by=Sender("key", evidence=evidence))
+        for value, evidence in ((1.0, True), (2.0, False)):
+            await store.rewards.post([Reward("r", value, final=False)], by=Sender("key", evidence=evidence))
         for i in range(10):
-            await store.returns.use(Rules({"reward": 1.0, f"style-{i}": 1.0}))
-            await asyncio.gather(*(store.trust.whose() for _ in range(4)))
-            assert await store.trust.whose() == "evaluators'"
+            await store.rewards.use(Rules({"reward": 1.0, f"style-{i}": 1.0}))
+            assert await store.rewards.trusted(["r"]) == {"r": 1.0}

@@ -138,7 +138,7 @@ class Collector:
         self._roll_call.look(m.sibling.calls for m in members)
         await self._sampled.look(call for m in members for call in self._trained(m.sibling.calls))
         rewarded = [m for m in members if m.sibling.rewards.posted is not None]
-        counted = await self._store.trust.returns([m.rollout for m in rewarded])
+        counted = await self._store.rewards.trusted(m.rollout.rollout_id for m in rewarded)
         found = []
         for rollout, sibling in rewarded:
             if reason := self._unfit(sibling.calls, take.base):

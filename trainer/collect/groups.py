@@ -77,7 +77,7 @@ class WaitingGroups:
 
     async def _look(self) -> None:
         """Read the groups that have changed since the last look."""
-        await self._store.returns.use(self._rules)
+        await self._store.rewards.use(self._rules)
         waiting = self._store.waiting
         cursor, numbers = await waiting.changed(self._cursor)
         if numbers is None or numbers:

@@ -39,4 +39,4 @@ async def test_a_line_is_broken_by_what_was_taken_back_or_is_older_than_a_choice
             assert await store.versions.new("lora", await store.steps.claim([], base), {}) == made
         for taken_back in gone:
             await store.versions.failed(taken_back, "it was worse")
-        assert builds_on(await store.version_report.line(version, live, since), live, since) is expected
+        assert builds_on(await store.versions.line(version, live, since), live, since) is expected

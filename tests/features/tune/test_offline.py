@@ -436,8 +436,8 @@ async def test_what_is_published_after_a_run_has_a_number_that_no_recorded_call_
         store = Store(database)
         assert await store.versions.new("merged", 1, {}) == 4
         assert ((await store.versions.live()).version, (await store.versions.get(3)).path) == (0, None)
-        assert {one.rollout.policy_version for one in await store.trust.since(0, 100)} == {3}
-        assert await store.trust.since(4, 100) == []
+        assert {one.version for one in await store.rewards.since(0, 100)} == {3}
+        assert await store.rewards.since(4, 100) == []
 
 
 async def test_an_offline_runs_directory_is_of_one_store(recorded: Path, base: Path, tmp_path: Path) -> None:

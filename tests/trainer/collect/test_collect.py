@@ -205,7 +205,7 @@ async def test_counting_rewards_writes_nothing_while_the_weights_stay_the_same(
     await traffic.rollout("a", "t", None)
     with closing(sqlite3.connect(tmp_path / "store.db")) as other:
         before = other.execute("PRAGMA data_version").fetchone()
-        await traffic.store.returns.use(Rules({"reward": 1.0}))
+        await traffic.store.rewards.use(Rules({"reward": 1.0}))
         assert other.execute("PRAGMA data_version").fetchone() == before
 
 

@@ -258,7 +258,10 @@ async def fill(traffic: Traffic, rollouts: Sequence[tuple[str, str]], *, reward:
                 "INSERT INTO rollouts (rollout_id, task_id, mode, status, created_at, ended_at, rewarded_at, calls) "
                 f"VALUES (:id, :task, 'train', 'completed', 1e9, 1e9, {rewarded}, 1)", some,
             ),
-            ("INSERT INTO rewards (rollout_id, name, value, final, created_at) VALUES (:id, :name, 0, 1, 1)", some),
+            (
+                "INSERT INTO rewards (rollout_id, name, value, final, evidence, created_at) "
+                "VALUES (:id, :name, 0, 1, 1, 1)", some,
+            ),
         ])  # fmt: skip
 
 
@@ -268,7 +271,7 @@ async def test_a_look_reads_what_has_changed_however_much_waits(
 ) -> None:
     config = TrainerConfig(group_size=2, tasks_per_step=1, baseline="dr_grpo", group_timeout_s=1e10,
                            reward_weights={"reward": 1.0, "style": 1.0})  # fmt: skip
-    await traffic.store.returns.use(Rules.of(config))
+    await traffic.store.rewards.use(Rules.of(config))
     await fill(traffic, [(f"w{i}", f"task{i}") for i in range(waiting)])
     collector = Collector(config, traffic.store)
     assert await collector.next_batch(0) is None
