@@ -65,12 +65,12 @@ SELECT (SELECT COUNT(*) FROM conversation_points) AS points, (SELECT COUNT(*) FR
 POINTS_FORGET = """
 DELETE FROM conversation_points WHERE digest IN (
     SELECT digest FROM conversation_points WHERE at < :before ORDER BY at LIMIT :limit
-)
+) RETURNING 1
 """
 TIPS_FORGET = """
 DELETE FROM conversation_tips WHERE (digest, at, call_id) IN (
     SELECT digest, at, call_id FROM conversation_tips WHERE at < :before ORDER BY at LIMIT :limit
-)
+) RETURNING 1
 """
 TIPS_OF = "SELECT digest, at, call_id FROM conversation_tips WHERE rollout_id = :rollout_id"
 TIP_DELETE = "DELETE FROM conversation_tips WHERE digest = :digest AND at = :at AND call_id = :call_id"

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from functools import cache
@@ -24,10 +24,7 @@ Params = Mapping[str, object]
 Runs = Sequence[tuple[str, Sequence[dict[str, Any]]]]
 
 SMALL = 2**14  # bytes; what one write takes where nobody says otherwise
-# Of work in passing: that one transaction may take and write, about, and the pause for everybody else, by that time.
-STEP_S, WRITTEN, PAUSE = 0.01, 2**20, 4
-
-
+WRITTEN, PAUSE = 2**20, 4  # of work in passing: bytes of a transaction, about, and the pause for all others by its time
 REFUSED_S = 5.0  # that a record which could not be written counts
 TELL_S = 60.0
 LOOK_S = 5.0  # from one look to the next without news: who wrote may have ended before it told
@@ -198,40 +195,23 @@ class Database(ABC):
         """
 
 
-async def in_passing(database: Database, work: Callable[[Transaction, float], Awaitable[T]]) -> T:
-    """Do `work` in a transaction, until about the time that it is given (of `perf_counter`); then let others write."""
+async def in_passing(database: Database, work: Work[T]) -> T:
+    """Do `work`, which is short, in a transaction; then let others write for `PAUSE` times as long."""
     began = 0.0
 
     async def timed(db: Transaction) -> T:
         nonlocal began
         began = time.perf_counter()
-        return await work(db, began + STEP_S)
+        return await work(db)
 
     done = await database.write(timed, WRITTEN)
     await asyncio.sleep(PAUSE * (time.perf_counter() - began))
     return done
 
 
-async def each_in_passing(
-    database: Database, items: Sequence[Any], work: Callable[[Transaction, Any], Awaitable[T]]
-) -> AsyncIterator[T]:
-    """Do `work` for each item, in as many transactions in passing as it takes; yield what it returned once committed.
-
-    A transaction may be done again.
-    """
-    done = 0
-
-    async def some(db: Transaction, until: float) -> list[T]:
-        found = [await work(db, items[done])]
-        while done + len(found) < len(items) and time.perf_counter() < until:
-            found.append(await work(db, items[done + len(found)]))
-        return found
-
-    while done < len(items):
-        results = await in_passing(database, some)
-        done += len(results)
-        for one in results:
-            yield one
+async def all_in_passing(database: Database, statement: str, params: Params) -> Sequence[Row]:
+    """Run a statement that writes a few rows, as in `in_passing`; return all rows that it returned."""
+    return await in_passing(database, lambda db: db.all(statement, params))
 
 
 def read(kind: type[T], row: Row, **made: Any) -> T:

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..core.config.root import Config
 from ..core.config.server import RetentionConfig
 from ..core.errors import LightningError
 from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
-from .database import Database, Feed, Row, Sql, Transaction, each_in_passing, in_passing, read
+from .database import Database, Feed, Sql, Transaction, all_in_passing
 from .rewards import IDEMPOTENT_FORGET
-from .rollouts import ABANDONED_S, LOOK
+from .rollouts import ABANDONED_S, ALL, LOOK
 from .waiting import HAS_REWARD, IS_OWN
 
 log = logging.getLogger(__name__)
@@ -115,7 +114,11 @@ class Keeper:
         """Delete rollouts that `store.retention` no longer allows, and give the space back to the disk."""
         now = time.time()
         await self._forget_old(IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
-        await self._forget_conversations(now - CONVERSATION_S)
+        counts = await self._db.one(CONVERSATION_COUNTS)
+        assert counts is not None
+        for statement, count in ((POINTS_FORGET, counts["points"]), (TIPS_FORGET, counts["tips"])):
+            await self._forget_old(statement, now, count - CONVERSATIONS)
+            await self._forget_old(statement, now - CONVERSATION_S)
         if (days := self._retention.max_age_days) is not None:
             await self._delete(now - days * DAY, "age")
         if (gib := self._retention.max_gib) is not None:
@@ -140,45 +143,33 @@ class Keeper:
         With `waiting`, only those that do, or do not, wait for the trainer.
         """
         over = {"before": before, "quiet": min(before, time.time() - ABANDONED_S)}
-
-        async def forget(db: Transaction, n: int) -> Sequence[Row]:
-            if limit and read(Pages, (await db.all(PAGES))[0]).used <= limit:
-                return ()
-            return await db.all(ROLLOUT_FORGET, {"n": n, **over})
-
         after, params = 0, {"limit": LOOK, **over, **self._waiting}
         while (await read_pages(self._db)).used > limit:
             rows = await self._db.all(ROLLOUTS_OVER, {"after": after, **params})
-            numbers = [row["n"] for row in rows if row["is_over"] and waiting in (None, bool(row["waits"]))]
-            async for gone in each_in_passing(self._db, numbers, forget):
-                for row in gone:
-                    self._on_delete(row["rollout_id"], reason)
+            for row in rows:
+                if row["is_over"] and waiting in (None, bool(row["waits"])):
+                    if limit and (await read_pages(self._db)).used <= limit:
+                        return
+                    for gone in await all_in_passing(self._db, ROLLOUT_FORGET, {"n": row["n"], **over}):
+                        self._on_delete(gone["rollout_id"], reason)
             # A rollout may be of a clock that was ahead.
             if not rows or before <= rows[-1]["created_at"] <= time.time():
                 return
             after = rows[-1]["n"]
 
-    async def _forget_conversations(self, before: float) -> None:
-        """Delete digests that were not used for long, and of too many, the ones unused the longest."""
-        counts = await self._db.one(CONVERSATION_COUNTS)
-        assert counts is not None
-        for statement, count in ((POINTS_FORGET, counts["points"]), (TIPS_FORGET, counts["tips"])):
-            await self._forget_old(statement, time.time(), count - CONVERSATIONS)
-            await self._forget_old(statement, before)
-
-    async def _forget_old(self, statement: str, before: float, most: float = math.inf) -> None:
+    async def _forget_old(self, statement: str, before: float, most: int = ALL) -> None:
         """Run a DELETE of `LOOK` rows until none is left or `most` rows are deleted."""
         while most > 0:
-            row = {"before": before, "limit": int(min(LOOK, most))}
-            count = await in_passing(self._db, lambda db, _, row=row: db.run(statement, row))  # type: ignore[misc]
-            most = most - count if count == row["limit"] else 0
+            limit = min(LOOK, most)
+            count = len(await all_in_passing(self._db, statement, {"before": before, "limit": limit}))
+            most = most - count if count == limit else 0
 
 
 async def give_back(database: Database, spare: float = 0.0, on_step: Callable[[Pages], None] = lambda _: None) -> None:
     """Shorten the file, in small steps, until at most the share `spare` of it is free."""
     pages = await read_pages(database)
     while pages.free > spare * pages.bytes:
-        await in_passing(database, lambda db, _: db.all(f"PRAGMA incremental_vacuum({GIVE_BACK})"))
+        await all_in_passing(database, f"PRAGMA incremental_vacuum({GIVE_BACK})", {})
         before, pages = pages, await read_pages(database)
         on_step(pages)
         if pages.free >= before.free:

@@ -113,6 +113,7 @@ COUNTED_AT_ONCE = 50  # rollouts that one transaction counts anew
 
 IDEMPOTENT_FORGET = """
 DELETE FROM idempotency WHERE key IN (SELECT key FROM idempotency WHERE created_at < :before LIMIT :limit)
+RETURNING 1
 """
 
 Answer = list[dict[str, Any]]
@@ -215,7 +216,7 @@ class Rewards:
     async def recount(self) -> None:
         """Count returns anew that are not counted by the rules yet, in small steps. Several processes may do so."""
         while (row := await self._db.quick(RULES)) is not None and row["stale_to"]:
-            await in_passing(self._db, lambda db, _: _count_some(db))
+            await in_passing(self._db, _count_some)
 
     async def keep(self) -> None:
         """Recount again and again, until cancelled: whoever changes the rules may end before all is counted."""

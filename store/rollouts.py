@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ from ..core.errors import Conflict, LightningError, NotFound
 from ..core.json_text import dumps
 from ..core.records import OPERATOR, Mode, Rollout, RolloutName, RolloutStatus, Sender
 from .conversations import forget_conversations
-from .database import Database, Transaction, each_in_passing
+from .database import Database, Transaction, all_in_passing
 from .rewards import ROLLOUT, count_returns
 
 log = logging.getLogger(__name__)
@@ -168,16 +167,14 @@ AND NOT EXISTS (SELECT 1 FROM events WHERE events.rollout_id = rollouts.rollout_
 ROLLOUTS_RUNNING = f"""
 SELECT n, {_IS_IDLE} AS is_idle FROM rollouts WHERE status = 'running' AND n > :after ORDER BY n LIMIT :limit
 """
-ROLLOUT_END_IDLE = f"""
-UPDATE rollouts SET status = 'completed', reason = :reason, ended_at = :at WHERE n = :n AND {_IS_IDLE}
+ROLLOUTS_END_IDLE = f"""
+UPDATE rollouts SET status = 'completed', reason = :reason, ended_at = :at
+WHERE n IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND {_IS_IDLE} RETURNING n
 """
-ROLLOUTS_AWAITING = """
-SELECT rollouts.rollout_id FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n
-ORDER BY awaiting_rewards.n LIMIT :limit
-"""
-ROLLOUTS_AWAIT = """
+AWAITING = "SELECT rollout_id FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n"
+AWAITING_OF = """
 SELECT rollout_id FROM rollouts
-WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND n IN (SELECT n FROM awaiting_rewards)
+WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:ids)) AND n IN (SELECT n FROM awaiting_rewards)
 """
 
 
@@ -224,15 +221,16 @@ class Rollouts:
         `key_id`: the stored key that requested them; `evidence`: it gives evidence (`Sender`). `policy_version`,
         `model`: what answers the alias in them, if not the live version.
         """
-        same: dict[str, Any] = {"metadata": dumps(metadata), "policy_version": policy_version, "model": model}
         grouped = len(names) > 1 and sibling_of is None and all(name.task_id is not None for name, _ in names)
-        same |= {"key_id": key_id, "evidence": evidence, "may_reward": may_reward, "sibling_of": sibling_of}
-        same |= {"first": names[0][0].rollout_id if grouped else None, "at": time.time()}
-        opened = [same | {"rollout_id": n.rollout_id, "task_id": n.task_id, "mode": n.mode} for n, _ in names]
-        named = [row | {"key_hash": key_hash} for row, (_, key_hash) in zip(opened, names, strict=True)]
+        same: dict[str, Any] = {
+            "metadata": dumps(metadata), "policy_version": policy_version, "model": model, "may_reward": may_reward,
+            "sibling_of": sibling_of, "first": names[0][0].rollout_id if grouped else None, "at": time.time(),
+        }  # fmt: skip
+        by = {"key_id": key_id, "evidence": evidence}
+        opened = [name._asdict() | same | by | {"key_hash": key_hash} for name, key_hash in names]
         first = [(ROLLOUT_FIRST, [same])] if grouped else []
         size = len(opened) * (len(same["metadata"]) + ROLLOUT_SIZE)
-        await self._db.commit([(ROLLOUT_OPEN, opened), *first, (ROLLOUT_KEY, named)], size)
+        await self._db.commit([(ROLLOUT_OPEN, opened), *first, (ROLLOUT_KEY, opened)], size)
 
     async def get(self, rollout_id: str) -> Rollout:
         """Return the rollout with this id; raise NotFound if there is none."""
@@ -256,8 +254,8 @@ class Rollouts:
 
     async def of_another_key(self, rollout_ids: Iterable[str], key_id: str | None) -> str | None:
         """Return one of these rollouts that was not opened with this key, or None if there is none."""
-        asked = {"rollout_ids": dumps([*rollout_ids]), "key_id": key_id}
-        found: str | None = await self._db.value(ROLLOUT_OF_ANOTHER_KEY, **asked)
+        ids = dumps([*rollout_ids])
+        found: str | None = await self._db.value(ROLLOUT_OF_ANOTHER_KEY, rollout_ids=ids, key_id=key_id)
         return found
 
     async def page(
@@ -271,22 +269,18 @@ class Rollouts:
         chunk, most = (TEXT_CHUNK, MOST_TEXTS) if "text" in filters else (CHUNK, MOST)
         chunk = chunk if filters.keys() & SEARCHED.keys() else limit + 1
         statement, values = page_statement(filters)
-        numbers: list[int] = []
-        looked, until, position = 0, time.monotonic() + MOST_S, cursor or ALL
-        following = None
-        while following is None:
-            rows = await self._db.all(statement, {**values, "cursor": position, "limit": chunk})
-            fitting = [row["n"] for row in rows if row["fits"]][: limit - len(numbers)]
-            numbers += fitting
+        numbers, looked, until, following = list[int](), 0, time.monotonic() + MOST_S, cursor
+        while True:
+            asked = {**values, "cursor": following or ALL, "limit": chunk}
+            rows = await self._db.all(statement, asked)
+            numbers += [row["n"] for row in rows if row["fits"]]
             looked += len(rows)
-            if len(numbers) == limit and (fitting[-1] != rows[-1]["n"] or len(rows) == chunk):
-                following = fitting[-1]
-            elif len(rows) < chunk:
+            following = rows[-1]["n"] if len(rows) == chunk else None
+            if len(numbers) > limit:
+                numbers, following = numbers[:limit], numbers[limit - 1]
                 break
-            elif looked >= most or time.monotonic() > until:
-                following = rows[-1]["n"]
-            else:
-                position = rows[-1]["n"]
+            if following is None or looked >= most or time.monotonic() > until:
+                break
         return await self._db.records(Rollout, ROLLOUTS_OF_NUMBERS, numbers=dumps(numbers)), following
 
     async def counts(self) -> dict[tuple[str, str], int]:
@@ -304,8 +298,7 @@ class Rollouts:
 
     async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None, by: Sender = OPERATOR) -> Rollout:
         """End a rollout. Ending it again with the same status changes nothing; with another one it is a Conflict."""
-        row: dict[str, Any] = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time()}
-        row["evidence"] = by.evidence
+        row = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time(), "evidence": by.evidence}
 
         async def work(db: Transaction) -> None:
             if await db.run(ROLLOUT_END, row):
@@ -322,15 +315,42 @@ class Rollouts:
 
         Its pages are overwritten and the log is cut off. SQLite may leave remains at the unused end of other pages.
         """
-        rollout = await self.get(rollout_id)
-        if rollout.status == "running":
+        if (await self.get(rollout_id)).status == "running":
             raise Conflict(f"rollout {rollout_id!r} is running: end it first", param="status")
-        await self._db.write(lambda db: db.run(ROLLOUT_DELETE, {"rollout_id": rollout_id}))
-        with suppress(NotFound):
-            await self.get(rollout_id)
+        if not await self._db.write(lambda db: db.run(ROLLOUT_DELETE, {"rollout_id": rollout_id})):
             raise Conflict(f"rollout {rollout_id!r} is being trained on: try again after the step", param="status")
         await forget_conversations(self._db, rollout_id)
         await self._db.forget_deleted()
+
+    async def end_idle(self, idle_s: float) -> int:
+        """Complete every rollout in which nothing has happened for so many seconds; return how many."""
+        now, after, ended = time.time(), 0, 0
+        times = {"quiet": now - idle_s, "abandoned": now - max(ABANDONED_S, idle_s)}
+        end = {"reason": f"no call or reward for {idle_s:g} s", "at": now, **times}
+        while rows := await self._db.all(ROLLOUTS_RUNNING, {"after": after, "limit": LOOK, **times}):
+            if idle := [row["n"] for row in rows if row["is_idle"]]:
+                ended += len(await all_in_passing(self._db, ROLLOUTS_END_IDLE, {"numbers": dumps(idle), **end}))
+            after = rows[-1]["n"]
+        return ended
+
+    async def use_function(self, function: str | None) -> None:
+        """Set the reward function that completed rollouts await from now on; None: they await none."""
+        if await self._db.value("SELECT function FROM reward_function") == function:
+            return
+
+        async def work(db: Transaction) -> None:
+            await db.run("DELETE FROM reward_function")
+            if function is None:
+                await db.run("DELETE FROM awaiting_rewards")
+            else:
+                await db.run("INSERT INTO reward_function VALUES (:function)", {"function": function})
+
+        await self._db.write(work)
+
+    async def awaiting(self, rollout_ids: Sequence[str] | None = None) -> set[str]:
+        """Return the rollouts, of these or of all, that await the reward function."""
+        rows = await self._db.all(AWAITING if rollout_ids is None else AWAITING_OF, {"ids": dumps(rollout_ids)})
+        return {row["rollout_id"] for row in rows}
 
 
 def page_statement(filters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -355,57 +375,14 @@ def _pattern(string: str) -> str:
     return f"%{string[1:-1].replace('!', '!!').replace('%', '!%').replace('_', '!_')}%"
 
 
-class Endings:
-    """Ends idle rollouts, and keeps the list of those that still await the reward function."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
-    async def end_idle(self, idle_s: float) -> int:
-        """Complete every rollout in which nothing has happened for so many seconds; return how many."""
-        now, after, ended = time.time(), 0, 0
-        times = {"quiet": now - idle_s, "abandoned": now - max(ABANDONED_S, idle_s)}
-        end = {"reason": f"no call or reward for {idle_s:g} s", "at": now, **times}
-        while rows := await self._db.all(ROLLOUTS_RUNNING, {"after": after, "limit": LOOK, **times}):
-            idle = [{"n": row["n"], **end} for row in rows if row["is_idle"]]
-            async for count in each_in_passing(self._db, idle, lambda db, row: db.run(ROLLOUT_END_IDLE, row)):
-                ended += count
-            after = rows[-1]["n"]
-        return ended
-
-    async def use_function(self, function: str | None) -> None:
-        """Set the reward function that completed rollouts await from now on; None: they await none."""
-        if await self._db.value("SELECT function FROM reward_function") == function:
-            return
-
-        async def work(db: Transaction) -> None:
-            await db.run("DELETE FROM reward_function")
-            if function is None:
-                await db.run("DELETE FROM awaiting_rewards")
-            else:
-                await db.run("INSERT INTO reward_function VALUES (:function)", {"function": function})
-
-        await self._db.write(work)
-
-    async def awaiting(self, limit: int = ALL) -> list[str]:
-        """Return the rollouts that await the reward function, oldest first."""
-        return [row["rollout_id"] for row in await self._db.all(ROLLOUTS_AWAITING, {"limit": limit})]
-
-    async def await_still(self, rollout_ids: Sequence[str]) -> set[str]:
-        """Return those of these rollouts that still await the reward function."""
-        rows = await self._db.all(ROLLOUTS_AWAIT, {"rollout_ids": dumps(rollout_ids)})
-        return {row["rollout_id"] for row in rows}
-
-
 async def end_idle_rollouts(database: Database, config: RolloutsConfig) -> None:
     """End idle rollouts until cancelled, as `rollouts.end_after_idle_s` says. One process of several does it."""
     if (idle_s := config.end_after_idle_s) is None:
         return
-    endings = Endings(database)
     while True:
         try:
             async with database.lock("ender") as ours:
-                if ours and (ended := await endings.end_idle(idle_s)):
+                if ours and (ended := await Rollouts(database).end_idle(idle_s)):
                     log.info("%d idle rollouts were ended", ended)
         except (LightningError, OSError) as error:  # the next round may succeed
             log.warning("idle rollouts could not be ended: %s", error)

@@ -8,7 +8,7 @@ from .database import Database
 from .keys import Keyring
 from .reports import Credit, Reports
 from .rewards import Rewards
-from .rollouts import Endings, Rollouts
+from .rollouts import Rollouts
 from .training import TrainingSteps
 from .versions import PolicyVersions, Probes, Publishing
 from .waiting import Waiting
@@ -30,6 +30,5 @@ class Store:
         self.credit = Credit(database)
         self.reports = Reports(database)
         self.waiting = Waiting(database)
-        self.endings = Endings(database)
         self.keys = Keyring(database)
         self.conversations = ConversationIndex(database)

@@ -59,7 +59,7 @@ class RewardersPlugin(ProxyPlugin):
         for line in readers(rewarders_of, self.config.section(JudgeConfig).calls.model):
             log.info("%s", line)
         names = [rewarder.label for rewarder in rewarders]
-        await core.store.endings.use_function(self.config.rewards.function or next(iter(names), None))
+        await core.store.rollouts.use_function(self.config.rewards.function or next(iter(names), None))
         if rewarders:
             yield Hooks(work=(Scorer(self.config, core.store, rewarders, core.metrics.rewards.inc).run,))
         else:

@@ -155,7 +155,7 @@ class RolloutReader:
         """
         await self._store.rewards.use(Rules.of(self._config))
         found: list[RewardedRollout] = []
-        awaiting = set(await self._store.endings.awaiting())
+        awaiting = await self._store.rollouts.awaiting()
         cursor: int | None = None
         while True:
             page, cursor = await self._store.rollouts.page({"mode": "train", "status": "completed"}, PAGE, cursor)

@@ -148,7 +148,7 @@ async def list_rollouts(
     filters = {name: value for name, value in wanted.items() if value is not None}
     page, following = await store.rollouts.page(filters, limit, position)
     names = [one.rollout_id for one in page]
-    awaiting = await store.endings.await_still(names)
+    awaiting = await store.rollouts.awaiting(names)
     found = await store.reports.summaries(names, words_in) if words else {}
     data = [fields_of(one) | {"awaits_reward": one.rollout_id in awaiting} for one in page]
     if words:
@@ -165,7 +165,7 @@ async def get_rollout(request: ControlRequest, rollout_id: PathId, requests: Req
     """
     store = request.parts.store
     # Before the rewards: who sees that they are awaited no more sees them.
-    also: dict[str, Any] = {"awaits_reward": bool(await store.endings.await_still([rollout_id]))}
+    also: dict[str, Any] = {"awaits_reward": bool(await store.rollouts.awaiting([rollout_id]))}
     rollout = await store.rollouts.get(rollout_id)
     calls = await store.calls.of(rollout_id, short=requests == "short")
     rewards, events = await store.rewards.of(rollout_id), await store.events.of(rollout_id)

@@ -51,7 +51,7 @@ class Past:
 
     async def ended_after(self, idle_s: float) -> dict[str, str | None]:
         """The rollouts that are completed now, with the reason."""
-        await self.store.endings.end_idle(idle_s)
+        await self.store.rollouts.end_idle(idle_s)
         page, _ = await self.store.rollouts.page({"status": "completed"}, 1000)
         return {rollout.rollout_id: rollout.reason for rollout in page}
 
@@ -97,14 +97,14 @@ async def test_all_idle_rollouts_end_however_many_there_are(past: Past, monkeypa
     for i in range(5):
         await past.call(f"r{i}", 0, ago=2 * HOUR if i != 2 else 0.0)
     assert sorted(await past.ended_after(HOUR)) == ["r0", "r1", "r3", "r4"]
-    assert await past.store.endings.end_idle(HOUR) == 0
+    assert await past.store.rollouts.end_idle(HOUR) == 0
 
 
 async def test_none_is_forgotten_when_a_transaction_is_done_again(past: Past) -> None:
     for i in range(3):
         await past.call(f"r{i}", 0, ago=2 * HOUR)
     do_again(past.store.database)
-    assert await past.store.endings.end_idle(HOUR) == 3
+    assert await past.store.rollouts.end_idle(HOUR) == 3
     assert sorted(await past.ended_after(HOUR)) == ["r0", "r1", "r2"]
 
 

@@ -136,12 +136,12 @@ async def test_rollouts_without_a_reward_are_not_waited_for(work: Work, status: 
 
 
 async def test_rollouts_whose_rewarder_has_not_spoken_are_waited_for(work: Work) -> None:
-    await work.store.endings.use_function("rewards:score")
+    await work.store.rollouts.use_function("rewards:score")
     backlog = work.backlog()
     for name in await work.group(backlog, "first", rewards=0):
         await work.api.end_rollout(name, "completed")
     await work.stays_shut(backlog)
-    await work.store.endings.use_function(None)
+    await work.store.rollouts.use_function(None)
     assert await opens(backlog)
 
 

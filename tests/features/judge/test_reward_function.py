@@ -56,7 +56,7 @@ async def scored(system: Any, rollout_id: str) -> list[dict[str, Any]]:
     async with system.store() as store:
 
         async def asked() -> bool:
-            return not await store.endings.await_still([rollout_id])
+            return not await store.rollouts.awaiting([rollout_id])
 
         await until(asked)
     rewards: list[dict[str, Any]] = (await system.call("GET", f"/rollouts/{rollout_id}"))[1]["rewards"]
@@ -261,11 +261,11 @@ async def test_without_the_function_nothing_waits_for_it_any_more(running: Runni
     function = written(tmp_path, "time.sleep(60)")
     async with running(tmp_path, rewards={"function": function}) as system, system.store() as store:
         await completed(system, "r")
-        assert await store.endings.await_still(["r", "s"]) == {"r"}
+        assert await store.rollouts.awaiting(["r", "s"]) == {"r"}
     async with running(tmp_path) as system, system.store() as store:
-        assert not await store.endings.await_still(["r"])
+        assert not await store.rollouts.awaiting(["r"])
         await completed(system, "s")
-        assert not await store.endings.await_still(["s"])
+        assert not await store.rollouts.awaiting(["s"])
 
 
 async def test_a_killed_proxy_forgets_no_rollout_and_gives_none_two_rewards(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ async def test_the_best_of_each_task_are_taken_and_no_copies(tmp_path: Path) -> 
 async def test_a_rollout_that_awaits_its_reward_function_is_not_learned_from_yet(tmp_path: Path) -> None:
     async with recorded(tmp_path) as r:
         await r.rollout("scored", 1.0, (10,), task="t1")
-        await r.store.endings.use_function("scoring.py:reward")
+        await r.store.rollouts.use_function("scoring.py:reward")
         await r.rollout("awaits", 1.0, (11,), task="t1")
         assert set(learned((await r.traces()).train)) == {"scored"}
         await Spoken(r.store.database, ["reward"]).record("reward", {"awaits": []})
