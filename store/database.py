@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from functools import cache
@@ -87,31 +87,36 @@ class Row(Protocol):
     def keys(self) -> Any: ...
 
 
-class Transaction(Protocol):
-    """Statements of one transaction. Their work awaits nothing else: SQLite does it in a thread without a loop."""
+class Reads(ABC):
+    """What answers queries. They name their parameters `:name`, and may be given more than they name."""
 
+    @abstractmethod
     async def all(self, sql: str, params: Params | None = None) -> Sequence[Row]:
         """Return all rows of a statement."""
-        ...
 
     async def one(self, sql: str, params: Params | None = None) -> Row | None:
         """Return the first row of a statement, or None without one."""
-        ...
+        rows = await self.all(sql, params)
+        return rows[0] if rows else None
 
+
+class Transaction(Reads):
+    """Statements of one transaction. Their work awaits nothing else: SQLite does it in a thread without a loop."""
+
+    @abstractmethod
     async def run(self, sql: str, params: Params | None = None) -> int:
         """Run a statement that writes; return how many rows it has written."""
-        ...
 
+    @abstractmethod
     async def many(self, sql: str, rows: Sequence[Params]) -> Sequence[Row]:
         """Run a statement once for each row of parameters, in one round trip; return all rows that it returned."""
-        ...
 
 
-Work = Callable[[Transaction], Awaitable[T]]
+Work = Callable[[Transaction], Coroutine[Any, Any, T]]
 
 
-class Database(ABC):
-    """An open database. Its statements name their parameters `:name`, and may be given more than they name.
+class Database(Reads):
+    """An open database.
 
     Raises StoreUnavailable where it cannot be reached, read or written, and Refused where a row is not allowed.
     `where`: its place, as a person may see it.
@@ -120,7 +125,7 @@ class Database(ABC):
     where: str
     damage: str | None = None  # what is wrong with its file, as far as was seen
 
-    async def look_for_damage(self) -> None:  # noqa: B027
+    async def look_for_damage(self) -> None:
         """Look through the store once; note in `damage` and in the log what is wrong. A server does so by itself."""
 
     @classmethod
@@ -142,15 +147,6 @@ class Database(ABC):
     @abstractmethod
     async def write(self, work: Work[T], size: int = SMALL) -> T:
         """Do `work` in one transaction, of about `size` bytes: statements that need each other's answers."""
-
-    @abstractmethod
-    async def all(self, sql: str, params: Params | None = None) -> Sequence[Row]:
-        """Return all rows of a query."""
-
-    async def one(self, sql: str, params: Params | None = None) -> Row | None:
-        """Return the first row of a query, or None without one."""
-        rows = await self.all(sql, params)
-        return rows[0] if rows else None
 
     async def value(self, sql: str, **params: object) -> Any:
         """Return the first column of a query's first row, or None without one."""
@@ -181,10 +177,10 @@ class Database(ABC):
     async def require_writable(self) -> None:
         """Raise StoreUnavailable unless a record could be committed now."""
 
-    async def checkpoint(self) -> None:  # noqa: B027
+    async def checkpoint(self) -> None:
         """Write all committed data to the database's own file. A server does so by itself."""
 
-    async def forget_deleted(self) -> None:  # noqa: B027
+    async def forget_deleted(self) -> None:
         """Purge deleted rows from the database's own log. A server does so by itself."""
 
     @abstractmethod

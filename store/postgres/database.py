@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import ContextVar
 from time import monotonic
 from typing import NoReturn, TypeVar
@@ -75,18 +75,8 @@ AWAY = (
     asyncpg.OperatorInterventionError,
     asyncpg.TooManyConnectionsError,
 )
-# The server, its disk or what we may do there is to blame; waiting does not help.
-UNUSABLE = (
-    asyncpg.InsufficientResourcesError,
-    asyncpg.PostgresSystemError,
-    asyncpg.PostgresIOError,
-    asyncpg.InvalidAuthorizationSpecificationError,
-    asyncpg.InvalidCatalogNameError,
-    asyncpg.InsufficientPrivilegeError,
-    asyncpg.ReadOnlySQLTransactionError,
-    asyncpg.UndefinedTableError,
-    asyncpg.LockNotAvailableError,
-)
+# A statement or its values are to blame; for others the server, its disk or what we may do there.
+OURS = (asyncpg.DataError, asyncpg.PostgresSyntaxError)
 # Two transactions got in each other's way, and this one was undone.
 AGAIN = (asyncpg.DeadlockDetectedError, asyncpg.SerializationError)
 
@@ -155,16 +145,11 @@ class PostgresDatabase(Database):
         try:
             await self._to_the_end(work, BEGIN, self._patience(hurried=True) + size / BYTES_A_SECOND)
         except OutcomeUnknown:
-            if not await self._is_recorded(runs):
+            # With one call of a commit, all of the commit is in the store.
+            recorded = [(RECORDED[statement], rows[0]) for statement, rows in runs if statement in RECORDED]
+            if not recorded or await self.quick(*recorded[0]) is None:
                 raise
         self._writes.succeeded()
-
-    async def _is_recorded(self, runs: Runs) -> bool:
-        """Whether a call of a commit is in the store, and with it all of the commit. Raise StoreUnavailable."""
-        for statement, rows in runs:
-            if (recorded := RECORDED.get(statement)) is not None:
-                return await self.quick(recorded, rows[0]) is not None
-        return False
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
         seconds = self._patience(HURRIED.get())
@@ -247,23 +232,21 @@ class PostgresDatabase(Database):
     @asynccontextmanager
     async def lock(self, work: str) -> AsyncIterator[bool]:
         timeout = self._config.busy_timeout_s
-        try:
-            connection = await asyncpg.connect(self._config.url, timeout=timeout, server_settings=SESSION)
-        except Exception as error:
-            raise_ours(error, "reached")
-        try:
+        async with AsyncExitStack() as ending:
             try:
+                connection = await asyncpg.connect(self._config.url, timeout=timeout, server_settings=SESSION)
+                ending.push_async_callback(_end, connection, timeout)
                 taken = await connection.fetchval(TAKE_LOCK, work, timeout=timeout)
             except Exception as error:
                 raise_ours(error, "reached")
             if taken:
-                async with _until_lost(connection, work):
-                    yield True
-            else:
-                yield False
-        finally:
-            with suppress(*LOST):
-                await asyncio.shield(connection.close(timeout=timeout))
+                await ending.enter_async_context(_until_lost(connection, work))
+            yield taken
+
+
+async def _end(connection: asyncpg.Connection, timeout: float) -> None:
+    with suppress(*LOST):
+        await asyncio.shield(connection.close(timeout=timeout))
 
 
 @asynccontextmanager
@@ -322,7 +305,7 @@ def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoRetur
     """Raise StoreUnavailable or Refused for an error; others as they are. `unknown`: it came while committing."""
     if isinstance(error, asyncpg.IntegrityConstraintViolationError):
         raise ConstraintRefused(str(error)) from error
-    if not is_away(error) and not isinstance(error, (*UNUSABLE, *AGAIN)):
+    if not is_away(error) and (not isinstance(error, asyncpg.PostgresError) or isinstance(error, OURS)):
         raise error
     nothing = "; nothing was recorded, try again" if what == "written" else ""
     silent = "the server does not answer in time" if isinstance(error, TimeoutError) else type(error).__name__

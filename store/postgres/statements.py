@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import asyncpg
 
-from ..database import Params, Sql
+from ..database import Params, Sql, Transaction
 
 _PARTS = re.compile(r"""'(?:[^']|'')*'|"[^"]*"|::|:(\w+)""")
 _LISTED = r"SELECT CAST\(value AS (TEXT|BIGINT)\) FROM json_each\((:\w+)\)"
@@ -55,7 +55,7 @@ def translated(sql: str) -> Numbered:
     return Numbered(_PARTS.sub(numbered, sql), tuple(names))
 
 
-class PostgresTransaction:
+class PostgresTransaction(Transaction):
     """The statements of a transaction that has begun on a connection, or single statements without one."""
 
     def __init__(self, connection: asyncpg.Connection) -> None:
@@ -64,10 +64,6 @@ class PostgresTransaction:
     async def all(self, sql: str, params: Params | None = None) -> list[asyncpg.Record]:
         statement = translated(sql)
         return await self._connection.fetch(statement.text, *_values(statement, params or NO_PARAMS))
-
-    async def one(self, sql: str, params: Params | None = None) -> asyncpg.Record | None:
-        rows = await self.all(sql, params)
-        return rows[0] if rows else None
 
     async def run(self, sql: str, params: Params | None = None) -> int:
         statement = translated(sql)

@@ -6,19 +6,19 @@ import asyncio
 import logging
 import os
 import sqlite3
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import aiosqlite
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from ...core.config.server import StoreConfig
 from ...core.errors import StoreUnavailable
-from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Work, Writing
+from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Transaction, Work, Writing
 from .file import connect_to_read, lock_file, make_private, make_tables, missing_in, only_read
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,6 @@ LONG_LOG = 2**26  # bytes of write-ahead log, from which on everybody waits for 
 FAULTS = (sqlite3.OperationalError, sqlite3.DatabaseError)
 ROOM = 2**20  # bytes that a disk has to have for more records
 CHECKPOINT_S = 0.05  # that a checkpoint waits for others
-
-Identity = tuple[int, int, bool]
 
 
 class SqliteDatabase(Database):
@@ -61,16 +59,11 @@ class SqliteDatabase(Database):
 
     @classmethod
     async def open(cls, config: StoreConfig, *, to_write: bool) -> SqliteDatabase:
-        path, wait = config.path.expanduser().absolute(), config.busy_timeout_s
-        emptied = False
+        path = config.path.expanduser().absolute()
+        # A proxy has worked on it, whose lock is still beside it.
+        emptied = to_write and Path(f"{path}-keeper").exists() and path.exists() and path.stat().st_size == 0
         try:
-            if to_write:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                # A proxy has worked on it, whose lock is still beside it.
-                emptied = Path(f"{path}-keeper").exists() and path.exists() and path.stat().st_size == 0
-                connections = await asyncio.to_thread(_connect_all, path, config)
-            else:
-                connections = await asyncio.to_thread(lambda: [connect_to_read(path, wait) for _ in range(3)])
+            connections = await asyncio.to_thread(_connect_all, path, config, to_write)
         except (OSError, sqlite3.Error) as error:
             raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
         database = cls(path, config, connections)
@@ -82,7 +75,6 @@ class SqliteDatabase(Database):
         return database
 
     async def close(self) -> None:
-        """Close the file once running work has ended."""
         if self._checkpoint is not None:
             await asyncio.wait([self._checkpoint])
         await asyncio.shield(asyncio.gather(self._writing.close(), self._reading.close()))
@@ -91,11 +83,7 @@ class SqliteDatabase(Database):
     # Writes --------------------------------------------------------------------------------------------------------
 
     async def commit(self, runs: Runs, size: int = SMALL) -> None:
-        """Run statements, each with many rows of parameters, in one transaction, which writes about `size` bytes.
-
-        Raises StoreUnavailable when SQLite cannot write: locked for `store.busy_timeout_s`, disk full, damaged, …; also
-        when the store's file was removed or replaced.
-        """
+        """StoreUnavailable: it is locked for `store.busy_timeout_s`, damaged, full, removed or replaced."""
 
         def work(connection: sqlite3.Connection) -> None:
             for statement, rows in runs:
@@ -109,7 +97,6 @@ class SqliteDatabase(Database):
         self._writes.succeeded()
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
-        """Do `work` in one transaction, in the writer's thread; errors and `size` as those of `commit`."""
         job = partial(self._wait_and_do, lambda db: finish(work(SqliteTransaction(db))))
         done = await self._in_writers_thread(job)
         self._committed(size)
@@ -159,7 +146,6 @@ class SqliteDatabase(Database):
             self._damaged(" ".join(found.split()))
 
     async def require_writable(self) -> None:
-        """Raise StoreUnavailable unless a record could be committed now to the file at the store's path."""
         self._require_place()
         await self._in_writers_thread(partial(self._wait_and_do, _write_the_same))
         # That is a page, which may fit where a record does not.
@@ -170,14 +156,15 @@ class SqliteDatabase(Database):
         # aiosqlite's own methods run one statement each, between which the event loop would hold the file's lock.
         done = asyncio.ensure_future(self._writing._execute(job))
         self._in_thread += 1
-        done.add_done_callback(self._job_ended)
+
+        def ended(_: object) -> None:
+            self._in_thread -= 1
+
+        done.add_done_callback(ended)
         try:
             return await asyncio.shield(done)
         except sqlite3.DatabaseError as error:
             self._failed(error)
-
-    def _job_ended(self, _: object) -> None:
-        self._in_thread -= 1
 
     def _wait_and_do(self, work: Job[T]) -> T:
         """Do `work` in one transaction, and wait where another process is writing."""
@@ -190,11 +177,9 @@ class SqliteDatabase(Database):
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
     def _require_place(self) -> None:
-        try:
-            self._place.require()
-        except StoreUnavailable as error:
-            self._writes.failed(error.message)
-            raise
+        if (problem := self._place.problem()) is not None:
+            self._writes.failed(problem)
+            raise StoreUnavailable(problem)
 
     def _committed(self, size: int) -> None:
         self._require_place()
@@ -221,17 +206,13 @@ class SqliteDatabase(Database):
     # Reads ---------------------------------------------------------------------------------------------------------
 
     async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
-        """Return all rows of a query. Raise StoreUnavailable if SQLite cannot read."""
         try:
             return list(await self._reading.execute_fetchall(sql, params or {}))
         except sqlite3.DatabaseError as error:
             self._failed(error, "read")
 
     async def quick(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
-        """Return the first row of a query, which runs at once in the event loop's thread.
-
-        Without `params` it runs once in a turn of the loop: all calls that are begun in one turn had come before it.
-        """
+        """Without `params` it runs once in a turn of the event loop: calls that begin in one turn came before it."""
         if params is None and sql in self._of_turn:
             return self._of_turn[sql]
         try:
@@ -265,19 +246,19 @@ def _write_the_same(connection: sqlite3.Connection) -> None:
     connection.execute(f"PRAGMA user_version = {version}")
 
 
-def _connect_all(path: Path, config: StoreConfig) -> list[sqlite3.Connection]:
-    """The writer, the reader and the quick reader. The first of them makes the tables."""
-    connections: list[sqlite3.Connection] = []
-    try:
-        for seconds in (0, config.busy_timeout_s, 0):  # in the event loop's thread nobody waits
-            connections.append(_connect(path, config))
-            make_tables(connections[0], str(path))
-            _set_timeout(connections[-1], seconds)
-    except BaseException:
-        for connection in connections:
-            connection.close()
-        raise
-    return connections
+def _connect_all(path: Path, config: StoreConfig, to_write: bool) -> list[sqlite3.Connection]:
+    """The writer, which makes the tables, the reader and the quick reader."""
+    with ExitStack() as opened:
+        if not to_write:
+            found = [opened.enter_context(closing(connect_to_read(path, config.busy_timeout_s))) for _ in range(3)]
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            found = [opened.enter_context(closing(_connect(path, config))) for _ in range(3)]
+            make_tables(found[0], str(path))
+            for connection in (found[0], found[2]):  # in the event loop's thread nobody waits
+                _set_timeout(connection, 0)
+        opened.pop_all()
+        return found
 
 
 def _connect(path: Path, config: StoreConfig, mode: str = "rwc") -> sqlite3.Connection:
@@ -362,66 +343,52 @@ class Place:
     """The store's file and its write-ahead log. Data in files without a name is gone with the process."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._log = path, Path(f"{path}-wal")
-        self._known = self._now()
+        self._known = {file: _identity(file) for file in (path, Path(f"{path}-wal"))}
 
-    def require(self) -> None:
-        """Raise StoreUnavailable if a file was removed, moved or replaced. Call it before a commit is acknowledged."""
-        found = self._now()
-        if found == self._known:
-            return
-        if self._known[1] is None and found[0] == self._known[0]:
-            self._known = found  # the log came with the first commit
-            return
-        if found[0] is not None and not found[0][2]:
-            raise StoreUnavailable(f"the file {self._path} was emptied: it has 0 bytes. Make it anew from a backup")
-        which = self._path if found[0] != self._known[0] else self._log
-        raise StoreUnavailable(f"the file {which} was removed or replaced: start the proxy again")
-
-    def _now(self) -> tuple[Identity | None, Identity | None]:
-        return _identity(self._path), _identity(self._log, may_be_empty=True)
+    def problem(self) -> str | None:
+        """Return which file was removed, moved, replaced or emptied. Ask before a commit is acknowledged."""
+        for file, known in self._known.items():
+            if (found := _identity(file)) != known:
+                if known is None:
+                    self._known[file] = found  # the log came with the first commit
+                elif found == (*known[:2], False):
+                    return f"the file {file} was emptied: it has 0 bytes. Make it anew from a backup"
+                else:
+                    return f"the file {file} was removed or replaced: start the proxy again"
+        return None
 
 
-def _identity(path: Path, *, may_be_empty: bool = False) -> Identity | None:
+def _identity(path: Path) -> tuple[int, int, bool] | None:
     """Which file has this name: its device and number, and whether it has content; None if there is none."""
     try:
         found = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, may_be_empty or found.st_size > 0
+    return found.st_dev, found.st_ino, found.st_size > 0 or path.name.endswith("-wal")
 
 
-class SqliteTransaction:
+class SqliteTransaction(Transaction):
     """The statements of a transaction that has begun, as async functions that never wait: no event loop is needed."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
 
-    def fetch(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
-        """Return all rows of a statement: one that writes and returns is done only when they are read."""
-        return self._connection.execute(sql, params or {}).fetchall()
-
     async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
-        return self.fetch(sql, params)
-
-    async def one(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
-        return next(iter(self.fetch(sql, params)), None)
+        return self._connection.execute(sql, params or {}).fetchall()
 
     async def run(self, sql: str, params: Params | None = None) -> int:
         return self._connection.execute(sql, params or {}).rowcount
 
     async def many(self, sql: str, rows: Sequence[Params]) -> list[sqlite3.Row]:
-        return [row for params in rows for row in self.fetch(sql, params)]
+        return [row for params in rows for row in await self.all(sql, params)]
 
 
-def finish(work: Awaitable[T]) -> T:
+def finish(work: Coroutine[Any, Any, T]) -> T:
     """Return what `work` returns, which awaits nothing but statements of its transaction."""
-    steps = work.__await__()
     try:
-        next(steps)
+        work.send(None)
     except StopIteration as ended:
         done: T = ended.value
         return done
-    if isinstance(steps, Generator):
-        steps.close()
+    work.close()
     raise RuntimeError("a transaction awaited something else than its own statements")
