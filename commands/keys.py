@@ -120,9 +120,7 @@ def _with_keyring(context: typer.Context, work: Callable[[Keyring], Awaitable[T]
 
 
 def _view(key: StoredKey) -> dict[str, Any]:
-    view = asdict(key)
-    del view["key_hash"]
-    return view | view.pop("limits")
+    return {name: value for name, value in asdict(key).items() if name != "key_hash"}
 
 
 def _table(keys: list[StoredKey]) -> Table:
@@ -133,7 +131,7 @@ def _table(keys: list[StoredKey]) -> Table:
     for name in ("role", "requests\n/min", "tokens\n/min", "at\nonce", "recorded", "made", "revoked"):
         table.add_column(name, no_wrap=True)
     for key in keys:
-        limits = (key.limits.requests_per_minute, key.limits.tokens_per_minute, key.limits.concurrent)
+        limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent)
         role = key.role + ", own" * (key.scope == "own") + ", evaluator" * key.evaluator
         cells = [key.name, role, *("-" if limit is None else str(limit) for limit in limits)]
         cells += ["yes" if key.recording else "no", _when(key.created_at), _when(key.revoked_at)]

@@ -12,7 +12,7 @@ from uuid import uuid4
 from ..core.config.root import Config
 from ..core.errors import ConfigError, Conflict, NotFound
 from ..core.records import Limits, check_id
-from .database import ConstraintRefused, Database, Row, read
+from .database import ConstraintRefused, Database, read
 from .opening import opened
 
 KEY_NEW = """
@@ -58,16 +58,22 @@ class StoredKey:
     key_hash: str
     name: str
     role: Role
-    limits: Limits
+    scope: Scope
+    evaluator: bool
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    concurrent: int | None
     recording: bool
     created_at: float
     revoked_at: float | None = None
-    scope: Scope = "all"
-    evaluator: bool = False
 
     @property
     def live(self) -> bool:
         return self.revoked_at is None
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrent)
 
 
 class Keyring:
@@ -78,7 +84,7 @@ class Keyring:
 
     async def all(self) -> list[StoredKey]:
         """Return all keys, also revoked ones, oldest first."""
-        return [_read(row) for row in await self._db.all("SELECT * FROM keys ORDER BY created_at, key_id")]
+        return await self._db.records(StoredKey, "SELECT * FROM keys ORDER BY created_at, key_id")
 
     async def create(
         self,
@@ -92,12 +98,12 @@ class Keyring:
     ) -> tuple[str, StoredKey]:
         """Make a key, which only the caller ever sees; Conflict if a live one has this name."""
         key = new_key(role)
-        key_id, key_hash = uuid4().hex[:12], hash_key(key)
         stored = StoredKey(
-            key_id, key_hash, check_id(name, "name"), role, limits, recording, time.time(), None, scope, evaluator
-        )
+            uuid4().hex[:12], hash_key(key), check_id(name, "name"), role, scope, evaluator, **asdict(limits),
+            recording=recording, created_at=time.time(),
+        )  # fmt: skip
         try:
-            await self._db.execute(KEY_NEW, **asdict(stored) | asdict(limits))
+            await self._db.execute(KEY_NEW, **asdict(stored))
         except ConstraintRefused:
             raise Conflict(f"there is a key named {name!r}: revoke it first, or choose another name") from None
         return key, stored
@@ -105,10 +111,10 @@ class Keyring:
     async def revoke(self, name: str) -> StoredKey:
         """End a key and the rollout keys that it asked for; NotFound if no live key has this name."""
         row = {"name": name, "at": time.time()}
-        revoked = await self._db.write(lambda db: db.all(KEY_REVOKE, row))
-        if not revoked:
+        revoked = await self._db.write(lambda db: db.one(KEY_REVOKE, row))
+        if revoked is None:
             raise NotFound(f"no live key is named {name!r}")
-        return _read(revoked[0])
+        return read(StoredKey, revoked)
 
     async def purge(self) -> int:
         """Delete the revoked keys and return how many there were."""
@@ -122,14 +128,9 @@ async def require_keys(config: Config) -> None:
     """
     proxy = config.proxy
     async with opened(config.store) as database:
-        if proxy.is_loopback or proxy.api_keys:
-            return
-        if not any(key.live for key in await Keyring(database).all()):
+        has_keys = bool(proxy.api_keys) or any(key.live for key in await Keyring(database).all())
+        if not proxy.is_loopback and not has_keys:
             raise ConfigError(
                 f"proxy.host {proxy.host!r} is reachable from other machines, and there is no key: make one with "
                 "`lightning-proxy keys create NAME`, set proxy.api_keys, or keep proxy.host on 127.0.0.1"
             )
-
-
-def _read(row: Row) -> StoredKey:
-    return read(StoredKey, row, limits=read(Limits, row))

@@ -28,7 +28,6 @@ _FOR_POSTGRES = (
     (r"\bIS NOT (?=OLD\b)", "IS DISTINCT FROM "),
     (r"\bINSERT INTO feed\b", "INSERT INTO feed_in"),
 )
-_TABLE = re.compile(r"^CREATE TABLE (\w+)", re.MULTILINE)
 _TRIGGER = re.compile(r"CREATE TRIGGER (\w+) (AFTER .*? ON \w+)(?:\s+WHEN (.*?))? BEGIN\n(.*?)\nEND;", re.DOTALL)
 
 
@@ -61,20 +60,14 @@ def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int
 
     `tables`: their names; `numbers`: of the schemas that it has, by `Part.name`.
     """
-    problem = None
-    if tables and "schema_numbers" not in tables:
-        problem = "it belongs to another program; set store.url to a new file or database"
-        if "policy_log" in tables:
-            problem = f"numbered migrations of an earlier checkout made it: {WAY_OUT}"
     wanted = {part.name: part.number for part in parts("sqlite")}
+    if tables and "schema_numbers" not in tables:
+        other = "it belongs to another program; set store.url to a new file or database"
+        raise OtherSchema(f"store {where} cannot be opened: {other}")
     for name in wanted.keys() & numbers.keys():
         if numbers[name] != wanted[name]:
-            problem = f"its schema of {name} is number {numbers[name]}, and this checkout's {wanted[name]}: {WAY_OUT}"
-    for part in parts("sqlite"):
-        if part.name not in numbers and "schema_numbers" in tables and {*_TABLE.findall(part.script)} & {*tables}:
-            problem = f"another checkout made its tables of {part.name}: {WAY_OUT}"
-    if problem is not None:
-        raise OtherSchema(f"store {where} cannot be opened: {problem}")
+            other = f"its schema of {name} is number {numbers[name]}, and this checkout's {wanted[name]}: {WAY_OUT}"
+            raise OtherSchema(f"store {where} cannot be opened: {other}")
     return [name for name in wanted if name not in numbers]
 
 

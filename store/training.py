@@ -46,12 +46,6 @@ STEP_RELEASE = (
     "UPDATE rollouts SET dropped = NULL, dropped_by = NULL WHERE dropped_by = :step",
     "DELETE FROM steps WHERE step = :step",
 )
-STEPS_NEWEST = "SELECT * FROM steps WHERE status = 'trained' AND step < :before ORDER BY step DESC LIMIT :limit"
-STEPS_AFTER = "SELECT * FROM steps WHERE status = 'trained' AND step > :after ORDER BY step LIMIT :limit"
-STEP_OF_VERSION = """
-SELECT steps.* FROM policy_versions JOIN steps ON steps.step = policy_versions.step
-WHERE policy_versions.version = :version
-"""
 STEP_UNDER_WAY = "SELECT created_at FROM steps WHERE status = 'claimed' ORDER BY step LIMIT 1"
 # Not the newest, nor those of versions that have files.
 OLD_CHECKPOINTS = """
@@ -240,43 +234,47 @@ class TrainingSteps:
         """Return whether any rollout is taken; none is after `end_epoch` has offered all again."""
         return await self._db.one("SELECT 1 FROM rollouts WHERE step IS NOT NULL LIMIT 1") is not None
 
-    async def last(self) -> Step | None:
-        """Return the newest finished step."""
-        return next(iter(await self.newest(1)), None)
-
     async def under_way_since(self) -> float | None:
         """Return when the step under way began (Unix time); None if none is."""
         began: float | None = await self._db.value(STEP_UNDER_WAY)
         return began
+
+    async def _trained(self, rest: str, **params: object) -> list[Step]:
+        return await self._db.records(Step, f"SELECT * FROM steps WHERE status = 'trained' {rest}", **params)
+
+    async def all(self) -> list[Step]:
+        """Return all finished steps, oldest first."""
+        return await self._trained("ORDER BY step")
 
     async def newest(self, limit: int, before: int | None = None, *, brief: bool = False) -> list[Step]:
         """Return the last finished steps, newest first; with `before`, of those before that step.
 
         With `brief`, their metrics are without `reward_by_task`, which is most of them.
         """
-        before = ALL if before is None else before
-        steps = await self._db.records(Step, STEPS_NEWEST, limit=limit, before=before)
+        rest = "AND step < :before ORDER BY step DESC LIMIT :limit"
+        steps = await self._trained(rest, limit=limit, before=ALL if before is None else before)
         for step in steps if brief else ():
             step.metrics.pop("reward_by_task", None)
         return steps
 
+    async def last(self) -> Step | None:
+        """Return the newest finished step."""
+        return next(iter(await self.newest(1)), None)
+
     async def first(self, limit: int) -> list[Step]:
         """Return the first RL steps that changed the policy, oldest first."""
         found: list[Step] = []
-        after = 0
-        while len(found) < limit and (steps := await self._db.records(Step, STEPS_AFTER, after=after, limit=LOOK)):
+        after, rest = 0, "AND step > :after ORDER BY step LIMIT :limit"
+        while len(found) < limit and (steps := await self._trained(rest, after=after, limit=LOOK)):
             # Others are of other methods, or have changed nothing.
             found += [s for s in steps if s.metrics.get("method") is None and s.metrics.get("skipped") == 0]
             after = steps[-1].step
         return found[:limit]
 
-    async def all(self) -> list[Step]:
-        """Return all finished steps, oldest first."""
-        return await self._db.records(Step, "SELECT * FROM steps WHERE status = 'trained' ORDER BY step")
-
     async def of_version(self, version: int) -> Step | None:
         """Return the step that a policy version was published from; None for the base model."""
-        return await self._db.record(Step, STEP_OF_VERSION, version=version)
+        statement = "SELECT * FROM steps WHERE step = (SELECT step FROM policy_versions WHERE version = :version)"
+        return await self._db.record(Step, statement, version=version)
 
     async def collapse(self) -> Collapse | None:
         """Return why publication is stopped, or None if it is not."""

@@ -37,9 +37,7 @@ WRITING = [
     ("store", "backup", "copy.db"),
 ]
 ASIDE = "move the store and policy.directory aside"
-MIGRATED = f"numbered migrations of an earlier checkout made it: {ASIDE}"
-# What the numbered migrations of earlier checkouts left, as far as a store is known by it.
-OF_EARLIER = "CREATE TABLE policy_log (n INTEGER PRIMARY KEY, version INTEGER NOT NULL, at REAL NOT NULL)"
+OTHERS = "it belongs to another program"
 NEWER = "UPDATE schema_numbers SET number = 99 WHERE room = '{}'"
 
 
@@ -72,12 +70,12 @@ def refused(proxy: Proxy, told: str, *commands: tuple[str, ...]) -> None:
     assert files_of(proxy) == before
 
 
-def test_a_store_of_numbered_migrations_is_one_line_and_stays_as_it_is(proxy: Proxy) -> None:
+def test_a_file_of_another_program_is_one_line_and_stays_as_it_is(proxy: Proxy) -> None:
     with closing(sqlite3.connect(proxy.directory / "store.db", isolation_level=None)) as file:
-        file.executescript(f"{OF_EARLIER}; PRAGMA user_version = 121")
-    refused(proxy, MIGRATED, *READING, *WRITING)
+        file.executescript("CREATE TABLE rollouts (a TEXT); PRAGMA user_version = 121")
+    refused(proxy, OTHERS, *READING, *WRITING)
     checks = {one["name"]: one for one in proxy.run("doctor", "--json").json}
-    assert checks["store"]["outcome"] == "failed" and MIGRATED in checks["store"]["found"]
+    assert checks["store"]["outcome"] == "failed" and OTHERS in checks["store"]["found"]
 
 
 @pytest.mark.parametrize("room", ["store", pytest.param("promotion", marks=pytest.mark.feature("promotion"))])
@@ -102,8 +100,7 @@ def test_tables_of_a_room_that_a_store_has_not_yet_are_made_once_it_is_written_t
 @pytest.mark.parametrize(
     ("script", "told"),
     [
-        (OF_EARLIER.replace("REAL", "FLOAT"), MIGRATED),
-        ("CREATE TABLE rollouts (a TEXT)", "it belongs to another program"),
+        ("CREATE TABLE rollouts (a TEXT)", OTHERS),
         (NEWER.format("store"), "its schema of store is number 99"),
     ],
 )
