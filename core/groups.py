@@ -100,14 +100,13 @@ class Grouping:
         return member.status == "completed" or (member.status == "failed" and self.failed)
 
 
-def formed(members: Iterable[Member], grouping: Grouping) -> dict[Pool, list[Group]]:
-    """Return the groups of each pool that has one: those with a rollout to train on."""
+def formed(members: Iterable[Member], grouping: Grouping) -> list[Group]:
+    """Return the groups with a rollout to train on, pool by pool."""
     pools: dict[Pool, list[Member]] = defaultdict(list)
     for member in members:
         if member.own:
             pools[Pool(member.task_id, member.owner, member.group_id)].append(member)
-    found = {pool: [*_groups(pool, sorted(own), grouping)] for pool, own in pools.items()}
-    return {pool: groups for pool, groups in found.items() if groups}
+    return [group for pool, own in pools.items() for group in _groups(pool, sorted(own), grouping)]
 
 
 def _groups(pool: Pool, members: Sequence[Member], grouping: Grouping) -> Iterator[Group]:

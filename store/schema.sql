@@ -111,11 +111,7 @@ CREATE INDEX rollouts_by_key ON rollouts (key_id, n) WHERE key_id IS NOT NULL;
 CREATE INDEX rollouts_by_group ON rollouts (group_id) WHERE group_id IS NOT NULL;
 -- Whether training stands still is asked at every poll.
 CREATE INDEX rollouts_dropped ON rollouts (dropped, n) WHERE dropped IS NOT NULL;
--- Rollouts that were opened one by one: those that a group may be made of, and those that may still belong to it.
-CREATE INDEX rollouts_live ON rollouts (task_id, n)
-    WHERE mode = 'train' AND step IS NULL AND dropped IS NULL AND status <> 'running'
-    AND group_id IS NULL AND (rewarded_at IS NOT NULL OR status <> 'completed')
-    AND (foreign_calls = 0 OR foreign_calls < calls);
+-- Those that may still belong to a group that waits.
 CREATE INDEX rollouts_running_of_task ON rollouts (task_id, n) WHERE status = 'running' AND task_id IS NOT NULL;
 
 -- By which rules returns are counted. One row.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..core.groups import NO_END, Group, Grouping, Member, Pool, formed
+from ..core.groups import NO_END, Group, Grouping, Member, formed
 from ..core.http import in_thread_if_large
 from ..core.json_text import dumps
 from ..core.records import Rollout
-from .database import Database, Feed, Row, read
+from .database import Database, Feed, read
 
 # Whether an ended rollout has a reward. `:failed`: failed ones count for something (`trainer.failed_rollouts`).
 HAS_REWARD = "CASE status WHEN 'completed' THEN rewarded_at IS NOT NULL WHEN 'failed' THEN :failed ELSE FALSE END"
@@ -32,40 +32,23 @@ _MEMBER = f"""
 rollouts.n, task_id, owner, group_id, status, created_at AS opened_at, {IS_OWN} AS own, {IS_SCORED} AS scored,
        rewarded_at IS NOT NULL AS rewarded, {_SINCE} AS since, {IS_LATE} AS late
 """
-# All of them: at a trainer's start, and when it has missed what changed.
-MEMBERS_ENDED = f"""
+_MEMBERS_ENDED = f"""
 SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_claimable
-WHERE {_ENDED} AND task_id IS NOT NULL AND ({_REWARDED} OR group_id IS NOT NULL OR NOT {IS_SCORED})
+WHERE {_ENDED} AND {{tasks}} AND ({_REWARDED} OR group_id IS NOT NULL OR NOT {IS_SCORED})
 """
-MEMBERS_RUNNING = f"""
+_MEMBERS_RUNNING = f"""
 SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_running_of_task
-WHERE {_UNTAKEN} AND status = 'running' AND task_id IS NOT NULL
+WHERE {_UNTAKEN} AND status = 'running' AND {{tasks}} AND task_id IS NOT NULL
 """
-# Those of some pools.
-MEMBERS_OF_GROUPS = f"""
-SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_by_group
-WHERE group_id IN (SELECT CAST(value AS BIGINT) FROM json_each(:groups)) AND {_UNTAKEN}
+_ALL, _SOME = "task_id IS NOT NULL", "task_id IN (SELECT CAST(value AS TEXT) FROM json_each(:tasks))"
+# All of them: at a trainer's start, and when it has missed what changed.
+MEMBERS_ENDED, MEMBERS_RUNNING = _MEMBERS_ENDED.format(tasks=_ALL), _MEMBERS_RUNNING.format(tasks=_ALL)
+MEMBERS_ENDED_OF, MEMBERS_RUNNING_OF = _MEMBERS_ENDED.format(tasks=_SOME), _MEMBERS_RUNNING.format(tasks=_SOME)
+CHANGED = """
+SELECT task_id
+FROM feed CROSS JOIN rollouts ON rollouts.n = CASE WHEN kind = 'group' THEN CAST(ref AS BIGINT) END
+WHERE feed.n > :cursor AND feed.n <= :newest AND task_id IS NOT NULL
 """
-MEMBERS_ONE_BY_ONE = f"""
-SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_live
-WHERE task_id = :task_id AND {_ENDED} AND group_id IS NULL AND {_REWARDED} AND {IS_OWN} AND owner IS :owner
-ORDER BY n LIMIT :limit
-"""
-MEMBERS_ONE_BY_ONE_RUNNING = f"""
-SELECT {_MEMBER} FROM rollouts INDEXED BY rollouts_running_of_task
-WHERE task_id = :task_id AND status = 'running' AND created_at >= :since AND n <= :last
-  AND {_UNTAKEN} AND group_id IS NULL AND owner IS :owner
-ORDER BY n LIMIT :limit
-"""
-MEMBERS_ONE_BY_ONE_UNSCORED = f"""
-SELECT {_MEMBER} FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n
-WHERE task_id = :task_id AND rollouts.n <= :last AND {_ENDED} AND group_id IS NULL AND owner IS :owner
-"""
-POOLS_OF = """
-SELECT task_id, owner, group_id FROM rollouts
-WHERE n IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) AND task_id IS NOT NULL
-"""
-CHANGED = "SELECT ref FROM feed WHERE n > :cursor AND n <= :newest AND kind = 'group'"
 # The rollouts of a group. `place`: a step took or dropped it, it ended, with its reward if it was completed, or it is
 # awaited.
 _SIBLING = f"""
@@ -126,7 +109,6 @@ SELECT DISTINCT rollouts.rollout_id, name
 FROM rollouts LEFT JOIN rewards ON rewards.rollout_id = rollouts.rollout_id
 WHERE rollouts.rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND {IS_SCORED}
 """
-LOOK = 1_000  # rollouts of a task that were opened one by one, in one look
 ROW_SIZE = 400  # bytes, about, of what is read of one
 BATCHES = 3  # batches in a row that taught nothing, until somebody is told
 
@@ -165,54 +147,28 @@ class Waiting:
         self._db = database
         self._feed = Feed(database)
 
-    async def groups(self, failed: bool = False, grouping: Grouping | None = None) -> list[Group]:
-        """Return the groups with at least one rollout to train on, the longest waiting first.
+    async def groups(
+        self, failed: bool = False, grouping: Grouping | None = None, tasks: Collection[str] | None = None
+    ) -> list[Group]:
+        """Return the groups, of all tasks or of some, with at least one rollout to train on, the longest waiting first.
 
         Without a `grouping`, those of a task that were opened one by one are one group.
         """
-        found = await self.formed(grouping or Grouping(failed=failed))
-        return sorted((group for groups in found.values() for group in groups), key=lambda group: group.oldest)
-
-    async def formed(self, grouping: Grouping, numbers: Sequence[int] | None = None) -> dict[Pool, list[Group]]:
-        """Return the groups of all pools, or of the pools of some rollouts (by `n`); empty where there is none."""
-        pools: dict[Pool, list[Group]] = {}
-        if numbers is None:
-            rows = [*await self._db.all(MEMBERS_ENDED), *await self._db.all(MEMBERS_RUNNING)]
-        else:
-            pools = {Pool(*row): [] for row in await self._db.all(POOLS_OF, {"numbers": dumps(numbers)})}
-            # One that is compared now may have left those that were opened one by one.
-            pools |= {Pool(pool.task_id, pool.owner): [] for pool in pools}
-            groups = dumps([pool.group_id for pool in pools if pool.group_id is not None])
-            rows = [*await self._db.all(MEMBERS_OF_GROUPS, {"groups": groups})]
-            for pool in pools:
-                if pool.group_id is None:
-                    rows += await self._one_by_one(pool, grouping)
+        grouping = grouping or Grouping(failed=failed)
+        statements = (MEMBERS_ENDED, MEMBERS_RUNNING) if tasks is None else (MEMBERS_ENDED_OF, MEMBERS_RUNNING_OF)
+        some = {"tasks": dumps([*(tasks or ())])}
+        rows = [row for statement in statements for row in await self._db.all(statement, some)]
         size = ROW_SIZE * len(rows)
-        return pools | await in_thread_if_large(size, lambda: formed((Member(*row) for row in rows), grouping))
+        found = await in_thread_if_large(size, lambda: formed((Member(*row) for row in rows), grouping))
+        return sorted(found, key=lambda group: group.oldest)
 
-    async def _one_by_one(self, pool: Pool, grouping: Grouping) -> list[Row]:
-        """The first members of a pool of rollouts that were opened one by one: enough for some groups."""
-        limit = max(LOOK, 4 * grouping.size)
-        of: dict[str, object] = {"task_id": pool.task_id, "owner": pool.owner, "limit": limit}
-        ended = await self._db.all(MEMBERS_ONE_BY_ONE, of)
-        if not ended:
-            return []
-        of["last"] = ended[-1]["n"] if len(ended) == limit else NO_END
-        of["since"] = ended[0]["opened_at"] - min(grouping.timeout_s, NO_END)
-        running = await self._db.all(MEMBERS_ONE_BY_ONE_RUNNING, of)
-        seen = running[-1]["n"] if len(running) == limit else NO_END  # beyond it others may be running
-        unscored = await self._db.all(MEMBERS_ONE_BY_ONE_UNSCORED, of)
-        return [row for row in (*ended, *running, *unscored) if row["n"] <= seen]
-
-    async def changed(self, cursor: int | None) -> tuple[int, list[int] | None]:
-        """Return a cursor, and the rollouts (by `n`) whose groups may have changed after the last; None: all."""
+    async def changed(self, cursor: int | None) -> tuple[int, set[str] | None]:
+        """Return a cursor, and the tasks whose groups may have changed after the last; None: all."""
         newest = await self._feed.newest()
         if cursor is None or not await self._feed.knows(cursor):
             return newest, None
-        if newest == cursor:
-            return cursor, []
-        rows = await self._db.all(CHANGED, {"cursor": cursor, "newest": newest})
-        return newest, sorted({int(row["ref"]) for row in rows})
+        rows = await self._db.all(CHANGED, {"cursor": cursor, "newest": newest}) if newest > cursor else ()
+        return newest, {row["task_id"] for row in rows}
 
     async def siblings(self, group: Group) -> Siblings:
         """Return the siblings of a group, each in the order in which they were opened."""

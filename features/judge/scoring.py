@@ -199,7 +199,7 @@ async def ready(database: Database, config: TrainerConfig, rewarder: str, most: 
 async def _groups(database: Database, config: TrainerConfig, pool: Row, rewarder: str) -> list[AwaitingGroup]:
     statement = SIBLINGS_IN_ORDER if pool["group_id"] is None else SIBLINGS_OF_GROUP
     rows = await database.all(statement, {name: pool[name] for name in pool.keys()} | {"rewarder": rewarder})  # noqa: SIM118
-    groups = [group for of in formed(map(_member, rows), Grouping.of(config)).values() for group in of]
+    groups = formed(map(_member, rows), Grouping.of(config))
     # No step compares what other models answered.
     others = [row["rollout_id"] for row in rows if row["awaits"] and not row["own"]]
     found = [AwaitingGroup([one], {one}) for one in others]

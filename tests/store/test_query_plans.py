@@ -100,9 +100,8 @@ async def test_no_table_is_read_from_end_to_end(database: Database) -> None:
 async def test_claims_look_at_nothing_but_what_can_be_claimed(database: Database) -> None:
     assert "USING COVERING INDEX rollouts_claimable" in (await plan(database, waiting.WAITING_COUNT))[0]
     for name, index in (
-        ("MEMBERS_ONE_BY_ONE", "rollouts_live (task_id=?)"),
-        ("MEMBERS_ONE_BY_ONE_RUNNING", "rollouts_running_of_task (task_id=? AND n<?)"),
-        ("MEMBERS_OF_GROUPS", "rollouts_by_group (group_id=?)"),
+        ("MEMBERS_ENDED_OF", "rollouts_claimable (mode=? AND task_id=?"),
+        ("MEMBERS_RUNNING_OF", "rollouts_running_of_task (task_id=?"),
         ("SIBLINGS", "rollouts_by_group (group_id=?)"),
         ("SIBLINGS_ONE_BY_ONE", "rollouts_by_task (task_id=? AND n>? AND n<?)"),
         ("CHANGED", "PRIMARY KEY (rowid>? AND rowid<?)"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from ...core.config.trainer import TrainerConfig
-from ...core.groups import Group, Grouping, Pool
+from ...core.groups import Group, Grouping
 from ...core.returns import Rules
 from ...store.store import Store
 
@@ -27,7 +28,7 @@ class WaitingGroups:
         self._order = order or (lambda group: group.oldest)
         self._rules = Rules.of(config)
         self._cursor: int | None = None
-        self._pools: dict[Pool, Sequence[Group]] = {}
+        self._tasks: dict[str | None, Sequence[Group]] = {}
         self._ready: set[Group] = set()
         self._unready: set[Group] = set()
         self._due: list[tuple[float, int, Group]] = []  # a heap of those that wait for siblings, by their oldest
@@ -79,24 +80,21 @@ class WaitingGroups:
         """Read the groups that have changed since the last look."""
         await self._store.rewards.use(self._rules)
         waiting = self._store.waiting
-        cursor, numbers = await waiting.changed(self._cursor)
-        if numbers is None or numbers:
-            found = await waiting.formed(self._grouping, numbers)
-            for pool in [*self._pools] if numbers is None else found:
-                self.forget(self._pools.pop(pool, ()))
-            for pool, groups in found.items():
-                self._know(pool, groups)
+        cursor, tasks = await waiting.changed(self._cursor)
+        if tasks is None or tasks:
+            found = defaultdict[str | None, list[Group]](list)
+            for group in await waiting.groups(grouping=self._grouping, tasks=tasks):
+                found[group.task_id].append(group)
+            for task in [*self._tasks] if tasks is None else tasks:
+                self.forget(self._tasks.pop(task, ()))
+            self._tasks |= found
+            for group in chain.from_iterable(found.values()):
+                if group.complete:
+                    self._ready.add(group)
+                else:
+                    self._unready.add(group)
+                    heapq.heappush(self._due, (group.oldest, next(self._numbers), group))
         self._cursor = cursor
-
-    def _know(self, pool: Pool, groups: Sequence[Group]) -> None:
-        if groups:
-            self._pools[pool] = groups
-        for group in groups:
-            if group.complete:
-                self._ready.add(group)
-            else:
-                self._unready.add(group)
-                heapq.heappush(self._due, (group.oldest, next(self._numbers), group))
 
     def _make_due_ready(self, now: float) -> None:
         """Make those ready that have waited long enough for their siblings."""

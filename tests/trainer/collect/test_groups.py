@@ -69,7 +69,7 @@ async def test_slower_failures_make_hardly_any_group_equal() -> None:
             n = 8 * group + i + 1
             members.append((n, right, Member(n, "t", None, None, "completed", 0.0, True, True, True, took)))
     right = {n: value for n, value, _ in members}
-    (groups,) = formed((member for _, _, member in members), Grouping(8, False, 600.0)).values()
+    groups = formed((member for _, _, member in members), Grouping(8, False, 600.0))
     assert [(group.after, group.last) for group in groups] == [(8 * i, 8 * i + 8) for i in range(50)]
     equal = [group for group in groups if len({right[n] for n in range(group.after + 1, group.last + 1)}) == 1]
     assert len(equal) <= 2
