@@ -33,13 +33,17 @@ from ..core.records import OPERATOR, Reward, RolloutStatus, Sender
 from ..core.returns import Earned, Rules, earned
 from .database import LOOK_S, Database, Row, Transaction, in_passing
 
-ROLLOUT = "SELECT * FROM rollouts WHERE rollout_id = :rollout_id"
 REWARD = """
 INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, key_id, evidence, created_at)
 VALUES (:rollout_id, :call_id, :name, :value, :source, :comment, :final, :key_id, :evidence, :at)
 RETURNING reward_id
 """
-CALL_OF_ROLLOUT = "SELECT rollout_id, call_id FROM calls WHERE call_id = :call_id AND rollout_id = :rollout_id"
+KNOWN = """
+SELECT rollout_id, NULL AS call_id FROM rollouts
+WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids))
+UNION ALL
+SELECT rollout_id, call_id FROM calls WHERE call_id IN (SELECT CAST(value AS TEXT) FROM json_each(:call_ids))
+"""
 # From the first reward of an evaluator on, where there are keys, those of plain keys act on nobody.
 EVALUATED = """
 UPDATE returns SET evaluated = 1, stale_to = (SELECT COALESCE(MAX(n), 0) FROM rollouts)
@@ -52,7 +56,10 @@ UPDATE rollouts SET status = 'completed', ended_at = :at WHERE rollout_id = :rol
 # With all of its group, whichever steps took or dropped its siblings; of those, what the sender may decide over.
 ROLLOUT_OFFER_AGAIN = """
 UPDATE rollouts SET step = NULL, dropped = NULL, dropped_by = NULL
-WHERE rollout_id = :rollout_id OR (group_id = :group_id AND status <> 'running' AND (NOT :own OR key_id IS :key_id))
+WHERE rollout_id = :rollout_id OR (
+    group_id = (SELECT group_id FROM rollouts WHERE rollout_id = :rollout_id)
+    AND status <> 'running' AND (NOT :own OR key_id IS :key_id)
+)
 """
 # A range is one post's, up to others' that PostgreSQL counted in between.
 CHANGED = """
@@ -234,24 +241,22 @@ class Rewards:
 async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = OPERATOR) -> Answer:
     """Record rewards in a transaction that is under way, and return an answer for each. Raise NotFound."""
     at, sent = time.time(), by._asdict()
-    of_calls = {(one.rollout_id, one.call_id) for one in rewards if one.call_id is not None}
-    asked = [{"rollout_id": rollout_id} for rollout_id in sorted({one.rollout_id for one in rewards})]
-    rollouts = {row["rollout_id"]: row for row in await db.many(ROLLOUT, asked)}
-    asked = [{"rollout_id": rollout_id, "call_id": call_id} for rollout_id, call_id in of_calls]
-    calls = {tuple(row) for row in await db.many(CALL_OF_ROLLOUT, asked)}
+    ids = sorted({one.rollout_id for one in rewards})
+    call_ids = [one.call_id for one in rewards if one.call_id is not None]
+    known = {tuple(row) for row in await db.all(KNOWN, {"rollout_ids": dumps(ids), "call_ids": dumps(call_ids)})}
     for one in rewards:
-        if one.rollout_id not in rollouts:
+        if (one.rollout_id, None) not in known:
             raise NotFound(f"no rollout {one.rollout_id!r}", param="rollout_id")
-        if one.call_id is not None and (one.rollout_id, one.call_id) not in calls:
+        if (one.rollout_id, one.call_id) not in known:
             raise NotFound(f"rollout {one.rollout_id!r} has no call {one.call_id!r}", param="call_id")
-    recorded = await db.many(REWARD, [asdict(one) | sent | {"at": at} for one in rewards])
+    rows = [asdict(one) | sent | {"at": at} for one in rewards]
+    recorded = await db.many(REWARD, rows)
     if by.evidence and {one.name for one in rewards} & _read_rules(await db.one(RULES)).weights.keys():
         await db.run(EVALUATED, sent)
-    await count_returns(db, rollouts)
-    ended = sorted({one.rollout_id for one in rewards if one.final})
-    await db.many(ROLLOUT_COMPLETE, [{"rollout_id": rollout_id, "at": at} for rollout_id in ended])
-    offered = [rollouts[rollout_id] for rollout_id in sorted({one.rollout_id for one in rewards if one.retrain})]
-    await db.many(ROLLOUT_OFFER_AGAIN, [dict(row) | sent for row in offered])
+    await count_returns(db, ids)
+    rows.sort(key=lambda row: str(row["rollout_id"]))  # as recorders do
+    await db.many(ROLLOUT_COMPLETE, [row for row in rows if row["final"]])
+    await db.many(ROLLOUT_OFFER_AGAIN, [row for row in rows if row["retrain"]])
     return [
         {"reward_id": row["reward_id"], "rollout_id": one.rollout_id, "status": "recorded"}
         for row, one in zip(recorded, rewards, strict=True)

@@ -16,7 +16,7 @@ from ..core.json_text import dumps
 from ..core.records import OPERATOR, Mode, Rollout, RolloutName, RolloutStatus, Sender
 from .conversations import forget_conversations
 from .database import Database, Transaction, all_in_passing
-from .rewards import ROLLOUT, count_returns
+from .rewards import count_returns
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +234,8 @@ class Rollouts:
 
     async def get(self, rollout_id: str) -> Rollout:
         """Return the rollout with this id; raise NotFound if there is none."""
-        rollout = await self._db.record(Rollout, ROLLOUT, rollout_id=rollout_id)
+        statement = "SELECT * FROM rollouts WHERE rollout_id = :rollout_id"
+        rollout = await self._db.record(Rollout, statement, rollout_id=rollout_id)
         if rollout is None:
             raise NotFound(f"no rollout {rollout_id!r}", param="rollout_id")
         return rollout
@@ -355,18 +356,21 @@ class Rollouts:
 
 def page_statement(filters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the statement that looks at a page's rollouts, and its parameters but `cursor` and `limit`."""
-    page, values = ROLLOUTS_PAGE_OF_AGENT if "agent" in filters else ROLLOUTS_PAGE, dict(filters)
     own = " ".join(text for name, text in ROLLOUT_FILTERS.items() if name in filters)
+    page = ROLLOUTS_PAGE_OF_AGENT if "agent" in filters else ROLLOUTS_PAGE
     if "prefix" in filters:
         page = ROLLOUTS_PAGE_OF_PREFIX
-        values["prefix_end"] = filters["prefix"] + AFTER_ALL_IDS
         if "agent" in filters:
             own += " AND EXISTS (SELECT 1 FROM rollout_agents AS a WHERE a.agent = :agent AND a.n = rollouts.n)"
-    if (text := filters.get("text")) is not None:
+    text = filters.get("text", "")
+    values = {
+        **filters,
+        "prefix_end": f"{filters.get('prefix')}{AFTER_ALL_IDS}",
+        "text": _pattern(dumps(text)),
         # A first request is kept in the agent's own writing; None compares with nothing, at once.
-        escaped = None if text.isascii() else _pattern(json.dumps(text))
-        values |= {"text": _pattern(dumps(text)), "escaped": escaped}
-    fits = " AND ".join(text for name, text in SEARCHED.items() if name in filters)
+        "escaped": None if text.isascii() else _pattern(json.dumps(text)),
+    }
+    fits = " AND ".join(condition for name, condition in SEARCHED.items() if name in filters)
     return _LOOKED_AT.format(fits=fits or "TRUE", page=page.format(filters=own)), values
 
 

@@ -174,9 +174,9 @@ class TrainingSteps:
         """
 
         async def work(db: Transaction) -> int:
-            (inserted,) = await db.all(STEP_NEW, {"base": base, "at": time.time()})
-            step = int(inserted["step"])
-            claimed = [{"step": step, "rollout_id": r} for r in rollout_ids]
+            (row,) = await db.all(STEP_NEW, {"base": base, "at": time.time()})
+            step = int(row["step"])
+            claimed = [{"step": step, "rollout_id": rollout_id} for rollout_id in rollout_ids]
             await db.many(CLAIM, claimed)
             await db.many(CREDIT_FORGET, claimed)
             await db.many(CREDIT, [asdict(call) | {"step": step} for call in credit])
