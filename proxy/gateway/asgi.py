@@ -199,12 +199,12 @@ class Memory:
         self.share = max(size // 4, largest)
         self._free = max(size, largest)
         self._wait_s = wait_s
-        self._of_key, self._not_taken = Counter[Hashable](), Counter[Hashable]()
+        self._of_key, self.not_taken = Counter[Hashable](), Counter[Hashable]()
         self._queue: deque[tuple[Hashable, int, asyncio.Future[None]]] = deque()
 
     def loan(self, key: Hashable) -> Loan:
         """Return a loan without bytes. Raise Overloaded if clients with this key do not take their answers."""
-        if self._not_taken[key] >= self.share:
+        if self.not_taken[key] >= self.share:
             raise Overloaded("too many answers to this key have not been read; try again when they are")
         return Loan(self, key)
 
@@ -231,11 +231,6 @@ class Memory:
         self._of_key[key] += size
         if size < 0:
             self._lend()
-
-    def left_untaken(self, key: Hashable, size: int) -> None:
-        """Count so many bytes more, which are there already: of an answer that its client does not take."""
-        self._not_taken[key] += size
-        self.add(key, size)
 
     def _lend(self) -> None:
         for turn in [*self._queue]:
@@ -282,7 +277,8 @@ class Loan:
 
     def not_taken(self, size: int) -> None:
         """Count what of the answer has left the app and waits for the client, so many bytes now."""
-        self._memory.left_untaken(self._key, size - self._not_taken)
+        self._memory.not_taken[self._key] += size - self._not_taken
+        self._memory.add(self._key, size - self._not_taken)
         self._not_taken = size
 
 
@@ -332,14 +328,10 @@ def _pieces(body: bytes, name: str) -> Iterator[bytes]:
     raise InvalidRequest(f"the body is {name} in more than {MOST_PARTS} parts")
 
 
-def _deflate(body: bytes) -> Any:
-    """Unpack zlib's format, as the standard has it, or without its header, as some clients send it."""
-    has_header = len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2]) % 31 == 0
-    return zlib.decompressobj(zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
-
-
-def _gzip(_: bytes) -> Any:
-    return zlib.decompressobj(zlib.MAX_WBITS | 16)
+def _zlib(body: bytes) -> Any:
+    """Unpack gzip, and zlib's format, as the standard has it, or without its header, as some clients send it."""
+    has_header = body[:2] == b"\x1f\x8b" or (len(body) > 1 and body[0] & 15 == 8 and int.from_bytes(body[:2]) % 31 == 0)
+    return zlib.decompressobj(zlib.MAX_WBITS | 32 if has_header else -zlib.MAX_WBITS)
 
 
 def _zstd(_: bytes) -> Any:
@@ -347,4 +339,4 @@ def _zstd(_: bytes) -> Any:
     return zstd.ZstdDecompressor(options={zstd.DecompressionParameter.window_log_max: _WINDOW})
 
 
-_UNPACKERS: dict[str, Callable[[bytes], Any]] = {"gzip": _gzip, "x-gzip": _gzip, "deflate": _deflate, "zstd": _zstd}
+_UNPACKERS: dict[str, Callable[[bytes], Any]] = dict.fromkeys(("gzip", "x-gzip", "deflate"), _zlib) | {"zstd": _zstd}
