@@ -67,11 +67,6 @@ class Question(NamedTuple):
         """Return whether the agent's client resends the request automatically; OpenAI's clients count these retries."""
         return self.headers.get("x-stainless-retry-count", "0") != "0"
 
-    @property
-    def only_recorded(self) -> bool:
-        """Return whether the agent wants the call recorded, and not trained on."""
-        return self.headers.get("x-recording", "").lower() == "only"
-
 
 # Returns the question that the model is shown, and the record has, in place of the agent's own, in this rollout.
 Rewrite = Callable[[Question, RolloutName], Awaitable[Question]]
@@ -257,7 +252,8 @@ class CallUnderWay:
         )
 
         async def show() -> None:
-            await reply.start(answer.status, self._head(answer, keep_length=not transcript.rewrites))
+            if not reply.started:
+                await reply.start(answer.status, self._head(answer, keep_length=not transcript.rewrites))
             transcript.shown = True
             await reply.body(transcript.feed(b""))
 
@@ -352,7 +348,7 @@ class CallUnderWay:
         end = end_of(self._start, self._transcript, status, error, sent=sent, version=route.version)
         if end.untrainable_reason == NO_TOKEN_IDS and self.decision.reason:
             end = end._replace(untrainable_reason=self.decision.reason)
-        if question.only_recorded:
+        if question.headers.get("x-recording", "").lower() == "only":
             end = end._replace(untrainable_reason=ONLY_RECORDED)
         if attempts.fell_back:
             end = end._replace(fallback=route.upstream.name, model=model_of(target.sent))

@@ -34,7 +34,7 @@ from .asgi import Bodies, ClientDisconnected, Loan, Receive, Reply, Scope, Send,
 from .attempts import Attempts, form_model, is_form
 from .call import Gateway, Question, end_of, model_of
 from .unnamed import Conversation, UnnamedRollouts, end_statements
-from .upstream import Answer, Request, Route
+from .upstream import Request, Route
 
 log = logging.getLogger(__name__)
 
@@ -244,17 +244,14 @@ class Relay:
     async def _list_models(self, request: Request, rollout: RolloutName, reply: Reply) -> None:
         """Answer with the upstream's list and the alias; an answer that is no list goes through as it is."""
         route = await self._policy.route(rollout, None)
-        answer = await self._upstreams.open(route.upstream, request)
-        try:
+        async with Attempts(self._upstreams, route, request, {}) as answer:
             raw = await answer.read()
-        finally:
-            answer.release()
-        if answer.status == 200:
-            with suppress(orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
-                models = orjson.loads(raw)
-                models["data"].append(self._policy.alias_entry())
-                raw = orjson.dumps(models)
-        await reply.send(answer.status, answer.headers(keep_length=False), raw)
+            if answer.status == 200:
+                with suppress(orjson.JSONDecodeError, TypeError, KeyError, AttributeError):
+                    models = orjson.loads(raw)
+                    models["data"].append(self._policy.alias_entry())
+                    raw = orjson.dumps(models)
+            await reply.send(answer.status, answer.headers(keep_length=False), raw)
 
     async def _pass_through(self, visit: Visit, request: Request, reply: Reply) -> None:
         """Forward unrecorded; a model named in a JSON body or a form is routed like that of a recorded call.
@@ -262,7 +259,10 @@ class Relay:
         A response that has ended, and items that stand for a conversation, are put into the record on their way.
         """
         body = await in_thread_if_large(len(request.body), partial(parse_any, request.body))
-        giver, is_response = await self._giver(visit), visit.path.startswith(_RESPONSES)
+        unnamed, is_response, giver = self._gateway.unnamed, visit.path.startswith(_RESPONSES), None
+        if unnamed is not None and is_response:
+            response_id = visit.path.removeprefix(_RESPONSES).partition("/")[0]
+            giver = await unnamed.giver(credentials(visit.headers), visit.rollout, response_id)
         if giver is not None and giver.upstream in self._named:
             rollout = visit.rollout._replace(rollout_id=giver.rollout_id)
             route = Route(self._named[giver.upstream], None, None)
@@ -274,20 +274,21 @@ class Relay:
                 log.info("%s %s: forwarded, %d", request.method, visit.path, answer.status)
                 await reply.start(answer.status, answer.headers(keep_length=True))
                 if is_response and answer.status == 200:
-                    transcript = await passed_on(answer, reply)
+                    transcript: Transcript | BufferedTranscript
+                    if answer.is_stream:
+                        transcript = RESPONSES_API.stream(Injection())
+                    else:
+                        transcript = BufferedTranscript(RESPONSES_API, Injection(), answer.status, translated=False)
+                        transcript.shown = True
+                    while not transcript.ended and (piece := await answer.piece()):
+                        await reply.body(transcript.feed(piece))
+                    if not transcript.ended:
+                        await reply.body(transcript.end())
                     await self._put_into_record(visit, body, giver, transcript)
                     await reply.body(transcript.held)
                 while data := await answer.piece():
                     await reply.body(data)
                 await reply.body(b"", more=False)
-
-    async def _giver(self, visit: Visit) -> Giver | None:
-        """The call that gave the response which the path names; None if none is known."""
-        unnamed = self._gateway.unnamed
-        if unnamed is None or not visit.path.startswith(_RESPONSES):
-            return None
-        response_id = visit.path.removeprefix(_RESPONSES).partition("/")[0]
-        return await unnamed.giver(credentials(visit.headers), visit.rollout, response_id)
 
     async def _put_into_record(
         self, visit: Visit, body: dict[str, Any], giver: Giver | None, transcript: Transcript | BufferedTranscript
@@ -364,18 +365,3 @@ def _as_escaped(scope: Scope, path: str) -> str:
 def _is_preflight(scope: Scope, headers: dict[str, str]) -> bool:
     """Whether a browser asks if it may call at all; it sends no key with that. https://fetch.spec.whatwg.org"""
     return scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
-
-
-async def passed_on(answer: Answer, reply: Reply) -> Transcript | BufferedTranscript:
-    """Pass on an answer that is a response, but for its end, which is `held`."""
-    transcript: Transcript | BufferedTranscript
-    if answer.is_stream:
-        transcript = RESPONSES_API.stream(Injection())
-    else:
-        transcript = BufferedTranscript(RESPONSES_API, Injection(), answer.status, translated=False)
-        transcript.shown = True
-    while not transcript.ended and (piece := await answer.piece()):
-        await reply.body(transcript.feed(piece))
-    if not transcript.ended:
-        await reply.body(transcript.end())
-    return transcript
