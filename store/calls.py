@@ -154,18 +154,12 @@ CALL_STATUS = """
 SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FROM calls WHERE call_id = :call_id
 """
 # Of the newest calls of a rollout, those that were answered.
-CALLS_ANSWERED = Sql(
-    """
-SELECT group_concat(call_id, ' ') AS call_ids FROM (
+_ANSWERED = """
+SELECT {joined}(call_id, ' ') AS call_ids FROM (
     SELECT call_id, status FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
 ) AS recent WHERE status = 'ok'
-""",
-    postgres="""
-SELECT string_agg(call_id, ' ') AS call_ids FROM (
-    SELECT call_id, status FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
-) AS recent WHERE status = 'ok'
-""",
-)
+"""
+CALLS_ANSWERED = Sql(_ANSWERED.format(joined="group_concat"), postgres=_ANSWERED.format(joined="string_agg"))
 # Of the newest calls of a rollout, those that a request may repeat: without an answer, or the last one.
 CALLS_TO_REPEAT = """
 SELECT call_id FROM (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.json_text import dumps, loads_or_none
 from ..core.prices import Used, used
@@ -49,11 +49,6 @@ SELECT calls.call_id, calls.seq, calls.agent, call_credit.step, call_credit."ret
 FROM rollouts CROSS JOIN calls ON calls.rollout_id = rollouts.rollout_id
      LEFT JOIN call_credit ON call_credit.n = rollouts.n AND call_credit.seq = calls.seq
 WHERE rollouts.rollout_id = :rollout_id ORDER BY calls.seq
-"""
-CREDIT_OF_SEVERAL = """
-SELECT rollout_id, seq, call_credit.step, "return" AS returned, advantage
-FROM rollouts CROSS JOIN call_credit ON call_credit.n = rollouts.n
-WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids))
 """
 # Itself first. Those that a step compared with it, or that were opened with it, or, one by one, of its task since its
 # last step. `:key_id`: only those that were opened with this key.
@@ -153,17 +148,6 @@ class Reports:
         )
 
 
-class CreditOfCall(NamedTuple):
-    """The newest step that trained a call, the return and the advantage that it had there."""
-
-    step: int
-    returned: float
-    advantage: float
-
-
-CreditBySeq = Mapping[int, CreditOfCall]
-
-
 @dataclass(frozen=True, slots=True)
 class ComparedRollout:
     """A rollout of a group. `advantage`: of its first call that has credit."""
@@ -187,14 +171,6 @@ class Credit:
         `prompt`, `answer`: how many tokens.
         """
         return await self._db.all(CREDIT_OF, {"rollout_id": rollout_id})
-
-    async def of_several(self, rollout_ids: Sequence[str]) -> dict[str, dict[int, CreditOfCall]]:
-        """Return the credit of the calls of these rollouts, by rollout and `seq`; none of those without credit."""
-        found: dict[str, dict[int, CreditOfCall]] = {}
-        for row in await self._db.all(CREDIT_OF_SEVERAL, {"rollout_ids": dumps([*rollout_ids])}):
-            rollout_id, seq, *credit = row
-            found.setdefault(rollout_id, {})[seq] = CreditOfCall(*credit)
-        return found
 
     async def group_of(
         self, rollout_id: str, key_id: str | None = None, *, siblings: bool = True

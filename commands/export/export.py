@@ -21,8 +21,8 @@ from ...core.errors import ConfigError, LightningError, NotFound
 from ...core.json_text import dumps, fields_of
 from ...core.records import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
 from ...proxy.api.views import call_fields, transitions
+from ...store.database import Row
 from ...store.opening import opened
-from ...store.reports import CreditBySeq
 from ...store.sqlite.file import IdleFile, is_in_use, make_private
 from ...store.store import Store
 from ..formats import progress_bar
@@ -161,12 +161,12 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
         with progress_bar() as progress:
             bar = progress.add_task("rollouts", total=None if selection.task_id else total)
             async with aclosing(_rollouts(store, selection)) as rollouts:
-                async for rollout, credit in rollouts:
+                async for rollout in rollouts:
                     progress.advance(bar)
                     if not selection.takes(rollout):
                         continue
                     try:
-                        rows = list(await _rows(store, rollout, credit, kind, written.left_out))
+                        rows = list(await _rows(store, rollout, kind, written.left_out))
                     except NotFound:  # deleted meanwhile, for its age perhaps
                         continue
                     except LightningError:
@@ -180,21 +180,18 @@ async def _write_all(config: StoreConfig, writer: RowWriter, kind: Kind, selecti
     return written
 
 
-async def _rollouts(store: Store, selection: Selection) -> AsyncGenerator[tuple[Rollout, CreditBySeq], None]:
-    """Yield rollouts and the credit of their calls, newest first, with one page in memory at a time."""
+async def _rollouts(store: Store, selection: Selection) -> AsyncGenerator[Rollout, None]:
+    """Yield rollouts, newest first, with one page in memory at a time."""
     cursor: int | None = None
     while True:
         page, cursor = await store.rollouts.page(selection.filters, PAGE, cursor)
-        credit = await store.credit.of_several([rollout.rollout_id for rollout in page])
         for rollout in page:
-            yield rollout, credit.get(rollout.rollout_id, {})
+            yield rollout
         if cursor is None:
             return
 
 
-async def _rows(
-    store: Store, rollout: Rollout, credit: CreditBySeq, kind: Kind, left_out: Counter[str]
-) -> Iterator[dict[str, Any]]:
+async def _rows(store: Store, rollout: Rollout, kind: Kind, left_out: Counter[str]) -> Iterator[dict[str, Any]]:
     """The rollout's rows of this kind. Those that cannot be one are counted in `left_out`, by reason."""
     calls = await store.calls.of(rollout.rollout_id, short=kind == "sft")
     if kind == "sft":
@@ -203,20 +200,21 @@ async def _rows(
         return trajectories(rollout, calls, left_out)
     events = await store.events.of(rollout.rollout_id)
     rewards = await store.rewards.of(rollout.rollout_id)
-    return _transitions(rollout, calls, events, rewards, credit)
+    return _transitions(rollout, calls, events, rewards, await store.credit.of(rollout.rollout_id))
 
 
 def _transitions(
-    rollout: Rollout, calls: list[ModelCall], events: Sequence[Event], rewards: Sequence[Reward], credit: CreditBySeq
+    rollout: Rollout, calls: list[ModelCall], events: Sequence[Event], rewards: Sequence[Reward], credit: Sequence[Row]
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each transition. The first one holds the rollout's rewards, the newest of each name and call."""
     newest = {(r.call_id, r.name): r for r in rewards}.values()
     by_id = {call.call_id: call for call in calls}
+    by_call = {row["call_id"]: row for row in credit}
     by_features = dict(zip(by_id, call_fields(calls), strict=True))
     for transition in transitions(rollout, calls, events):
         call = by_id[transition.call_id] if transition.call_id is not None else None
         sampled = call if transition.kind == "llm" else None
-        trained = credit.get(sampled.seq) if sampled else None
+        trained = by_call.get(sampled.call_id) if sampled else None
         yield {
             "rollout_id": rollout.rollout_id,
             "task_id": rollout.task_id,
@@ -231,9 +229,7 @@ def _transitions(
             "temperature": sampled.temperature if sampled else None,
             "call_reward": sampled.reward if sampled else None,
             "untrainable_reason": _untrainable(sampled) if sampled else None,
-            "return": trained.returned if trained else None,
-            "advantage": trained.advantage if trained else None,
-            "step": trained.step if trained else None,
+            **{name: trained[name] if trained else None for name in ("return", "advantage", "step")},
             **(by_features[sampled.call_id] if sampled else dict.fromkeys(CALL_FIELDS)),
             "started_at": sampled.started_at if sampled else None,
             "latency_ms": sampled.latency_ms if sampled else None,
