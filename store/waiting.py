@@ -113,23 +113,12 @@ ROW_SIZE = 400  # bytes, about, of what is read of one
 BATCHES = 3  # batches in a row that taught nothing, until somebody is told
 
 
+# Nothing was learned from the newest `rollouts`. `story`: for people, what was seen and what to try.
 @dataclass(frozen=True, slots=True)
-class NothingLearned:
-    """Nothing was learned from the newest `rollouts`, whose mean reward is `reward`."""
-
+class Standstill:
     rollouts: int
     reward: float | None
-
-    @property
-    def story(self) -> str:
-        """Return for people what was seen and what to try."""
-        mean = "" if self.reward is None else f" (mean reward {self.reward:.3g})"
-        return (
-            f"nothing was learned from the newest {self.rollouts} rollouts{mean}: in each group all rewards are equal. "
-            "If the tasks are solved, give harder ones. Otherwise go back to an earlier version "
-            "(`lightning-proxy policy promote N`) and train with a lower trainer.learning_rate or trainer.entropy, "
-            "or let rewards tell more answers apart (docs/training.md)"
-        )
+    story: str
 
 
 class Siblings(NamedTuple):
@@ -209,13 +198,22 @@ class Waiting:
         names = Counter(row["name"] for row in rows if row["name"] is not None)
         return len({row["rollout_id"] for row in rows}), dict(names.most_common())
 
-    async def standstill(self, batch: int) -> NothingLearned | None:
+    async def standstill(self, batch: int) -> Standstill | None:
         """Return the rollouts dropped in a row for equal rewards, once they make BATCHES batches; else None.
 
         Only those count whose rewards act on everybody. `batch`: the rollouts of a training step.
         """
-        (found,) = await self._db.records(NothingLearned, UNLEARNED, reason=EQUAL_REWARDS, enough=BATCHES * batch)
-        return found if found.rollouts >= BATCHES * batch else None
+        enough = BATCHES * batch
+        ((rollouts, reward),) = await self._db.all(UNLEARNED, {"reason": EQUAL_REWARDS, "enough": enough})
+        if rollouts < enough:
+            return None
+        mean = "" if reward is None else f" (mean reward {reward:.3g})"
+        return Standstill(rollouts, reward, (
+            f"nothing was learned from the newest {rollouts} rollouts{mean}: in each group all rewards are equal. "
+            "If the tasks are solved, give harder ones. Otherwise go back to an earlier version "
+            "(`lightning-proxy policy promote N`) and train with a lower trainer.learning_rate or trainer.entropy, "
+            "or let rewards tell more answers apart (docs/training.md)"
+        ))  # fmt: skip
 
     async def earlier(self, rollout_id: str, task_id: str | None, limit: int, failed: bool = False) -> list[Rollout]:
         """Return rewarded rollouts that were opened before this one, newest first: of one task, or (None) of all.

@@ -22,6 +22,7 @@ from ...store.reports import ComparedRollout, RecentTraffic, Summary
 from ...store.rewards import Uncounted
 from ...store.training import Collapse, Step
 from ...store.versions import MeanReward
+from ...store.waiting import Standstill
 
 
 class ErrorDetail(BaseModel):
@@ -311,12 +312,6 @@ class Verified:
     by: str | None
     probed_at: float | None
     problem: str | None
-    story: str
-
-
-class Standstill(BaseModel):
-    rollouts: int
-    reward: float | None
     story: str
 
 

@@ -13,7 +13,6 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from ...core.config.address import without_addresses
 from ...core.errors import LightningError, StoreUnavailable
-from ...core.json_text import fields_of
 from ...core.records import CollapseSign
 from ...serving.health import replica_name
 from ...store.retention import over_bound
@@ -46,7 +45,6 @@ async def get_status(request: ControlRequest) -> dict[str, Any]:
         rollouts[mode][status] = count
     newest, _ = await store.rollouts.page(filters, NEWEST)
     unrewarded, names = await store.waiting.unrewarded(newest)
-    standstill = await store.waiting.standstill(per_step)
     view = {
         "rollouts": rollouts,
         "waiting": waits,
@@ -56,7 +54,7 @@ async def get_status(request: ControlRequest) -> dict[str, Any]:
         "other_rewards": names,
         "publishing": None if p.swap is None else p.swap.why_not_published(),
         "untrainable": await store.calls.untrainable(NEWEST),
-        "standstill": None if standstill is None else fields_of(standstill) | {"story": standstill.story},
+        "standstill": await store.waiting.standstill(per_step),
         "uncounted": await store.rewards.uncounted(),
         "collapse": await store.steps.collapse(),
         "verified": await verified(store),

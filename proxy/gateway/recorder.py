@@ -50,6 +50,7 @@ Json = dict[str, Any]
 # One of the store's statements, with its parameters.
 Statement = tuple[str, dict[str, Any]]
 GROUP = 512  # records in one commit, at most
+STARTS = 4096  # calls whose start waits for its commit, at most; further ones wait before
 
 # A call's end comes only after its start was committed, so the statements of a group may be sorted by kind.
 # Those of features come last, in the order in which they were put.
@@ -169,16 +170,14 @@ class Recorder(GroupCommit):
         merged: bool | Callable[[], bool],
         redactor: Redactor | None = None,
         on_redacted: Callable[[], None] = lambda: None,
-        starts: int = 4096,
-        memory: int = 2**27,
-        recent: int = 4,
     ) -> None:
         super().__init__(store)
         self._merged = merged if callable(merged) else lambda: merged
         self._redactor = redactor if redactor else None  # by default it has nothing to redact
         self._on_redacted = on_redacted
-        self._slots = asyncio.Semaphore(starts)
-        self._recent = RecentCalls(memory, recent)
+        self._slots = asyncio.Semaphore(STARTS)
+        self._recent = RecentCalls(memory=2**27, each=4)
+        self.forget = self._recent.forget  # a deleted rollout: no later call is stored as a difference from its calls
         self._begun: dict[str, _Begun] = {}  # the calls under way
 
     async def start(self, start: CallStart, also: Sequence[Statement] = ()) -> None:
@@ -278,10 +277,6 @@ class Recorder(GroupCommit):
             return [one for name, request in requests for one in _tool_results(name, request, places_of(request), 0)]
 
         await self.put(await asyncio.to_thread(brought), 0)
-
-    def forget(self, rollout_id: str) -> None:
-        """Drop a deleted rollout from memory, so that no later call is stored as a difference from its calls."""
-        self._recent.forget(rollout_id)
 
 
 class _Begun(NamedTuple):
