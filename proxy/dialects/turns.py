@@ -56,8 +56,8 @@ class TokenTurn:
 
     @property
     def size(self) -> int:
-        """Return how many bytes it takes, about: a token, and as much text for it."""
-        return 8 * (len(self.ids) + len(self.rendered))
+        """Return how many bytes it takes, about: tokens, and three times as much for the messages."""
+        return 16 * len(self.ids) + 4 * len(self.rendered)
 
 
 def turn_of(

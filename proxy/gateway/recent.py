@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 from ...core.errors import NotFound
 from ...core.records import CallEnd, ModelCall
 from ...core.tools import conversation
-from ...store.requests import Parent, common_prefix, newest_parents, same_prefix
+from ...store.requests import Parent, newest_parents, same_prefix
 from ...store.store import Store
 from ..dialects.as_chat.dialect import chat_answer
 from ..dialects.earlier import Exchange, by_response, exchanges_up_to
@@ -189,7 +189,7 @@ class History:
     def __init__(self, store: Store, chat_of: ChatOf | None, *, memory: int = 2**27) -> None:
         """`chat_of`: a recorded call's chat request; without it there are no turns."""
         self._calls = store.calls
-        self._chat_of = chat_of
+        self._chat_of: ChatOf = chat_of or (lambda _call, _known: None)
         self._kept = RolloutMemory[Answered](memory)
         self.forget = self._kept.forget
 
@@ -212,7 +212,8 @@ class History:
             exchanges, made = await asyncio.to_thread(self._made, read, kept.exchanges.copy())
             kept.exchanges = exchanges | kept.exchanges  # these are unredacted
             kept.parents = newest_parents(kept.parents, read)
-            self._add(rollout_id, kept, made)
+            kept.turns = [*kept.turns, *made][-TURNS:]
+            self._kept.keep(rollout_id, kept, kept.size)
         kept.seen &= answered
         return kept
 
@@ -230,26 +231,19 @@ class History:
         kept.seen.add(call_id)
         if exchange is not None:
             kept.exchanges[exchange.response_id] = exchange
-        self._add(rollout_id, kept, [turn] if turn else [])
+        if turn is not None:
+            kept.turns = [*kept.turns, turn][-TURNS:]
+        self._kept.keep(rollout_id, kept, kept.size)
 
     def _made(
         self, calls: Sequence[ModelCall], known: dict[str, Exchange]
     ) -> tuple[dict[str, Exchange], list[TokenTurn]]:
         """The exchanges of recorded calls, and the newest turns. A call of another API is made a chat first."""
         exchanges = by_response(call for call in calls if call.endpoint == "responses")
-        made, chat_of = list[TokenTurn](), self._chat_of
-        for call in reversed([call for call in calls if chat_of and call.policy_version is not None]):
-            if len(made) < TURNS and chat_of and (chat := chat_of(call, exchanges | known)) is not None:
+        made, known = list[TokenTurn](), exchanges | known
+        for call in reversed(calls):
+            if len(made) < TURNS and call.policy_version is not None and (chat := self._chat_of(call, known)):
                 answer = chat_answer(call.endpoint, call.response)
                 turn = turn_of(chat, answer, call.prompt_token_ids, call.choices)
                 made += [turn] if turn else []
         return exchanges, made[::-1]
-
-    def _add(self, rollout_id: str, kept: Answered, more: Iterable[TokenTurn]) -> None:
-        """Add turns. Messages that one repeats are taken from an earlier one: they are in memory once."""
-        for turn in more:
-            before = max((t.messages for t in kept.turns), key=partial(common_prefix, turn.messages), default=[])
-            same = common_prefix(turn.messages, before)
-            kept.turns.append(replace(turn, messages=before[:same] + turn.messages[same:]))
-        del kept.turns[:-TURNS]
-        self._kept.keep(rollout_id, kept, kept.size)
