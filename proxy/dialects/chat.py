@@ -24,50 +24,44 @@ Endpoint = Literal["chat", "completions"]
 def inject(body: Json, endpoint: Endpoint) -> tuple[Json, Injection]:
     """Return the request for a vLLM upstream, and the fields added to it. Values that vLLM refuses stay as they are."""
     # With return_token_ids vLLM leaves the prompt out of an echoed answer: such calls go without token ids.
-    read = as_read(body)
+    read, is_chat, added = as_read(body), endpoint == "chat", Json()
     if read.get("echo"):
         return body, Injection()
-    token_ids = read.get("return_token_ids") in (None, False)
-    logprobs = (own := body.get("logprobs")) is None
-    if endpoint == "chat":
-        logprobs = (logprobs or lax(bool, own) is False) and not read.get("top_logprobs")
-    options = body.get("stream_options")
-    usage = _wants_usage(read, options)
-    added: Json = {}
-    if token_ids:
+    own, options = body.get("logprobs"), body.get("stream_options")
+    logprobs = own is None or (is_chat and lax(bool, own) is False)
+    if is_chat and read.get("top_logprobs"):
+        logprobs = False
+    injection = Injection(read.get("return_token_ids") in (None, False), logprobs, _wants_usage(read, options))
+    if injection.token_ids:
         added["return_token_ids"] = True
-    if logprobs:
-        added["logprobs"] = True if endpoint == "chat" else 0
-    if usage:
+    if injection.logprobs:
+        added["logprobs"] = True if is_chat else 0
+    if injection.usage:
         # Ignored by vLLM without include_usage, so it must not become active with ours.
         kept = {k: v for k, v in (options or {}).items() if k != "continuous_usage_stats"}
         added["stream_options"] = kept | {"include_usage": True}
-    return body | added, Injection(token_ids, logprobs, usage)
+    return body | added, injection
 
 
 def _wants_usage(body: Json, options: Any) -> bool:
     """Whether to ask for usage. Not for several answers: all but the last would be held back (see ChatStream)."""
     prompt = body.get("prompt")
-    prompts = prompt if isinstance(prompt, list) and not isinstance(next(iter(prompt), None), int) else [prompt]
-    several = body.get("n") not in (None, 1) or len(prompts) > 1  # a list of tokens is one prompt
-    if body.get("stream") is not True or several or not isinstance(options, dict | None):
+    several = isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)  # tokens are one prompt
+    if body.get("stream") is not True or several or body.get("n") not in (None, 1):
         return False
-    return as_read(options or {}).get("include_usage") in (None, False)
+    return isinstance(options, dict | None) and as_read(options or {}).get("include_usage") in (None, False)
 
 
 def take_out(body: Json, injection: Injection) -> bool:
     """Remove from an answer, in place, the fields that only the proxy asked for; return whether there were any."""
-    if not (fields := injection.fields):
-        return False
-    changed, choices = False, body.get("choices")
-    for part in (body, *choices) if isinstance(choices, list) else (body,):
-        if isinstance(part, dict):
-            is_sglangs = "message" in part and "prompt_token_ids" in part  # which has no null in their place
-            for name in fields:
-                if part.get(name) is not None:
-                    part[name], changed = None, True
-                    if is_sglangs and name != "logprobs":
-                        del part[name]
+    changed, fields = False, injection.fields
+    for part in (body, *dicts(body.get("choices"))) if fields else ():
+        is_sglangs = "message" in part and "prompt_token_ids" in part  # which has no null in their place
+        for name in fields:
+            if part.get(name) is not None:
+                part[name], changed = None, True
+                if is_sglangs and name != "logprobs":
+                    del part[name]
     return changed
 
 

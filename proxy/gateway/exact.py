@@ -197,18 +197,12 @@ class ExactCall:
 
 
 async def earlier_turn(history: History, rollout_id: str, chat: Json) -> TokenTurn:
-    """Return the turn that a supported request continues, and mark it as the newest. Raise AsText if there is none.
-
-    The store is read where the request's last answer is not in memory.
-    """
-    messages, kept = chat["messages"], history.known(rollout_id)
-    answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    if not answers:
+    """Return the turn that a supported request continues, and mark it as the newest. Raise AsText if there is none."""
+    messages = chat["messages"]
+    if all(message.get("role") != "assistant" for message in messages):
         raise AsText("first")
-    if (turn := continued(kept.turns, messages)) is None or len(turn.messages) < answers[-1]:
-        kept = await history.read(rollout_id)
-        turn = continued(kept.turns, messages)
-    if turn is None:
+    kept = await history.read(rollout_id)
+    if (turn := continued(kept.turns, messages)) is None:
         raise AsText("edited" if kept.turns else "first")
     if turn.shape != shape(chat):
         raise AsText("changed")
