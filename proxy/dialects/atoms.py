@@ -219,7 +219,7 @@ def origins(caller: str, request_text: str, answer: Iterable[Atom], marks: Itera
     limit = max(2 * FRAGMENTS, min(LOOKED_FOR, LOOKED_THROUGH // (len(request_text) + 1)))
     said = (one for atom in answer for one in _told(atom))
     new = {digest(caller, *one) for one in islice(said, limit) if one[1] not in request_text}
-    return new | {identified(caller, mark) for mark in marks}
+    return new | {digest(caller, "id", mark) for mark in marks}
 
 
 def _told(atom: Atom) -> Iterator[tuple[str, str]]:
@@ -230,11 +230,6 @@ def _told(atom: Atom) -> Iterator[tuple[str, str]]:
         found = [*fragments(text)]
         ends = found if len(found) <= 2 * FRAGMENTS else [*found[:FRAGMENTS], *found[-FRAGMENTS:]]
         yield from (("said", fragment) for fragment in ends)
-
-
-def identified(caller: str, mark: str) -> bytes:
-    """Return the digest under which a mark of an answer is remembered."""
-    return digest(caller, "id", mark)
 
 
 def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[tuple[bool, bytes]]:

@@ -30,8 +30,8 @@ class Exchange(NamedTuple):
 
 
 def by_response(calls: Iterable[ModelCall]) -> dict[str, Exchange]:
-    """Return the exchanges of the calls that were answered, by the id of their response."""
-    answered = (call for call in calls if call.status == "ok" and isinstance(call.response, dict))
+    """Return the exchanges of calls that were answered, by the id of their response."""
+    answered = (call for call in calls if isinstance(call.response, dict))
     return {exchange.response_id: exchange for exchange in map(_recorded, answered)}
 
 

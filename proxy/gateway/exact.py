@@ -68,7 +68,7 @@ class ExactTokens:
         self.upstreams = upstreams
         self.history = history
         self.count = count
-        self._closings: dict[str, list[int]] = {}
+        self.closings: dict[str, list[int]] = {}  # what a template puts after an answer, by upstream and options
         self._warned: set[tuple[str, str]] = set()
 
     def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json, chat: Json | None) -> ExactCall | None:
@@ -85,51 +85,11 @@ class ExactTokens:
             return None
         return ExactCall(self, upstream, start, sent, chat)
 
-    def warn(self, text: str, upstream: UpstreamConfig) -> None:
+    def warn(self, text: str, upstream: str) -> None:
         """Log a warning once in the life of the proxy, because every call would repeat it."""
-        if (text, upstream.name) not in self._warned:
-            self._warned.add((text, upstream.name))
-            log.warning(text, upstream.name)
-
-    async def rendered(self, upstream: UpstreamConfig, request: Request, body: bytes) -> list[int]:
-        """Return the tokens that vLLM makes of the messages of a chat request's body; raise AsText.
-
-        The server that answers the call is asked, because its template may differ from the model's own. `request`: a
-        request of the agent's, for its credentials.
-        """
-        try:
-            answer = await self.upstreams.open(
-                upstream, request._replace(path=RENDER, query=b"", sent=None).with_body(body)
-            )
-            try:
-                raw = await answer.read()
-            finally:
-                answer.release()
-            ids = None if answer.status in (403, 404, 405, 501) else orjson.loads(raw)["token_ids"]
-        except (LightningError, orjson.JSONDecodeError, TypeError, KeyError):
-            raise AsText("refused") from None  # the call itself will meet it too, and say so
-        if ids is None:
-            self.warn(NO_ROUTE, upstream)
-            raise AsText("unavailable")
-        if not ids or not isinstance(ids, list) or not all(type(token) is int for token in ids):
-            raise AsText("refused")
-        return ids
-
-    async def closing(self, upstream: UpstreamConfig, request: Request, sent: Json) -> list[int]:
-        """Return the tokens that the template puts after an answer. Ask once per way to render; raise AsText."""
-        options = {"chat_template_kwargs": sent.get("chat_template_kwargs")}
-        key = f"{upstream.name} {dumps(options)}"
-        if key not in self._closings:
-            if len(self._closings) >= CLOSINGS:
-                self._closings.clear()
-            options |= {"model": sent.get("model"), "add_generation_prompt": False}
-            asked = {"role": "user", "content": "0"}
-            bodies = (
-                encode(options | {"messages": [asked, {"role": "assistant", "content": text}]}) for text in ("0", "1")
-            )
-            ends = await asyncio.gather(*(self.rendered(upstream, request, body) for body in bodies))
-            self._closings[key] = closing(*ends)
-        return self._closings[key]
+        if (text, upstream) not in self._warned:
+            self._warned.add((text, upstream))
+            log.warning(text, upstream)
 
 
 @dataclass(slots=True)
@@ -171,7 +131,7 @@ class ExactCall:
             return
         if self.prompt and end.status == "ok" and end.prompt_token_ids != self.prompt:
             self.outcome = "ignored"
-            self.exact.warn(IGNORED, self.upstream)
+            self.exact.warn(IGNORED, self.upstream.name)
         self.exact.count(self.outcome)
         if end.status == "ok":
             answer = chat_answer(self.start.endpoint, end.response)
@@ -183,17 +143,52 @@ class ExactCall:
         if not is_supported(self.chat):
             raise AsText("unsupported")
         turn = await earlier_turn(self.exact.history, self.start.rollout.rollout_id, self.chat)
-        exact, upstream, sent = self.exact, self.upstream, self.sent
-        rendered = self.rendered = await exact.rendered(upstream, request, request.sent_body())
-        end = await exact.closing(upstream, request, sent)
+        rendered = self.rendered = await self._rendered(request, request.sent_body())
+        end = await self._closing(request)
         prompt = exact_prompt(turn, as_sampled(turn, end), rendered, end)
         if prompt is None:
-            old = sent | {"messages": sent["messages"][: len(turn.messages) + 1], "add_generation_prompt": False}
-            history = await exact.rendered(upstream, request, encode(old))
-            prompt = exact_prompt(turn, history, rendered, end)
+            messages = self.sent["messages"][: len(turn.messages) + 1]
+            old = encode(self.sent | {"messages": messages, "add_generation_prompt": False})
+            prompt = exact_prompt(turn, await self._rendered(request, old), rendered, end)
         if prompt is None:
             raise AsText("template")
         return prompt
+
+    async def _rendered(self, request: Request, body: bytes) -> list[int]:
+        """The tokens that vLLM makes of the messages of a chat request's body; raises AsText.
+
+        The server that answers the call is asked, because its template may differ from the model's own. `request`: of
+        the agent, for its credentials.
+        """
+        render = request._replace(path=RENDER, query=b"", sent=None).with_body(body)
+        try:
+            answer = await self.exact.upstreams.open(self.upstream, render)
+            try:
+                raw = await answer.read()
+            finally:
+                answer.release()
+            ids = None if answer.status in (403, 404, 405, 501) else orjson.loads(raw)["token_ids"]
+        except (LightningError, orjson.JSONDecodeError, TypeError, KeyError):
+            raise AsText("refused") from None  # the call itself will meet it too, and say so
+        if ids is None:
+            self.exact.warn(NO_ROUTE, self.upstream.name)
+            raise AsText("unavailable")
+        if not ids or not isinstance(ids, list) or not all(type(token) is int for token in ids):
+            raise AsText("refused")
+        return ids
+
+    async def _closing(self, request: Request) -> list[int]:
+        """The tokens that the template puts after an answer. Asked once per way to render; raises AsText."""
+        options = {"chat_template_kwargs": self.sent.get("chat_template_kwargs")}
+        key, closings = f"{self.upstream.name} {dumps(options)}", self.exact.closings
+        if key not in closings:
+            if len(closings) >= CLOSINGS:
+                closings.clear()
+            options |= {"model": self.sent.get("model"), "add_generation_prompt": False}
+            talks = [[{"role": "user", "content": "0"}, {"role": "assistant", "content": text}] for text in ("0", "1")]
+            bodies = [encode(options | {"messages": talk}) for talk in talks]
+            closings[key] = closing(*await asyncio.gather(*(self._rendered(request, body) for body in bodies)))
+        return closings[key]
 
 
 async def earlier_turn(history: History, rollout_id: str, chat: Json) -> TokenTurn:

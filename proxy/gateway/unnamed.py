@@ -26,7 +26,6 @@ from ..dialects.atoms import (
     answer_marks,
     beginnings,
     digest,
-    identified,
     origins,
     quotations,
     request_atoms,
@@ -132,7 +131,7 @@ class UnnamedRollouts:
             if rollout := await index.leads_to(digest(conversation.caller, "response", kept)):
                 return rollout
         for mark in islice(request_marks(request), MARKS):
-            if rollout := await index.leads_to(identified(within, mark)):
+            if rollout := await index.leads_to(digest(within, "id", mark)):
                 for _, loose in islice(conversation.ends(), 1):
                     await index.take(loose, rollout_id=rollout)
                 return rollout
@@ -164,7 +163,7 @@ class UnnamedRollouts:
         """Remember that the items which stand for a long conversation lead to the rollout of that conversation."""
         conversation = await asyncio.to_thread(Conversation, caller, name, request)
         if (rollout_id := await self.find(conversation)) is not None:
-            digests = {identified(conversation.within, mark) for mark in answer_marks(response)}
+            digests = {digest(conversation.within, "id", mark) for mark in answer_marks(response)}
             digests |= {digest(caller, "response", kept) for kept in _kept_by_server(response.get("id"), {})}
             await self._index.add([{"rollout_id": rollout_id, "at": time.time(), "digest": one} for one in digests])
 
