@@ -67,13 +67,13 @@ async def decide(config: Config, store: Store, who: str) -> PublishMode:
         raise ConfigError(config.merged_obstacle)
     if (warning := await other_mode(store, who, mode)) is not None:
         log.warning("%s", warning)
-    await store.publishing.decide(mode, who, configured=config.policy.publish != "auto")
+    await store.versions.decide_mode(mode, who, configured=config.policy.publish != "auto")
     return mode
 
 
 async def other_mode(store: Store, who: str, mode: PublishMode) -> str | None:
     """Return a warning if `who` publishes or serves in another mode than the store's."""
-    decided = await store.publishing.decided()
+    decided = await store.versions.mode()
     if decided is None or decided.mode == mode:
         return None
     since = datetime.fromtimestamp(decided.at).strftime("%Y-%m-%d %H:%M")

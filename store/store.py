@@ -10,7 +10,7 @@ from .reports import Credit, Reports
 from .rewards import Rewards
 from .rollouts import Rollouts
 from .training import TrainingSteps
-from .versions import PolicyVersions, Probes, Publishing
+from .versions import PolicyVersions
 from .waiting import Waiting
 
 
@@ -24,8 +24,6 @@ class Store:
         self.calls = Calls(database, self.rollouts, self.rewards)
         self.events = Events(database)
         self.versions = PolicyVersions(database)
-        self.probes = Probes(database)
-        self.publishing = Publishing(database)
         self.steps = TrainingSteps(database, self.versions)
         self.credit = Credit(database)
         self.reports = Reports(database)

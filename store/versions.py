@@ -149,6 +149,26 @@ class TaskMean(NamedTuple):
     latency_ms: float | None = None
 
 
+class Decided(NamedTuple):
+    """The mode of publishing, and the process that decided it at this Unix time: the trainer or a proxy."""
+
+    mode: PublishMode
+    decided_by: str
+    at: float
+
+
+class Probed(NamedTuple):
+    """The first answer of a version: the name that it was served under, and `proxy/gateway/routing.py`'s positions.
+
+    `at`: when its newest answer was compared (Unix time).
+    """
+
+    model: str
+    answer: list[Any]
+    problem: str | None
+    at: float
+
+
 @dataclass(frozen=True, slots=True)
 class MeanReward:
     """The mean reward over tasks, which have so many rollouts. Rollouts without a task count as a task each."""
@@ -335,28 +355,32 @@ class PolicyVersions:
         evaluated = {one.version for one in found if one.mode == "eval" and one.rewarded}
         return [one for one in found if one.mode != "eval" or one.version in evaluated]
 
-
-class Decided(NamedTuple):
-    """The mode of publishing, and the process that decided it at this Unix time: the trainer or a proxy."""
-
-    mode: PublishMode
-    decided_by: str
-    at: float
-
-
-class Publishing:
-    """The table of one row that says how new weights are published."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
-    async def decided(self) -> Decided | None:
-        """Return the decided mode; None before there is one."""
+    async def mode(self) -> Decided | None:
+        """Return how new weights are published; None before that is decided."""
         return await self._db.record(Decided, DECIDED)
 
-    async def decide(self, mode: PublishMode, by: str, *, configured: bool) -> None:
+    async def decide_mode(self, mode: PublishMode, by: str, *, configured: bool) -> None:
         """Keep this mode if there is none yet, or if it is `configured`; otherwise the decided mode stays."""
         await self._db.execute(DECIDE, mode=mode, by=by, asked=configured, at=time.time())
+
+    async def probed(self, version: int) -> Probed | None:
+        """Return the version's first answer; None if it was never probed."""
+        return await self._db.record(Probed, "SELECT * FROM probes WHERE version = :version", version=version)
+
+    async def keep_answer(self, version: int, model: str, answer: list[Any]) -> None:
+        """Keep the version's first answer under this name. One that is known stays."""
+        await self._db.execute(PROBE_FIRST, version=version, model=model, answer=dumps(answer), at=time.time())
+
+    async def keep_problem(self, version: int, problem: str | None) -> None:
+        """Keep the time and the result of the newest comparison with the first answer."""
+        await self._db.execute(PROBE_PROBLEM, version=version, problem=problem, at=time.time())
+
+    async def problem(self, version: int) -> str | None:
+        """Return why its server does not seem to serve this version; None if it does, or that is not known."""
+        problem: str | None = await self._db.value(
+            "SELECT problem FROM probes WHERE version = :version", version=version
+        )
+        return problem
 
 
 def kept_mode(config: StoreConfig) -> PublishMode | None:
@@ -369,39 +393,3 @@ def newest_checkpoint(config: StoreConfig) -> str | None:
     """Return the directory of the newest checkpoint, read likewise; None where nothing was published."""
     checkpoint: str | None = first_value(config, NEWEST_CHECKPOINT)
     return checkpoint
-
-
-class Probed(NamedTuple):
-    """The first answer of a version: the name that it was served under, and `proxy/gateway/routing.py`'s positions.
-
-    `at`: when its newest answer was compared (Unix time).
-    """
-
-    model: str
-    answer: list[Any]
-    problem: str | None
-    at: float
-
-
-class Probes:
-    """The table of first answers, one a version."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
-    async def of(self, version: int) -> Probed | None:
-        """Return the version's first answer; None if it was never probed."""
-        return await self._db.record(Probed, "SELECT * FROM probes WHERE version = :version", version=version)
-
-    async def problem(self, version: int) -> str | None:
-        """Return why its server does not seem to serve this version; None if it does, or that is not known."""
-        probed = await self.of(version)
-        return None if probed is None else probed.problem
-
-    async def first(self, version: int, model: str, answer: list[Any]) -> None:
-        """Keep the version's first answer under this name. One that is known stays."""
-        await self._db.execute(PROBE_FIRST, version=version, model=model, answer=dumps(answer), at=time.time())
-
-    async def found(self, version: int, problem: str | None) -> None:
-        """Keep the time and the result of the newest comparison."""
-        await self._db.execute(PROBE_PROBLEM, version=version, problem=problem, at=time.time())

@@ -394,7 +394,7 @@ class TrainingLoop:
 
     async def _warn_of_other_weights(self) -> None:
         """Log once that the proxy found the policy's server not answering as the live version did."""
-        problem = await self._store.probes.problem(self.base)
+        problem = await self._store.versions.problem(self.base)
         if problem is not None and problem != self._other_weights:
             log.error("rollouts come from other weights: %s", problem)
         self._other_weights = problem

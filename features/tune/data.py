@@ -24,7 +24,7 @@ from ...core.records import CallEnd, CallStart, Choice, Reward, RolloutName, che
 from ...core.tools import tool_calls
 from ...proxy.gateway.recorder import Recorder
 from ...store.opening import opened
-from ...store.sqlite.file import copy_store, ended_after, is_sqlite, newest_end, remove_store, rename_store
+from ...store.sqlite.file import copy_store, ended_after, is_sqlite, remove_store, rename_store
 from ...store.store import Store
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
         copy_store(source, part.path)
         async with opened(part) as database:
             await Store(database).steps.forget_all()
-        made["newest_end"] = newest_end(part.path)
+        _, made["newest_end"] = ended_after(part.path, 0)
     else:
         made["digest"] = _digest(source)
         await _import(source, part)
@@ -111,7 +111,7 @@ def _change(source: Path, note: dict[str, Any]) -> str | None:
     if "digest" in note and _digest(source) != note["digest"]:
         return "the export was written anew, with other content,"
     if "newest_end" in note and is_sqlite(source):
-        more = ended_after(source, note["newest_end"])
+        more, _ = ended_after(source, note["newest_end"])
         return f"{more} more rollouts have ended" if more else None
     return None
 

@@ -75,7 +75,7 @@ async def waiting(p: Parts) -> int:
 async def verified(store: Store) -> Verified:
     """Read how the live version was verified, and when it was last probed."""
     live = await store.versions.live()
-    step, probed = await store.steps.of_version(live.version), await store.probes.of(live.version)
+    step, probed = await store.steps.of_version(live.version), await store.versions.probed(live.version)
     metrics = step.metrics if step is not None and step.metrics.get("version") == live.version else {}
     deviations, by = metrics.get("verify_deviations"), metrics.get("verified_by")
     if live.version == 0:
@@ -108,7 +108,7 @@ async def readyz(request: Request) -> Response:
     try:
         await _require_store(p)
         warnings = {
-            "policy": await p.store.probes.problem((await p.store.versions.live()).version),
+            "policy": await p.store.versions.problem((await p.store.versions.live()).version),
             "publish": None if p.watch is None else p.watch.other_mode,
             "store": p.store.database.damage,
             "retention": await over_bound(p.store.database, p.config.store.retention),

@@ -277,7 +277,7 @@ class Watch:
         """See in which mode versions are served: with `auto` in that of the live one."""
         store, mode, before = self.swap.store, self.swap.mode, self.other_mode
         if self._config.publish == "auto":
-            decided = await store.publishing.decided()
+            decided = await store.versions.mode()
             self.swap.mode = (await store.versions.live()).publish or (decided.mode if decided else mode)
             return
         self.other_mode = await other_mode(store, "proxy", mode)
@@ -327,7 +327,7 @@ class Watch:
 
     async def _probe(self, server: VllmServer) -> None:
         """Ask a server that was not asked yet, or not lately, and compare its answer with the version's first one."""
-        url, versions, probes = server.base_url, self.swap.store.versions, self.swap.store.probes
+        url, versions = server.base_url, self.swap.store.versions
         if self.health.problems.get((self.upstream.name, url), "not seen yet") is not None:
             self._probed.pop(url, None)
             return
@@ -352,9 +352,9 @@ class Watch:
         if not await serves_live():  # other weights went live meanwhile
             return
         self._probed[url] = live, monotonic() + PROBE_S
-        first = await probes.of(live.version)
+        first = await versions.probed(live.version)
         if first is None or first.model != model:
-            await probes.first(live.version, model, answer)
+            await versions.keep_answer(live.version, model, answer)
             return
         problem, apart, allowed = None, difference(first.answer, answer), self._config.verify_tolerance or TOLERANCE
         if not apart <= allowed:  # NaN too
@@ -366,7 +366,7 @@ class Watch:
             )
         if problem != first.problem:
             log.log(logging.INFO if problem is None else logging.ERROR, "%s", problem or "the live version is back")
-        await probes.found(live.version, problem)
+        await versions.keep_problem(live.version, problem)
 
 
 def difference(first: list[Any], again: list[Any]) -> float:

@@ -83,16 +83,12 @@ def remove_store(path: Path) -> None:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 
 
-def newest_end(store: Path) -> float:
-    """Return the Unix time at which the newest rollout ended, or 0 if none has. Raises sqlite3.Error."""
+def ended_after(store: Path, at: float) -> tuple[int, float]:
+    """Return how many rollouts ended after this time, and when the newest did (Unix time). Raises sqlite3.Error."""
     with closing(only_read(store)) as connection:
-        return float(connection.execute("SELECT COALESCE(MAX(ended_at), 0) FROM rollouts").fetchone()[0])
-
-
-def ended_after(store: Path, at: float) -> int:
-    """Return how many rollouts ended after this time. Raises sqlite3.Error."""
-    with closing(only_read(store)) as connection:
-        return int(connection.execute("SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", {"at": at}).fetchone()[0])
+        statement = "SELECT COUNT(*), COALESCE(MAX(ended_at), 0) FROM rollouts WHERE ended_at > :at"
+        (count, newest) = connection.execute(statement, {"at": at}).fetchone()
+        return count, newest
 
 
 def connect_to_read(store: Path, wait_s: float) -> sqlite3.Connection:

@@ -48,7 +48,7 @@ WHOLE = {
     "PARENTS", "STEPS_AFTER",
     "UNTRAINABLE", "RECENT_CALLS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "LABELS",
     "PAGES", "MEMBERS_ENDED", "MEMBERS_RUNNING", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
-    "SELECT COUNT(*) FROM rollouts WHERE ended_at > :at", "tasks by nothing", "UNLEARNED",
+    "SELECT COUNT(*), COALESCE(MAX(ended_at), 0) FROM rollouts WH", "tasks by nothing", "UNLEARNED",
 }  # fmt: skip
 # Sort what belongs to a few steps, one test, rollout or tool-call id, a page of tasks, the newest calls or rollouts, or
 # a key's newest rollouts.

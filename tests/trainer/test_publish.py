@@ -326,7 +326,7 @@ async def test_another_way_of_publishing_is_told_once(base: Path, tmp_path: Path
     async with bench(base, tmp_path, "lora") as b:
         loop = b.loop()
         for mode in ("lora", "merged", "merged"):
-            await b.store.publishing.decide(mode, "proxy", configured=True)
+            await b.store.versions.decide_mode(mode, "proxy", configured=True)
             await loop.follow_live_version()
         (line,) = [r.getMessage() for r in caplog.records if "policy.publish" in r.getMessage()]
         assert line.startswith("policy.publish is lora for this trainer, and merged for the proxy since ")
