@@ -14,13 +14,8 @@ Json = dict[str, Any]
 
 def number(value: Any) -> int | None:
     """Return an index, which some servers write as a text or with a fraction of 0; None if it is none."""
-    if type(value) is int:
-        return value
-    if isinstance(value, str) and value.isdecimal() and len(value) < 10:
-        return int(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
-        return None
-    return int(value)
+    read = value if type(value) in (int, bool) else lax(int, value)
+    return read if type(read) is int else None
 
 
 _READ_AS: dict[str, type] = {

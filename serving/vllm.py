@@ -128,8 +128,6 @@ class VllmServer:
         """Return how many requests it has under way or waiting; 0 if it does not say."""
         try:
             return sum(map(int, _REQUESTS.findall(await self._send("GET", "/metrics"))))
-        except VllmFault:
-            raise
         except VllmError:
             return 0
 

@@ -201,9 +201,9 @@ class Watch:
         self._config = config
         self._look: asyncio.Task[None] | None = None
         self._mending: asyncio.Task[None] | None = None
-        self._is_served = False  # vLLM serves what the store says is live
         self._checked_for: Wanted | None = None  # at the last check of vLLM
-        self._problem: LightningError | None = None
+        # None if vLLM serves what the store says is live.
+        self._problem: LightningError | None = NotServed("the policy's server was not asked yet")
         self._probed: dict[str, tuple[PolicyVersion, float]] = {}  # by URL; with the time of the next question
 
     async def run(self) -> None:
@@ -232,7 +232,7 @@ class Watch:
         If vLLM is unreachable, too: the call itself will fail. Raises NotServed, and UpstreamTimeout if vLLM does not
         say within the upstream's `connect_timeout_s`.
         """
-        if not self._is_served:
+        if self._problem is not None:
             await self._check(self.upstream.connect_timeout_s)
         wanted = await self._wanted()
         if len(self.upstream.published_to) > 1:
@@ -263,7 +263,7 @@ class Watch:
             await self._look_at_mode()
             self.base = await self.swap.vllm.base_model()
             problems = await self._problems()
-            self._is_served, self._checked_for, self._problem = True, wanted, None
+            self._checked_for, self._problem = wanted, None
         except StoreUnavailable:  # it says nothing of vLLM; calls read the store, too, and get this error
             return
         except Exception as error:  # the next look may find it mended
@@ -323,7 +323,7 @@ class Watch:
         if str(problem) != str(self._problem):
             log.warning("the policy is not served yet: %s", problem, exc_info=None if known else error)
         problem.message = without_addresses(problem.message)  # which agents are shown
-        self._is_served, self._problem = False, problem
+        self._problem = problem
 
     async def _probe(self, server: VllmServer) -> None:
         """Ask a server that was not asked yet, or not lately, and compare its answer with the version's first one."""
