@@ -101,11 +101,7 @@ class Swap:
                     log.warning("%s does not have the live weights yet: %s", shown(server.base_url), error)
 
     async def _place(
-        self,
-        version: PolicyVersion,
-        servers: Sequence[VllmServer],
-        check: Check,
-        commit: Callable[[], Awaitable[None]],
+        self, version: PolicyVersion, servers: Sequence[VllmServer], check: Check, commit: Callable[[], Awaitable[None]]
     ) -> None:
         """Give new weights to servers, one after the other, and `commit`; all get theirs back if that fails."""
         try:

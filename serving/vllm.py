@@ -182,11 +182,10 @@ class VllmServer:
         """
         path = f"/v1/{endpoint}/render"
         answer = await self._read("POST", path, lambda answer: answer, dict(body))
-        # A completion's route renders a list of prompts.
-        answer = answer[0] if isinstance(answer, list) and answer else answer
-        if not isinstance(answer, dict) or not isinstance(answer.get("sampling_params"), dict):
+        rendered = answer[0] if isinstance(answer, list) and answer else answer  # a completion's is a list of prompts
+        if not isinstance(rendered, dict) or not isinstance(rendered.get("sampling_params"), dict):
             raise VllmError(f"vLLM does not say how it samples: {path}")
-        return answer
+        return rendered
 
     async def _complete(self, model: str, prompt: Any, asked: dict[str, Any], read: Callable[[Any], T]) -> T:
         """Return `read` of a completion's choice, by default of one token."""

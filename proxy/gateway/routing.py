@@ -88,7 +88,7 @@ class PolicyRouter:
         merged, base, by_alias = self._watch.swap.mode == "merged", self._watch.base, model == self.alias
         choose, chosen, servers = self._choose if recorded and by_alias else None, live, tuple[str, ...]()
         if merged and placed:
-            chosen, servers = await self._placed(self._watch, rollout, live, placed, choose)
+            chosen, servers = await self._placed(self._watch, rollout, (live, placed), choose)
         elif by_alias and not merged:
             chosen = await self._pinned(rollout, live, pin, choose)
         version: int | None = chosen.version if merged or by_alias else 0
@@ -112,14 +112,10 @@ class PolicyRouter:
         return began_with if pin == 0 or (began_with.path and began_with.publish == "lora") else live
 
     async def _placed(
-        self,
-        watch: Watch,
-        rollout: RolloutName,
-        live: PolicyVersion,
-        placed: Mapping[str, PolicyVersion],
-        choose: Choose | None,
+        self, watch: Watch, rollout: RolloutName, wanted: Wanted, choose: Choose | None
     ) -> tuple[PolicyVersion, tuple[str, ...]]:
         """The version whose merged weights answer a rollout, one that is up if any is, and the servers that have it."""
+        live, placed = wanted
         versions = {url: placed.get(url, live) for url in watch.upstream.urls}
         up = {versions[url].version: versions[url] for url in watch.health.up(watch.upstream)}
         chosen = await choose(rollout, live) if choose is not None and len(up) > 1 else live
