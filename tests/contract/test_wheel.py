@@ -137,8 +137,12 @@ def test_a_fresh_environment_says_its_version(fresh: Path, wheel: Path) -> None:
 @pytest.mark.parametrize(
     ("command", "what"),
     [
-        ("serve", "upstream gemini of kind litellm"),
-        ("optimize --method apo --prompt p --tasks t --reflect openai/m -- true", "--reflect openai/m"),
+        pytest.param("serve", "upstream gemini of kind litellm", marks=pytest.mark.feature("litellm")),
+        pytest.param(
+            "optimize --method apo --prompt p --tasks t --reflect openai/m -- true",
+            "--reflect openai/m",
+            marks=[pytest.mark.feature("optimize"), pytest.mark.feature("litellm")],
+        ),
     ],
 )
 def test_a_fresh_environment_says_what_a_provider_needs(fresh: Path, tmp_path: Path, command: str, what: str) -> None:

@@ -189,7 +189,7 @@ def _settings(service: PlayedTinker) -> dict[str, Any]:
 
 def test_what_the_service_refuses_is_one_clear_error(base: Path, tmp_path: Path, service: PlayedTinker) -> None:
     service.faults["forward_backward"] = ["refused"]
-    with pytest.raises(ConfigError, match=r"^trainer\.tinker: .* cannot take a step with the loss cispo: .*refused"):
+    with pytest.raises(ConfigError, match=r"^tinker: .* cannot take a step with the loss cispo: .*refused"):
         trainer(base, tmp_path, service).step(batch())
 
 
