@@ -123,8 +123,8 @@ def _evidence(served: Rows, *, new: Rows, old: Rows) -> WeightEvidence:
     rounds[-1] += [(row, VERIFIED_TOKENS, MORE_TOKENS) for row in firsts]
     for parts in rounds:
         if evidence.may_become_clear:
-            found = [[rows[row][start:end] for row, start, end in parts] for rows in (new, old, served)]
-            evidence.add(found[0], found[1], [([0] * len(row), row) for row in found[2]])
+            for row, start, end in parts:
+                evidence.add(*(rows[row][start:end] for rows in (served, new, old)))
     return evidence
 
 

@@ -11,25 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from ..core.config.root import Config
-from ..core.errors import (
-    ConfigError,
-    LightningError,
-    NotSaved,
-    StoreUnavailable,
-    TrainingUnavailable,
-    UpstreamTimeout,
-    UpstreamUnreachable,
-)
+from ..core.errors import ConfigError, NotSaved, StoreUnavailable, TrainingUnavailable
 from ..serving.swap import Superseded
+from ..serving.vllm import AWAY
 from ..store.store import Store
 from ..store.training import Step
 from .checkpoint import prune_checkpoints
-from .collapse import LINE, Monitor
+from .collapse import Monitor
 from .collect.collector import Collector
 from .collect.groups import Order
 from .collect.sampled import AsChat, Sampled
 from .collect.schedule import Schedule
-from .publish import NoPublisher, Publisher
+from .publish import Publisher
 from .rate import warn_of_rate
 from .report.metric_schema import scalars
 from .step.engine import TrainingEngine
@@ -55,8 +48,9 @@ async def _end_of(work: Awaitable[Any]) -> float:
 class TrainingLoop:
     """Trains on the store's rollouts and publishes every step. Killed at any moment, it resumes from the last step.
 
-    `order` sorts the groups; by default the longest waiting come first. `base` is the number of the policy version that
-    the trainer's weights build on; `live` is everywhere the version that answers agents, usually the same.
+    Without a `publisher`, weights stay with the trainer. `order` sorts the groups; by default the longest waiting come
+    first. `base` is the number of the policy version that the trainer's weights build on; `live` is everywhere the
+    version that answers agents, usually the same.
     """
 
     def __init__(
@@ -64,7 +58,7 @@ class TrainingLoop:
         config: Config,
         store: Store,
         trainer: TrainingEngine,
-        publisher: NoPublisher,
+        publisher: Publisher | None,
         order: Order | None = None,
         show: Show = show_nothing,
         judge: AskJudge | None = None,
@@ -73,22 +67,18 @@ class TrainingLoop:
         as_chat: AsChat | None = None,
     ) -> None:
         self._config = config.trainer
-        self._store = store
-        self._trainer = trainer
-        self._publisher = publisher
-        self._guide = guide
+        self._store, self._trainer, self._publisher, self._guide, self._show = store, trainer, publisher, guide, show
         fitting = config.trainer.model_copy(update={"max_sample_tokens": trainer.max_tokens})
-        sampled = Sampled(publisher.vllm, as_chat)
+        sampled = Sampled(None if publisher is None else publisher.vllm, as_chat)
         self.collector = Collector(
             fitting, store, order, config.policy, trainer.vocabulary, judge, sampled, guide, sift
         )
         self._schedule = Schedule(config.trainer.schedule, self.collector, store)
         self._monitor = Monitor(config.trainer, store)
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
-        self._show = show
         self._stop = asyncio.Event()
         self._waited_for: str | None = None  # at the last look: logged when a wait begins
-        self._standstill_logged = False
+        self._standstill: str | None = None
         self._other_weights: str | None = None
         self._fresh = True  # nothing has changed the trainer's weights yet
         self._weights_are_base = True  # the trainer's weights are those of version `base`
@@ -105,6 +95,8 @@ class TrainingLoop:
                 await self.resume(stop)
                 await self._train(stop, once)
                 return
+            except Stopped:
+                log.warning("stopped while something was missing: the next start goes on from there")
             except (StoreUnavailable, TrainingUnavailable) as error:
                 log.error("the trainer waits: %s", error)
             await pause(stop)
@@ -115,7 +107,8 @@ class TrainingLoop:
             await self.verify_live(idle=True)
             if not await self.is_stopped():
                 await self.follow_live_version()
-                await self._publisher.attend(self.collector.samples_of, self._stop)
+                if self._publisher is not None:
+                    await self._publisher.attend(self.collector.samples_of, stop)
                 trained = await self._train_when_due(once)
             if not trained and once:
                 break
@@ -124,17 +117,9 @@ class TrainingLoop:
         if not stop.is_set():
             await self.verify_live()
 
-    async def verify_live(self, *, idle: bool = False) -> Mapping[str, Any]:
-        """Have the live version verified, if it is not yet. Return the metrics about it; none if stopped before."""
-        try:
-            return await self._publisher.verify_live(self.base, self.collector.samples_of, self._stop, idle=idle)
-        except Stopped:
-            log.warning("stopped before the live version was verified: the next start does it")
-            return {}
-
     async def _train_when_due(self, once: bool) -> bool:
         """Take a step if the schedule and the rollouts allow one now. `once` asks no schedule."""
-        waits_for = await self._publisher.waits_for(self.base)
+        waits_for = None if self._publisher is None else await self._publisher.waits_for(self.base)
         if waits_for is None and not once:
             waits_for = await self._schedule.waits_for()
         if waits_for is not None and self._waited_for is None:
@@ -144,42 +129,46 @@ class TrainingLoop:
             return False
         try:
             trained = await self.train_once(fewer=once or self._schedule.in_rounds, since=self._schedule.round)
-        except (JudgeError, UpstreamUnreachable, UpstreamTimeout) as error:
-            await self.pause_after(error)
+        except (JudgeError, *AWAY) as error:  # of a judge, or of a vLLM that knows a grammar
+            log.warning("the step waits: %s", error)
+            await pause(self._stop)
             return True  # there is more to do, also with `once`
-        self._report_standstill(None if trained else await self.collector.why_no_step())
+        why = None if trained else await self.collector.why_no_step()
+        if why is not None and self._standstill is None:
+            log.warning("no step, though rollouts have waited for minutes: %s", why)
+        self._standstill = why
         return trained
 
-    def _report_standstill(self, why: str | None) -> None:
-        if why is not None and not self._standstill_logged:
-            log.warning("no step, though rollouts have waited for minutes: %s", why)
-        self._standstill_logged = why is not None
-
-    async def pause_after(self, error: LightningError) -> None:
-        """Wait before the next batch is tried: for a judge, or for a vLLM that knows a grammar."""
-        log.warning("the step waits: %s", error)
-        await pause(self._stop)
-
-    # One step ------------------------------------------------------------------------------------------------------
+    # One step: collect, step, commit, publish, report ---------------------------------------------------------------
 
     async def train_once(self, *, fewer: bool = False, since: float | None = None) -> bool:
-        """Take one step. Return False if too few rollouts are ready, or if the trainer is stopped before its end.
+        """Take one step. Return False if too few rollouts are ready.
 
-        `fewer`, `since` and JudgeError are those of `Collector.next_batch`.
+        `fewer`, `since` and JudgeError are those of `Collector.next_batch`. Raises Stopped if the trainer is stopped
+        while something is missing: the next start takes the step, or finishes it.
         """
         started = time.perf_counter()
         batch = await self.collector.next_batch(self.base, fewer=fewer, since=since)
         if batch is None:
             return False
-        if self._weights_are_base and self._publisher.publishes:
+        if self._weights_are_base and self._publisher is not None:
             batch = replace(batch, version=self.base)
         metrics: dict[str, Any] = {"wait_s": started - self._free_since, "collect_s": time.perf_counter() - started}
-        try:
-            metrics |= await self._step(await self._guided(batch))
-        except Stopped:
-            log.warning("stopped before step %d was taken: the next start offers its rollouts again", batch.step)
-            return False
-        return await self.conclude(batch, metrics)
+        await self.conclude(batch, metrics | await self._step(await self._guided(batch)))
+        return True
+
+    async def conclude(self, batch: Batch, metrics: dict[str, Any]) -> None:
+        """Commit, publish and report a step with the trainer's present weights. Raises what `train_once` does."""
+        await self._commit(batch.step, metrics)
+        self._weights_are_base &= moved_nothing(metrics)
+        if metrics["skipped"]:
+            log.error("step %d was skipped: %s; its rollouts are not used", batch.step, metrics["skipped_because"])
+        elif "collapse" in metrics:
+            self.base = UNPUBLISHED
+        elif not moved_nothing(metrics):
+            await self._publish(batch.step, batch.samples, metrics)
+        await self._report(batch.step, metrics)
+        self._free_since = time.perf_counter()
 
     async def _guided(self, batch: Batch) -> Batch:
         """The batch with the guide's scores. Waits while the guide is away; raises Stopped."""
@@ -191,43 +180,26 @@ class TrainingLoop:
             await before_retry(self._stop)
         return batch
 
-    async def conclude(self, batch: Batch, metrics: dict[str, Any]) -> bool:
-        """Commit, publish and report a step with the trainer's present weights. Return False if stopped before."""
-        try:
-            await self._commit(batch.step, metrics)
-            self._weights_are_base &= moved_nothing(metrics)
-            if "collapse" in metrics and not metrics["skipped"]:
-                self.base = UNPUBLISHED
-            if self._may_publish(batch.step, metrics):
-                await self._publish(batch.step, batch.samples, metrics)
-        except Stopped:
-            log.warning("stopped before step %d was saved or published: the next start finishes it", batch.step)
-            return False
-        await self._report(batch.step, metrics)
-        self._free_since = time.perf_counter()
-        return True
-
     async def _step(self, batch: Batch) -> dict[str, Any]:
         """Take the optimizer step, once the live version is verified; return its metrics, and the monitor's.
 
         Raises Stopped, or the PublishError of a version that does not verify: then no weight has moved.
         """
-        gradients = in_thread(self._trainer.forward_backward, batch)
-        verification = self._publisher.verify_live(self.base, self.collector.samples_of, self._stop)
+        trainer = self._trainer
+        gradients, verification = in_thread(trainer.forward_backward, batch), self.verify_live()
         computed, verified = await all_of(map(_end_of, (gradients, verification)))
-        metrics: dict[str, Any] = {**await in_thread(self._trainer.optim_step), "reward_by_task": batch.tasks}
+        metrics: dict[str, Any] = {**await in_thread(trainer.optim_step), "reward_by_task": batch.tasks}
         metrics["verify_s"] = max(0.0, verified - computed)
         if metrics["skipped"]:
-            metrics["skipped_because"] = self._trainer.skipped_because
-        left_out = "; ".join(filter(None, (batch.left_out, self._trainer.left_out_because)))
-        if left_out:
+            metrics["skipped_because"] = trainer.skipped_because
+        if left_out := "; ".join(filter(None, (batch.left_out, trainer.left_out_because))):
             metrics["left_out_because"] = left_out
             log.warning("step %d: %s", batch.step, left_out)
-        signs = await self._monitor.of_step(self.base, metrics) if self._publisher.publishes else {}
-        for name, what in self._trainer.warnings.items():
+        signs = {} if self._publisher is None else await self._monitor.of_step(self.base, metrics)
+        for name, what in trainer.warnings.items():
             if what != metrics.get("skipped_because"):  # which is logged as an error
                 log.warning("step %d: %s: %s", batch.step, name, what)
-        if warnings := {**self._trainer.warnings, **signs.get("warnings", {})}:
+        if warnings := {**trainer.warnings, **signs.get("warnings", {})}:
             signs["warnings"] = warnings
         return metrics | signs
 
@@ -245,27 +217,18 @@ class TrainingLoop:
             await before_retry(self._stop)
         await prune_checkpoints(self._store, self._config.keep_checkpoints)
 
-    def _may_publish(self, step: int, metrics: Mapping[str, Any]) -> bool:
-        """Whether to publish: not if the weights are the old ones, nor if the monitor sees a collapse."""
-        if metrics["skipped"]:
-            log.error("step %d was skipped: %s; its rollouts are not used", step, metrics["skipped_because"])
-        due = self._publisher.is_due(step, metrics)
-        return due and not moved_nothing(metrics) and "collapse" not in metrics
-
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
-        """Make the trainer's weights live, unless another version was made live meanwhile. Raises Stopped.
+        """Make the trainer's weights live if they are due, and no other version was made live. Raises Stopped.
 
         PublishError ends the trainer. The step is committed, so the next start publishes it again.
         """
-        assert isinstance(self._publisher, Publisher), "nothing is due without one"
-        started = time.perf_counter()
+        publisher, started = self._publisher, time.perf_counter()
+        if publisher is None or not publisher.is_due(step, metrics):
+            return
         try:
-            published = await self._publisher.publish(step, samples, scalars(metrics), self.base, self._stop)
-            metrics["version"] = self.base = published.version
-            self._weights_are_base = True
-            metrics |= self._publisher.measured
-            kept = await self._monitor.keep() | await self._publisher.background.keep()
-            await self._publisher.files.prune(kept)
+            metrics |= await publisher.publish(step, samples, scalars(metrics), self.base, self._stop)
+            self.base, self._weights_are_base = metrics["version"], True
+            await publisher.prune(await self._monitor.keep() | await publisher.background.keep())
         except Superseded as error:
             log.warning("step %d is not published: %s", step, error)
         metrics["publish_s"] = time.perf_counter() - started
@@ -277,127 +240,110 @@ class TrainingLoop:
         await self._store.steps.update_metrics(step, metrics)
         self._show(step, metrics)
 
-    # After a start, and after a version was made live by hand ---------------------------------------------------------
+    # After a start --------------------------------------------------------------------------------------------------
 
     async def resume(self, stop: asyncio.Event | None = None) -> None:
         """Clean up after a killed trainer: give back claimed rollouts, load the last checkpoint, publish if need be."""
         self._stop = stop or self._stop
-        last = await self._restore()
-        self._trainer.trackers.begin()  # they keep the learning rate
-        self._log_rate()
-        if self._config.learning_rate != "auto":
-            warn_of_rate(self._config, self._trainer.rate.value)
-        if last is not None and isinstance(self._publisher, Publisher):
-            await self._finish_publishing(self._publisher, last)
-
-    def _log_rate(self) -> None:
-        rate = self._trainer.rate
-        log.info("learning rate %g: %s", rate.value, rate.reason)
-
-    async def _restore(self) -> Step | None:
-        """Load the checkpoint of the last step and return the step; None if there was none."""
         if released := await self._store.steps.release_unfinished():
             log.warning("step %s was not finished: its rollouts are offered again", released[0])
-        await self._publisher.abandon_unfinished()
+        if self._publisher is not None:
+            await self._publisher.abandon_unfinished()
         if not (self._checkpoints / "0").is_dir():
             await in_thread(self._trainer.save, self._checkpoints / "0")
         last = await self._store.steps.last()
-        if last is None:
-            if not self._fresh:
-                await in_thread(self._trainer.load, self._checkpoints / "0")
-                self.base = 0
-            self._fresh, self._weights_are_base = False, True
-            return None
-        if last.checkpoint is None or not Path(last.checkpoint).is_dir():
-            raise ConfigError(
-                f"the checkpoint of step {last.step} is gone: {last.checkpoint}; use a new store, or restore it"
-            )
-        if await self._load_served() != last.checkpoint:
-            await in_thread(self._trainer.load, Path(last.checkpoint))
-        self.base = last.base if last.version is None else last.version
-        log.info("resuming after step %d (policy version %d)", last.step, self.base)
-        if last.version is None and "collapse" in last.metrics:
-            self.base = UNPUBLISHED
-        moved = next((s for s in await self._store.steps.newest(LINE) if not moved_nothing(s.metrics)), None)
-        self._weights_are_base = moved is None or moved.version is not None or moved.base != self.base
-        return last
+        if last is not None:
+            await self._restore(last)
+        elif not self._fresh:
+            await self._load(0, self._checkpoints / "0")
+        self._fresh = False
+        self._trainer.trackers.begin()  # they keep the learning rate
+        log.info("learning rate %g: %s", self._trainer.rate.value, self._trainer.rate.reason)
+        if self._config.learning_rate != "auto":
+            warn_of_rate(self._config, self._trainer.rate.value)
+        if last is not None and self._publisher is not None:
+            await self._finish_publishing(self._publisher, last)
 
-    async def _load_served(self) -> str | None:
-        """Load the live version's weights, as those that are served. Return their checkpoint; None if it is gone."""
-        live = await self._store.versions.live()
-        if not self._publisher.publishes or self._publisher.is_of_another_mode(live):
-            return None
-        step = await self._store.steps.of_version(live.version)
-        if step is not None and not live.verified:  # the version before it may be the one that is served
-            step = await self._store.steps.of_version(step.base)
-        checkpoint = str(self._checkpoints / "0") if step is None else step.checkpoint
-        if checkpoint is None or not Path(checkpoint).is_dir():
-            return None
-        await in_thread(self._trainer.load, Path(checkpoint))
-        self._publisher.remember_served()
-        return checkpoint
+    async def _load(self, base: int, checkpoint: Path) -> None:
+        await in_thread(self._trainer.load, checkpoint)
+        self.base, self._weights_are_base = base, True
+
+    async def _restore(self, last: Step) -> None:
+        """Load the checkpoint of the last step, after that of the version whose weights are served."""
+        checkpoint, publisher, live = self._of_step(last), self._publisher, await self._store.versions.live()
+        if not checkpoint.is_dir():
+            raise ConfigError(
+                f"the checkpoint of step {last.step} is gone: {checkpoint}; use a new store, or restore it"
+            )
+        served = None
+        if publisher is not None and not publisher.is_of_another_mode(live):
+            step = await self._store.steps.of_version(live.version)
+            if step is not None and not live.verified:  # the version before it may be the one that is served
+                step = await self._store.steps.of_version(step.base)
+            if (served := self._of_step(step)).is_dir():
+                await in_thread(self._trainer.load, served)
+                publisher.remember_served()
+        if served != checkpoint:
+            await in_thread(self._trainer.load, checkpoint)
+        self.base = last.base if last.version is None else last.version
+        self._weights_are_base = last.version is not None
+        log.info("resuming after step %d (policy version %d)", last.step, self.base)
+
+    def _of_step(self, step: Step | None) -> Path:
+        """The checkpoint of a step; without one, of the base model."""
+        return self._checkpoints / str(step.step if step else 0)
 
     async def _finish_publishing(self, publisher: Publisher, last: Step) -> None:
-        """Publish and report the last step, if the trainer was killed before it did."""
+        """Publish and report the last step, if the trainer was killed before it did, or publishes otherwise now."""
         live = await self._store.versions.live()
         if live.status == "failed":  # killed before the version before it was live again
             await publisher.take_back(live.version, last.base)
             live = await self._store.versions.live()
         stopped = await self._monitor.look() is not None
         last = await self._store.steps.last() or last  # the monitor may have written into its metrics
-        if stopped and last.version is None:
+        if last.version is None and "collapse" in last.metrics:
             self.base = UNPUBLISHED
-        done = moved_nothing(last.metrics) or publisher.is_done(live, last)
-        builds_on = await publisher.builds_on(self.base, live)
-        if not stopped and builds_on and (not done or publisher.is_of_another_mode(live)):
-            await self._publish_again(last)
-        elif "publish_s" not in last.metrics:  # killed after it was published, or skipped
-            published = {} if last.version is None else {"version": last.version}
-            await self._report(last.step, last.metrics | published)
-
-    async def _publish_again(self, last: Step) -> None:
-        """Publish a committed step. It is reported unless it was before: `policy.publish` was changed, say."""
         metrics, reported = dict(last.metrics), "publish_s" in last.metrics
-        samples = await self.collector.samples_of(await self._store.steps.rollouts_of(last.step))
-        try:
+        done = moved_nothing(metrics) or publisher.is_done(live, last)
+        due = not stopped and (not done or publisher.is_of_another_mode(live))
+        if due and await publisher.builds_on(self.base, live):
+            samples = await self.collector.samples_of(await self._store.steps.rollouts_of(last.step))
             await self._publish(last.step, samples, metrics)
-        except Stopped:
-            log.warning("stopped before step %d was published: the next start does it", last.step)
-            return
-        if reported:
-            await self._store.steps.update_metrics(last.step, metrics)
-        else:
+        elif not reported and last.version is not None:
+            metrics["version"] = last.version
+        if not reported:
             await self._report(last.step, metrics)
+        elif metrics != last.metrics:
+            await self._store.steps.update_metrics(last.step, metrics)
+
+    # What is live, and others may have changed ----------------------------------------------------------------------
+
+    async def verify_live(self, *, idle: bool = False) -> Mapping[str, Any]:
+        """Have the live version verified, if it is not yet. Return what `Publisher.verify_live` does."""
+        if self._publisher is None:
+            return {}
+        return await self._publisher.verify_live(self.base, self.collector.samples_of, self._stop, idle=idle)
 
     async def follow_live_version(self) -> None:
         """After a promotion or rollback by hand, train on from that version."""
-        await self._publisher.warn_of_another_mode()
-        live = await self._store.versions.live()
-        if live.version == self.base or await self._publisher.builds_on(self.base, live):
-            await self._warn_of_other_weights()
+        publisher, live = self._publisher, await self._store.versions.live()
+        if publisher is None:
             return
-        step = await self._store.steps.of_version(live.version)
-        checkpoint = self._checkpoints / str(step.step if step else 0)
+        await publisher.warn_of_another_mode()
+        if live.version == self.base or await publisher.builds_on(self.base, live):
+            problem = await self._store.versions.problem(self.base)  # found by the proxy
+            if problem is not None and problem != self._other_weights:
+                log.error("rollouts come from other weights: %s", problem)
+            self._other_weights = problem
+            return
+        checkpoint = self._of_step(await self._store.steps.of_version(live.version))
         if not checkpoint.is_dir():
             raise ConfigError(f"policy version {live.version} is live, but its checkpoint {checkpoint} is gone")
         log.warning("policy version %d is live: training continues from it", live.version)
-        before = self._trainer.rate
-        await in_thread(self._trainer.load, checkpoint)
-        if self._trainer.rate != before:
-            self._log_rate()
-        self.base, self._weights_are_base = live.version, True
-        if not self._publisher.is_of_another_mode(live):
-            if live.verified:  # else it is told from the one before
-                self._publisher.remember_served()
-        elif step is not None:
-            await self._publish_again(step)
-
-    async def _warn_of_other_weights(self) -> None:
-        """Log once that the proxy found the policy's server not answering as the live version did."""
-        problem = await self._store.versions.problem(self.base)
-        if problem is not None and problem != self._other_weights:
-            log.error("rollouts come from other weights: %s", problem)
-        self._other_weights = problem
+        await self._load(live.version, checkpoint)
+        log.info("learning rate %g: %s", self._trainer.rate.value, self._trainer.rate.reason)
+        if live.verified and not publisher.is_of_another_mode(live):  # else it is told from the one before
+            publisher.remember_served()
 
     async def is_stopped(self) -> bool:
         """Return whether a collapse stops publication. With `collapse.action: rollback`, go back first."""
@@ -405,7 +351,7 @@ class TrainingLoop:
         if collapse is None:
             return False
         live = (await self._store.versions.live()).version
-        if self._config.collapse.action != "rollback" or collapse.go_back_to >= live:
+        if self._config.collapse.action != "rollback" or self._publisher is None or collapse.go_back_to >= live:
             return True
         await self._publisher.take_back(live, collapse.go_back_to)
         return False

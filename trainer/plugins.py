@@ -22,11 +22,11 @@ from .report.metric_schema import Metric
 from .types import AskJudge, BackgroundWork, Guide, Show, Sift, show_nothing
 
 if TYPE_CHECKING:
-    from .publish import NoPublisher, Publisher
+    from .publish import Publisher
     from .step.engine import TrainingEngine
 
 # Does all training of a run in place of the loop, and publishes it; returns the last step.
-Tune = Callable[["NoPublisher", asyncio.Event, Sift | None], Awaitable[Step | None]]
+Tune = Callable[["Publisher | None", asyncio.Event, Sift | None], Awaitable[Step | None]]
 
 
 @dataclass(frozen=True, slots=True)

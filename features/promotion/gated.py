@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -23,9 +22,10 @@ from ...serving.vllm import VllmFault
 from ...store.store import Store
 from ...store.training import Step
 from ...store.versions import Ancestor
-from ...trainer.publish import Publisher, SamplesOf
+from ...trainer.publish import Publisher
 from ...trainer.step.engine import TrainingEngine
 from ...trainer.types import Sample
+from ...trainer.verify import SamplesOf
 from ...trainer.waiting import Stopped, in_thread
 from .config import PromotionConfig
 from .promotions import Promotion, Promotions
@@ -87,18 +87,16 @@ class GatedPublisher(Publisher):
 
     async def _publish(
         self, step: int, samples: Sequence[Sample], metrics: dict[str, Any], base: int, stop: asyncio.Event
-    ) -> PolicyVersion:
+    ) -> Mapping[str, Any]:
         live = await self._store.versions.live()
         if not await self.builds_on(base, live):
             raise Superseded(f"policy version {live.version} is live, and these weights were not trained on from it")
         version = await self._save(step, metrics)
         await self._tests.wait(version.version, step)
-        self.measured = {}
         if await self._tests.now() is None:
-            self.measured = await self._test(version, samples, stop)
-        else:
-            log.info("policy version %d waits until the test under way is decided", version.version)
-        return await self._store.versions.get(version.version)
+            return {"version": version.version, **await self._test(version, samples, stop)}
+        log.info("policy version %d waits until the test under way is decided", version.version)
+        return {"version": version.version}
 
     async def attend(self, samples_of: SamplesOf, stop: asyncio.Event) -> None:
         """Begin the test of a version that waits, once no other is tested. More steps may have been taken since."""
@@ -137,14 +135,14 @@ class GatedPublisher(Publisher):
         async def begin() -> None:
             await self._tests.begin(version.version, live.version)
 
+        verification = self._verification(version, samples)
         try:
             if self._swap.mode == "lora":
                 self._warn_of_mixing(live)
-                await self._swap.unload(version)  # adapters of this name from another store, perhaps
-                await self._verifier.load_and_verify(version, samples, stop)
+                await verification.load(stop)
                 await begin()
             else:
-                await self._verifier.give_checked(version, samples, partial(self._swap.place, version, begin), stop)
+                await self._swap.place(version, begin, verification.on)
         except (UpstreamUnreachable, UpstreamTimeout, VllmFault, Conflict) as error:
             self._again = monotonic() + AGAIN_S
             log.warning("the test of policy version %d waits: %s", version.version, error)
@@ -152,7 +150,8 @@ class GatedPublisher(Publisher):
         except PublishError as error:
             await self._store.versions.failed(version.version, str(error))
             raise
-        return self._verifier.measured
+        self.remember_served()
+        return verification.metrics
 
     async def _warn_if_nobody_looks(self, test: Promotion) -> None:
         """Say once that no proxy weighs a test: a gate's first look leaves its numbers, also before any rollout."""

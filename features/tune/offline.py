@@ -20,10 +20,9 @@ from ...store.training import Step
 from ...trainer.lock import only_trainer
 from ...trainer.loop import TrainingLoop
 from ...trainer.plugins import Offline, Run, TrainerCore, TrainerHooks, open_plugins, plugins_of
-from ...trainer.publish import NoPublisher
 from ...trainer.step.engine import TrainingEngine
 from ...trainer.train import open_engine
-from ...trainer.waiting import JudgeError
+from ...trainer.waiting import JudgeError, Stopped, pause
 from . import data
 
 log = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class OfflineRun:
         self._epochs = epochs
         self._done = 0  # epochs
         self._loop = TrainingLoop(
-            config, store, engine, NoPublisher(), self._order, judge=hooks.judge, guide=hooks.guide, sift=hooks.sift
+            config, store, engine, None, self._order, judge=hooks.judge, guide=hooks.guide, sift=hooks.sift
         )
 
     async def run(self, stop: asyncio.Event) -> Step | None:
@@ -58,8 +57,12 @@ class OfflineRun:
             try:
                 trained = await self._loop.train_once(fewer=True)
             except JudgeError as error:
-                await self._loop.pause_after(error)
+                log.warning("the step waits: %s", error)
+                await pause(stop)
                 continue
+            except Stopped:
+                log.warning("stopped while something was missing: the next start goes on from there")
+                break
             if trained:
                 await self._show()
             elif stop.is_set() or not await self._end_epoch():
@@ -123,7 +126,7 @@ async def train_offline(config: Config, run: Run, offline: Offline, stop: asynci
                 core = TrainerCore(config, Store(database), engine, run)
                 async with open_plugins(plugins, core) as hooks:
                     if hooks.tune is not None:
-                        last = await hooks.tune(NoPublisher(), stop, hooks.sift)
+                        last = await hooks.tune(None, stop, hooks.sift)
                     else:
                         last = await OfflineRun(core, hooks, offline.epochs).run(stop)
             if last is not None:

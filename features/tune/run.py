@@ -25,11 +25,11 @@ from ...core.errors import ConfigError, LightningError, StoreUnavailable
 from ...store.store import Store
 from ...store.training import Step
 from ...trainer.loop import TrainingLoop
-from ...trainer.publish import NoPublisher
+from ...trainer.publish import Publisher
 from ...trainer.rate import warn_of_rate
 from ...trainer.step.trainer import LightningTrainer
 from ...trainer.types import Batch, Show, Sift, show_nothing
-from ...trainer.waiting import in_thread, pause
+from ...trainer.waiting import Stopped, in_thread, pause
 from ...trainer.weights import MARKER, uses_autocast
 from .config import TuneConfig
 from .lessons import Lessons, T
@@ -48,7 +48,7 @@ class TuningRun(Generic[T]):
         config: Config,
         store: Store,
         trainer: LightningTrainer,
-        publisher: NoPublisher,
+        publisher: Publisher | None,
         show: Show = show_nothing,
         sift: Sift | None = None,
     ) -> None:
@@ -74,6 +74,8 @@ class TuningRun(Generic[T]):
         while True:
             try:
                 return await self._run(stop)
+            except Stopped:
+                log.warning("stopped: the same command goes on from there")
             except StoreUnavailable as error:
                 log.error("the trainer waits: %s", error)
             await pause(stop)
@@ -82,7 +84,7 @@ class TuningRun(Generic[T]):
 
     async def _run(self, stop: asyncio.Event) -> Step | None:
         await self._loop.resume(stop)
-        if self._publisher.publishes:
+        if self._publisher is not None:
             await self._go_on_from_what_is_live()
             await self._loop.verify_live()
         last = await self._store.steps.last()
@@ -120,8 +122,7 @@ class TuningRun(Generic[T]):
         self._trainer.adopt(step)
         await self._loop.conclude(Batch(step, lessons.samples, ()), metrics)
         await self._loop.verify_live()
-        if "publish_s" in metrics:  # not stopped before
-            shutil.rmtree(directory, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
 
     async def _lessons(self, directory: Path) -> Lessons[T]:
         """The lessons of an unfinished run in `directory`, if it can be resumed; else new ones."""

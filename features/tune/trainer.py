@@ -14,7 +14,7 @@ from ...trainer.report.metric_schema import group
 from ...trainer.types import Sift
 
 if TYPE_CHECKING:
-    from ...trainer.publish import NoPublisher
+    from ...trainer.publish import Publisher
     from .run import Recipe
 
 METRICS = {
@@ -72,7 +72,7 @@ class TunePlugin(TrainerPlugin):
 
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
-        async def tune(publisher: NoPublisher, stop: asyncio.Event, sift: Sift | None) -> Step | None:
+        async def tune(publisher: Publisher | None, stop: asyncio.Event, sift: Sift | None) -> Step | None:
             from ...trainer.step.trainer import LightningTrainer
             from .run import TuningRun
 

@@ -31,7 +31,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model  # noqa: E402
 from lightning_proxy.trainer.publish import Publisher  # noqa: E402
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
-from lightning_proxy.trainer.verify import mean_difference  # noqa: E402
+from lightning_proxy.trainer.verify import WeightEvidence  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
@@ -76,10 +76,11 @@ class Bench:
         base = (await self.store.versions.live()).version
         step = await self.store.steps.claim((), base)
         await self.store.steps.trained(step, "", {})
-        version = await self.publisher.publish(step, [SAMPLE], {}, base, asyncio.Event())
-        await self.publisher.verify_live(version.version, no_samples, asyncio.Event())
-        assert (await self.store.versions.live()).verified
-        return version.version
+        await self.publisher.publish(step, [SAMPLE], {}, base, asyncio.Event())
+        await self.publisher.verify_live(base + 1, no_samples, asyncio.Event())
+        live = await self.store.versions.live()
+        assert live.verified
+        return live.version
 
     async def far_from(self, weights: dict[str, Any]) -> float:
         """How far the log-probabilities of what vLLM samples now are from those under these weights, in nats."""
@@ -90,9 +91,11 @@ class Bench:
         self.trainer.weight_sets.set({"default": weights})
         ours = self.trainer.logprobs([[*PROMPT, *ids] for ids, _ in answers])
         self.trainer.weight_sets.set({"default": own})
-        found = mean_difference(ours, answers)
-        assert math.isfinite(found)
-        return found
+        evidence = WeightEvidence()
+        for (_, served), row in zip(answers, ours, strict=True):
+            evidence.add(served, row[len(PROMPT) :], row[len(PROMPT) :])
+        assert math.isfinite(evidence.difference)
+        return evidence.difference
 
 
 @asynccontextmanager

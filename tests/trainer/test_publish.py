@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from lightning_proxy.serving.swap import NotServed, Swap
 from lightning_proxy.serving.vllm import VllmError, VllmFault, VllmServer
 from lightning_proxy.trainer import waiting
 from lightning_proxy.trainer.step.trainer import LightningTrainer
-from lightning_proxy.trainer.verify import mean_difference
 from support.training import (
     DeafServer,
     HonestServer,
@@ -157,8 +155,6 @@ async def test_verification_goes_on_when_vllm_was_away(
             return await sample(*args)
 
         monkeypatch.setattr(VllmServer, "sample", away_at_first)
-        monkeypatch.setattr("lightning_proxy.trainer.verify.VERIFY_TRIES", 1)
-        monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
         monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
         await b.loop().run(asyncio.Event(), once=True)
         live = await b.store.versions.live()
@@ -315,11 +311,6 @@ async def test_however_long_the_disk_is_full_the_rollouts_of_now_are_no_staler_f
         await b.loop().run(asyncio.Event(), once=True)
         assert [v.version for v in await b.store.versions.all()] == [0, 1, 2]
         assert await b.steps_of(asked_before) == {2}
-
-
-def test_an_answer_without_tokens_says_nothing_of_what_is_served() -> None:
-    assert mean_difference([[0.0, -1.0, -2.0], [0.0, -3.0]], [([7], [-1.5]), ([], [])]) == 0.5
-    assert math.isnan(mean_difference([[0.0, -3.0]], [([], [])]))
 
 
 async def test_another_way_of_publishing_is_told_once(base: Path, tmp_path: Path, caplog: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_proxy.core.errors import PublishError
 from lightning_proxy.serving.swap import Swap
-from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, SURE, VERIFIED_TOKENS, WeightEvidence
+from lightning_proxy.trainer.verify import MORE_ANSWERS, MORE_TOKENS, ROUNDS, SURE, VERIFIED_TOKENS, WeightEvidence
 from support.training import HonestServer, bench, require_seen_clearly
 
 NOISE = 0.05  # what bfloat16 does to a log-probability
@@ -22,15 +22,18 @@ PROMPTS = 4
 def found(moved: float, stale: bool, dice: random.Random) -> WeightEvidence:
     """What is found where two steps' weights are `moved` apart, and rounding is in all that is computed."""
     evidence = WeightEvidence()
-    while evidence.may_become_clear:
-        rows, length = (MORE_ANSWERS, MORE_TOKENS) if evidence.rounds else (PROMPTS, VERIFIED_TOKENS)
+    for asked in range(ROUNDS):
+        if not evidence.may_become_clear:
+            break
+        rows, length = (MORE_ANSWERS, MORE_TOKENS) if asked else (PROMPTS, VERIFIED_TOKENS)
         old = [[dice.gauss(-2, 1) for _ in range(length)] for _ in range(rows)]
         new = [[value + dice.gauss(0, moved) for value in row] for row in old]
         served, old, new = (
             [[value + dice.gauss(0, NOISE) for value in row] for row in many]
             for many in (old if stale else new, old, new)
         )
-        evidence.add(new, old, [([0] * length, row) for row in served])
+        for answer in zip(served, new, old, strict=True):
+            evidence.add(*answer)
     return evidence
 
 
@@ -46,7 +49,7 @@ def test_a_difference_above_the_noise_is_told_and_below_it_there_are_no_false_al
 
 def test_weights_that_are_the_same_are_not_asked_for_again_and_again() -> None:
     evidence = WeightEvidence()
-    evidence.add([[-1.0] * 8], [[-1.0] * 8], [([0] * 8, [-1.1] * 8)])
+    evidence.add([-1.1] * 8, [-1.0] * 8, [-1.0] * 8)
     assert (evidence.deviations, evidence.may_become_clear, evidence.is_new) == (0.0, False, False)
 
 
@@ -185,5 +188,5 @@ async def test_a_version_is_verified_by_as_many_answers_as_configured(
 
 def test_what_is_not_a_number_is_no_evidence_for_either() -> None:
     evidence = WeightEvidence()
-    evidence.add([[math.nan]], [[-1.0]], [([0], [-1.0])])
+    evidence.add([-1.0], [math.nan], [-1.0])
     assert not evidence.is_new and not evidence.is_old and not evidence.may_become_clear

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from time import monotonic
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from lightning_proxy.serving.vllm import VllmServer
 from lightning_proxy.trainer.collect.collector import UNVERIFIED
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
-from lightning_proxy.trainer.verify import Verifier, WeightEvidence
+from lightning_proxy.trainer.verify import Verification, WeightEvidence
 from support.training import Bench, DeafServer, bench, require_seen_clearly
 
 
@@ -106,7 +105,7 @@ async def test_no_answer_is_scored_twice_while_answers_do_not_tell(
                 for _ in range(more):
                     await b.sampled("t3", version=1)
                 assert not await loop.verify_live(idle=True)
-        assert sum(scored) == 24, "8 at first, then 16 a look"
+        assert sum(scored) == 32, "each once, up to 16 at a look"
         assert await loop.verify_live(), "vLLM is asked"
         await require_seen_clearly(b.store, 1)
 
@@ -125,15 +124,13 @@ async def test_vllm_is_not_asked_while_agents_still_answer(
 ) -> None:
     """Asking takes the server's time and the trainer's: their batch would wait for both."""
     never_asked(monkeypatch)
-    now = [monotonic()]
-    monkeypatch.setattr("lightning_proxy.trainer.publish.monotonic", lambda: now[0])
     async with first_version(base, tmp_path) as (b, loop):
         monkeypatch.setattr(LightningTrainer, "scores_of", lambda _, rows, **__: [row.logprobs for row in rows])
-        for _ in range(3):
-            await b.sampled("t3", version=1)
-            now[0] += 4.0
-            assert not await loop.verify_live(idle=True)
-        now[0] += 6.0
+        monkeypatch.setattr("lightning_proxy.trainer.publish.LONGEST_S", 3600.0)
+        monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 300.0)
+        await b.store.database.commit([("UPDATE policy_versions SET live_at = live_at - 600 WHERE version = 1", [{}])])
+        assert not await loop.verify_live(idle=True)
+        await b.store.database.commit([("UPDATE rollouts SET ended_at = ended_at - 600", [{}])])
         with pytest.raises(AssertionError, match="vLLM was asked"):
             await loop.verify_live(idle=True)
 
@@ -147,7 +144,7 @@ async def test_a_version_made_live_by_hand_while_the_old_one_is_verified_stays_l
             await Swap(b.store, b.vllm, "merged", b.config.policy.directory).activate(await b.store.versions.get(0))
             return False
 
-        monkeypatch.setattr(Verifier, "sees_new_weights_in", rolls_back)
+        monkeypatch.setattr(Verification, "by_agents", rolls_back)
         await loop.train_once()
         versions = await b.store.versions.all()
         assert [(v.version, v.status, v.verified) for v in versions] == [
@@ -170,7 +167,7 @@ async def test_a_name_is_no_proof_where_agents_got_the_old_weights(
     async def tells_nothing(*_: Any) -> WeightEvidence:
         return WeightEvidence()
 
-    monkeypatch.setattr(Verifier, "_ask", tells_nothing)
+    monkeypatch.setattr(Verification, "_ask", tells_nothing)
     async with first_version(base, tmp_path, server=DeafServer) as (_, loop):
         with pytest.raises(PublishError, match="agents got answers of the previous weights"):
             await loop.train_once()
