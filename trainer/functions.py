@@ -33,29 +33,26 @@ def load(setting: str, own: str) -> Callable[..., Any]:
         section = next(one for one in feature_sections().values() if any(name in of for of in one.functions.values()))
         return getattr(import_module(f"{section.__module__.rpartition('.')[0]}.{name}"), name)
     if not file.endswith(".py"):
-        function = getattr(load_plugin(file), name, None)
-        if not callable(function):
-            raise ConfigError(f"{setting}: the plugin {file} has no function {name}")
-        return function
-    path = Path(file).expanduser().absolute()
-    known_as = f"lightning_hook_{sha256(str(path).encode()).hexdigest()[:12]}"
-    spec = spec_from_file_location(known_as, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise ConfigError(f"{setting}: there is no file {path}")
-    module = sys.modules[known_as] = module_from_spec(spec)  # dataclasses look there
-    with _as_config_errors(f"{setting} {own}", path):
-        spec.loader.exec_module(module)
+        where, module = f"the plugin {file}", load_plugin(file)
+    else:
+        where = path = str(Path(file).expanduser().absolute())
+        known_as = f"lightning_hook_{sha256(path.encode()).hexdigest()[:12]}"
+        spec = spec_from_file_location(known_as, path)
+        if spec is None or spec.loader is None or not Path(path).is_file():
+            raise ConfigError(f"{setting}: there is no file {path}")
+        module = sys.modules[known_as] = module_from_spec(spec)  # dataclasses look there
+        with faults(setting, own, known_as):
+            spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{setting}: {path} has no function {name}")
+        raise ConfigError(f"{setting}: {where} has no function {name}")
     return function
 
 
 def own_functions(config: TrainerConfig) -> Iterator[tuple[str, str]]:
     """Yield the settings that name a FILE.py:NAME or PLUGIN:NAME, with that name."""
-    credits = config.credits.values()
-    named = [*(("credit", name) for name in credits), ("loss", config.loss), ("context_loss", config.context_loss)]
-    for setting, name in named:
+    credits = [("credit", name) for name in config.credits.values()]
+    for setting, name in (*credits, ("loss", config.loss), ("context_loss", config.context_loss)):
         if name is not None and ":" in name:
             yield f"trainer.{setting}", name
 
@@ -67,22 +64,17 @@ def check_functions(config: TrainerConfig) -> None:
 
 
 @contextmanager
-def faults(setting: str, own: str) -> Iterator[None]:
-    """Turn an error of the user's function in this block into a ConfigError."""
-    module = sys.modules.get(getattr(load(setting, own), "__module__", ""))
-    with _as_config_errors(f"{setting} {own}", Path(getattr(module, "__file__", None) or "")):
-        yield
-
-
-@contextmanager
-def _as_config_errors(what: str, path: Path) -> Iterator[None]:
+def faults(setting: str, own: str, module: str | None = None) -> Iterator[None]:
+    """Turn an error of the user's function in this block into a ConfigError. `module`: the one that is being loaded."""
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        file = "" if ".py:" in what else f"{path}, "  # a plugin's
+        read_from = module or str(getattr(load(setting, own), "__module__", ""))
+        path = getattr(sys.modules.get(read_from), "__file__", None)
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        file = "" if ".py:" in own else f"{path}, "  # a plugin's
         where = f" ({file}line {lines[-1]})" if lines else ""
         message = " ".join(str(error).split())[:500]
-        raise ConfigError(f"{what}: {type(error).__name__}: {message}{where}") from error
+        raise ConfigError(f"{setting} {own}: {type(error).__name__}: {message}{where}") from error

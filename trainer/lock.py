@@ -23,12 +23,12 @@ def only_trainer(directory: Path, store: Path | None) -> Iterator[None]:
 
     The locks go with the process.
     """
-    locks = [(directory, directory / "trainer.lock")]
+    locks = {directory: directory / "trainer.lock"}
     if store is not None:
         store = store.expanduser().resolve()
-        locks.append((store, Path(f"{store}-trainer")))
+        locks[store] = Path(f"{store}-trainer")
     with ExitStack() as stack:
-        for held, lock in locks:
+        for held, lock in locks.items():
             lock.parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(lock.open("w"))
             try:

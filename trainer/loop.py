@@ -7,30 +7,30 @@ import logging
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..core.config.root import Config
 from ..core.errors import ConfigError, NotSaved, StoreUnavailable, TrainingUnavailable
 from ..serving.swap import Superseded
 from ..serving.vllm import AWAY
-from ..store.store import Store
 from ..store.training import Step
 from .checkpoint import prune_checkpoints
-from .collapse import Monitor
+from .collapse import LINE, Monitor
 from .collect.collector import Collector
 from .collect.groups import Order
 from .collect.sampled import AsChat, Sampled
 from .collect.schedule import Schedule
+from .plugins import TrainerCore, TrainerHooks
 from .publish import Publisher
 from .rate import warn_of_rate
 from .report.metric_schema import scalars
-from .step.engine import TrainingEngine
-from .types import AskJudge, Batch, Guide, Sample, Show, Sift, show_nothing
-from .waiting import GuideError, JudgeError, Stopped, all_of, before_retry, in_thread, pause
+from .types import Batch, Sample
+from .waiting import GuideError, JudgeError, Stopped, all_of, in_thread, pause, until_done
 
 log = logging.getLogger(__name__)
 
+NO_HOOKS = TrainerHooks()
 UNPUBLISHED = -1  # in place of a policy version: the trainer's weights were not published
 
 
@@ -55,31 +55,27 @@ class TrainingLoop:
 
     def __init__(
         self,
-        config: Config,
-        store: Store,
-        trainer: TrainingEngine,
+        core: TrainerCore,
         publisher: Publisher | None,
+        hooks: TrainerHooks = NO_HOOKS,
         order: Order | None = None,
-        show: Show = show_nothing,
-        judge: AskJudge | None = None,
-        guide: Guide | None = None,
-        sift: Sift | None = None,
         as_chat: AsChat | None = None,
     ) -> None:
-        self._config = config.trainer
-        self._store, self._trainer, self._publisher, self._guide, self._show = store, trainer, publisher, guide, show
-        fitting = config.trainer.model_copy(update={"max_sample_tokens": trainer.max_tokens})
+        config, self._config = core.config, core.config.trainer
+        self._store, self._trainer, self._show, self._guide = core.store, core.engine, core.run.show, hooks.guide
+        self._publisher = publisher
+        fitting = config.trainer.model_copy(update={"max_sample_tokens": core.engine.max_tokens})
         sampled = Sampled(None if publisher is None else publisher.vllm, as_chat)
         self.collector = Collector(
-            fitting, store, order, config.policy, trainer.vocabulary, judge, sampled, guide, sift
-        )
-        self._schedule = Schedule(config.trainer.schedule, self.collector, store)
-        self._monitor = Monitor(config.trainer, store)
+            fitting, core.store, order, config.policy, core.engine.vocabulary, hooks.judge, sampled, hooks.guide,
+            hooks.sift,
+        )  # fmt: skip
+        self._schedule = Schedule(config.trainer.schedule, self.collector, core.store)
+        self._monitor = Monitor(config.trainer, core.store)
         self._checkpoints = config.policy.directory.absolute() / "checkpoints"
         self._stop = asyncio.Event()
         self._waited_for: str | None = None  # at the last look: logged when a wait begins
         self._standstill: str | None = None
-        self._other_weights: str | None = None
         self._fresh = True  # nothing has changed the trainer's weights yet
         self._weights_are_base = True  # the trainer's weights are those of version `base`
         self._free_since = time.perf_counter()
@@ -154,7 +150,10 @@ class TrainingLoop:
         if self._weights_are_base and self._publisher is not None:
             batch = replace(batch, version=self.base)
         metrics: dict[str, Any] = {"wait_s": started - self._free_since, "collect_s": time.perf_counter() - started}
-        await self.conclude(batch, metrics | await self._step(await self._guided(batch)))
+        if self._guide is not None:
+            guided = partial(self._guide, batch)
+            batch = await until_done(f"step {batch.step} waits", guided, (GuideError,), self._stop)
+        await self.conclude(batch, metrics | await self._step(batch))
         return True
 
     async def conclude(self, batch: Batch, metrics: dict[str, Any]) -> None:
@@ -169,16 +168,6 @@ class TrainingLoop:
             await self._publish(batch.step, batch.samples, metrics)
         await self._report(batch.step, metrics)
         self._free_since = time.perf_counter()
-
-    async def _guided(self, batch: Batch) -> Batch:
-        """The batch with the guide's scores. Waits while the guide is away; raises Stopped."""
-        while self._guide is not None:
-            try:
-                return await self._guide.guided(batch)
-            except GuideError as error:
-                log.warning("step %d waits: %s", batch.step, error)
-            await before_retry(self._stop)
-        return batch
 
     async def _step(self, batch: Batch) -> dict[str, Any]:
         """Take the optimizer step, once the live version is verified; return its metrics, and the monitor's.
@@ -206,15 +195,14 @@ class TrainingLoop:
     async def _commit(self, step: int, metrics: dict[str, Any]) -> None:
         """Write the checkpoint. Once it is complete on disk, one row makes the step count. Raises Stopped."""
         checkpoint, started = self._checkpoints / str(step), time.perf_counter()
-        while True:
-            try:
-                await in_thread(self._trainer.save, checkpoint)
-                metrics["checkpoint_s"] = time.perf_counter() - started
-                await self._store.steps.trained(step, str(checkpoint), metrics)
-                break
-            except (NotSaved, StoreUnavailable) as error:
-                log.error("step %d waits to be saved: %s; free some space, it is tried again", step, error)
-            await before_retry(self._stop)
+
+        async def save() -> None:
+            await in_thread(self._trainer.save, checkpoint)
+            metrics["checkpoint_s"] = time.perf_counter() - started
+            await self._store.steps.trained(step, str(checkpoint), metrics)
+
+        what = f"step {step} waits to be saved; free some space, it is tried again"
+        await until_done(what, save, (NotSaved, StoreUnavailable), self._stop)
         await prune_checkpoints(self._store, self._config.keep_checkpoints)
 
     async def _publish(self, step: int, samples: Sequence[Sample], metrics: dict[str, Any]) -> None:
@@ -238,7 +226,8 @@ class TrainingLoop:
         metrics.setdefault("publish_s", 0.0)
         self._trainer.trackers.report(metrics)  # in this thread: MLflow and trackio know their run by thread or context
         await self._store.steps.update_metrics(step, metrics)
-        self._show(step, metrics)
+        if self._show is not None:
+            self._show(step, metrics)
 
     # After a start --------------------------------------------------------------------------------------------------
 
@@ -286,7 +275,8 @@ class TrainingLoop:
         if served != checkpoint:
             await in_thread(self._trainer.load, checkpoint)
         self.base = last.base if last.version is None else last.version
-        self._weights_are_base = last.version is not None
+        moved = next((s for s in await self._store.steps.newest(LINE) if not moved_nothing(s.metrics)), None)
+        self._weights_are_base = moved is None or moved.version is not None or moved.base != self.base
         log.info("resuming after step %d (policy version %d)", last.step, self.base)
 
     def _of_step(self, step: Step | None) -> Path:
@@ -330,11 +320,7 @@ class TrainingLoop:
         if publisher is None:
             return
         await publisher.warn_of_another_mode()
-        if live.version == self.base or await publisher.builds_on(self.base, live):
-            problem = await self._store.versions.problem(self.base)  # found by the proxy
-            if problem is not None and problem != self._other_weights:
-                log.error("rollouts come from other weights: %s", problem)
-            self._other_weights = problem
+        if await publisher.builds_on(self.base, live):
             return
         checkpoint = self._of_step(await self._store.steps.of_version(live.version))
         if not checkpoint.is_dir():

@@ -19,7 +19,7 @@ from ..serving.swap import Swap
 from ..store.store import Store
 from ..store.training import Step
 from .report.metric_schema import Metric
-from .types import AskJudge, BackgroundWork, Guide, Show, Sift, show_nothing
+from .types import AskJudge, BackgroundWork, Guide, Show, Sift
 
 if TYPE_CHECKING:
     from .publish import Publisher
@@ -49,7 +49,7 @@ class Run:
     once: bool = False
     offline: Offline | None = None
     launched: bool = False
-    show: Show = show_nothing
+    show: Show | None = None
     file: Path | None = None
 
 
@@ -113,12 +113,12 @@ class TrainerPlugin:
 
 def methods() -> list[str]:
     """Return what `train --method` may be."""
-    return ["rl", *(method for kind in _kinds() for method in kind.methods)]
+    return ["rl", *(method for module in modules("trainer") for method in module.plugin.methods)]
 
 
 def plugins_of(config: Config) -> list[TrainerPlugin]:
     """Return the plugins of the features."""
-    return [kind(config) for kind in _kinds()]
+    return [module.plugin(config) for module in modules("trainer")]
 
 
 def check(config: Config, run: Run) -> None:
@@ -131,16 +131,11 @@ def check(config: Config, run: Run) -> None:
 async def open_plugins(plugins: Sequence[TrainerPlugin], core: TrainerCore) -> AsyncIterator[TrainerHooks]:
     """Open plugins in their order, and close them in reverse. Raise ConfigError if two have the same hook."""
     async with AsyncExitStack() as stack:
-        hooks = [await stack.enter_async_context(plugin.opened(core)) for plugin in plugins]
-        yield TrainerHooks(**{hook.name: _only(hooks, hook.name) for hook in fields(TrainerHooks)})
-
-
-def _kinds() -> list[type[TrainerPlugin]]:
-    return [module.plugin for module in modules("trainer")]
-
-
-def _only(hooks: Sequence[TrainerHooks], name: str) -> Any:
-    found = [hook for one in hooks if (hook := getattr(one, name)) is not None]
-    if len(found) > 1:
-        raise ConfigError(f"{len(found)} features have the trainer's hook {name}, which only one may have")
-    return found[0] if found else None
+        of_plugins = [await stack.enter_async_context(plugin.opened(core)) for plugin in plugins]
+        hooks = dict[str, Any]()
+        for name in (field.name for field in fields(TrainerHooks)):
+            found = [hook for one in of_plugins if (hook := getattr(one, name)) is not None]
+            if len(found) > 1:
+                raise ConfigError(f"{len(found)} features have the trainer's hook {name}, which only one may have")
+            hooks[name] = found[0] if found else None
+        yield TrainerHooks(**hooks)

@@ -19,7 +19,7 @@ from .collect.sampled import AsChat
 from .functions import check_functions
 from .lock import only_trainer, require_free, while_alone
 from .loop import TrainingLoop
-from .plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin, open_plugins, plugins_of
+from .plugins import Run, TrainerCore, TrainerPlugin, open_plugins, plugins_of
 from .publish import Publisher
 from .step.engine import TrainingEngine
 from .step.losses import check_gradients
@@ -38,20 +38,19 @@ async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_
             return
     if config.policy_upstream is None:
         raise ConfigError("upstreams: the trainer needs one of kind vllm")
-    with only_trainer(config.policy.directory, None if config.store.is_postgres else config.store.path):
+    is_file = not config.store.is_postgres
+    with only_trainer(config.policy.directory, config.store.path if is_file else None):
         async with opened(config.store) as database:
-            if config.store.is_postgres:
+            if not is_file:
                 await require_free(config, database)
             async with open_engine(config, plugins) as engine, operator_session() as session:
 
                 async def work() -> None:
                     store = Store(database)
-                    swap = await swap_of(config, store, session)
-                    core = TrainerCore(config, store, engine, run, swap)
-                    async with open_plugins(plugins, core) as hooks:
-                        await _train(core, swap, hooks, stop, as_chat)
+                    core = TrainerCore(config, store, engine, run, await swap_of(config, store, session))
+                    await _train(core, plugins, stop, as_chat)
 
-                await (while_alone(config, database, stop, work) if config.store.is_postgres else work())
+                await (work() if is_file else while_alone(config, database, stop, work))
 
 
 async def swap_of(config: Config, store: Store, session: ClientSession) -> Swap:
@@ -61,23 +60,22 @@ async def swap_of(config: Config, store: Store, session: ClientSession) -> Swap:
 
 
 async def _train(
-    core: TrainerCore, swap: Swap, hooks: TrainerHooks, stop: asyncio.Event, as_chat: AsChat | None
+    core: TrainerCore, plugins: Sequence[TrainerPlugin], stop: asyncio.Event, as_chat: AsChat | None
 ) -> None:
-    config, store, engine = core.config, core.store, core.engine
-    publisher = hooks.publisher or Publisher(config.policy, store, swap, engine)
-    publisher.background = hooks.background or publisher.background
-    if hooks.tune is not None:
-        await hooks.tune(publisher, stop, hooks.sift)
-        return
-    loop = TrainingLoop(
-        config, store, engine, publisher, None, core.run.show, hooks.judge, hooks.guide, hooks.sift, as_chat
-    )
+    async with open_plugins(plugins, core) as hooks:
+        assert core.swap is not None
+        publisher = hooks.publisher or Publisher(core.config.policy, core.store, core.swap, core.engine)
+        publisher.background = hooks.background or publisher.background
+        if hooks.tune is not None:
+            await hooks.tune(publisher, stop, hooks.sift)
+            return
+        loop = TrainingLoop(core, publisher, hooks, as_chat=as_chat)
 
-    async def steps() -> None:
-        await loop.run(stop, once=core.run.once)
-        await publisher.background.finish(stop)
+        async def steps() -> None:
+            await loop.run(stop, once=core.run.once)
+            await publisher.background.finish(stop)
 
-    await all_of([steps(), publisher.background.run()])
+        await all_of([steps(), publisher.background.run()])
 
 
 def follow(config: Config) -> None:
@@ -102,7 +100,5 @@ async def open_engine(config: Config, plugins: Sequence[TrainerPlugin]) -> Async
 
 def engine_of(config: Config, plugins: Sequence[TrainerPlugin]) -> TrainingEngine:
     """Return a feature's engine; without one, a trainer in this process alone."""
-    for plugin in plugins:
-        if (engine := plugin.engine()) is not None:
-            return engine
-    return LightningTrainer(config.trainer, config.policy)
+    engines = (plugin.engine() for plugin in plugins)
+    return next(filter(None, engines), None) or LightningTrainer(config.trainer, config.policy)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..core.config.policy import DEFAULT_ADAPTER
 from ..core.records import ModelCall, Reward, RolloutStatus
@@ -18,8 +18,8 @@ Show = Callable[[int, Mapping[str, Any]], None]
 # Takes a rollout's calls and rewards, and returns scores of the calls that have none yet. Raises JudgeError.
 AskJudge = Callable[[Sequence[ModelCall], Sequence[Reward]], Awaitable[list[Reward]]]
 
-
-def show_nothing(step: int, metrics: Mapping[str, Any]) -> None: ...
+# Returns a step's batch with guidance in its samples: also of rollouts whose rewards teach nothing. Raises GuideError.
+Guide = Callable[["Batch"], Awaitable["Batch"]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +37,10 @@ class RolloutRewards:
     named: Mapping[str, Earned] = field(default_factory=dict)
 
     @classmethod
-    def counted(cls, rewards: Iterable[Reward], rules: Rules, status: RolloutStatus = "completed") -> RolloutRewards:
+    def counted(cls, rewards: Sequence[Reward], rules: Rules, status: RolloutStatus = "completed") -> RolloutRewards:
         """Return the rewards of a rollout of this status, as the rules count them. `rewards`: oldest first."""
-        posted = [*rewards]
-        found = earned(posted, rules, status)
-        named = {name: earned(posted, rules._replace(weights={name: 1.0}), status) for name in rules.weights}
+        found = earned(rewards, rules, status)
+        named = {name: earned(rewards, rules._replace(weights={name: 1.0}), status) for name in rules.weights}
         return cls(found.own, found.calls, named=named)
 
     @property
@@ -58,15 +57,6 @@ class RolloutRewards:
     def sum(self) -> float:
         """Return the sum of all rewards: the rollout's own and those of its calls."""
         return (self.final or 0.0) + math.fsum(self.calls.values()) + math.fsum(self.air.values())
-
-    def of(self, call_ids: Set[str]) -> RolloutRewards:
-        """Return the rollout's own reward, and the rewards of these calls only."""
-
-        def kept(values: Mapping[str, float]) -> dict[str, float]:
-            return {call_id: value for call_id, value in values.items() if call_id in call_ids}
-
-        named = {name: Earned(of.own, kept(of.calls)) for name, of in self.named.items()}
-        return RolloutRewards(self.final, kept(self.calls), kept(self.air), named)
 
     def of_call(self, call_id: str) -> float:
         return self.calls.get(call_id, 0.0) + self.air.get(call_id, 0.0)
@@ -99,8 +89,13 @@ class Sibling:
 
     def only(self, places: Sequence[int]) -> Sibling:
         """Return the sibling with only the calls at `places`, and only their rewards."""
-        calls = [self.calls[i] for i in places]
-        return Sibling(calls, self.rewards.of({call.call_id for call in calls}))
+        calls, rewards = [self.calls[i] for i in places], self.rewards
+
+        def kept(values: Mapping[str, float]) -> dict[str, float]:
+            return {call.call_id: values[call.call_id] for call in calls if call.call_id in values}
+
+        named = {name: Earned(of.own, kept(of.calls)) for name, of in rewards.named.items()}
+        return Sibling(calls, RolloutRewards(rewards.final, kept(rewards.calls), kept(rewards.air), named))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +176,9 @@ class Sample:
     versions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        lists = [self.token_ids, self.mask, self.logprobs, self.advantages, self.temperatures]
-        if self.guidance is not None:
-            lists.append(self.guidance.logprobs)
-        if len({len(x) for x in lists}) != 1:
+        guidance = self.token_ids if self.guidance is None else self.guidance.logprobs
+        lists = (self.token_ids, self.mask, self.logprobs, self.advantages, self.temperatures, guidance)
+        if len({*map(len, lists)}) != 1:
             raise ValueError(f"sample of {self.rollout_id}: token ids, mask, logprobs, advantages differ in length")
         if self.mask and self.mask[0]:
             raise ValueError(f"sample of {self.rollout_id}: its first token has no context to be predicted from")
@@ -218,13 +212,6 @@ class Batch:
     tasks: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     left_out: str | None = None
     version: int | None = None
-
-
-class Guide(Protocol):
-    """Scores the tokens of a step, beside their rewards: also of rollouts whose rewards teach nothing."""
-
-    async def guided(self, batch: Batch) -> Batch:
-        """Return the batch with its guidance in the samples. Raise GuideError if it cannot answer now."""
 
 
 class BackgroundWork:

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file
 
 from ..core.config.policy import DEFAULT_ADAPTER, PolicyConfig
-from ..core.errors import PublishError, UpstreamUnreachable
+from ..core.errors import PublishError
 from ..core.records import PolicyVersion, Rollout
 from ..serving.swap import Swap
 from ..serving.vllm import AWAY, VllmError, VllmServer
 from .step.engine import TrainingEngine
 from .step.shortage import give_back
 from .types import Sample
-from .waiting import all_of, before_retry, in_thread
+from .waiting import all_of, before_retry, in_thread, until_done
 from .weights import tolerance
 
 log = logging.getLogger(__name__)
@@ -138,50 +138,35 @@ class Verification:
         return found if by is None else found | {"verified_by": by}
 
     async def load(self, stop: asyncio.Event) -> None:
-        """Load the version's adapters and verify them. Do it again if vLLM restarts meanwhile: it forgets them."""
+        """Load the version's adapters and verify them. Load them again if vLLM restarts meanwhile: it forgets them."""
         await self._swap.unload(self.version)  # adapters of this name from another store, perhaps
-        for _ in range(VERIFY_RESTARTS):
-            await self._swap.load(self.version)
+        restarts, restarted, waits = 0, True, "verifying the published weights waits"
+        while restarts < VERIFY_RESTARTS:
+            if restarted:
+                await self._swap.load(self.version)
             try:
                 return await self.on_all()
-            except AWAY:
-                await self._until_there(stop)
-            except VllmError:
-                if await self._has_adapters():
+            except (VllmError, *AWAY) as error:
+                restarted = not await until_done(waits, self._has_adapters, AWAY, stop)
+                if isinstance(error, VllmError) and not restarted:
                     raise
-            log.warning("vLLM restarted while its weights were verified: trying again")
+                log.warning("%s: %s", waits, error)
+            restarts += restarted
+            await before_retry(stop)
         raise PublishError(
             f"vLLM restarted {VERIFY_RESTARTS} times while policy version {self.version.version} was verified (its log "
             "may say why); the previous version stays live"
         )
 
-    async def _until_there(self, stop: asyncio.Event) -> None:
-        while True:
-            await before_retry(stop)
-            try:
-                await self._swap.vllm.models()
-                return
-            except AWAY as error:
-                log.warning("verifying the published weights waits: %s", error)
-
     async def _has_adapters(self) -> bool:
         """Whether every server that answers still has all adapters of the version."""
-        servers = await self._swap.vllm.reachable()
-        served = [{model["id"] for model in await server.models()} for server in servers]
-        return all(models.issuperset(self.version.served_models) for models in served)
+        served = (await self._swap.vllm.ask(VllmServer.models)).values()
+        return all({model["id"] for model in models}.issuperset(self.version.served_models) for models in served)
 
     async def on_all(self) -> None:
-        """Ask every replica. One that goes away meanwhile is left out: it gets the weights before it serves again."""
+        """Ask every replica. One that is away is left out: it gets the weights before it serves again."""
         self._found = []
-        verified = 0
-        for server in await self._swap.vllm.reachable():
-            try:
-                await self.on(server)
-                verified += 1
-            except AWAY as error:
-                log.warning("the published weights are not verified on one server: %s", error)
-        if not verified:
-            raise UpstreamUnreachable("the published weights are not verified yet: vLLM went away")
+        await self._swap.vllm.ask(self.on)
 
     async def on(self, server: VllmServer) -> None:
         """Ask one server, for each adapter by the samples of its own, if there are any."""

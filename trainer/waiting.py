@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any, ParamSpec, TypeVar
 
 from ..core.errors import LightningError
 
+log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -38,6 +40,18 @@ async def before_retry(stop: asyncio.Event) -> None:
     await pause(stop)
     if stop.is_set():
         raise Stopped
+
+
+async def until_done(
+    what: str, work: Callable[[], Awaitable[T]], errors: tuple[type[LightningError], ...], stop: asyncio.Event
+) -> T:
+    """Do the work, again and again while one of these errors says that something is missing. Raises Stopped."""
+    while True:
+        try:
+            return await work()
+        except errors as error:
+            log.error("%s: %s", what, error)
+        await before_retry(stop)
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -49,7 +49,7 @@ class GuidesPlugin(TrainerPlugin):
                 await teacher.check()
             except GuideError as error:
                 log.warning("steps will wait: %s", error)
-            yield TrainerHooks(guide=teacher)
+            yield TrainerHooks(guide=teacher.guided)
 
 
 plugin = GuidesPlugin

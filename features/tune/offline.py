@@ -38,14 +38,11 @@ class OfflineRun:
     """
 
     def __init__(self, core: TrainerCore, hooks: TrainerHooks, epochs: int) -> None:
-        config, store, engine = core.config, core.store, core.engine
-        self._config = config.trainer
-        self._store = store
+        self._config = core.config.trainer
+        self._store = core.store
         self._epochs = epochs
         self._done = 0  # epochs
-        self._loop = TrainingLoop(
-            config, store, engine, None, self._order, judge=hooks.judge, guide=hooks.guide, sift=hooks.sift
-        )
+        self._loop = TrainingLoop(core, None, hooks, self._order)
 
     async def run(self, stop: asyncio.Event) -> Step | None:
         """Train until all epochs or `trainer.max_steps` are done, or `stop` is set; returns the last step."""

@@ -20,15 +20,15 @@ from typing import Any, Generic
 import torch
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 
-from ...core.config.root import Config
 from ...core.errors import ConfigError, LightningError, StoreUnavailable
 from ...store.store import Store
 from ...store.training import Step
 from ...trainer.loop import TrainingLoop
+from ...trainer.plugins import TrainerCore
 from ...trainer.publish import Publisher
 from ...trainer.rate import warn_of_rate
 from ...trainer.step.trainer import LightningTrainer
-from ...trainer.types import Batch, Show, Sift, show_nothing
+from ...trainer.types import Batch, Sift
 from ...trainer.waiting import Stopped, in_thread, pause
 from ...trainer.weights import MARKER, uses_autocast
 from .config import TuneConfig
@@ -45,14 +45,13 @@ class TuningRun(Generic[T]):
     def __init__(
         self,
         recipe: Recipe[T],
-        config: Config,
-        store: Store,
-        trainer: LightningTrainer,
+        core: TrainerCore,
         publisher: Publisher | None,
-        show: Show = show_nothing,
         sift: Sift | None = None,
     ) -> None:
         self._recipe, self._method, self._sift = recipe, recipe.method, sift
+        config, trainer = core.config, core.engine
+        assert isinstance(trainer, LightningTrainer)
         if config.policy.adapters:
             raise ConfigError(
                 f"--method {self._method} trains one adapter for all agents: it is not for policy.adapters yet"
@@ -60,10 +59,10 @@ class TuningRun(Generic[T]):
         if config.trainer.has_guide:
             log.warning("teacher is for RL: --method %s does without it", self._method)
         self._config = config.trainer
-        self._store = store
+        self._store = core.store
         self._trainer = trainer
         self._publisher = publisher
-        self._loop = TrainingLoop(config, store, trainer, publisher, show=show)
+        self._loop = TrainingLoop(core, publisher)
         self._runs = config.policy.directory.absolute() / self._method
 
     async def run(self, stop: asyncio.Event) -> Step | None:

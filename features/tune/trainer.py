@@ -73,14 +73,9 @@ class TunePlugin(TrainerPlugin):
     @asynccontextmanager
     async def opened(self, core: TrainerCore) -> AsyncIterator[TrainerHooks]:
         async def tune(publisher: Publisher | None, stop: asyncio.Event, sift: Sift | None) -> Step | None:
-            from ...trainer.step.trainer import LightningTrainer
             from .run import TuningRun
 
-            assert isinstance(core.engine, LightningTrainer)
-            run = TuningRun(
-                recipe(core.run.method), core.config, core.store, core.engine, publisher, core.run.show, sift
-            )
-            return await run.run(stop)
+            return await TuningRun(recipe(core.run.method), core, publisher, sift).run(stop)
 
         yield TrainerHooks(tune=tune if core.run.method in self.methods else None)
 

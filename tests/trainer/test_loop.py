@@ -15,6 +15,7 @@ import pytest
 
 from lightning_proxy.core.records import Choice, Reward
 from lightning_proxy.trainer.loop import TrainingLoop
+from lightning_proxy.trainer.plugins import TrainerHooks
 from lightning_proxy.trainer.report.batch_metrics import all_counts
 from lightning_proxy.trainer.report.metric_schema import METRICS
 from lightning_proxy.trainer.types import Batch
@@ -300,17 +301,16 @@ async def test_a_step_waits_for_its_guide_and_takes_what_the_guide_teaches(
     guide = AwayTwice()
     async with bench(base, tmp_path) as b:
         equal = [await b.rollout("t1", 0.5) for _ in range(4)]
-        await b.loop(partial(TrainingLoop, guide=guide)).run(asyncio.Event(), once=True)
+        await b.loop(partial(TrainingLoop, hooks=TrainerHooks(guide=guide.guided))).run(asyncio.Event(), once=True)
         assert await b.steps_of(equal) == {1}
         assert guide.asked == [4, 4, 4] and caplog.text.count("step 1 waits: teacher: away") == 2
 
 
 async def test_a_trainer_that_is_stopped_while_its_guide_is_away_loses_no_rollout(base: Path, tmp_path: Path) -> None:
     async with bench(base, tmp_path) as b:
-        useful, stop = await b.groups("t1"), asyncio.Event()
-        running = asyncio.ensure_future(
-            b.loop(partial(TrainingLoop, guide=(guide := AwayTwice()))).run(stop, once=True)
-        )
+        useful, stop, guide = await b.groups("t1"), asyncio.Event(), AwayTwice()
+        hooks = TrainerHooks(guide=guide.guided)
+        running = asyncio.ensure_future(b.loop(partial(TrainingLoop, hooks=hooks)).run(stop, once=True))
         async with asyncio.timeout(20):
             while not guide.asked:
                 await asyncio.sleep(0.01)

@@ -235,7 +235,7 @@ async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Seq
     """Start the second system, and take the steps. Return the name that the trained weights are served under."""
     from ....proxy.dialects.as_chat.dialect import as_chat
     from ....trainer.loop import TrainingLoop
-    from ....trainer.plugins import plugins_of
+    from ....trainer.plugins import TrainerCore, plugins_of
     from ....trainer.publish import Publisher
     from ....trainer.train import open_engine, swap_of
     from .steps import LearnSteps
@@ -249,7 +249,7 @@ async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Seq
         store = Store(database)
         swap = await swap_of(second, store, session)
         publisher = Publisher(second.policy, store, swap, engine, setup.name)
-        loop = TrainingLoop(second, store, engine, publisher, as_chat=as_chat)
+        loop = TrainingLoop(TrainerCore(second, store, engine, Run(), swap), publisher, as_chat=as_chat)
         own = own_rate(config)
         await LearnSteps(second, api, runner, tasks, engine, loop, store, swap.vllm, own, report).run()
         return str((await store.versions.live()).served_model)

@@ -36,6 +36,8 @@ from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.loop import TrainingLoop
+from lightning_proxy.trainer.plugins import Run as Asked
+from lightning_proxy.trainer.plugins import TrainerCore
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Sample
 from support.calls import call
@@ -366,7 +368,7 @@ async def test_rl_goes_on_from_the_fine_tuned_weights_with_every_rollout_of_its_
         async def run(kind: Any) -> LightningTrainer:
             trainer = LightningTrainer(config.trainer, config.policy)
             once = {"once": True} if kind is TrainingLoop else {}
-            await kind(config, r.store, trainer, None).run(asyncio.Event(), **once)
+            await kind(TrainerCore(config, r.store, trainer, Asked()), None).run(asyncio.Event(), **once)
             return trainer
 
         tuned = (await run(partial(TuningRun, SFT))).adapter()
@@ -409,7 +411,7 @@ async def test_a_store_that_cannot_be_written_at_the_end_of_a_run_is_waited_for(
             return await claim(*args)
 
         monkeypatch.setattr(r.store.steps, "claim", locked_once)
-        step = await TuningRun(SFT, config, r.store, trainer, None).run(asyncio.Event())
+        step = await TuningRun(SFT, TrainerCore(config, r.store, trainer, Asked()), None).run(asyncio.Event())
         assert step is not None and not failures
         assert (step.step, step.metrics["optimizer_steps"]) == (1, 20)
         assert step.metrics["held_out_loss_before"] == pytest.approx(untuned), "it was done again from the beginning"
