@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import takewhile
 from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..core.config.trainer import CollapseConfig, TrainerConfig
 from ..core.records import CollapseSign, PolicyVersion
@@ -24,35 +27,41 @@ log = logging.getLogger(__name__)
 
 # The newest 1, 2, 4 and 8 versions are compared with those before: a reward falls at once, or little by little.
 SPLITS = (1, 2, 4, 8)
-
-# The fewest rollouts (or tasks) on each side of a comparison.
-MIN_COMPARED = 8
+MIN_COMPARED = 8  # rollouts (or tasks) on each side of a comparison
 FEW = 6  # makes the variance between few groups larger, as Student's t has longer tails
 FAR = 30.0  # more sigmas count as this: they are as good as certain, and their tail is too small for a float
-
-WORDS: Mapping[str, str] = {
-    "clip_share": "the share of clipped tokens",
-    "kl": "the KL divergence of the samplers from the policy",
-    "kl_base": "the KL divergence from the base model",
-}
-
-# The power of staleness by which each limit grows. The KL divergence of a small change is quadratic in the change.
-POWER_OF_STALENESS: Mapping[str, int] = {"clip_share": 1, "kl": 2, "kl_base": 0}
-
-# No limit grows further than this: a share cannot exceed 1, and at 5 nats a token little is left of a policy.
-MOST: Mapping[str, float] = {"clip_share": 0.9, "kl": 5.0, "kl_base": math.inf}
-
-# More sigmas than this can hardly be seen, whatever happens (`FAR`).
-MOST_SIGMAS = 25.0
+MOST_CLIPPED = 0.9  # a share cannot exceed 1
 
 LINE = 32  # the number of steps to look back
 FIRST = 3  # the number of steps that entropy and reward at the beginning are taken from
 NEWEST = 1024  # the number of rollouts to look at
+RELOOK_S = 60  # more rollouts may count by then, even without a new reward
 SETTLED = 0.9  # the share of rollouts that were rewarded within the time to wait for
 
+Metrics = Mapping[str, Any]
 
-@dataclass(frozen=True, slots=True)
-class Sign:
+
+class Limit(NamedTuple):
+    """The most that a metric may be: the value of `setting`, times this power of the rollouts' staleness.
+
+    The KL divergence of a small change is quadratic in the change. No limit grows past `most`: at 5 nats a token little
+    is left of a policy.
+    """
+
+    setting: str
+    words: str
+    power: int
+    most: float
+
+
+LIMITS: Mapping[CollapseSign, Limit] = {
+    "clip_share": Limit("max_clip_share", "the share of clipped tokens", 1, MOST_CLIPPED),
+    "kl": Limit("max_kl", "the KL divergence of the samplers from the policy", 2, 5.0),
+    "kl_base": Limit("max_kl_base", "the KL divergence from the base model", 0, math.inf),
+}
+
+
+class Sign(NamedTuple):
     """A sign of collapse from policy version `since` on; `what` says it in words. `collapsed`: enough to stop for."""
 
     name: CollapseSign
@@ -61,8 +70,7 @@ class Sign:
     collapsed: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredRollout:
+class ScoredRollout(NamedTuple):
     """A rollout's reward, its task (None: it has none), and the policy version that it began with."""
 
     version: int
@@ -70,42 +78,27 @@ class ScoredRollout:
     reward: float
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(NamedTuple):
     """The metrics of a training step, and the policy version that it began with, which they measure."""
 
     version: int
-    metrics: Mapping[str, Any]
+    metrics: Metrics
 
 
-@dataclass(frozen=True, slots=True)
-class Drop:
+class Drop(NamedTuple):
     """The fall of the mean reward from `before` to `after`, with `compared` rollouts or tasks on each side.
 
-    `lowest` is the lowest reward among them. Shifting or scaling all rewards changes nothing.
+    `share`: of the mean's height above the lowest reward. Shifting or scaling all rewards changes no sigmas.
     """
 
     sigmas: float
     before: float
     after: float
     compared: int
-    lowest: float
-
-    @property
-    def share(self) -> float:
-        """Return the share that was lost of the mean's height above the lowest reward."""
-        height = self.before - self.lowest
-        return (self.before - self.after) / height if height > 0 else 0.0
+    share: float
 
 
-class _Unit(NamedTuple):
-    """A reward, and its group among those of its task: the version that it began with; None if it has no group."""
-
-    reward: float
-    group: int | None
-
-
-Stratum = tuple[Sequence[_Unit], Sequence[_Unit]]  # before and after, oldest first
+# Rewards --------------------------------------------------------------------------------------------------------------
 
 
 def kept(line: Sequence[int]) -> set[int]:
@@ -118,22 +111,20 @@ def kept(line: Sequence[int]) -> set[int]:
 
 def reward_sign(scored: Sequence[ScoredRollout], line: Sequence[int], config: CollapseConfig) -> Sign | None:
     """Return the greatest drop of the reward along a line of versions, newest first. `scored` is as opened."""
-    drops: list[tuple[Drop, int]] = []
-    for newest in (n for n in SPLITS if n < len(line)):
-        after, before = set(line[:newest]), set(line[newest:])
-        found = drop([s for s in scored if s.version in before], [s for s in scored if s.version in after])
-        if found.compared >= MIN_COMPARED:
-            drops.append((found, line[newest - 1]))
-    if not drops:
+    drops = [
+        (drop(*([s for s in scored if s.version in part] for part in (line[newest:], line[:newest]))), line[newest - 1])
+        for newest in SPLITS
+        if newest < len(line)
+    ]
+    drops = [(found, since) for found, since in drops if found.compared >= MIN_COMPARED]
+    corrected = [(of_several(found.sigmas, len(drops)), found, since) for found, since in drops]
+    signs = [(s >= config.reward_stop and d.share >= config.min_drop, s, d, since) for s, d, since in corrected]
+    if not signs or max(signs)[1] < config.reward_warn:
         return None
-    worth = [of_several(found.sigmas, len(drops)) for found, _ in drops]
-    enough = [s >= config.reward_stop and d.share >= config.min_drop for s, (d, _) in zip(worth, drops, strict=True)]
-    collapsed, sigmas, (worst, since) = max(zip(enough, worth, drops, strict=True), key=lambda one: one[:2])
-    if sigmas < config.reward_warn:
-        return None
+    collapsed, sigmas, found, since = max(signs)
     what = (
-        f"the reward fell from {worst.before:.3g} to {worst.after:.3g} with policy version {since} "
-        f"({sigmas:.1f} sigmas, {worst.compared} compared with {worst.compared})"
+        f"the reward fell from {found.before:.3g} to {found.after:.3g} with policy version {since} "
+        f"({sigmas:.1f} sigmas, {found.compared} compared with {found.compared})"
     )
     return Sign("reward", what, since, collapsed)
 
@@ -144,49 +135,36 @@ def drop(before: Sequence[ScoredRollout], after: Sequence[ScoredRollout]) -> Dro
     This is a stratified permutation test (Mantel 1963, J. Am. Stat. Assoc. 58:690): if the policy were the same, the
     order of a task's rewards would be chance. No variance is estimated from one side alone, so each side's rewards may
     be all equal. Both sides of a stratum are made equally large (the newest from before, a spread from after). That
-    makes the test symmetric, and rare rewards raise no alarm. Rollouts of a group are alike, so the variance is at
-    least that between groups (`_between_groups`).
+    makes the test symmetric, and rare rewards raise no alarm.
+
+    Rollouts of a group are alike, so the variance is at least that between groups: the cluster-robust variance (Liang &
+    Zeger 1986, Biometrika 73:13), where a group is the rollouts of one task that began with one version. It is 0 where
+    there are too few groups to tell.
     """
-    grouped, lowest = list[Stratum](), math.inf
-    fallen = alone = alike = first = second = 0.0
-    compared = 0
-    for left, right in _strata(before, after):
-        size = min(len(left), len(right))
+    of_alone, of_alike, pairs, lowest = 0.0, 0.0, list[tuple[float, float]](), math.inf
+    groups: list[tuple[Any, Any, list[int]]] = []  # residuals, sides and versions of a task's rewards
+    for old, new in _strata(before, after):
+        size = min(len(old), len(new))
+        units = [*old[len(old) - size :], *(new[i * len(new) // size] for i in range(size))]
+        rewards, side = np.array([one.reward for one in units]), np.repeat((0.5, -0.5), size)
         if size:
-            old, new = left[-size:], [right[i * len(right) // size] for i in range(size)]
-            rewards = [one.reward for one in (*old, *new)]
-            left_sum, right_sum = math.fsum(rewards[:size]), math.fsum(rewards[size:])
-            first, second, compared = first + left_sum, second + right_sum, compared + size
-            fallen += (left_sum - right_sum) / 2
-            spread = size / 2 * _variance(rewards)
-            lowest = min(lowest, *rewards)
-            if old[0].group is None:
-                alone += spread
+            pairs += zip(rewards[:size].tolist(), rewards[size:].tolist(), strict=True)
+            lowest, spread = min(lowest, float(rewards.min())), size / 2 * float(rewards.var(ddof=1))
+            if units[0].task_id is None:
+                of_alone += spread
             else:
-                alike += spread
-                grouped.append((old, new))
-    spread = alone + max(alike, _between_groups(grouped, 2 * fallen / max(compared, 1)))
-    sigmas = fallen / math.sqrt(spread) if spread > 0 else 0.0
-    return Drop(sigmas, first / max(compared, 1), second / max(compared, 1), compared, lowest)
-
-
-def _between_groups(strata: Sequence[Stratum], fall: float) -> float:
-    """Estimate the variance of the sum in `drop` from groups, where all of them fell by `fall` but for chance.
-
-    This is the cluster-robust variance (Liang & Zeger 1986, Biometrika 73:13) with a group as a cluster: the rollouts
-    of one task that began with one version. 0 where there are too few groups to tell.
-    """
-    total, freedom = 0.0, -1
-    for old, new in strata:
-        middle = fmean(one.reward for one in (*old, *new))
-        residuals: dict[int | None, float] = {}
-        for units, side in ((old, 0.5), (new, -0.5)):
-            for one in units:
-                residuals[one.group] = residuals.get(one.group, 0.0) + side * (one.reward - middle - side * fall)
-        groups = len(residuals)
-        freedom += groups - 1
-        total += groups / (groups - 1) * math.fsum(r**2 for r in residuals.values())
-    return total * (freedom + FEW) / freedom if freedom > 0 else 0.0
+                of_alike += spread
+                groups.append((rewards - rewards.mean(), side, [one.version for one in units]))
+    compared = len(pairs)
+    first, second = (math.fsum(rewards) / compared for rewards in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
+    between, freedom = 0.0, -1
+    for residuals, side, versions in groups:
+        sums = np.bincount(np.unique(versions, return_inverse=True)[1], side * residuals - (first - second) / 4)
+        between += len(sums) / (len(sums) - 1) * float(sums @ sums)
+        freedom += len(sums) - 1
+    spread = of_alone + max(of_alike, between * (freedom + FEW) / freedom if freedom > 0 else 0.0)
+    sigmas = compared * (first - second) / 2 / math.sqrt(spread) if spread > 0 else 0.0
+    return Drop(sigmas, first, second, compared, (first - second) / (first - lowest) if first > lowest else 0.0)
 
 
 def of_several(sigmas: float, tests: int) -> float:
@@ -195,77 +173,66 @@ def of_several(sigmas: float, tests: int) -> float:
     return -NormalDist().inv_cdf(min(tests * tail, 0.5))
 
 
-def _strata(before: Sequence[ScoredRollout], after: Sequence[ScoredRollout]) -> Iterator[Stratum]:
+def _strata(before: Sequence[ScoredRollout], after: Sequence[ScoredRollout]) -> Iterator[list[list[ScoredRollout]]]:
     """A stratum for each task on both sides (rollouts without a task are one), and one of the other tasks' means."""
-    old, new = _by_task(before), _by_task(after)
-    shared = old.keys() & new.keys()
+    sides: list[dict[str | None, list[ScoredRollout]]] = [defaultdict(list), defaultdict(list)]
+    for side, scored in zip(sides, (before, after), strict=True):
+        for one in scored:
+            side[one.task_id].append(one)
+    shared = sides[0].keys() & sides[1].keys()
     for task in shared:
-        yield old[task], new[task]
-    yield [_mean(old[t]) for t in old if t not in shared], [_mean(new[t]) for t in new if t not in shared]
+        yield [side[task] for side in sides]
+    yield [
+        [ScoredRollout(0, None, fmean(one.reward for one in side[task])) for task in side if task not in shared]
+        for side in sides
+    ]
 
 
-def _variance(values: Sequence[float]) -> float:
-    mean = fmean(values)
-    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
+# Steps ----------------------------------------------------------------------------------------------------------------
 
 
-def _mean(of_task: Sequence[_Unit]) -> _Unit:
-    return _Unit(fmean(one.reward for one in of_task), None)
-
-
-def _by_task(scored: Sequence[ScoredRollout]) -> dict[str | None, list[_Unit]]:
-    """The rewards by task. Rollouts without a task are in no group."""
-    found: dict[str | None, list[_Unit]] = {}
-    for one in scored:
-        group = None if one.task_id is None else one.version
-        found.setdefault(one.task_id, []).append(_Unit(one.reward, group))
-    return found
-
-
-def step_signs(steps: Sequence[Measured], first: Sequence[Mapping[str, Any]], config: CollapseConfig) -> list[Sign]:
+def step_signs(steps: Sequence[Measured], first: Sequence[Metrics], config: CollapseConfig) -> list[Sign]:
     """Return the metrics out of bounds in the newest of `steps` (newest first). `first` are the run's first steps."""
-    limits = {"clip_share": config.max_clip_share, "kl": config.max_kl, "kl_base": config.max_kl_base}
-    signs = [_too_high(name, limit, steps, config) for name, limit in limits.items() if limit is not None]
-    signs.append(_entropy_sign(steps, first, config))
+    signs = [*(_too_high(name, steps, config) for name in LIMITS), _entropy_sign(steps, first, config)]
     return [sign for sign in signs if sign is not None]
 
 
-def _too_high(name: Any, limit: float, steps: Sequence[Measured], config: CollapseConfig) -> Sign | None:
-    """A metric over its limit. It grows with staleness, up to MOST: older versions are farther from the policy."""
+def _too_high(name: CollapseSign, steps: Sequence[Measured], config: CollapseConfig) -> Sign | None:
+    limit: float | None = getattr(config, LIMITS[name].setting)
+    if limit is None:
+        return None
 
-    def allowed(metrics: Mapping[str, Any]) -> float:
-        grown = limit * max(1.0, metrics.get("staleness_mean", 0.0)) ** POWER_OF_STALENESS[name]
-        return float(max(limit, min(grown, MOST[name])))
+    def allowed(metrics: Metrics) -> float:
+        grown = limit * max(1.0, metrics.get("staleness_mean", 0.0)) ** LIMITS[name].power
+        return float(max(limit, min(grown, LIMITS[name].most)))
 
     streak = _streak(steps, lambda metrics: metrics.get(name, 0.0) > allowed(metrics))
     if not streak:
         return None
-    what = f"{WORDS[name]} is {streak[0].metrics[name]:.3g}, over {allowed(streak[0].metrics):.3g}"
-    return _sign(name, what, streak, config)
+    now = streak[0].metrics
+    return _sign(name, f"{LIMITS[name].words} is {now[name]:.3g}, over {allowed(now):.3g}", streak, config)
 
 
-def _entropy_sign(steps: Sequence[Measured], first: Sequence[Mapping[str, Any]], config: CollapseConfig) -> Sign | None:
+def _entropy_sign(steps: Sequence[Measured], first: Sequence[Metrics], config: CollapseConfig) -> Sign | None:
     """Low entropy without a higher reward. A policy that learns pays for rewards with entropy (arXiv 2505.22617).
 
     Only rollouts that were sampled since the entropy is low count.
     """
-    entropies = [metrics["entropy"] for metrics in first if "entropy" in metrics]
-    if not entropies:
-        return None
-    start = max(entropies)
+    start = max((metrics["entropy"] for metrics in first if "entropy" in metrics), default=0.0)
     streak = _streak(steps, lambda metrics: metrics.get("entropy", start) < config.min_entropy * start)
-    after = [s.metrics for i, s in enumerate(streak) if s.metrics.get("staleness_mean", 0.0) < len(streak) - i]
-    if not after or _has_risen(first, after, config.reward_warn):
+    since = [s.metrics for i, s in enumerate(streak) if s.metrics.get("staleness_mean", 0.0) < len(streak) - i]
+    (old, old_error), (new, new_error) = _mean_reward(first), _mean_reward(since)
+    if not new_error < math.inf > old_error or new - old > config.reward_warn * math.hypot(old_error, new_error):
         return None
     now = streak[0].metrics
     what = (
         f"the entropy is {now['entropy']:.3g}, {now['entropy'] / start:.0%} of what it was in the first steps, and the "
-        f"reward is no higher than then ({now.get('reward_mean', 0.0):.3g})"
+        f"reward is no higher than then ({new:.3g})"
     )
     return _sign("entropy", what, streak, config)
 
 
-def _streak(steps: Sequence[Measured], is_bad: Callable[[Mapping[str, Any]], bool]) -> list[Measured]:
+def _streak(steps: Sequence[Measured], is_bad: Callable[[Metrics], bool]) -> list[Measured]:
     return list(takewhile(lambda step: is_bad(step.metrics), steps))
 
 
@@ -274,112 +241,89 @@ def _sign(name: CollapseSign, what: str, streak: Sequence[Measured], config: Col
     return Sign(name, f"{what} ({in_a_row})", streak[-1].version, len(streak) >= config.steps)
 
 
-def _has_risen(first: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], sigmas: float) -> bool:
-    """Whether the mean reward is higher than in the first steps by more than `sigmas` standard errors, or unknown."""
-    if not all(any(m.get("rollouts_counted", 1) for m in steps) for steps in (first, now)):
-        return True
-    (old, old_error), (new, new_error) = _mean_and_error(first), _mean_and_error(now)
-    return new - old > sigmas * math.hypot(old_error, new_error)
-
-
-def _mean_and_error(steps: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """The mean and its standard error over all rewards of these steps that act on everybody."""
-    names = ("rollouts_counted", "counted_mean", "counted_std"), ("rollouts", "reward_mean", "reward_std")
-    of = [[m[name] for name in names["rollouts_counted" not in m]] for m in steps if m.get("rollouts")]
-    of = [one for one in of if one[0]]
-    count = sum(n for n, _, _ in of)
-    if not count:
+def _mean_reward(steps: Sequence[Metrics]) -> tuple[float, float]:
+    """The mean of all rewards of these steps that act on everybody, and its standard error: infinite without any."""
+    rows = [[m.get(name, 0.0) for name in ("rollouts_counted", "counted_mean", "counted_std")] for m in steps]
+    counts, means, spreads = np.array(rows).reshape(-1, 3).T
+    if not counts.sum():
         return 0.0, math.inf
-    mean = math.fsum(n * m for n, m, _ in of) / count
-    squares = math.fsum(n * (s**2 + (m - mean) ** 2) for n, m, s in of)
-    return mean, math.sqrt(squares) / count
+    mean = counts @ means / counts.sum()
+    return float(mean), float(np.sqrt(counts @ (spreads**2 + (means - mean) ** 2)) / counts.sum())
+
+
+# The monitor ----------------------------------------------------------------------------------------------------------
 
 
 class Monitor:
     """Monitors one training loop for collapse. All its state is in the store, so a restart changes nothing."""
 
     def __init__(self, config: TrainerConfig, store: Store, clock: Callable[[], float] = time.time) -> None:
-        self._config = config
-        watched, clipped = config.collapse, config.collapse.max_clip_share
+        self._rules, self._store, self._clock = Rules.of(config), store, clock
+        clipped, steps = config.collapse.max_clip_share, min(config.collapse.steps, LINE)
         if config.importance_level == "sequence":  # where many ratios are clipped as a rule (arXiv 2507.18071)
             clipped = None
         # A limit that nothing can exceed would watch nothing.
-        self._watched = watched.model_copy(
-            update={
-                "reward_warn": min(watched.reward_warn, MOST_SIGMAS),
-                "reward_stop": min(watched.reward_stop, MOST_SIGMAS),
-                "steps": min(watched.steps, LINE),
-                "max_clip_share": None if clipped is None else min(clipped, MOST["clip_share"]),
-            }
-        )
-        self._store = store
-        self._clock = clock
+        limits = {"steps": steps, "max_clip_share": None if clipped is None else min(clipped, MOST_CLIPPED)}
+        self._config = config.collapse.model_copy(update=limits)
         self._looked_at: object = None
-        self._look_again = math.inf  # when more rollouts will count, even without a new reward
         self._logged: Collapse | None = None
 
     async def keep(self) -> set[int]:
         """Return the versions that a rollback may go to from the live one. Their files must stay."""
-        if self._config.collapse.action == "off":
+        if self._config.action == "off":
             return set()
         live = (await self._store.versions.live()).version
         return kept(_versions(live, await self._line(live)))
 
-    async def of_step(self, base: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Return metrics to add to a step that began with version `base`, before it is committed.
+    async def of_step(self, base: int, metrics: Metrics) -> dict[str, Any]:
+        """Return the metrics to add to a step that began with version `base`, before it is committed.
 
         `warnings` has a text for each sign that was seen. With `collapse`, the step must not be published.
         """
         live = await self._store.versions.live()
-        if self._config.collapse.action == "off" or metrics["skipped"] or live.version != base:
+        if self._config.action == "off" or metrics["skipped"] or live.version != base:
             return {}
         line = await self._line(base)
         steps = [Measured(base, metrics), *(Measured(step.base, step.metrics) for step in line)]
         first = [step.metrics for step in await self._store.steps.first(FIRST)]
-        signs = step_signs(steps, first, self._watched)
-        for sign in signs:
-            log.warning("policy version %d may be collapsing: %s", base, sign.what)
-        warnings = {"warnings": {sign.name: sign.what for sign in signs}} if signs else {}
-        return warnings | await self._stopped(signs, live, _versions(base, line))
+        return await self._report(step_signs(steps, first, self._config), live, _versions(base, line))
 
     async def look(self) -> Collapse | None:
-        """Return the collapse for which publication is stopped, or None. Check the rewards since the last look."""
+        """Return the collapse for which publication is stopped, or None. Check the rewards since the last look.
+
+        A collapse may be seen in rewards alone: if all are equal, no step is taken whose metrics could show it.
+        """
         live, last = await self._store.versions.live(), await self._store.steps.last()
-        if self._config.collapse.action == "off" or last is None:
+        if self._config.action == "off" or last is None:
             return None
-        found = Collapse.of(last, live) or await self._look_at_rewards(live, last)
+        found = Collapse.of(last, live)
+        looked_at = await self._store.rewards.newest(), live.version, live.live_at, self._clock() // RELOOK_S
+        if found is None and looked_at != self._looked_at:
+            self._looked_at = looked_at
+            line = _versions(live.version, await self._line(live.version))
+            sign = reward_sign(await self._scored(line[-1]), line, self._config)
+            seen = last.metrics.get("warnings", {})
+            if sign is not None and (sign.collapsed or sign.name not in seen):
+                metrics = await self._report([sign], live, line)
+                metrics["warnings"] = {**seen, **metrics["warnings"]}
+                await self._store.steps.update_metrics(last.step, last.metrics | metrics)
+                found = Collapse(**metrics["collapse"]) if "collapse" in metrics else None
         if found is not None and found != self._logged:
             log.error("publication is stopped: %s", found.story)
         self._logged = found
         return found
 
-    async def _look_at_rewards(self, live: PolicyVersion, last: Step) -> Collapse | None:
-        """A collapse seen in rewards alone: if all rewards are equal, no step is taken whose metrics could show it."""
-        looked_at = (await self._store.rewards.newest(), live.version, live.live_at)
-        if looked_at == self._looked_at and self._clock() < self._look_again:
-            return None
-        self._looked_at = looked_at
-        line = _versions(live.version, await self._line(live.version))
-        sign = reward_sign(await self._scored(line[-1]), line, self._watched)
-        if sign is None:
-            return None
-        return await self._report(sign, live, last, await self._stopped([sign], live, line))
-
-    async def _report(self, sign: Sign, live: PolicyVersion, last: Step, stopped: dict[str, Any]) -> Collapse | None:
-        warnings = last.metrics.get("warnings", {})
-        if sign.name not in warnings or stopped:
+    async def _report(self, signs: Sequence[Sign], live: PolicyVersion, line: Sequence[int]) -> dict[str, Any]:
+        """Log these signs. Return them as metrics, with `collapse` if one of them is enough to stop for."""
+        for sign in signs:
             log.warning("policy version %d may be collapsing: %s", live.version, sign.what)
-            metrics = last.metrics | {"warnings": {**warnings, sign.name: sign.what}} | stopped
-            await self._store.steps.update_metrics(last.step, metrics)
-        return Collapse(**stopped["collapse"]) if stopped else None
-
-    async def _stopped(self, signs: Sequence[Sign], live: PolicyVersion, line: Sequence[int]) -> dict[str, Any]:
-        """The metric `collapse`, if one of the signs is enough to stop for; else nothing."""
-        sign = next((sign for sign in signs if sign.collapsed), None)
-        if sign is None or self._config.collapse.action == "warn":
-            return {}
-        go_back_to = await self._last_before(sign.since, line)
-        return {"collapse": asdict(Collapse(sign.name, sign.what, time.time(), live.live_at, go_back_to))}
+        metrics: dict[str, Any] = {"warnings": {sign.name: sign.what for sign in signs}} if signs else {}
+        stops = next((sign for sign in signs if sign.collapsed and self._config.action != "warn"), None)
+        if stops is not None:
+            go_back_to = await self._last_before(stops.since, line)
+            collapse = Collapse(stops.name, stops.what, time.time(), live.live_at, go_back_to)
+            metrics["collapse"] = asdict(collapse)
+        return metrics
 
     async def _last_before(self, version: int, line: Sequence[int]) -> int:
         """The newest version of the line before this one that can be served, or else the oldest since.
@@ -396,7 +340,16 @@ class Monitor:
 
     async def _line(self, version: int) -> list[Step]:
         """The steps that led to a version, newest first, back to a collapse or to a version made live by hand."""
-        return list(_led_to(version, await self._store.steps.newest(LINE)))
+        line: list[Step] = []
+        for step in await self._store.steps.newest(LINE):
+            # It changed nothing, or its trainer was killed before it was published.
+            without_effect = step.metrics.get("skipped") or (step.version is None and step.base == version)
+            if "collapse" in step.metrics or not (without_effect or step.version == version):
+                break
+            if not without_effect:
+                line.append(step)
+                version = step.base
+        return line
 
     async def _scored(self, since: int) -> list[ScoredRollout]:
         """The newest rollouts of versions from `since` on, with their weighted posted rewards that act on everybody.
@@ -404,27 +357,11 @@ class Monitor:
         Judge scores do not count: only what is trained on has them, which would set versions apart. Rollouts count once
         they are older than most rollouts took, because failures may be quicker than successes.
         """
-        await self._store.rewards.use(Rules.of(self._config))
+        await self._store.rewards.use(self._rules)
         found = await self._store.rewards.since(since, NEWEST)
         took = sorted(one.done - one.began for one in found) or [0.0]
-        wait = took[int(SETTLED * len(took))]
-        settled = self._clock() - wait
-        self._look_again = max((one.began + wait for one in found if one.began > settled), default=math.inf)
+        settled = self._clock() - took[int(SETTLED * len(took))]
         return [ScoredRollout(one.version, one.task_id, one.reward) for one in found if one.began <= settled]
-
-
-def _led_to(version: int, steps: Sequence[Step]) -> Iterator[Step]:
-    """Those of `steps`, newest first, that led to a version."""
-    for step in steps:
-        if "collapse" in step.metrics:
-            return
-        # The step changed nothing, or its trainer was killed before it was published.
-        if step.metrics.get("skipped") or (step.version is None and step.base == version):
-            continue
-        if step.version != version:
-            return
-        yield step
-        version = step.base
 
 
 def _versions(version: int, line: Sequence[Step]) -> list[int]:

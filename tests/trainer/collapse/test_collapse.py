@@ -277,7 +277,7 @@ def test_what_is_not_measured_or_not_watched_is_no_sign() -> None:
 
 
 def rewarded(mean: float, **more: float) -> dict[str, float]:
-    return {"rollouts": 64.0, "reward_mean": mean, "reward_std": 0.4, **more}
+    return {"rollouts_counted": 64.0, "counted_mean": mean, "counted_std": 0.4, **more}
 
 
 def test_entropy_that_is_lost_is_a_collapse_unless_the_reward_rose_for_it() -> None:

@@ -294,14 +294,14 @@ async def test_the_first_version_is_gone_back_from_to_the_base_model(run: Run) -
 
 
 async def test_the_first_steps_are_those_of_rl_that_changed_something(run: Run) -> None:
-    of_all = {"rollouts": 64.0, "reward_std": 0.4}
-    await run.step(method="sft", rollouts=2000.0, reward_mean=0.95, reward_std=0.2)
+    of_all = {"rollouts_counted": 64.0, "counted_std": 0.4}
+    await run.step(method="sft", rollouts_counted=2000.0, counted_mean=0.95, counted_std=0.2)
     await run.skipped()
     for mean in (0.3, 0.35, 0.4):
-        await run.step(**of_all, reward_mean=mean, entropy=1.0)
-    learned = {**of_all, "reward_mean": 0.93, "entropy": 0.08, "skipped": 0.0}
+        await run.step(**of_all, counted_mean=mean, entropy=1.0)
+    learned = {**of_all, "counted_mean": 0.93, "entropy": 0.08, "skipped": 0.0}
     assert await run.monitor(steps=1).of_step(4, learned) == {}
-    said = await run.monitor(steps=1).of_step(4, learned | {"reward_mean": 0.35})
+    said = await run.monitor(steps=1).of_step(4, learned | {"counted_mean": 0.35})
     assert said["collapse"]["sign"] == "entropy"
 
 
