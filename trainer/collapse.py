@@ -117,16 +117,17 @@ def reward_sign(scored: Sequence[ScoredRollout], line: Sequence[int], config: Co
         if newest < len(line)
     ]
     drops = [(found, since) for found, since in drops if found.compared >= MIN_COMPARED]
-    corrected = [(of_several(found.sigmas, len(drops)), found, since) for found, since in drops]
-    signs = [(s >= config.reward_stop and d.share >= config.min_drop, s, d, since) for s, d, since in corrected]
-    if not signs or max(signs)[1] < config.reward_warn:
-        return None
-    collapsed, sigmas, found, since = max(signs)
-    what = (
-        f"the reward fell from {found.before:.3g} to {found.after:.3g} with policy version {since} "
-        f"({sigmas:.1f} sigmas, {found.compared} compared with {found.compared})"
-    )
-    return Sign("reward", what, since, collapsed)
+    signs: list[tuple[bool, float, Sign]] = []
+    for found, since in drops:
+        sigmas = of_several(found.sigmas, len(drops))
+        if sigmas >= config.reward_warn:
+            what = (
+                f"the reward fell from {found.before:.3g} to {found.after:.3g} with policy version {since} "
+                f"({sigmas:.1f} sigmas, {found.compared} compared with {found.compared})"
+            )
+            collapsed = sigmas >= config.reward_stop and found.share >= config.min_drop
+            signs.append((collapsed, sigmas, Sign("reward", what, since, collapsed)))
+    return max(signs)[2] if signs else None
 
 
 def drop(before: Sequence[ScoredRollout], after: Sequence[ScoredRollout]) -> Drop:
@@ -242,13 +243,12 @@ def _sign(name: CollapseSign, what: str, streak: Sequence[Measured], config: Col
 
 
 def _mean_reward(steps: Sequence[Metrics]) -> tuple[float, float]:
-    """The mean of all rewards of these steps that act on everybody, and its standard error: infinite without any."""
-    rows = [[m.get(name, 0.0) for name in ("rollouts_counted", "counted_mean", "counted_std")] for m in steps]
-    counts, means, spreads = np.array(rows).reshape(-1, 3).T
-    if not counts.sum():
+    """The mean reward that acts on everybody in these steps, and its standard error: infinite without any."""
+    counted = [metrics for metrics in steps if metrics.get("rollouts_counted")]
+    if not counted:
         return 0.0, math.inf
-    mean = counts @ means / counts.sum()
-    return float(mean), float(np.sqrt(counts @ (spreads**2 + (means - mean) ** 2)) / counts.sum())
+    errors = [metrics["counted_std"] / math.sqrt(metrics["rollouts_counted"]) for metrics in counted]
+    return fmean(metrics["counted_mean"] for metrics in counted), math.hypot(*errors) / len(counted)
 
 
 # The monitor ----------------------------------------------------------------------------------------------------------
@@ -259,11 +259,12 @@ class Monitor:
 
     def __init__(self, config: TrainerConfig, store: Store, clock: Callable[[], float] = time.time) -> None:
         self._rules, self._store, self._clock = Rules.of(config), store, clock
-        clipped, steps = config.collapse.max_clip_share, min(config.collapse.steps, LINE)
-        if config.importance_level == "sequence":  # where many ratios are clipped as a rule (arXiv 2507.18071)
-            clipped = None
-        # A limit that nothing can exceed would watch nothing.
-        limits = {"steps": steps, "max_clip_share": None if clipped is None else min(clipped, MOST_CLIPPED)}
+        limits: dict[str, Any] = {"steps": min(config.collapse.steps, LINE)}
+        if config.collapse.action == "warn":  # nothing is enough to stop for
+            limits = {"steps": math.inf, "reward_stop": math.inf}
+        # Sequences are clipped as a rule (arXiv 2507.18071). A limit that nothing can exceed would watch nothing.
+        clipped = None if config.importance_level == "sequence" else config.collapse.max_clip_share
+        limits["max_clip_share"] = clipped and min(clipped, MOST_CLIPPED)
         self._config = config.collapse.model_copy(update=limits)
         self._looked_at: object = None
         self._logged: Collapse | None = None
@@ -318,11 +319,9 @@ class Monitor:
         for sign in signs:
             log.warning("policy version %d may be collapsing: %s", live.version, sign.what)
         metrics: dict[str, Any] = {"warnings": {sign.name: sign.what for sign in signs}} if signs else {}
-        stops = next((sign for sign in signs if sign.collapsed and self._config.action != "warn"), None)
-        if stops is not None:
+        if stops := next((sign for sign in signs if sign.collapsed), None):
             go_back_to = await self._last_before(stops.since, line)
-            collapse = Collapse(stops.name, stops.what, time.time(), live.live_at, go_back_to)
-            metrics["collapse"] = asdict(collapse)
+            metrics["collapse"] = asdict(Collapse(stops.name, stops.what, time.time(), live.live_at, go_back_to))
         return metrics
 
     async def _last_before(self, version: int, line: Sequence[int]) -> int:
