@@ -138,10 +138,11 @@ def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, tra
             server = {**fixed, "KV cache": room} if served else {}
             rate = rate_of(trainer, shape.hidden)
             return Plan(filled, servers, trainers, gpus, int(room / a_token), server, needs, rate)
+    sides = [f"vLLM needs {sum(fixed.values()) + cache:.0f} GiB"] * served + [f"the trainer {taken:.0f} GiB"] * trained
     raise ConfigError(
-        f"policy.model does not fit: with a context of {length:,} tokens vLLM needs {sum(fixed.values()) + cache:.0f} "
-        f"GiB and the trainer {taken:.0f} GiB {'of the same card' if is_shared else 'of cards'} of {card:.0f} GiB; it "
-        "takes a smaller model, more or larger cards, or a base model that is sharded (docs/gpu.md)"
+        f"policy.model does not fit: with a context of {length:,} tokens {' and '.join(sides)}, on "
+        f"{'one card' if is_shared else 'cards'} of {card:.0f} GiB; it takes a smaller model, more or larger cards, or "
+        "a base model that is sharded (docs/gpu.md)"
     )
 
 
@@ -280,20 +281,19 @@ def pass_memory(
 
 def check_model(config: Mapping[str, Any]) -> None:
     """Raise ConfigError for a model that the trainer is known not to train."""
-    kind = str(config.get("model_type", ""))
-    others = sorted(set(_text(config).get("layer_types") or ()) - {"full_attention", "sliding_attention"})
-    problem = None
-    if quantisation := config.get("quantization_config"):
-        how = quantisation.get("quant_method", "unknown method")
-        problem = f"its weights are quantised ({how}) and cannot be trained; use the original, unquantised model"
-    elif config.get("is_encoder_decoder"):
-        problem = f"{kind} has an encoder; only decoders are trained"
-    elif others or any(part in kind for part in _RECURRENT):
-        problem = f"{kind} has layers of {', '.join(others) or 'a recurrent kind'}; only attention is trained"
-    elif kind == "gpt_oss":
-        problem = f"{kind} has attention sinks, which are not supported"
-    if problem:
-        raise ConfigError(f"policy.model: {problem}")
+    kind, quantisation = str(config.get("model_type", "")), config.get("quantization_config") or {}
+    others = {*(_text(config).get("layer_types") or ())} - {"full_attention", "sliding_attention"}
+    others |= {part for part in _RECURRENT if part in kind}
+    problems = {
+        f"its weights are quantised ({quantisation.get('quant_method')}) and cannot be trained; use the original, "
+        "unquantised model": quantisation,
+        f"{kind} has an encoder; only decoders are trained": config.get("is_encoder_decoder"),
+        f"{kind} has layers of {', '.join(sorted(others))}; only attention is trained": others,
+        f"{kind} has attention sinks, which are not supported": kind == "gpt_oss",
+    }
+    for problem, there in problems.items():
+        if there:
+            raise ConfigError(f"policy.model: {problem}")
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
