@@ -121,7 +121,7 @@ def trl_trainer(directory: Path, steps: int) -> Any:
     from lightning_proxy.trainer.rate import rate_of
     from lightning_proxy.trainer.step.trainer import GRPOTrainer  # TRL's, imported without vLLM
     from lightning_proxy.trainer.step.trl_config import grpo_config
-    from lightning_proxy.trainer.weights import load_model, peft_config, weight_dtype
+    from lightning_proxy.trainer.weights import load_model, lora_config, weight_dtype
 
     config = load_config(directory / CONFIG)
     settings, path = config.trainer, str(config.policy.model)
@@ -143,7 +143,7 @@ def trl_trainer(directory: Path, steps: int) -> Any:
         temperature=requests[0]["temperature"], max_completion_length=requests[0]["max_tokens"],
     )  # fmt: skip
     dataset = Dataset.from_list([{"prompt": r["messages"], **task} for r, task in zip(requests, tasks, strict=True)])
-    lora = peft_config(settings, model)
+    lora = lora_config(settings, model)
     return GRPOTrainer(model, reward, args, dataset, processing_class=tokenizer, peft_config=lora)
 
 

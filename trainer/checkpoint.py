@@ -25,11 +25,10 @@ from ..store.store import Store
 CONFIG_FILE = "config.json"
 WEIGHTS = "weights of policy.model"
 ADAPTERS = "policy.adapters, their names"
-KIND = "trainer.weights"
 RATE = "trainer.learning_rate"
 
 # The weights and optimizer state in a checkpoint fit these values only.
-FIXED = (KIND, ADAPTERS, WEIGHTS)
+FIXED = ("trainer.weights", ADAPTERS, WEIGHTS)
 FIXED_OF_LORA = ("trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets")
 FINGERPRINTED = 256  # values of each tensor
 Saved = dict[str, Any]
@@ -58,7 +57,8 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         _sync(target.parent)
     except Exception as error:
         shutil.rmtree(temporary, ignore_errors=True)  # half-written files only take space
-        if _is_disk_error(error):
+        of_torch = any(name in str(error) for name in ("inline_container", "PytorchStreamWriter"))
+        if of_torch or isinstance(error, OSError | SafetensorError):
             raise NotSaved(f"{target} cannot be written: {error}") from error
         raise
     shutil.rmtree(replaced, ignore_errors=True)
@@ -69,12 +69,6 @@ async def prune_checkpoints(store: Store, keep: int) -> None:
     for step, checkpoint in await store.steps.old_checkpoints(keep):
         await asyncio.to_thread(shutil.rmtree, checkpoint, ignore_errors=True)
         await store.steps.forget_checkpoint(step)
-
-
-def _is_disk_error(error: Exception) -> bool:
-    """Whether a file could not be written. PyTorch and safetensors have errors of their own for it."""
-    in_torch = ("inline_container", "PytorchStreamWriter")
-    return isinstance(error, OSError | SafetensorError) or any(name in str(error) for name in in_torch)
 
 
 def _sync(path: Path) -> None:
@@ -90,8 +84,8 @@ def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> 
     keys = _flat("trainer", trainer)
     for section in trainer.sections:
         keys |= _flat(section.name, section)
-    adapters = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
-    return keys | adapters | {"policy.model": policy.model, WEIGHTS: weights}
+    keys |= {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
+    return keys | {"policy.model": policy.model, WEIGHTS: weights}
 
 
 def write_config(directory: Path, config: Saved, rate: float) -> None:
@@ -101,8 +95,8 @@ def write_config(directory: Path, config: Saved, rate: float) -> None:
 
 def saved_rate(directory: Path) -> float | None:
     """Return the learning rate that a checkpoint was trained with; None if its saved configuration names none."""
-    found = (_read_config(directory / CONFIG_FILE) or {}).get(RATE)
-    return None if found is None else float(found)
+    rate = _read_config(directory).get(RATE)
+    return None if rate is None else float(rate)
 
 
 def config_changes(directory: Path, config: Saved) -> list[str]:
@@ -111,53 +105,53 @@ def config_changes(directory: Path, config: Saved) -> list[str]:
     Raises ConfigError if the checkpoint cannot be used with `config`: it has another rank, other adapters, or another
     base model.
     """
-    before = _read_config(directory / CONFIG_FILE)
-    if before is None:
-        return []
-    differing = [key for key in config if key in before and before[key] != config[key]]
-    if config[RATE] == "auto" and RATE in differing:  # it keeps the checkpoint's
-        differing.remove(RATE)
-    fixed = [key for key in differing if key in FIXED or (key in FIXED_OF_LORA and config[KIND] == "lora")]
-    if fixed:
-        raise ConfigError(_refusal(directory, [KIND] if KIND in fixed else fixed, before, config))
-    return [_change(key, before, config) for key in differing]
+    before = _read_config(directory)
+    changes = {
+        key: f"{key} {json.dumps(before[key])} → {json.dumps(value)}"
+        for key, value in config.items()
+        if before.get(key, value) != value
+    }
+    if config[RATE] == "auto":  # it keeps the checkpoint's
+        changes.pop(RATE, None)
+    for key in (*FIXED, *(FIXED_OF_LORA if config["trainer.weights"] == "lora" else ())):
+        if key in changes:
+            of_model = f" ({changes['policy.model']})" if key == WEIGHTS and "policy.model" in changes else ""
+            raise ConfigError(
+                f"the checkpoint {directory} does not fit the configuration: {changes[key]}{of_model}; set it back, or "
+                "start anew with another store.url and policy.directory (offline: another --dir)"
+            )
+    return [*changes.values()]
 
 
-def _read_config(path: Path) -> Saved | None:
-    if not path.is_file():
-        return None
+def _read_config(directory: Path) -> Saved:
+    path = directory / CONFIG_FILE
     try:
-        found: Saved = json.loads(path.read_text())
+        saved: Saved = json.loads(path.read_text()) if path.is_file() else {}
     except ValueError:
         raise ConfigError(f"{path} is damaged: restore it, or delete it to continue without this check") from None
-    return found
+    return saved
 
 
-def read_state(path: Path, shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, Any]:
-    """Read a checkpoint. Raises ConfigError if it is damaged, or its weights have other names or `shapes`."""
+def read_state(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Read a checkpoint. Raises ConfigError if it is damaged, or its weights have other names or shapes."""
     try:
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        found = _flat_shapes({own: {k: tuple(w.shape) for k, w in ws.items()} for own, ws in state["adapters"].items()})
+        shapes = {f"{own}: {name}": tuple(w.shape) for own, ws in state["adapters"].items() for name, w in ws.items()}
         state["step"], state["rng"]
     except Exception as error:  # half a file may make a reader raise anything
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        what = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(
             f"the checkpoint {path} is damaged ({what}): restore it from a backup, or make an earlier policy version "
             "live (lightning-proxy policy promote), or start anew with another store.url and policy.directory"
         ) from None
-    wanted = _flat_shapes(shapes)
-    for name in sorted(found.keys() | wanted.keys()):
-        if found.get(name) != wanted.get(name):
+    for name in sorted(shapes.keys() | wanted.keys()):
+        if shapes.get(name) != wanted.get(name):
             raise ConfigError(
-                f"the checkpoint {path} has weights of another shape: {name} is {found.get(name, 'missing')} in the "
+                f"the checkpoint {path} has weights of another shape: {name} is {shapes.get(name, 'missing')} in the "
                 f"checkpoint and {wanted.get(name, 'missing')} in the configuration; restore the earlier values of "
                 "policy.model, policy.adapters, trainer.weights, trainer.lora_rank and trainer.lora_targets"
             )
     return state
-
-
-def _flat_shapes(shapes: Mapping[str, Mapping[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-    return {f"{adapter}: {name}": shape for adapter, own in shapes.items() for name, shape in own.items()}
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -169,20 +163,6 @@ def fingerprint(model: nn.Module) -> str:
             digest.update(f"{name.replace('.base_layer.', '.')} {tuple(weights.shape)}".encode())
             digest.update(part.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def _refusal(directory: Path, fixed: list[str], before: Saved, config: Saved) -> str:
-    what = ", ".join(_change(key, before, config) for key in fixed)
-    if WEIGHTS in fixed:
-        what += f" (policy.model {before.get('policy.model')} → {config['policy.model']})"
-    return (
-        f"the checkpoint {directory} does not fit the configuration: {what}; set it back, or start anew with another "
-        "store.url and policy.directory (offline: another --dir)"
-    )
-
-
-def _change(key: str, before: Saved, config: Saved) -> str:
-    return f"{key} {json.dumps(before[key])} → {json.dumps(config[key])}"
 
 
 def _flat(prefix: str, section: Section) -> Saved:

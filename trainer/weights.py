@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
@@ -22,6 +23,7 @@ from ..core.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ..core.config.trainer import TrainerConfig
 from ..core.errors import ConfigError, LightningError
 from .checkpoint import atomic_directory
+from .step.processes import Processes
 
 Weights = dict[str, Tensor]
 
@@ -29,97 +31,109 @@ Weights = dict[str, Tensor]
 LEFT_ALONE = frozenset(
     {"experts", "shared_expert", "shared_experts", "shared_expert_gate", "shared_mlp", "router", "gate"}
 )
-
-_LORA = "lora_"
+# The name of a parameter's adapter.
+ADAPTER_OF = re.compile(r"\.lora_[^.]*\.([^.]+)")
 
 # How far apart rounding alone takes the mean log-probability of two implementations.
 TOLERANCE = {torch.float32: 0.01, torch.bfloat16: 0.1}
 MARKER = "COMPLETE"
 
 
-class Spread(Protocol):
-    """How weights are spread over processes: a part of `step.processes.Processes`."""
+class TrainedWeights:
+    """Sets of weights that are trained apart, by `names`: each LoRA adapter is one, or the full model is the only one.
 
-    rank: int
-    sharded: bool
-
-    def gather(self, weight: Tensor) -> Tensor: ...
-    def part(self, weight: Tensor, like: Tensor) -> Tensor: ...
-    def local(self, weight: Tensor) -> Tensor: ...
-
-
-class Trained(ABC):
-    """Sets of weights that are trained apart, by `names`. Samples say by their `adapter` which they train.
-
-    If they are `sharded`, each process has a part of them, and all processes must call these methods together.
+    Samples say by their `adapter` which they train. `model` is the bare language model. A weight that several modules
+    share counts once. If the sets are `sharded`, each process has a part of them, and all processes must call these
+    methods together; `keeps` is whether this one keeps and writes what is gathered.
     """
 
-    names: tuple[str, ...]
-    model: PreTrainedModel
-
-    def __init__(self, spread: Spread) -> None:
-        self._spread = spread
+    def __init__(self, model: Any, config: TrainerConfig, policy: PolicyConfig, processes: Processes) -> None:
+        """`model` has LoRA layers unless `trainer.weights` is full."""
+        self._model, self._processes, self._dtype = model, processes, compute_dtype(config)
+        self.model: PreTrainedModel = model
+        self.names: tuple[str, ...] = (DEFAULT_ADAPTER,)
+        self._is_lora = config.weights == "lora"
+        self._base: PreTrainedModel | None = (
+            None  # a frozen copy of the full model before training, where one is needed
+        )
+        if self._is_lora:
+            self.model = model.get_base_model()
+            # Sorted, because an optimizer's state goes by position.
+            self.names += tuple(sorted(policy.adapters))
+            for name in self.names[1:]:
+                if name in "lora_" or any(name in parameter.split(".") for parameter, _ in model.named_parameters()):
+                    # PEFT finds an adapter's weights by its name among the parts of theirs.
+                    problem = f"{name!r} is also the name of a part of the model; choose another name"
+                    raise ConfigError(f"policy.adapters: {problem}")
+                model.add_adapter(name, deepcopy(model.peft_config[DEFAULT_ADAPTER]))
+            for parameter in self.parameters():
+                parameter.requires_grad_(True)
+        elif config.kl_coef or config.kl_metric:
+            self._base = load_model(str(policy.model), self._dtype).requires_grad_(False)
 
     @property
     def sharded(self) -> bool:
-        return False
-
-    @abstractmethod
-    def prepare(self, place: Callable[[Any], Any]) -> Any:
-        """Move all models to their device by `place`; return the one that TRL trains."""
-
-    @abstractmethod
-    def parameters(self, *names: str) -> list[nn.Parameter]:
-        """Return the parameters of these sets, by default of all."""
-
-    def undoable(self, name: str) -> list[nn.Parameter]:
-        """Return the parameters whose gradients a pass sets aside, to undo it if memory runs out; may be none."""
-        return self.parameters(name)
-
-    @abstractmethod
-    def activate(self, name: str) -> None:
-        """Make the model use this set."""
-
-    @abstractmethod
-    def live(self, name: str) -> Weights:
-        """Return the weights of a set themselves, not copies, by the names that they have in files."""
-
-    @abstractmethod
-    def reference(self) -> AbstractContextManager[PreTrainedModel]:
-        """Yield the model as it was before any training."""
-
-    @abstractmethod
-    def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, *, merged: bool) -> None:
-        """Write what vLLM loads: with `merged` a full model, else adapters."""
-
-    @abstractmethod
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the optimizer's state for a checkpoint."""
-
-    @abstractmethod
-    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Give the optimizer the state from a checkpoint."""
+        return self._processes.sharded and not self._is_lora
 
     @property
-    def writes(self) -> bool:
-        """Return whether this process keeps and writes the weights that are gathered."""
-        return self._spread.rank == 0
+    def keeps(self) -> bool:
+        return self._processes.rank == 0
+
+    def prepare(self, place: Callable[[Any], Any]) -> Any:
+        """Move all models to their device by `place`; return the one that TRL trains."""
+        if self._base is not None:
+            self._base = place(self._base)
+        self._model = place(self._model)
+        if not self._is_lora:
+            self.model = self._model
+        return self._model
+
+    def parameters(self, *names: str) -> list[nn.Parameter]:
+        """Return the parameters of these sets, by default of all, whichever adapter is active."""
+        named = self._model.named_parameters()
+        if not self._is_lora:
+            return [parameter for _, parameter in named]
+        return [p for name, p in named if (of := ADAPTER_OF.search(name)) and of[1] in (names or self.names)]
+
+    def undoable(self, name: str) -> list[nn.Parameter]:
+        """Return the parameters whose gradients a pass sets aside, to undo it if memory runs out.
+
+        None of a full model: its gradients are not kept twice.
+        """
+        return self.parameters(name) if self._is_lora else []
+
+    def activate(self, name: str) -> None:
+        """Make the model use this set."""
+        if self._is_lora and self._model.active_adapter != name:
+            self._model.set_adapter(name)
+
+    @contextmanager
+    def reference(self) -> Iterator[PreTrainedModel]:
+        """Yield the model as it was before any training: with adapters off, or the frozen copy."""
+        if self._is_lora:
+            with self._model.disable_adapter():
+                yield self.model
+        else:
+            assert self._base is not None, "trainer.kl_coef and trainer.kl_metric load it"
+            yield self._base
+
+    def live(self, name: str) -> Weights:
+        """Return the weights of a set themselves, not copies, by the names that they have in files."""
+        if self._is_lora:
+            adapter: Weights = get_peft_model_state_dict(self._model, adapter_name=name)
+            return adapter
+        return {key: parameter.detach() for key, parameter in self.model.named_parameters()}
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every unsharded weight, by `set: name`."""
+        return {f"{own}: {key}": tuple(w.shape) for own in self.names for key, w in self.live(own).items()}
 
     def weights(self, name: str = DEFAULT_ADAPTER) -> Weights:
         """Return copies of a set's unsharded weights; nothing in a process that only helps to gather them."""
-        found = {}
-        for key, weight in self.live(name).items():
-            gathered = self._spread.gather(weight)
-            if self.writes or not self.sharded:
-                found[key] = gathered.clone() if gathered is weight else gathered.cpu()
-        return found
+        return gathered(self.live(name), self.keeps or not self.sharded, lambda _, weight: weight.clone())
 
     def all_weights(self) -> dict[str, Weights]:
         return {name: self.weights(name) for name in self.names}
-
-    def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Return the shape of every unsharded weight, by set and name."""
-        return {name: {key: tuple(weight.shape) for key, weight in self.live(name).items()} for name in self.names}
 
     @torch.no_grad()
     def set(self, weights: Mapping[str, Weights]) -> None:
@@ -127,29 +141,132 @@ class Trained(ABC):
         for name, own in weights.items():
             live = self.live(name)
             for key, value in own.items():
-                live[key].copy_(self._spread.part(value, live[key]))
+                live[key].copy_(self._part(value, live[key]))
+
+    def _part(self, value: Tensor, like: Tensor) -> Tensor:
+        """This process's part of what process 0 has, sharded `like` this weight; the others may have it on `meta`."""
+        if not self.sharded:
+            return value
+        value = torch.empty_like(value, device=like.device) if value.is_meta else value.to(like.device)
+        if isinstance(like, DTensor):
+            return distribute_tensor(value, like.device_mesh, like.placements)
+        dist.broadcast(value, src=0)
+        return value
 
     def copy(self, name: str) -> Weights:
         """Return a copy of this process's part of a set, in the machine's own memory."""
-        return {key: self._spread.local(weight).to("cpu", copy=True) for key, weight in self.live(name).items()}
+        return {key: local(weight).to("cpu", copy=True) for key, weight in self.live(name).items()}
 
     @contextmanager
     def exchanged(self, name: str, copy: Weights) -> Iterator[None]:
         """Use the weights of a `copy` while the block runs. The copy holds the present ones meanwhile."""
-        self._exchange(name, copy)
+
+        @torch.no_grad()
+        def exchange() -> None:
+            for key, weight in self.live(name).items():  # one at a time: a second copy of a full model may not fit
+                present = local(weight).to("cpu", copy=True)
+                local(weight).copy_(copy[key])
+                copy[key].copy_(present)
+
+        exchange()
         try:
             yield
         finally:
-            self._exchange(name, copy)
+            exchange()
 
-    @torch.no_grad()
-    def _exchange(self, name: str, copy: Weights) -> None:
-        """One weight at a time: a second copy of a full model may not fit."""
-        for key, weight in self.live(name).items():
-            local = self._spread.local(weight)
-            present = local.to("cpu", copy=True)
-            local.copy_(copy[key])
-            copy[key].copy_(present)
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Return the state for a checkpoint: of a full model by the names of weights, whose order ranks change."""
+        packed: dict[str, Any] = optimizer.state_dict()
+        if self._is_lora:
+            return packed
+        names = self._names(optimizer)
+        return {names[i]: gathered(m, self.keeps or not self.sharded) for i, m in packed["state"].items()}
+
+    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
+        """Give the optimizer the state from a checkpoint."""
+        if not self._is_lora:
+            parameters, names = dict(self.model.named_parameters()), self._names(optimizer)
+            moments = {
+                i: {
+                    key: self._part(value, parameters[name]) if value.dim() else value
+                    for key, value in state[name].items()
+                }
+                for i, name in enumerate(names)
+                if name in state
+            }
+            state = optimizer.state_dict() | {"state": moments}
+        optimizer.load_state_dict(state)
+
+    def _names(self, optimizer: Any) -> list[str]:
+        """The names of the optimizer's parameters, in the order that its state dict counts them in."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+
+    def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, *, merged: bool) -> None:
+        """Write what vLLM loads. `directory` appears atomically, with a marker file; no weight in memory changes.
+
+        With `merged` it is a full model, with the default adapter merged in. Else it has the adapter `default`, and
+        each other one in a sub-directory of its name; LightningError if there are none.
+        """
+        if not merged and not self._is_lora:
+            raise LightningError("with trainer.weights: full there is no adapter to write")
+        state = None
+        if merged:  # every process helps to gather it
+            state = merged_state(self.model, keep=self.keeps) if self._is_lora else self._full_state()
+        if not self.keeps:
+            return
+        with atomic_directory(directory) as temporary:
+            (self.model if merged else self._model).save_pretrained(str(temporary), state_dict=state)
+            if merged:
+                tokenizer.save_pretrained(str(temporary))
+            if merged and not self._is_lora:  # transformers writes the dtype of the model in memory
+                config = temporary / "config.json"
+                about = json.loads(config.read_text()) | {"dtype": str(self._dtype).removeprefix("torch.")}
+                config.write_text(json.dumps(about, indent=2) + "\n")
+            (temporary / MARKER).touch()
+
+    def _full_state(self) -> Weights:
+        """A weight that two modules share is there once, as transformers writes it."""
+        named = self.model.named_parameters
+        again = {name for name, _ in named(remove_duplicate=False)} - {name for name, _ in named()}
+        state = {name: weight for name, weight in self.model.state_dict().items() if name not in again}
+        return gathered(state, self.keeps, lambda _, w: w.to(self._dtype) if w.is_floating_point() else w)
+
+
+def gathered(
+    tensors: Mapping[str, Tensor], keep: bool = True, change: Callable[[str, Tensor], Tensor] = lambda _, weight: weight
+) -> Weights:
+    """Gather sharded tensors one at a time, and return them as `change` makes them; nothing if they are not kept.
+
+    Every process has to take part. What was gathered is in the machine's own memory then.
+    """
+    found: Weights = {}
+    for name, part in tensors.items():
+        weight = part.full_tensor() if isinstance(part, DTensor) else part
+        if keep:
+            found[name] = change(name, weight) if weight is part else change(name, weight).cpu()
+    return found
+
+
+def local(weight: Tensor) -> Tensor:
+    """Return the part of a weight that is in this process."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight
+
+
+@torch.no_grad()
+def merged_state(base: PreTrainedModel, *, keep: bool = True) -> Weights:
+    """Return the state dict of `base` without PEFT, with W + BA·scale for each weight under a LoRA layer."""
+    deltas = {
+        f"{name}.base_layer.weight": layer.get_delta_weight(DEFAULT_ADAPTER)
+        for name, layer in base.named_modules()
+        if isinstance(layer, LoraLayer)
+    }
+
+    def merge(name: str, weight: Tensor) -> Tensor:
+        return (weight.float() + deltas[name].float()).to(weight.dtype) if name in deltas else weight
+
+    state = {name: weight for name, weight in base.state_dict().items() if ".lora_" not in name}
+    return {name.replace(".base_layer.", "."): weight for name, weight in gathered(state, keep, merge).items()}
 
 
 def lora_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig:
@@ -169,202 +286,20 @@ def language_targets(model: PreTrainedModel) -> list[str]:
 
     They are named by their last part where that means no other module of the model. ConfigError if there are none.
     """
-    linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    language = _dotted_name(model, model.get_decoder())
-    chosen = {name for name in linear if name.startswith(language) and _is_in_a_layer(name)}
+    modules, decoder = dict(model.named_modules()), model.get_decoder()
+    language = next((f"{name}." for name, module in modules.items() if module is decoder and name), "")
+    linear = {name: name.split(".") for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)}
+    chosen = {
+        name
+        for name, parts in linear.items()
+        if name.startswith(language) and any(map(str.isdigit, parts)) and not LEFT_ALONE & {*parts}
+    }
     if not chosen:
         raise ConfigError(
             f"trainer.lora_targets: no attention or MLP was found in {type(model).__name__}; name its modules"
         )
-    last = {_last(name) for name in chosen}
-    if all(name in chosen for name in linear if _last(name) in last):
-        return sorted(last)
-    return sorted(chosen)
-
-
-def _dotted_name(model: nn.Module, part: nn.Module) -> str:
-    """The name of a part, with a dot after it."""
-    name = next((name for name, module in model.named_modules() if module is part), "")
-    return f"{name}." if name else ""
-
-
-def _is_in_a_layer(name: str) -> bool:
-    parts = name.split(".")
-    return any(part.isdigit() for part in parts) and not LEFT_ALONE & set(parts)
-
-
-def _last(name: str) -> str:
-    return name.rsplit(".", 1)[-1]
-
-
-class Adapters(Trained):
-    """The adapters of `model`: its first one, `default`, and one for each of `names`. All are trainable."""
-
-    def __init__(self, model: PeftModel, names: Iterable[str], spread: Spread) -> None:
-        super().__init__(spread)
-        self._model = model
-        base = model.get_base_model()
-        assert isinstance(base, PreTrainedModel)
-        self.model = base
-        # Sorted, because an optimizer's state goes by position.
-        self.names = (DEFAULT_ADAPTER, *sorted(names))
-        for name in self.names[1:]:
-            _check_name(name, model)
-            model.add_adapter(name, deepcopy(model.peft_config[DEFAULT_ADAPTER]))
-        for parameter in self.parameters():
-            parameter.requires_grad_(True)
-
-    def prepare(self, place: Callable[[Any], Any]) -> Any:
-        self._model = place(self._model)
-        return self._model
-
-    def parameters(self, *names: str) -> list[nn.Parameter]:
-        """Return the parameters of these adapters, by default of all, whichever is active."""
-        chosen = names or self.names
-        return [p for name, p in self._model.named_parameters() if _adapter_in(name) in chosen]
-
-    def activate(self, name: str) -> None:
-        if self._model.active_adapter != name:
-            self._model.set_adapter(name)
-
-    def live(self, name: str) -> Weights:
-        """Return an adapter's weights under PEFT's names."""
-        found: Weights = get_peft_model_state_dict(self._model, adapter_name=name)
-        return found
-
-    @contextmanager
-    def reference(self) -> Iterator[PreTrainedModel]:
-        """Yield the model with the adapters off."""
-        with self._model.disable_adapter():
-            yield self.model
-
-    def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, *, merged: bool) -> None:
-        """Write the adapters, or the full model with the default adapter merged in."""
-        if merged:
-            save_merged(self._model, tokenizer, directory, gather=self._spread.gather, writes=self.writes)
-        elif self.writes:
-            save_adapter(self._model, directory)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        state: dict[str, Any] = optimizer.state_dict()
-        return state
-
-    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        optimizer.load_state_dict(state)
-
-
-def _adapter_in(parameter: str) -> str | None:
-    """The adapter that a parameter belongs to: the part after lora_A or lora_B. None for the base model's."""
-    parts = parameter.split(".")
-    return next((after for part, after in pairwise(parts) if part.startswith(_LORA)), None)
-
-
-def _check_name(name: str, model: PeftModel) -> None:
-    """Refuse the name of a part of the model: PEFT finds an adapter's weights by its name among the parts of theirs."""
-    parts = {part for parameter, _ in model.named_parameters() for part in parameter.split(".")}
-    if name in parts or name in _LORA:
-        raise ConfigError(f"policy.adapters: {name!r} is also the name of a part of the model; choose another name")
-
-
-class FullModel(Trained):
-    """The weights of `model`, as one set. A weight that several modules share counts once.
-
-    `base` is a frozen copy of the model before training, where one is needed. Files are written in `dtype`.
-    """
-
-    names = (DEFAULT_ADAPTER,)
-
-    def __init__(
-        self, model: PreTrainedModel, base: PreTrainedModel | None, spread: Spread, dtype: torch.dtype
-    ) -> None:
-        super().__init__(spread)
-        self.model = model
-        self._base = base
-        self._dtype = dtype
-
-    @property
-    def sharded(self) -> bool:
-        return self._spread.sharded
-
-    def prepare(self, place: Callable[[Any], Any]) -> Any:
-        if self._base is not None:
-            self._base = place(self._base)
-        self.model = place(self.model)
-        return self.model
-
-    def parameters(self, *names: str) -> list[nn.Parameter]:
-        return list(self.model.parameters())
-
-    def undoable(self, name: str) -> list[nn.Parameter]:
-        """Return none: the gradients of all weights are not kept twice."""
-        return []
-
-    def activate(self, name: str) -> None:
-        """Do nothing: there is one set."""
-
-    def live(self, name: str) -> Weights:
-        return {key: parameter.detach() for key, parameter in self.model.named_parameters()}
-
-    @contextmanager
-    def reference(self) -> Iterator[PreTrainedModel]:
-        """Yield the frozen copy."""
-        assert self._base is not None, "trainer.kl_coef and trainer.kl_metric load it"
-        yield self._base
-
-    def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, *, merged: bool) -> None:
-        """Write the full model; LightningError if adapters are asked for."""
-        if not merged:
-            raise LightningError("with trainer.weights: full there is no adapter to write")
-        save_model(self.model, tokenizer, directory, self._dtype, gather=self._spread.gather, writes=self.writes)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the optimizer's state by the names of weights: over ranks their order is another one."""
-        named = self._packed_names(optimizer)
-        found: dict[str, Any] = {}
-        for place, moments in optimizer.state_dict()["state"].items():
-            gathered = {key: self._spread.gather(value) for key, value in moments.items()}
-            if self.writes or not self.sharded:
-                found[named[place]] = {key: v.cpu() if self.sharded else v for key, v in gathered.items()}
-        return found
-
-    def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        parameters = dict(self.model.named_parameters())
-        packed = optimizer.state_dict()
-        packed["state"] = {
-            place: {
-                key: self._spread.part(value, parameters[name]) if value.dim() else value
-                for key, value in state[name].items()
-            }
-            for place, name in enumerate(self._packed_names(optimizer))
-            if name in state
-        }
-        optimizer.load_state_dict(packed)
-
-    def _packed_names(self, optimizer: Any) -> list[str]:
-        """The names of the optimizer's parameters, in the order that its state dict counts them in."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def compute_dtype(config: TrainerConfig) -> torch.dtype:
-    """Return the dtype that the model is computed in, and that vLLM is given its weights in."""
-    name = {"auto": "bfloat16" if torch.cuda.is_available() else "float32"}.get(config.dtype, config.dtype)
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-
-
-def tolerance(config: TrainerConfig, policy: PolicyConfig) -> float:
-    """Return the largest mean difference of log-probabilities that rounding explains, in nats."""
-    return policy.verify_tolerance or TOLERANCE[compute_dtype(config)]
-
-
-def weight_dtype(config: TrainerConfig) -> torch.dtype:
-    """Return the dtype of the model's weights. Trained ones are float32: bfloat16 would round small updates away."""
-    return torch.float32 if config.weights == "full" else compute_dtype(config)
-
-
-def uses_autocast(config: TrainerConfig) -> bool:
-    """Return whether the model is computed in bfloat16 under autocast."""
-    return compute_dtype(config) == torch.bfloat16 and (torch.cuda.is_available() or config.weights == "full")
+    last = {linear[name][-1] for name in chosen}
+    return sorted(last if all(name in chosen for name, parts in linear.items() if parts[-1] in last) else chosen)
 
 
 def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -379,131 +314,23 @@ def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
-def peft_config(config: TrainerConfig, model: PreTrainedModel) -> LoraConfig | None:
-    """Return PEFT's configuration of the adapters; None if there are none."""
-    return lora_config(config, model) if config.weights == "lora" else None
+def compute_dtype(config: TrainerConfig) -> torch.dtype:
+    """Return the dtype that the model is computed in, and that vLLM is given its weights in."""
+    if config.dtype == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
 
 
-def trained(model: PreTrainedModel, config: TrainerConfig, policy: PolicyConfig, spread: Spread) -> Trained:
-    """Return the trained weights of `model`, which has LoRA layers if there is a `peft_config`."""
-    if config.weights == "lora":
-        return Adapters(model, policy.adapters, spread)
-    base = None
-    if config.kl_coef or config.kl_metric:
-        base = load_model(str(policy.model), compute_dtype(config)).requires_grad_(False)
-    return FullModel(model, base, spread, compute_dtype(config))
+def weight_dtype(config: TrainerConfig) -> torch.dtype:
+    """Return the dtype of the model's weights. Trained ones are float32: bfloat16 would round small updates away."""
+    return torch.float32 if config.weights == "full" else compute_dtype(config)
 
 
-def save_adapter(model: PeftModel, directory: Path) -> None:
-    """Write the adapters in PEFT's format. `directory` appears atomically, with a marker file.
-
-    The adapter `default` is in `directory` itself, each other one in a sub-directory of its name.
-    """
-    with atomic_directory(directory) as temporary:
-        write_adapter(model, temporary)
-        (temporary / MARKER).touch()
+def uses_autocast(config: TrainerConfig) -> bool:
+    """Return whether the model is computed in bfloat16 under autocast."""
+    return compute_dtype(config) == torch.bfloat16 and (torch.cuda.is_available() or config.weights == "full")
 
 
-def write_adapter(model: PeftModel, directory: Path) -> None:
-    """Write the adapters in PEFT's format into a directory."""
-    model.save_pretrained(str(directory))
-
-
-def write_merged(model: PeftModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
-    """Write base + LoRA as an ordinary model into a directory."""
-    base = model.get_base_model()
-    assert isinstance(base, PreTrainedModel)
-    _write_model(base, _merged_state(base, lambda weight: weight, keep=True), tokenizer, directory)
-
-
-def save_merged(
-    model: PeftModel,
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    *,
-    gather: Callable[[Tensor], Tensor] = lambda weight: weight,
-    writes: bool = True,
-) -> None:
-    """Write base + LoRA as an ordinary checkpoint, atomically. The weights in memory do not change.
-
-    If the base is sharded, every process calls this with a `gather` that unshards a weight, and only one `writes`.
-    """
-    base = model.get_base_model()
-    assert isinstance(base, PreTrainedModel)
-    _write_atomically(base, _merged_state(base, gather, keep=writes), tokenizer, directory, writes=writes)
-
-
-def save_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    dtype: torch.dtype,
-    *,
-    gather: Callable[[Tensor], Tensor],
-    writes: bool,
-) -> None:
-    """Write a full model in `dtype` as an ordinary checkpoint. Otherwise like `save_merged`.
-
-    A weight that two modules share is written once, as transformers does.
-    """
-    once = {name for name, _ in model.named_parameters()}
-    again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
-    state = {}
-    for name, part in model.state_dict().items():
-        if name not in again:
-            weight = gather(part)
-            if writes:
-                weight = weight.to(dtype) if weight.is_floating_point() else weight
-                state[name] = weight if weight is part else weight.cpu()
-    _write_atomically(model, state, tokenizer, directory, writes=writes, dtype=dtype)
-
-
-def _write_atomically(
-    model: PreTrainedModel,
-    state: dict[str, Tensor],
-    tokenizer: PreTrainedTokenizerBase,
-    directory: Path,
-    *,
-    writes: bool,
-    dtype: torch.dtype | None = None,
-) -> None:
-    if not writes:
-        return
-    with atomic_directory(directory) as temporary:
-        _write_model(model, state, tokenizer, temporary)
-        if dtype is not None:  # transformers writes the dtype of the model in memory
-            config = temporary / "config.json"
-            about = json.loads(config.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
-            config.write_text(json.dumps(about, indent=2) + "\n")
-        (temporary / MARKER).touch()
-
-
-def _write_model(
-    base: PreTrainedModel, state: dict[str, Tensor], tokenizer: PreTrainedTokenizerBase, directory: Path
-) -> None:
-    base.save_pretrained(str(directory), state_dict=state)
-    tokenizer.save_pretrained(str(directory))
-
-
-@torch.no_grad()
-def _merged_state(base: PreTrainedModel, gather: Callable[[Tensor], Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """The state dict that `base` would have without PEFT, with W + BA·scale for each weight under a LoRA layer.
-
-    With `keep=False` it only helps the other processes to gather theirs, and returns nothing.
-    """
-    deltas = {
-        f"{name}.base_layer.weight": layer.get_delta_weight("default")
-        for name, layer in base.named_modules()
-        if isinstance(layer, LoraLayer)
-    }
-    merged = {}
-    for name, part in base.state_dict().items():
-        if ".lora_" in name:
-            continue
-        weight = gather(part)
-        if not keep:
-            continue
-        delta = deltas.get(name)
-        changed = weight if delta is None else (weight.float() + delta.float()).to(weight.dtype)
-        merged[name.replace(".base_layer.", ".")] = changed if part is weight else changed.cpu()
-    return merged
+def tolerance(config: TrainerConfig, policy: PolicyConfig) -> float:
+    """Return the largest mean difference of log-probabilities that rounding explains, in nats."""
+    return policy.verify_tolerance or TOLERANCE[compute_dtype(config)]

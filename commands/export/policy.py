@@ -119,7 +119,7 @@ def _made(config: Config, wanted: Form, source: Path, step: Step | None, target:
         from transformers import AutoModelForCausalLM, AutoTokenizer
         from transformers.utils.logging import disable_progress_bar
 
-        from ...trainer.weights import lora_config, write_adapter, write_merged
+        from ...trainer.weights import lora_config, merged_state
     except ImportError:
         message = f"to make it {wanted} needs torch and peft: pip install 'lightning-proxy[train]'"
         raise LightningError(message) from None
@@ -130,7 +130,9 @@ def _made(config: Config, wanted: Form, source: Path, step: Step | None, target:
     disable_progress_bar()
     if wanted == "merged":
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), str(source))
-        write_merged(model, AutoTokenizer.from_pretrained(base), target)
+        merged = model.get_base_model()
+        merged.save_pretrained(str(target), state_dict=merged_state(merged))
+        AutoTokenizer.from_pretrained(base).save_pretrained(str(target))
         return
     if step is None or step.checkpoint is None or not Path(step.checkpoint).is_dir():
         raise LightningError("the version was published merged, and the checkpoint that has its adapter is gone")
@@ -139,7 +141,7 @@ def _made(config: Config, wanted: Form, source: Path, step: Step | None, target:
     tuned = get_peft_model(model, lora_config(config.trainer, model))
     assert isinstance(tuned, PeftModel)
     set_peft_model_state_dict(tuned, state["adapters"][DEFAULT_ADAPTER])
-    write_adapter(tuned, target)
+    tuned.save_pretrained(str(target))
 
 
 async def _facts(store: Store, config: Config, version: PolicyVersion, form: Form, last: Step | None) -> CardFacts:

@@ -21,15 +21,16 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from peft import PeftModel
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ...core.errors import ConfigError, LightningError
 from ...trainer.rows.prefix_tree import MicroBatch, TreeCost, halves
 from ...trainer.step.processes import Pass, Processes
+from ...trainer.weights import local
 
 T = TypeVar("T")
 SUPPORTED = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP}
@@ -156,15 +157,6 @@ class Ranks(Processes):
         for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad = piece.view_as(p).to(p.dtype)
 
-    def gather(self, weight: Tensor) -> Tensor:
-        return gathered(weight)
-
-    def part(self, weight: Tensor, like: Tensor) -> Tensor:
-        return scattered(weight, like) if self.sharded else weight
-
-    def local(self, weight: Tensor) -> Tensor:
-        return local(weight)
-
     def clip(self, accelerator: Accelerator, parameters: Sequence[nn.Parameter], limit: float) -> float:
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             return clip(parameters, limit)
@@ -216,34 +208,13 @@ def shard(model: nn.Module, device: torch.device) -> None:
             tensor.data = tensor.data.to(device)
 
 
-def gathered(weight: Tensor) -> Tensor:
-    """Gather a sharded weight, which needs every rank; return any other weight as it is."""
-    return weight.full_tensor() if isinstance(weight, DTensor) else weight
-
-
-def scattered(weight: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a weight, or the weight itself if `like` is not sharded. Rank 0 has the values."""
-    value = (
-        torch.empty(weight.shape, dtype=weight.dtype, device=like.device) if weight.is_meta else weight.to(like.device)
-    )
-    if isinstance(like, DTensor):
-        return distribute_tensor(value, like.device_mesh, like.placements)
-    dist.broadcast(value, src=0)
-    return value
-
-
-def local(weight: Tensor) -> Tensor:
-    """Return the part of a weight that is on this rank."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
-
-
 @torch.no_grad()
 def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
     """Clip the norm of all gradients together, of sharded and of unsharded parameters; return it as it was."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     spread, unsharded = ([g for g in gradients if isinstance(g, DTensor) is one] for one in (True, False))
-    squares = torch.stack([gathered(torch.nn.utils.get_total_norm(part)) for part in (spread, unsharded) if part]) ** 2
-    norm = squares.sum().sqrt()
+    norms = [torch.nn.utils.get_total_norm(part) for part in (spread, unsharded) if part]
+    norm = torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]).norm()
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     for gradient in gradients:
         local(gradient).mul_(factor)

@@ -69,7 +69,7 @@ def test_another_base_model_is_refused_and_one_that_was_moved_is_not(base: Path,
     save_small_model(moved)
     trainer(moved, tmp_path).load(tmp_path / "1")
     other = save_small_model(tmp_path / "other", seed=1)
-    with pytest.raises(ConfigError, match=rf"policy.model {base} → {other}"):
+    with pytest.raises(ConfigError, match=rf'policy.model "{base}" → "{other}"'):
         trainer(other, tmp_path).load(tmp_path / "1")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...core.errors import ConfigError
 from ..rows.prefix_tree import MicroBatch, TreeCost
@@ -60,21 +60,6 @@ class Processes:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients over all processes, in each of them."""
 
-    def gather(self, weight: Tensor) -> Tensor:
-        """Return the weight itself. A sharded one is gathered, which every process has to take part in."""
-        return weight
-
-    def part(self, weight: Tensor, like: Tensor) -> Tensor:
-        """Return this process's part of an unsharded weight, sharded `like` this one. It undoes `gather`.
-
-        With a sharded model only process 0 need have the values, and every process has to take part.
-        """
-        return weight
-
-    def local(self, weight: Tensor) -> Tensor:
-        """Return the part of a weight that is in this process."""
-        return weight
-
     def clip(self, accelerator: Any, parameters: Sequence[nn.Parameter], limit: float) -> float:
         """Clip the norm of these parameters' gradients together; returns it as it was before."""
         return float(accelerator.clip_grad_norm_(parameters, limit))
@@ -87,12 +72,17 @@ class Processes:
         """Let the other processes end."""
 
 
-def on_every_process(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+def on_every_process(
+    method: Callable[Concatenate[Any, P], R], *, only_if_sharded: bool = False
+) -> Callable[Concatenate[Any, P], R]:
     """Run a trainer's method in all processes at the same time, with the arguments that process 0 calls it with."""
 
     @functools.wraps(method)
     def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.processes.turn, self.processes.together(method.__name__, *args, **kwargs):
+        processes: Processes = self.processes
+        alone = only_if_sharded and not processes.sharded
+        together = nullcontext() if alone else processes.together(method.__name__, *args, **kwargs)
+        with processes.turn, together:
             return method(self, *args, **kwargs)
 
     return run
@@ -100,11 +90,4 @@ def on_every_process(method: Callable[Concatenate[Any, P], R]) -> Callable[Conca
 
 def on_every_shard(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Like `on_every_process` if the base model is sharded; otherwise process 0 runs the method by itself."""
-    everywhere = on_every_process(method)
-
-    @functools.wraps(method)
-    def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self.processes.turn:
-            return (everywhere if self.processes.sharded else method)(self, *args, **kwargs)
-
-    return run
+    return on_every_process(method, only_if_sharded=True)

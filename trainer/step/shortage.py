@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..rows.prefix_tree import MicroBatch, halves
-from ..weights import Trained
+from ..weights import TrainedWeights
 from .processes import Pass
 from .step_metrics import StepMetrics, some_rollouts
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def make_what_fits(
-    passes: Sequence[Pass], make: Callable[[Pass, StepMetrics], None], trained: Trained, metrics: StepMetrics
+    passes: Sequence[Pass], make: Callable[[Pass, StepMetrics], None], trained: TrainedWeights, metrics: StepMetrics
 ) -> StepMetrics:
     """Make passes up to one whose loss is not finite, in halves where memory runs out; returns their metrics.
 

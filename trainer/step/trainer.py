@@ -35,7 +35,7 @@ from ..rate import rate_of
 from ..report.trackers import Trackers
 from ..rows.prefix_tree import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
-from ..weights import Weights, load_model, peft_config, tolerance, trained, weight_dtype
+from ..weights import TrainedWeights, Weights, load_model, lora_config, tolerance, weight_dtype
 from .losses import (
     Answers,
     EntropyBonus,
@@ -102,7 +102,7 @@ class LightningTrainer(GRPOTrainer):
             reward_funcs=rewards_come_from_the_store,
             train_dataset=Dataset.from_dict({"prompt": [""]}),
             processing_class=AutoTokenizer.from_pretrained(policy.model),
-            peft_config=peft_config(config, model),
+            peft_config=lora_config(config, model) if config.weights == "lora" else None,
         )
         longest = {"max_sample_tokens": longest_sample(model.config, config.max_sample_tokens)}
         self.settings = config.model_copy(update=longest)
@@ -114,7 +114,7 @@ class LightningTrainer(GRPOTrainer):
     def _prepare(self, policy: PolicyConfig, processes: Processes) -> None:
         config = self.settings
         self.processes = processes
-        self.weight_sets = trained(self.model, config, policy, processes)
+        self.weight_sets = TrainedWeights(self.model, config, policy, processes)
         self._served: dict[str, Weights] = {}
         checkpoint_layers(self.policy_model, config)
         self._saved_config = saved_config(config, policy, fingerprint(self.model))

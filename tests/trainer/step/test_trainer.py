@@ -30,7 +30,7 @@ from transformers import (  # noqa: E402
 from lightning_proxy.trainer.checkpoint import atomic_directory  # noqa: E402
 from lightning_proxy.trainer.report.metric_schema import by_tag  # noqa: E402
 from lightning_proxy.trainer.step.trainer import LightningTrainer  # noqa: E402
-from lightning_proxy.trainer.weights import MARKER, save_adapter, save_merged  # noqa: E402
+from lightning_proxy.trainer.weights import MARKER  # noqa: E402
 
 VOCABULARY = 64
 
@@ -294,8 +294,8 @@ def test_the_merged_checkpoint_and_the_adapter_compute_what_the_trainer_does(
     learner = trainer(model_directory, tmp_path)
     learner.step(batch())
     before = lora_weights(learner.model).clone()
-    save_merged(learner.model, learner.processing_class, tmp_path / "merged")
-    save_adapter(learner.model, tmp_path / "adapter")
+    for form in ("merged", "adapter"):
+        learner.save_weights(tmp_path / form, merged=form == "merged")
     assert torch.equal(before, lora_weights(learner.model))
 
     base = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
