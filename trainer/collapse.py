@@ -20,6 +20,7 @@ import numpy as np
 from ..core.config.trainer import CollapseConfig, TrainerConfig
 from ..core.records import CollapseSign, PolicyVersion
 from ..core.returns import Rules
+from ..store.rewards import Scored
 from ..store.store import Store
 from ..store.training import Collapse, Step
 
@@ -70,14 +71,6 @@ class Sign(NamedTuple):
     collapsed: bool
 
 
-class ScoredRollout(NamedTuple):
-    """A rollout's reward, its task (None: it has none), and the policy version that it began with."""
-
-    version: int
-    task_id: str | None
-    reward: float
-
-
 class Measured(NamedTuple):
     """The metrics of a training step, and the policy version that it began with, which they measure."""
 
@@ -109,7 +102,7 @@ def kept(line: Sequence[int]) -> set[int]:
     return {next((version for version in line[n:] if version % n == 1 % n), 0) for n in SPLITS}
 
 
-def reward_sign(scored: Sequence[ScoredRollout], line: Sequence[int], config: CollapseConfig) -> Sign | None:
+def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseConfig) -> Sign | None:
     """Return the greatest drop of the reward along a line of versions, newest first. `scored` is as opened."""
     drops = [
         (drop(*([s for s in scored if s.version in part] for part in (line[newest:], line[:newest]))), line[newest - 1])
@@ -130,7 +123,7 @@ def reward_sign(scored: Sequence[ScoredRollout], line: Sequence[int], config: Co
     return max(signs)[2] if signs else None
 
 
-def drop(before: Sequence[ScoredRollout], after: Sequence[ScoredRollout]) -> Drop:
+def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
     """Compare rewards before and after: within each task that has both, and by the means of all other tasks.
 
     This is a stratified permutation test (Mantel 1963, J. Am. Stat. Assoc. 58:690): if the policy were the same, the
@@ -174,9 +167,9 @@ def of_several(sigmas: float, tests: int) -> float:
     return -NormalDist().inv_cdf(min(tests * tail, 0.5))
 
 
-def _strata(before: Sequence[ScoredRollout], after: Sequence[ScoredRollout]) -> Iterator[list[list[ScoredRollout]]]:
+def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> Iterator[list[list[Scored]]]:
     """A stratum for each task on both sides (rollouts without a task are one), and one of the other tasks' means."""
-    sides: list[dict[str | None, list[ScoredRollout]]] = [defaultdict(list), defaultdict(list)]
+    sides: list[dict[str | None, list[Scored]]] = [defaultdict(list), defaultdict(list)]
     for side, scored in zip(sides, (before, after), strict=True):
         for one in scored:
             side[one.task_id].append(one)
@@ -184,7 +177,7 @@ def _strata(before: Sequence[ScoredRollout], after: Sequence[ScoredRollout]) -> 
     for task in shared:
         yield [side[task] for side in sides]
     yield [
-        [ScoredRollout(0, None, fmean(one.reward for one in side[task])) for task in side if task not in shared]
+        [Scored(0, None, fmean(one.reward for one in side[task]), 0.0, 0.0) for task in side if task not in shared]
         for side in sides
     ]
 
@@ -350,7 +343,7 @@ class Monitor:
                 version = step.base
         return line
 
-    async def _scored(self, since: int) -> list[ScoredRollout]:
+    async def _scored(self, since: int) -> list[Scored]:
         """The newest rollouts of versions from `since` on, with their weighted posted rewards that act on everybody.
 
         Judge scores do not count: only what is trained on has them, which would set versions apart. Rollouts count once
@@ -360,7 +353,7 @@ class Monitor:
         found = await self._store.rewards.since(since, NEWEST)
         took = sorted(one.done - one.began for one in found) or [0.0]
         settled = self._clock() - took[int(SETTLED * len(took))]
-        return [ScoredRollout(one.version, one.task_id, one.reward) for one in found if one.began <= settled]
+        return [one for one in found if one.began <= settled]
 
 
 def _versions(version: int, line: Sequence[Step]) -> list[int]:

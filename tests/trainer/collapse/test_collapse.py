@@ -10,17 +10,22 @@ from typing import Any
 import pytest
 
 from lightning_proxy.core.config.trainer import CollapseConfig
-from lightning_proxy.trainer.collapse import Measured, ScoredRollout, drop, of_several, reward_sign, step_signs
+from lightning_proxy.store.rewards import Scored
+from lightning_proxy.trainer.collapse import Measured, drop, of_several, reward_sign, step_signs
 
 CONFIG = CollapseConfig()
 TASKS = ("a", "b", "c", "d", "e", "f", "g", "h")
 
 
-def scored(version: int, task: str | None, *rewards: float) -> list[ScoredRollout]:
-    return [ScoredRollout(version, task, reward) for reward in rewards]
+def rollout(version: int, task: str | None, reward: float) -> Scored:
+    return Scored(version, task, reward, 0.0, 0.0)
 
 
-def on_tasks(version: int, *rewards: float) -> list[ScoredRollout]:
+def scored(version: int, task: str | None, *rewards: float) -> list[Scored]:
+    return [rollout(version, task, reward) for reward in rewards]
+
+
+def on_tasks(version: int, *rewards: float) -> list[Scored]:
     """The same rewards for each of eight tasks."""
     return [one for task in TASKS for one in scored(version, task, *rewards)]
 
@@ -92,7 +97,7 @@ def test_a_smaller_drop_is_a_warning_and_a_rise_is_none() -> None:
 @pytest.mark.parametrize("shift", [0.0, -7.0])
 def test_a_certain_but_small_drop_is_only_a_warning(shift: float) -> None:
     # 94 % after 100 %: 64 rollouts a version, 8 versions each.
-    rewards = [ScoredRollout(v, f"t{i // 8}", shift + (v < 8 or i % 16 != 0)) for v in range(16) for i in range(64)]
+    rewards = [rollout(v, f"t{i // 8}", shift + (v < 8 or i % 16 != 0)) for v in range(16) for i in range(64)]
     line = range(15, -1, -1)
     sign = reward_sign(rewards, line, CONFIG)
     assert sign is not None and "(5." in sign.what and not sign.collapsed
@@ -109,10 +114,10 @@ def test_a_rare_reward_that_is_lost_is_a_large_drop() -> None:
 
 
 def test_a_reward_that_falls_little_by_little_is_seen_over_several_versions() -> None:
-    rewards, line = list[ScoredRollout](), list(range(15, -1, -1))
+    rewards, line = list[Scored](), list(range(15, -1, -1))
     for version in range(16):
         share = 0.9 if version < 8 else 0.9 - 0.1 * (version - 7)
-        rewards += [ScoredRollout(version, task, float(i < 8 * share)) for task in "abcd" for i in range(8)]
+        rewards += [rollout(version, task, float(i < 8 * share)) for task in "abcd" for i in range(8)]
     sign = reward_sign(rewards, line, CONFIG)
     assert sign is not None and sign.collapsed and sign.since == 8
     newest = [s for s in rewards if s.version > 13]
@@ -122,7 +127,7 @@ def test_a_reward_that_falls_little_by_little_is_seen_over_several_versions() ->
 def test_too_few_to_compare_say_nothing() -> None:
     few = [*scored(0, None, *[1.0] * 7), *scored(1, None, *[0.0] * 7)]
     assert reward_sign(few, [1, 0], CollapseConfig(reward_warn=0.1, reward_stop=0.1)) is None
-    enough = [*few, ScoredRollout(0, None, 1.0), ScoredRollout(1, None, 0.0)]
+    enough = [*few, rollout(0, None, 1.0), rollout(1, None, 0.0)]
     assert reward_sign(enough, [1, 0], CollapseConfig(reward_warn=0.1)) is not None
 
 
@@ -140,24 +145,24 @@ def bernoulli(share: float) -> Reward:
     return lambda r: float(r.random() < share)
 
 
-def tasks_of_their_own(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterator[ScoredRollout]:
+def tasks_of_their_own(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterator[Scored]:
     """Every task comes once, and is easier or harder than others."""
     for version in versions:
         for i in range(r.choice((2, 8))):
             difficulty = r.random()
-            yield from (ScoredRollout(version, f"{version}-{i}", draw(r) * difficulty) for _ in range(4))
+            yield from (rollout(version, f"{version}-{i}", draw(r) * difficulty) for _ in range(4))
 
 
-def shared_tasks(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterator[ScoredRollout]:
+def shared_tasks(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterator[Scored]:
     """The same tasks come again, some with fewer rollouts."""
     for version in versions:
         for i in range(4):
-            yield from (ScoredRollout(version, f"t{i}", draw(r) + i) for _ in range(r.choice((1, 4, 8))))
+            yield from (rollout(version, f"t{i}", draw(r) + i) for _ in range(r.choice((1, 4, 8))))
 
 
-def no_tasks(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterator[ScoredRollout]:
+def no_tasks(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterator[Scored]:
     for version in versions:
-        yield from (ScoredRollout(version, None, draw(r)) for _ in range(r.choice((1, 8, 40))))
+        yield from (rollout(version, None, draw(r)) for _ in range(r.choice((1, 8, 40))))
 
 
 @pytest.mark.parametrize("traffic", [tasks_of_their_own, shared_tasks, no_tasks])
@@ -165,7 +170,7 @@ def no_tasks(r: random.Random, draw: Reward, versions: Sequence[int]) -> Iterato
     "draw", [bernoulli(0.03), bernoulli(0.5), bernoulli(0.97), lambda r: r.gauss(0, 1), lambda r: r.paretovariate(1.5)]
 )
 def test_a_policy_that_does_not_change_looks_collapsed_no_more_often_than_the_sigmas_say(
-    traffic: Callable[..., Iterator[ScoredRollout]], draw: Reward
+    traffic: Callable[..., Iterator[Scored]], draw: Reward
 ) -> None:
     r, runs, alarms = random.Random(0), 800, 0
     config = CollapseConfig(reward_warn=2.0)
@@ -191,7 +196,7 @@ def test_a_drop_is_measured_by_groups_where_their_rollouts_are_alike() -> None:
     assert found.sigmas == pytest.approx(4 / math.sqrt(between)) and found.sigmas < by_order / 2
 
 
-def learning_run(r: random.Random, alike: float, spoilt_from: int | None = None) -> Iterator[list[ScoredRollout]]:
+def learning_run(r: random.Random, alike: float, spoilt_from: int | None = None) -> Iterator[list[Scored]]:
     """73 versions that learn: 8 of 80 tasks each, 8 rollouts a task, whose correlation within a group is `alike`."""
     difficulty, order = [r.gauss(0, 1) for _ in range(80)], list[int]()
     for version in range(73):
@@ -206,9 +211,9 @@ def learning_run(r: random.Random, alike: float, spoilt_from: int | None = None)
         yield rollouts
 
 
-def signs_in(run: Iterator[list[ScoredRollout]]) -> Iterator[tuple[int, Any]]:
+def signs_in(run: Iterator[list[Scored]]) -> Iterator[tuple[int, Any]]:
     """The sign after each version, with what the monitor looks at: 1,024 rollouts."""
-    seen: list[ScoredRollout] = []
+    seen: list[Scored] = []
     for version, rollouts in enumerate(run):
         seen = [*seen, *rollouts][-1024:]
         if version and (sign := reward_sign(seen, range(version, max(-1, version - 16), -1), CONFIG)):
