@@ -100,7 +100,7 @@ def runs(proxy: Proxy, tmp_path: Path, request: pytest.FixtureRequest, monkeypat
     """By each way of running programs."""
     if request.param == "ray":
         monkeypatch.setenv("LIGHTNING_RUN__EXECUTOR", "ray")
-        monkeypatch.setenv("LIGHTNING_RUN__RAY__ADDRESS", request.getfixturevalue("ray_nodes").address)
+        monkeypatch.setenv("LIGHTNING_RAY__ADDRESS", request.getfixturevalue("ray_nodes").address)
     return Runs(proxy, tmp_path, ["--preload", "json"] if request.param == "preload" else [])
 
 

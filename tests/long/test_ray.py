@@ -41,7 +41,7 @@ async def proxy() -> AsyncIterator[ControlApi]:
 
 def by_ray(cluster: RayCluster, proxy: ControlApi | None, **ray: Any) -> Program:
     url = {} if proxy is None else {"proxy_url": proxy.url}
-    return Program("ray", {"executor": "ray", **url, "ray": {"address": cluster.address, **ray}})
+    return Program("ray", {"run": {"executor": "ray", **url}, "ray": {"address": cluster.address, **ray}})
 
 
 async def written(path: Path, lines: int) -> list[int]:
@@ -147,9 +147,8 @@ async def test_a_command_that_is_stopped_leaves_no_program(
         config = system.config.model_dump(mode="json")
         config["proxy"]["port"] = int(system.url.rsplit(":", 1)[1])
         env = {"env_vars": {"PIDS": str(pids)}}
-        config["run"] = {
-            "executor": "ray", "proxy_url": system.url, "ray": {"address": cluster.address, "runtime_env": env}
-        }  # fmt: skip
+        config["run"] = {"executor": "ray", "proxy_url": system.url}
+        config["ray"] = {"address": cluster.address, "runtime_env": env}
         path = tmp_path / "run.yaml"
         path.write_text(yaml.safe_dump(config))
         command = [sys.executable, "-m", "lightning_proxy.cli", "--config", str(path), "run", "--tasks", str(tasks)]

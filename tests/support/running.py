@@ -22,7 +22,7 @@ class Program:
     """A way of running programs. `said`: what a person was told."""
 
     kind: str
-    run: dict[str, Any] = field(default_factory=dict)  # the section of the configuration
+    settings: dict[str, Any] = field(default_factory=dict)  # the configuration
     said: list[str] = field(default_factory=list)
 
     def __call__(self, directory: Path, text: str, *arguments: str) -> Runner:
@@ -31,7 +31,7 @@ class Program:
         return self.command(sys.executable, str(script), *arguments)
 
     def command(self, *command: str) -> Runner:
-        config = Config.model_validate({"run": self.run})
+        config = Config.model_validate(self.settings)
         return runner_for(config, command, ["json"] if self.kind == "preload" else [], self.said.append)
 
 

@@ -34,7 +34,7 @@ def program(request: pytest.FixtureRequest, proxy: ControlApi) -> Program:
 
 
 def settings(request: pytest.FixtureRequest, proxy: ControlApi) -> dict[str, object]:
-    """The section `run` of the configuration."""
+    """The configuration."""
     if request.param == "ray":
-        return {"executor": "ray", "ray": {"address": request.getfixturevalue("ray_nodes").address}}
+        return {"run": {"executor": "ray"}, "ray": {"address": request.getfixturevalue("ray_nodes").address}}
     return {}

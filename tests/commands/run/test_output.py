@@ -29,7 +29,8 @@ sys.exit(3)
 
 async def test_a_log_is_bounded_and_has_no_secret(proxy: ControlApi, tmp_path: Path, program: Program) -> None:
     (tmp_path / "agent.py").write_text(TEXT)
-    settings = {"run": {**program.run, "log_mb": 0.2}, "recording": {"redact": {"secrets": True}}}
+    run = {**program.settings.get("run", {}), "log_mb": 0.2}
+    settings = {**program.settings, "run": run, "recording": {"redact": {"secrets": True}}}
     config = Config.model_validate(settings)
     preload = ["json"] if program.kind == "preload" else []
     runner = runner_for(config, [sys.executable, str(tmp_path / "agent.py")], preload, print)
