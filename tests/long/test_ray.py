@@ -164,7 +164,7 @@ async def test_a_command_that_is_stopped_leaves_no_program(
             assert {rollout["status"] for rollout in page["data"]} == {"discarded"}
 
 
-async def test_a_cluster_that_goes_away_is_one_error(proxy: ControlApi, tmp_path: Path) -> None:
+async def test_a_cluster_that_goes_away_fails_what_ran_on_it(proxy: ControlApi, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     with ray_cluster() as cluster:
         cluster.add_node("127.0.0.3")
@@ -172,7 +172,7 @@ async def test_a_cluster_that_goes_away_is_one_error(proxy: ControlApi, tmp_path
         running = asyncio.create_task(run_all(proxy, runner, [task(1)], RunOptions()))
         begun = await written(pids, 1)
         cluster.close()
-        with pytest.raises(LightningError, match="the Ray driver ended while programs were running"):
-            await running
+        (result,) = await running
         await gone(begun)
-    assert proxy.rollouts["r0"]["status"] == "discarded"
+    assert result.reason is not None and result.reason.startswith("the Ray driver died")
+    assert proxy.rollouts[result.rollout_id]["status"] == "failed"
