@@ -22,7 +22,7 @@ from ...core.http import through
 from ...core.json_text import encode, loads
 from ...core.prices import require_litellm
 from ...proxy.gateway.attempts import Upstreams
-from ...proxy.gateway.upstream import Request
+from ...proxy.gateway.upstream import Request, make_session
 from ...proxy.plugins import makers_of, plugins_of
 from ...serving.mode import publish_mode
 from ...store.opening import opened
@@ -103,11 +103,12 @@ def check_memory(config: Config) -> list[Check]:
     return [] if not plan.cards else [ok("memory", plan_line(plan))]
 
 
-async def check_call(config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig) -> Check:
+async def check_call(config: Config, upstream: UpstreamConfig) -> Check:
     """Make one call of one token: many providers check a key on calls alone."""
     name = f"upstream {upstream.name}"
     named = [upstream.model_map.get(model, model) for model in upstream.models] or [*upstream.model_map.values()]
     model = named[0] if named else config.policy.model
+    session = make_session()
     upstreams = Upstreams(session, makers=makers_of(plugins_of(config)))
     try:
         async with asyncio.timeout(TIMEOUT_S):
@@ -120,6 +121,7 @@ async def check_call(config: Config, session: aiohttp.ClientSession, upstream: U
         return failed(name, f"a call is not answered: {why}", "check the provider's status")
     finally:
         await upstreams.close()
+        await session.close()
     said = without_secrets(answer.decode(errors="replace"))[:200]
     found = f"a call for {model!r} is answered with HTTP {status}"
     if status in REFUSED and upstream.api_key is not None:
@@ -176,7 +178,7 @@ async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiC
             reachable = reached[upstream.urls[0]].outcome == "ok"
         has_key = upstream.api_key is not None or upstream.kind == "litellm"
         if reachable and has_key and upstream is not config.policy_upstream:
-            yield await check_call(config, session, upstream)
+            yield await check_call(config, upstream)
     policy = config.policy_upstream
     if policy is None:
         fix = "add an upstream with kind: vllm to train"
