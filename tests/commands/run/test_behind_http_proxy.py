@@ -18,7 +18,7 @@ from support.relaying import MemoryRecorder, relaying, speaking
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
-PASS = "Proxy-Authorization: Basic dXNlcjpwQHNz"
+PASS = "proxy-authorization: Basic dXNlcjpwQHNz"
 
 
 @pytest.mark.parametrize(
