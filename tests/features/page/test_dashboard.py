@@ -14,12 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import pytest
 
 from contract.system import free_port
 from lightning_proxy.features.page.dashboard import IdleFile, end_when_written
 from support.command_line import lightning
 from support.dashboards import dashboard
 from support.postgres import postgres_server
+
+pytestmark = pytest.mark.sqlite  # it looks at files
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 
