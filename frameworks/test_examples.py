@@ -25,7 +25,7 @@ async def test_an_example_with_its_teacher(name: str, tmp_path: Path, monkeypatc
     assert len(rewards) == TASKS
     assert 0.3 < sum(rewards) / TASKS < 0.95
     calls = [call for rollout in rollouts for call in rollout["calls"]]
-    assert len(calls) > TASKS
+    assert len(calls) >= TASKS
     assert {call["status"] for call in calls} == {"ok"}
 
 
