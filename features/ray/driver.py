@@ -57,7 +57,8 @@ class Driver:
                 run = asyncio.create_task(self._run(**request))
                 self._runs[request["id"]] = run
         for run in (patience, *self._runs.values()):
-            run.cancel()
+            if not run.cancelling():  # a second time would cancel `end`
+                run.cancel()
         await asyncio.gather(patience, *self._runs.values(), return_exceptions=True)
 
     async def _run(self, id: str, env: Mapping[str, str], log: str, limit_s: float | None) -> None:
