@@ -7,13 +7,13 @@ import logging
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, closing, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NoReturn, TypeVar
 
-import aiosqlite
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from ...core.config.server import StoreConfig
@@ -36,22 +36,20 @@ CHECKPOINT_S = 0.05  # that a checkpoint waits for others
 
 
 class SqliteDatabase(Database):
-    """One connection that writes and one that reads, each in aiosqlite's thread; readers never wait for the writer.
+    """Three connections: one in the event loop's thread, and two in threads of their own, to write and to read.
 
-    What every call needs is done in the event loop's thread instead (`commit`, `quick`): that takes less time than
-    the way to another thread. It never waits there: a commit that is large or synced, or that finds the store locked,
-    goes to the writer's thread, and `quick` has a connection of its own, which no long query holds up.
+    What every call needs is done in the event loop (`commit`, `quick`): that takes less time than the way to a thread.
+    It never waits there: a commit that is large or synced, or that finds the store locked, goes to the writer's thread,
+    as other transactions do. Readers never wait for writers.
     """
 
     def __init__(self, path: Path, config: StoreConfig, connections: Sequence[sqlite3.Connection]) -> None:
         self.path, self.where = path, str(path)
-        self._place = Place(path)
         self._config = config
-        self._writer, reader, self._quick = connections
-        self._writing = aiosqlite.Connection(lambda: self._writer, iter_chunk_size=64)
-        self._reading = aiosqlite.Connection(lambda: reader, iter_chunk_size=64)
+        self._here, self._writer, self._reader = connections
+        self._threads = {connection: ThreadPoolExecutor(1) for connection in connections[1:]}
+        self._files = {file: _identity(file) for file in (path, Path(f"{path}-wal"))}
         self._of_turn: dict[str, sqlite3.Row | None] = {}  # what `quick` read in this turn of the event loop
-        self._in_thread = 0  # jobs of the writer's thread that have not ended: the writer is theirs
         self._writes = Writing()
         self._commits = self._written = 0  # since the last checkpoint; bytes, about
         self._checkpoint: asyncio.Task[None] | None = None  # that a commit began
@@ -63,13 +61,9 @@ class SqliteDatabase(Database):
         # A proxy has worked on it, whose lock is still beside it.
         emptied = to_write and Path(f"{path}-keeper").exists() and path.exists() and path.stat().st_size == 0
         try:
-            connections = await asyncio.to_thread(_connect_all, path, config, to_write)
+            database = cls(path, config, await asyncio.to_thread(_connect_all, path, config, to_write))
         except (OSError, sqlite3.Error) as error:
             raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
-        database = cls(path, config, connections)
-        for threaded in (database._writing, database._reading):
-            threaded._thread.daemon = True  # it holds up no process that ends without closing it
-            await threaded
         if emptied:
             database._damaged("it had 0 bytes when it was opened, so all that was recorded before is gone")
         return database
@@ -77,8 +71,10 @@ class SqliteDatabase(Database):
     async def close(self) -> None:
         if self._checkpoint is not None:
             await asyncio.wait([self._checkpoint])
-        await asyncio.shield(asyncio.gather(self._writing.close(), self._reading.close()))
-        self._quick.close()
+        for connection, thread in self._threads.items():
+            await asyncio.to_thread(thread.shutdown)
+            connection.close()
+        self._here.close()
 
     # Writes --------------------------------------------------------------------------------------------------------
 
@@ -90,27 +86,32 @@ class SqliteDatabase(Database):
                 connection.executemany(statement, rows)
 
         self._of_turn.clear()
-        in_turn = size > LARGE or self._config.synchronous == "full" or self._in_thread
-        if in_turn or not self._try_at_once(work):
-            await self._in_writers_thread(partial(self._wait_and_do, work))
+        is_done = False
+        if size <= LARGE and self._config.synchronous != "full":
+            try:
+                _in_transaction(work, self._here)
+                is_done = True
+            except sqlite3.DatabaseError as error:
+                if not _is_locked(error):
+                    self._failed(error)
+        if not is_done:
+            await self._in_thread(self._writer, partial(_in_transaction, work))
         self._committed(size)
         self._writes.succeeded()
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
-        job = partial(self._wait_and_do, lambda db: finish(work(SqliteTransaction(db))))
-        done = await self._in_writers_thread(job)
+        job: Job[T] = partial(_in_transaction, lambda connection: finish(work(SqliteTransaction(connection))))
+        done = await self._in_thread(self._writer, job)
         self._committed(size)
         return done
 
-    def _try_at_once(self, work: Job[None]) -> bool:
-        """Whether it was done at once; False if another process is writing."""
+    async def _in_thread(self, connection: sqlite3.Connection, job: Job[T], what: str = "written") -> T:
+        """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
+        loop = asyncio.get_running_loop()
         try:
-            _in_transaction(self._writer, work)
+            return await asyncio.shield(loop.run_in_executor(self._threads[connection], job, connection))
         except sqlite3.DatabaseError as error:
-            if _is_locked(error):
-                return False
-            self._failed(error)
-        return True
+            self._failed(error, what)
 
     def _failed(self, error: sqlite3.DatabaseError, what: str = "written") -> NoReturn:
         """StoreUnavailable if the file, its disk or another process is to blame, ConstraintRefused for a row."""
@@ -147,76 +148,53 @@ class SqliteDatabase(Database):
 
     async def require_writable(self) -> None:
         self._require_place()
-        await self._in_writers_thread(partial(self._wait_and_do, _write_the_same))
+        await self._in_thread(self._writer, partial(_in_transaction, _write_the_same))
         # That is a page, which may fit where a record does not.
         self._writes.require(self._writes.why is None or await asyncio.to_thread(has_room, self.path.parent))
 
-    async def _in_writers_thread(self, job: Callable[[], T]) -> T:
-        """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
-        # aiosqlite's own methods run one statement each, between which the event loop would hold the file's lock.
-        done = asyncio.ensure_future(self._writing._execute(job))
-        self._in_thread += 1
-
-        def ended(_: object) -> None:
-            self._in_thread -= 1
-
-        done.add_done_callback(ended)
-        try:
-            return await asyncio.shield(done)
-        except sqlite3.DatabaseError as error:
-            self._failed(error)
-
-    def _wait_and_do(self, work: Job[T]) -> T:
-        """Do `work` in one transaction, and wait where another process is writing."""
-        _set_timeout(self._writer, self._config.busy_timeout_s)
-        try:
-            return _in_transaction(self._writer, work)
-        finally:
-            _set_timeout(self._writer, 0)
+    def _require_place(self) -> None:
+        """Raise StoreUnavailable if the file or its write-ahead log has lost its name: it goes with the process."""
+        for file, known in self._files.items():
+            if (found := _identity(file)) != known:
+                problem = f"the file {file} was removed or replaced: start the proxy again"
+                if found == (*known[:2], False):
+                    problem = f"the file {file} was emptied: it has 0 bytes. Make it anew from a backup"
+                self._writes.failed(problem)
+                raise StoreUnavailable(problem)
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
 
-    def _require_place(self) -> None:
-        if (problem := self._place.problem()) is not None:
-            self._writes.failed(problem)
-            raise StoreUnavailable(problem)
-
     def _committed(self, size: int) -> None:
-        self._require_place()
+        self._require_place()  # before it is acknowledged
         self._commits, self._written = self._commits + 1, self._written + size
         due = self._commits >= CHECKPOINT_EVERY or self._written >= LONG_LOG // 4
         if due and (self._checkpoint is None or self._checkpoint.done()):
             self._commits = self._written = 0
             self._checkpoint = asyncio.create_task(self.checkpoint())
 
-    async def checkpoint(self) -> None:
-        """Move committed pages into the file, which gets shorter only then."""
+    async def checkpoint(self, *, empty: bool = False) -> None:
+        """Move committed pages into the file, which gets shorter only then. `empty`: cut off the write-ahead log."""
         async with self._checkpointing:
-            await asyncio.to_thread(_checkpoint, self.path, self._config)
+            await asyncio.to_thread(_checkpoint, self.path, self._config, empty)
 
     async def forget_deleted(self) -> None:
         """Cut off the write-ahead log: it holds deleted rows until they are written over.
 
         While another process reads, or is in the middle of a write, it stays as it is.
         """
-        await self.checkpoint()  # what takes long, while others write
-        async with self._checkpointing:
-            await self._in_writers_thread(partial(_empty_log, self._writer))
+        await self.checkpoint(empty=True)
 
     # Reads ---------------------------------------------------------------------------------------------------------
 
     async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
-        try:
-            return list(await self._reading.execute_fetchall(sql, params or {}))
-        except sqlite3.DatabaseError as error:
-            self._failed(error, "read")
+        return await self._in_thread(self._reader, lambda reader: reader.execute(sql, params or {}).fetchall(), "read")
 
     async def quick(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
         """Without `params` it runs once in a turn of the event loop: calls that begin in one turn came before it."""
         if params is None and sql in self._of_turn:
             return self._of_turn[sql]
         try:
-            row: sqlite3.Row | None = self._quick.execute(sql, params or {}).fetchone()
+            row: sqlite3.Row | None = self._here.execute(sql, params or {}).fetchone()
         except sqlite3.DatabaseError as error:
             self._failed(error, "read")
         if params is None:
@@ -240,14 +218,16 @@ def has_room(directory: Path) -> bool:
     return True
 
 
-def _write_the_same(connection: sqlite3.Connection) -> None:
-    """Write a page that changes nothing."""
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    connection.execute(f"PRAGMA user_version = {version}")
+def _identity(path: Path) -> tuple[int, ...]:
+    """Which file has this name: its device and number, and whether it has content; empty if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size > 0 or path.name.endswith("-wal")
 
 
 def _connect_all(path: Path, config: StoreConfig, to_write: bool) -> list[sqlite3.Connection]:
-    """The writer, which makes the tables, the reader and the quick reader."""
     with ExitStack() as opened:
         if not to_write:
             found = [opened.enter_context(closing(connect_to_read(path, config.busy_timeout_s))) for _ in range(3)]
@@ -255,8 +235,7 @@ def _connect_all(path: Path, config: StoreConfig, to_write: bool) -> list[sqlite
             path.parent.mkdir(parents=True, exist_ok=True)
             found = [opened.enter_context(closing(_connect(path, config))) for _ in range(3)]
             make_tables(found[0], str(path))
-            for connection in (found[0], found[2]):  # in the event loop's thread nobody waits
-                _set_timeout(connection, 0)
+            _set_timeout(found[0], 0)  # in the event loop's thread nobody waits
         opened.pop_all()
         return found
 
@@ -301,7 +280,7 @@ def _set_timeout(connection: sqlite3.Connection, seconds: float) -> None:
     connection.execute(f"PRAGMA busy_timeout = {round(seconds * 1000)}")
 
 
-def _in_transaction(connection: sqlite3.Connection, work: Job[T]) -> T:
+def _in_transaction(work: Job[T], connection: sqlite3.Connection) -> T:
     try:
         connection.execute("BEGIN IMMEDIATE")
         done = work(connection)
@@ -312,59 +291,30 @@ def _in_transaction(connection: sqlite3.Connection, work: Job[T]) -> T:
     return done
 
 
+def _write_the_same(connection: sqlite3.Connection) -> None:
+    """Write a page that changes nothing."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    connection.execute(f"PRAGMA user_version = {version}")
+
+
 def _is_locked(error: BaseException) -> bool:
     codes = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
     return isinstance(error, sqlite3.OperationalError) and error.sqlite_errorcode & 0xFF in codes
 
 
-def _checkpoint(path: Path, config: StoreConfig) -> None:
+def _checkpoint(path: Path, config: StoreConfig, empty: bool) -> None:
     """Move committed pages from the write-ahead log into the file, as far as nobody has to wait for it.
 
     By a connection of its own, so that the writer continues. While there are new records all the time, a long log never
-    begins anew by itself; nobody waits long for that here. Its file stays as long as `journal_size_limit` says: cutting
-    it off, to let it grow again, cost a tenth of a large call.
+    begins anew by itself; nobody waits long for that here. Its file stays as long as `journal_size_limit` says, unless
+    it is to be `empty`: cutting it off, to let it grow again, cost a tenth of a large call.
     """
     with suppress(sqlite3.DatabaseError), closing(_connect(path, config, "rw")) as connection:
         _set_timeout(connection, CHECKPOINT_S)
         _, pages, _ = connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
         (page_size,) = connection.execute("PRAGMA page_size").fetchone()
-        if pages * page_size > LONG_LOG:
-            connection.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
-
-
-def _empty_log(connection: sqlite3.Connection) -> None:
-    _set_timeout(connection, CHECKPOINT_S)
-    with suppress(sqlite3.DatabaseError):
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-    _set_timeout(connection, 0)
-
-
-class Place:
-    """The store's file and its write-ahead log. Data in files without a name is gone with the process."""
-
-    def __init__(self, path: Path) -> None:
-        self._known = {file: _identity(file) for file in (path, Path(f"{path}-wal"))}
-
-    def problem(self) -> str | None:
-        """Return which file was removed, moved, replaced or emptied. Ask before a commit is acknowledged."""
-        for file, known in self._known.items():
-            if (found := _identity(file)) != known:
-                if known is None:
-                    self._known[file] = found  # the log came with the first commit
-                elif found == (*known[:2], False):
-                    return f"the file {file} was emptied: it has 0 bytes. Make it anew from a backup"
-                else:
-                    return f"the file {file} was removed or replaced: start the proxy again"
-        return None
-
-
-def _identity(path: Path) -> tuple[int, int, bool] | None:
-    """Which file has this name: its device and number, and whether it has content; None if there is none."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_size > 0 or path.name.endswith("-wal")
+        if empty or pages * page_size > LONG_LOG:
+            connection.execute(f"PRAGMA wal_checkpoint({'TRUNCATE' if empty else 'RESTART'})").fetchall()
 
 
 class SqliteTransaction(Transaction):

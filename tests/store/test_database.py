@@ -190,10 +190,10 @@ async def test_a_full_disk_is_one_line_and_is_not_ready_until_there_is_room(
 ) -> None:
     large = "INSERT INTO large_requests (call_id, request) SELECT call_id, :text FROM calls"
     await database.commit([(AT, [{"at": 1.0}])])
-    database._writer.execute("PRAGMA foreign_keys = OFF")
+    database._here.execute("PRAGMA foreign_keys = OFF")
     row = "INSERT INTO calls (call_id, rollout_id, seq, endpoint, status, started_at, request) VALUES "
     await database.commit([(f"{row} ('c', 'r', 0, 'x', 'ok', 1, '')", [{}])])
-    database._writer.execute("PRAGMA max_page_count = 1")  # as small as it is: no page more
+    database._here.execute("PRAGMA max_page_count = 1")  # as small as it is: no page more
     for _ in range(3):
         with pytest.raises(StoreUnavailable, match="disk is full"):
             await database.commit([(large, [{"text": "x" * 100_000}])])
@@ -209,5 +209,5 @@ async def test_a_full_disk_is_one_line_and_is_not_ready_until_there_is_room(
     monkeypatch.setattr(files, "ROOM", 1)
     await database.require_writable()
     assert caplog.records[-1].message == "records can be written again", "a probe sees it, where no call comes"
-    database._writer.execute("PRAGMA max_page_count = 1000000")
+    database._here.execute("PRAGMA max_page_count = 1000000")
     await database.commit([(large, [{"text": "x" * 100_000}])])
