@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 # By HTTP status, the type that OpenAI's API gives an error; "server_error" of others.
 TYPES = dict.fromkeys((400, 405, 408, 413, 415, 422, 426, 501), "invalid_request_error") | {
@@ -97,11 +98,10 @@ class RateLimited(LightningError):
 
     status = 429
 
-    def __init__(self, message: str, *, retry_after_s: float, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+    def __init__(self, message: str, *, retry_after_s: float, headers: Mapping[str, str] = {}) -> None:
         super().__init__(message, code="rate_limit_exceeded")
-        seconds, ms = math.ceil(retry_after_s), math.ceil(retry_after_s * 1000)
-        again = ((b"retry-after", str(seconds).encode()), (b"retry-after-ms", str(ms).encode()))
-        self.headers = (*again, *headers)
+        again = {"retry-after": math.ceil(retry_after_s), "retry-after-ms": math.ceil(retry_after_s * 1000)}
+        self.headers = tuple((name.encode(), str(value).encode()) for name, value in {**again, **headers}.items())
 
 
 class Unsupported(LightningError):

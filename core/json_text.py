@@ -240,11 +240,15 @@ def _float(digits: str) -> float:
     return number if exact else Number(digits)
 
 
-def encoded_parts(value: dict[str, Any], size: int = 2**18) -> Iterator[bytes]:
-    """Yield the JSON of an object in parts of at least `size` bytes, encoding one item of a list at a time.
+def encoded_parts(value: Any, size: int = 2**18) -> Iterator[bytes]:
+    """Yield the JSON of a value in parts: of an object's lists, one item is encoded at a time.
 
-    So a thread that does it lets others have their turns.
+    So a thread that does it lets others have their turns. All parts but the last have at least `size` bytes.
     """
+    value = fields_of(value) if is_dataclass(value) else value
+    if not isinstance(value, dict):
+        yield encode(value)
+        return
     part = bytearray(b"{")
     for i, (name, field) in enumerate(value.items()):
         part += b"," * (i > 0) + encode(name) + b":"

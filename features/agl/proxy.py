@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field, ValidationError
 
 from ...core.errors import Unprocessable
-from ...proxy.api.bodies import NoteBody, PathId, RewardBody
+from ...proxy.api.bodies import PathId, RewardBody, ValueBody
 from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.api.rollouts import post_events, post_reward
 from ...proxy.hooks import ProxyPlugin
@@ -30,9 +30,8 @@ class AglEvent(BaseModel):
 async def post_event(request: ControlRequest, rollout_id: PathId, body: AglEvent) -> Any:
     """Record an event in the form of Agent Lightning 1.0."""
     if body.event_type != "reward":
-        return await post_events(
-            request, rollout_id, NoteBody(kind="note", name=body.event_type, value=body.data), None
-        )
+        note = ValueBody(kind="note", name=body.event_type, value=body.data)
+        return await post_events(request, rollout_id, note, None)
     given = {"rollout_id": rollout_id, "reward": body.data.get("value"), "comment": body.data.get("reason")}
     try:
         reward = RewardBody.model_validate(given | {"source": "agl"})

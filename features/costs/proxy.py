@@ -15,8 +15,8 @@ from ...core.config.root import Config
 from ...core.json_text import loads_or_none
 from ...core.prices import Prices, Used, used
 from ...proxy.api.answers import RolloutDetail
-from ...proxy.api.bodies import Finite
-from ...proxy.api.requests import ControlRequest, Limit, UserRoute
+from ...proxy.api.bodies import Finite, Limit
+from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.hooks import Fields, ProxyPlugin
 from ...store.database import Database, Row
 from ...store.store import Store
@@ -223,7 +223,7 @@ async def get_costs(request: ControlRequest, by: By = "day", since: Finite = 0.0
     `since` is Unix time. A key that sees only its own rollouts gets the costs of these.
     """
     p = request.parts
-    costs = await CostTable(p.store.database, p.config).newest(by, since, request.caller.sight.key_id)
+    costs = await CostTable(p.store.database, p.config).newest(by, since, request.caller.sees)
     parts = sorted(costs.parts.items(), key=lambda part: (part[1].usd, part[1].used.input), reverse=True)
     if by == "day":
         parts.sort(key=lambda part: part[0] or "", reverse=True)

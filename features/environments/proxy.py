@@ -67,7 +67,7 @@ async def get_environments(request: ControlRequest, mode: Mode | None = None) ->
 
     A rollout is in the environment that its first note named `environment` says, as `run --environment` posts it.
     """
-    found = await EnvironmentTable(request.parts.store.database).newest(mode, request.caller.sight.key_id)
+    found = await EnvironmentTable(request.parts.store.database).newest(mode, request.caller.sees)
     return {"data": found}
 
 

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from ...core.config.root import Config
 from ...core.errors import Forbidden
-from ...proxy.api.bodies import PathId
-from ...proxy.api.requests import ControlRequest, Limit, Parts, UserRoute
+from ...proxy.api.bodies import Limit, PathId
+from ...proxy.api.requests import ControlRequest, Parts, UserRoute
 from .config import JudgeConfig, RewarderConfig
 from .kinds import made
 from .rewarder import Away
@@ -77,7 +77,7 @@ class RewardersSeen(BaseModel):
 @router.get("/rewarders", response_model=RewardersSeen)
 async def get_rewarders(request: ControlRequest) -> dict[str, Any]:
     """What gives rewards by itself, whether people agree with it, what it has spent, and what waits for it."""
-    p, own = request.parts, request.caller.sight.own
+    p, own = request.parts, request.caller.own
     keys = p.config.section(JudgeConfig)
     spent = [] if own else await spent_by_each(p.store.database)
     of = {one["name"]: one for one in spent}
@@ -162,8 +162,8 @@ async def get_queue(
     limit: Limit = 50,
 ) -> Any:
     """Ended rollouts that this person (a `source`) has not rated; `uncertain`: first those with a middling reward."""
-    p, sight = request.parts, request.caller.sight
-    rows = await PeopleTable(p.store.database).queue(person, order, limit, sight.key_id)
+    database = request.parts.store.database
+    rows = await PeopleTable(database).queue(person, order, limit, request.caller.sees)
     return {"data": [dict(row) for row in rows]}
 
 

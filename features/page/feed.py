@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Header
 from fastapi.responses import StreamingResponse
 
-from ...core.errors import InvalidRequest, LightningError
+from ...core.errors import LightningError
 from ...core.json_text import dumps, loads_rounded
-from ...proxy.access.limits import Sight
 from ...proxy.api.bodies import Cursor
 from ...proxy.api.requests import ControlRequest, UserRoute
 from ...proxy.gateway.asgi import read_headers
@@ -71,7 +70,7 @@ _ROWS: dict[str, str] = {
 async def feed(
     request: ControlRequest,
     cursor: Cursor = None,
-    last_event_id: Annotated[str, Header(json_schema_extra={"pattern": "^[0-9]{0,18}$"})] = "",
+    last_event_id: Annotated[Cursor, Header()] = None,
 ) -> StreamingResponse:
     """Calls, rewards, rollouts, training steps and policy versions as they come, until the client or the proxy stops.
 
@@ -80,8 +79,7 @@ async def feed(
     """
     p = request.parts
     looks = _looks(request, p.store.database)
-    # A browser sends an empty Last-Event-ID before the first.
-    given = [_number(one) for one in (cursor, last_event_id or None) if one is not None]
+    given = [one for one in (cursor, last_event_id) if one is not None]
     newest = await looks.events.newest()  # first: it is what numbers and forgets events in PostgreSQL
     nothing_missed = not given or await looks.events.knows(given[0])
     frames = _frames(request, looks, given[0] if given and nothing_missed else newest, nothing_missed)
@@ -97,12 +95,6 @@ def _looks(request: ControlRequest, database: Database) -> Looks:
     return looks
 
 
-def _number(cursor: str) -> int:
-    if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
-        raise InvalidRequest("cursor must be the id of an event of this feed", param="cursor")
-    return int(cursor)
-
-
 async def _frames(request: ControlRequest, looks: Looks, cursor: int, nothing_missed: bool) -> AsyncIterator[bytes]:
     yield b"id: %d\n\n" % cursor if nothing_missed else b"id: %d\nevent: missed\ndata: {}\n\n" % cursor
     sent_at, keys, headers = monotonic(), request.parts.keys, read_headers(request.scope)
@@ -111,9 +103,9 @@ async def _frames(request: ControlRequest, looks: Looks, cursor: int, nothing_mi
             while not is_stopping(request.scope):
                 is_quiet, frames = monotonic() > sent_at + QUIET_S, b""
                 if looks.cursor > cursor or is_quiet:
-                    sight = (await keys.authenticate(headers)).sight  # its key may have been revoked meanwhile
+                    sees = (await keys.authenticate(headers)).sees  # its key may have been revoked meanwhile
                 if looks.cursor > cursor:
-                    frames, cursor = await looks.after(cursor, sight)
+                    frames, cursor = await looks.after(cursor, sees)
                 if frames or is_quiet:
                     sent_at = monotonic()
                     yield frames or b":\nid: %d\n\n" % cursor
@@ -128,14 +120,14 @@ class _Look:
 
     def __init__(self, begin: int, end: int, happened: Sequence[Happened]) -> None:
         self.begin, self.end, self._happened = begin, end, happened
-        self._frames: dict[tuple[Sight, int], bytes] = {}
+        self._frames: dict[tuple[str | None, int], bytes] = {}
 
-    def frames(self, cursor: int, sight: Sight) -> bytes:
-        """Return the events after `cursor`, as those see them who have this sight."""
-        key = sight, max(cursor, self.begin)
+    def frames(self, cursor: int, sees: str | None) -> bytes:
+        """Return the events after `cursor`, as those see them who see the rollouts of this key (None: all)."""
+        key = sees, max(cursor, self.begin)
         if key not in self._frames:
             seen = (one for one in self._happened if one.n > cursor)
-            self._frames[key] = b"".join(_frame(one, sight) for one in seen if _is_seen(one, sight))
+            self._frames[key] = b"".join(_frame(one, sees) for one in seen if _is_seen(one, sees))
         return self._frames[key]
 
 
@@ -174,13 +166,13 @@ class Looks:
         if self._task.done():
             self._task.result()
 
-    async def after(self, cursor: int, sight: Sight) -> tuple[bytes, int]:
-        """Return events after `cursor` as those see them who have this sight, and the cursor after them."""
+    async def after(self, cursor: int, sees: str | None) -> tuple[bytes, int]:
+        """Return the events after `cursor`, as `_Look.frames` does, and the cursor after them."""
         for look in self._looks:
             if look.end > cursor >= look.begin:
-                return look.frames(cursor, sight), look.end
+                return look.frames(cursor, sees), look.end
         happened, end = await self.events.after(cursor, AT_ONCE)  # a feed that begins, or is behind
-        return _Look(cursor, end, happened).frames(cursor, sight), end
+        return _Look(cursor, end, happened).frames(cursor, sees), end
 
     async def _look(self) -> None:
         try:
@@ -203,12 +195,12 @@ class Looks:
         self._woken = asyncio.Event()
 
 
-def _is_seen(one: Happened, sight: Sight) -> bool:
-    return not sight.own or one.kind in ("step", "version") or one.key_id == sight.key_id
+def _is_seen(one: Happened, sees: str | None) -> bool:
+    return sees is None or one.kind in ("step", "version") or one.key_id == sees
 
 
-def _frame(one: Happened, sight: Sight) -> bytes:
-    data = one.data | {"reward": None} if sight.own and one.kind == "step" else one.data
+def _frame(one: Happened, sees: str | None) -> bytes:
+    data = one.data | {"reward": None} if sees is not None and one.kind == "step" else one.data
     return b"id: %d\nevent: %s\ndata: %s\n\n" % (one.n, one.kind.encode(), dumps(data).encode())
 
 

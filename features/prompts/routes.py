@@ -10,8 +10,8 @@ from pydantic import BaseModel, Field
 
 from ...core.records import check_id
 from ...proxy.access.auth import Caller
-from ...proxy.api.bodies import INTEGER, Body, Id, PathId
-from ...proxy.api.requests import AdminRoute, AgentRoute, ControlRequest, Limit, Parts, UserRoute
+from ...proxy.api.bodies import INTEGER, Body, Id, Limit, PathId
+from ...proxy.api.requests import AdminRoute, AgentRoute, ControlRequest, Parts, UserRoute
 from .table import Kept, Prompt, PromptTable, Role, TriedOut
 
 router = APIRouter(tags=["prompts"], route_class=UserRoute)
@@ -122,7 +122,7 @@ async def list_tried_out(request: ControlRequest, name: PathId, run: Id | None =
     """
     p, caller = request.parts, request.caller
     await _table(p).get(check_id(name, "name"))
-    tried = await _table(p).tried_out(name, run, own=caller.sight.own, key_id=caller.key_id)
+    tried = await _table(p).tried_out(name, run, own=caller.own, key_id=caller.key_id)
     return {"data": tried}
 
 
@@ -133,7 +133,7 @@ async def list_kept(
     """The newest rollouts that kept a version."""
     p, caller = request.parts, request.caller
     (await _table(p).get(check_id(name, "name"))).text_of(version)
-    kept = await _table(p).kept(name, version, limit, caller.sight.key_id)
+    kept = await _table(p).kept(name, version, limit, caller.sees)
     return {"data": kept}
 
 
@@ -178,12 +178,11 @@ async def _live(p: Parts, name: str, caller: Caller) -> dict[str, Any]:
 async def _view(p: Parts, prompt: Prompt, version: int, caller: Caller) -> dict[str, Any]:
     """The prompt as this caller may see it: code that the policy runs can read its rollout's key."""
     views: list[dict[str, Any]] = []
-    sight = caller.sight
     if caller.rollout_id is None:
-        rewards = await _table(p).rewards(prompt.name, own=sight.own, key_id=sight.key_id)
+        rewards = await _table(p).rewards(prompt.name, own=caller.own, key_id=caller.sees)
         for one in prompt.versions:
             facts = {"live": one.version == prompt.live, "rewards": rewards.get(one.version, {})}
-            views.append(asdict(one) | facts | ({"metrics": {}, "comment": None} if sight.own else {}))
+            views.append(asdict(one) | facts | ({"metrics": {}, "comment": None} if caller.own else {}))
     return {
         "name": prompt.name,
         "match": {"agent": prompt.agent, "role": prompt.role},

@@ -17,7 +17,7 @@ from ...core.records import Limits, RolloutName, Sender
 from ...store.keys import ROLLOUT_KEY_PREFIX, StoredKey, hash_key
 from ...store.rollouts import RolloutKey
 from ...store.store import Store
-from .limits import Limiter, Sight
+from .limits import OF_ALL, Kind, Limiter
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("lightning_proxy.audit")  # what people change, by name and id of a key, never the key itself
@@ -61,9 +61,13 @@ class Caller:
         return Sender(self.key_id, self.own, self.evidence)
 
     @property
-    def sight(self) -> Sight:
-        """Return which rollouts it may see (`Keys.require` checks a single one)."""
-        return Sight(self.key_id if self.own else None, siblings=self.rollout is None)
+    def sees(self) -> str | None:
+        """Return the key that opened the rollouts that it sees; None: it sees all (`Keys.require` checks one)."""
+        return self.key_id if self.own else None
+
+    def shown(self, kind: Kind, view: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of a view that it may see."""
+        return view | OF_ALL[kind] if self.own else view
 
     @property
     def rollout_id(self) -> str | None:
@@ -114,27 +118,19 @@ class Keys:
 
     def __init__(self, config: ProxyConfig, store: Store) -> None:
         self._store = store
-        limits = config.limits
-        self._default = Limits(limits.requests_per_minute, limits.tokens_per_minute, limits.concurrent)
+        self._default = Limits(**dict(config.limits))
         # By their hashes: the time of a look-up reveals nothing about keys.
-        self._configured = {
-            hash_key(key.get_secret_value()): Caller(
-                None, False, self._limiter(), is_admin=is_admin, evidence=is_admin, name=f"proxy.{section}[{n}]"
-            )
-            for section, keys, is_admin in (
-                ("api_keys", config.api_keys, False),
-                ("admin_keys", config.admin_keys, True),
-            )
-            for n, key in enumerate(keys)
-        }
-        self._callers = self._configured
-        self._stored: list[StoredKey] = []
-        self._by_id: dict[str, Caller] = {}
+        self._configured: dict[str, Caller] = {}
+        for section, keys, is_admin in (("api_keys", config.api_keys, False), ("admin_keys", config.admin_keys, True)):
+            for n, key in enumerate(keys):
+                self._configured[hash_key(key.get_secret_value())] = Caller(
+                    None, False, self._limiter(), is_admin=is_admin, evidence=is_admin, name=f"proxy.{section}[{n}]"
+                )
         self._always_required = bool(config.api_keys) or not config.is_loopback
-        self._admins_configured = self._has_admins = bool(config.admin_keys)
-        self.required = self._always_required
+        self._stored: Sequence[StoredKey] = ()
+        self._by_id: dict[str, Caller] = {}
         # Let in only while no key is needed: then everybody is an admin, unless there are admins' keys.
-        self._anybody = Caller(None, True, self._limiter(), evidence=not self._has_admins)
+        self._anybody = Caller(None, True, self._limiter())
         self._rollouts: dict[str, tuple[RolloutKey, float]] = {}
 
     async def refresh(self) -> None:
@@ -146,7 +142,9 @@ class Keys:
         self._by_id = {key.key_id: self._by_id.get(key.key_id) or self._caller(key) for key in live}
         self._callers = self._configured | {key.key_hash: self._by_id[key.key_id] for key in live}
         self._stored = stored
-        self._has_admins = self._admins_configured or any(key.role == "admin" for key in stored)
+        self._has_admins = any(caller.is_admin for caller in self._configured.values()) or any(
+            key.role == "admin" for key in stored
+        )
         self._anybody = replace(self._anybody, evidence=not self._has_admins)
         self.required = self._always_required or bool(stored)
 
@@ -174,7 +172,7 @@ class Keys:
         for key in keys:
             if key.startswith(ROLLOUT_KEY_PREFIX):
                 return await self._of_rollout(hash_key(key))
-        for key in keys if self._callers else ():
+        for key in keys:
             if (caller := self._callers.get(hash_key(key))) is not None:
                 return caller
         if self.required:
@@ -201,9 +199,11 @@ class Keys:
         return Limiter(limits) if limits else None
 
     def _caller(self, key: StoredKey) -> Caller:
-        limiter, is_admin, own = self._limiter(key.limits), key.role == "admin", key.scope == "own"
-        evidence = is_admin or key.evaluator
-        return Caller(None, False, limiter, key.recording, key.key_id, is_admin, own, evidence, key.name)
+        is_admin = key.role == "admin"
+        return Caller(
+            None, False, self._limiter(key.limits), key.recording, key.key_id, is_admin, key.scope == "own",
+            is_admin or key.evaluator, key.name,
+        )  # fmt: skip
 
     async def _of_rollout(self, key_hash: str) -> Caller:
         """The caller behind a rollout's key. The key that created it must still be live, and its limits count."""
@@ -247,11 +247,12 @@ def log_keys(before: Sequence[StoredKey], after: Sequence[StoredKey]) -> None:
     """Log the keys that commands on the store made, revoked or purged meanwhile."""
     old, new = {key.key_id: key for key in before}, {key.key_id: key for key in after}
     for key_id, key in (old | new).items():
-        was_live, now = key_id not in old or old[key_id].live, new.get(key_id)
-        changes = {
-            f"was created ({key.role}, scope {key.scope}{', evaluator' * key.evaluator})": key_id not in old,
-            "was purged": now is None,
-            "was revoked": now is not None and was_live and not now.live,
-        }
-        for change in (change for change, happened in changes.items() if happened):
+        changes = []
+        if key_id not in old:
+            changes.append(f"was created ({key.role}, scope {key.scope}{', evaluator' * key.evaluator})")
+        if key_id not in new:
+            changes.append("was purged")
+        elif not key.live and (key_id not in old or old[key_id].live):
+            changes.append("was revoked")
+        for change in changes:
             log_change(f"key {key.name} (id {key_id}) {change}", once=True, key_id=key_id)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from ...core.errors import RateLimited
 from ...core.json_text import dumps
@@ -67,7 +67,15 @@ class Limiter:
             )
         for what, bucket in (("requests", self._requests), ("tokens", self._tokens if answers else None)):
             if bucket is not None and (wait := bucket.wait(now)) > 0:
-                raise _refusal(what, bucket, wait, now)
+                raise RateLimited(
+                    f"rate limit reached: at most {bucket.per_minute} {what} a minute; try again in {wait:.1f} s",
+                    retry_after_s=wait,
+                    headers={
+                        f"x-ratelimit-limit-{what}": f"{bucket.per_minute}",
+                        f"x-ratelimit-remaining-{what}": f"{max(math.floor(bucket.left(now)), 0)}",
+                        f"x-ratelimit-reset-{what}": f"{wait:.3f}s",
+                    },
+                )
         if self._requests is not None:
             self._requests.take(1, now)
         self._running += not reads
@@ -79,18 +87,6 @@ class Limiter:
         """Count the tokens of an ended call: those of its usage, or those that were seen, or a guess."""
         if self._tokens is not None:
             self._tokens.take(_tokens(end, request_bytes), self._clock())
-
-
-def _refusal(what: str, bucket: Bucket, wait: float, now: float) -> RateLimited:
-    return RateLimited(
-        f"rate limit reached: at most {bucket.per_minute} {what} a minute; try again in {wait:.1f} s",
-        retry_after_s=wait,
-        headers=(
-            (f"x-ratelimit-limit-{what}".encode(), str(bucket.per_minute).encode()),
-            (f"x-ratelimit-remaining-{what}".encode(), str(max(math.floor(bucket.left(now)), 0)).encode()),
-            (f"x-ratelimit-reset-{what}".encode(), f"{wait:.3f}s".encode()),
-        ),
-    )
 
 
 def _tokens(end: CallEnd, request_bytes: int) -> float:
@@ -109,37 +105,14 @@ def _tokens(end: CallEnd, request_bytes: int) -> float:
 
 Kind = Literal["policy", "version", "step", "status"]
 
-# By kind: the core's fields about everybody's rollouts, and paths, with the values for a caller who sees only its own.
+# What numbers made of everybody's rollouts, and paths, are for a caller who sees only its own, by kind of view.
 OF_ALL: Mapping[Kind, dict[str, Any]] = {
     "policy": {"last_step": None, "collapse": None},
     "version": {"path": None, "metrics": {}, "error": None},
     "step": {"checkpoint": None, "metrics": {}},
     "status": {
-        "per_step": None,
+        **dict.fromkeys(("per_step", "standstill", "uncounted", "collapse", "verified", "recent")),
         "untrainable": {},
-        "standstill": None,
-        "uncounted": None,
-        "collapse": None,
-        "verified": None,
         "plugins": [],
-        "recent": None,
     },
-}  # fmt: skip
-
-
-class Sight(NamedTuple):
-    """Whose rollouts a caller sees. `key_id`: those that were opened with this key; None: all.
-
-    `siblings`: it sees those that a rollout was compared with, so far as it sees them at all.
-    """
-
-    key_id: str | None = None
-    siblings: bool = True
-
-    @property
-    def own(self) -> bool:
-        return self.key_id is not None
-
-    def of(self, kind: Kind, view: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of this that the caller may see."""
-        return view | OF_ALL[kind] if self.own else view
+}

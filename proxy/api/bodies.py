@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import Path, Query
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from fastapi import Path
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from ...core.errors import TooLarge
+from ...core.errors import InvalidRequest, TooLarge
 
 MOST_REWARDS = 10_000  # in one list
 
@@ -15,7 +15,7 @@ ID_PATTERN = r"^[A-Za-z0-9_.:-]{1,200}$"
 Id = Annotated[str, Field(pattern=ID_PATTERN)]
 # In paths and queries they are checked with more to say than 422: their patterns are only for the document.
 PathId = Annotated[str, Path(json_schema_extra={"pattern": ID_PATTERN})]
-Cursor = Annotated[str | None, Query(json_schema_extra={"pattern": "^[0-9]{1,18}$"})]
+
 Count = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -24,6 +24,19 @@ Flag = Annotated[bool, Field(strict=True)]
 # In JSON, 3.0 is an integer.
 INTEGER = BeforeValidator(lambda value: int(value) if isinstance(value, float) and value.is_integer() else value)
 Integer = Annotated[int, Field(strict=True, ge=0, lt=2**31), INTEGER]
+Limit = Annotated[int, Field(ge=1, le=1000)]
+
+
+def _position(cursor: str | None) -> int | None:
+    if cursor and not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
+        raise InvalidRequest("cursor must be one that an earlier answer gave", param="cursor")
+    return int(cursor) if cursor else None
+
+
+# Where a page begins, or goes on.
+Cursor = Annotated[
+    int | None, BeforeValidator(_position), WithJsonSchema({"type": "string", "pattern": "^[0-9]{0,18}$"})
+]
 
 
 class Body(BaseModel):
@@ -80,36 +93,25 @@ class PromoteBody(Body):
     version: Integer
 
 
-class _EventBody(Body):
+class ValueBody(Body):
+    """A state, in which the agent takes the actions that follow, or a note, which is no part of the transitions."""
+
+    kind: Literal["state", "note"]
     agent: Id | None = None
-
-
-class _ValueBody(_EventBody):
-    value: Any
     name: Name | None = None
+    value: Any
 
 
-class StateBody(_ValueBody):
-    """The state that the agent is in when it takes the actions that follow."""
-
-    kind: Literal["state"]
-
-
-class NoteBody(_ValueBody):
-    """Something to keep with the rollout; it is no part of its transitions."""
-
-    kind: Literal["note"]
-
-
-class ActionBody(_EventBody):
+class ActionBody(Body):
     """An action that the agent took without a model, and its result."""
 
     kind: Literal["action"]
+    agent: Id | None = None
     name: Name
     arguments: Any = None
     result: Any = None
     is_error: Flag = False
 
 
-EventBody = Annotated[StateBody | ActionBody | NoteBody, Field(discriminator="kind")]
+EventBody = Annotated[ValueBody | ActionBody, Field(discriminator="kind")]
 EventList = Annotated[list[EventBody], Field(max_length=1000)]

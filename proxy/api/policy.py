@@ -17,8 +17,8 @@ from ...core.statistics import bootstrap_mean, mean_and_spread
 from ...serving.swap import Swap, obstacle
 from ...store.versions import MeanReward, TaskMean
 from .answers import Compared, ComparedTask, Policy, Steps, TaskSide, Versions
-from .bodies import PromoteBody
-from .requests import AdminRoute, ControlRequest, Limit, Parts, Position, UserRoute
+from .bodies import Cursor, Limit, PromoteBody
+from .requests import AdminRoute, ControlRequest, Parts, UserRoute
 
 NO_SERVER = "no upstream of kind vllm is configured"
 
@@ -33,8 +33,8 @@ SEED = 0  # of the bootstrap, so that the same rewards always give the same inte
 @router.get("", response_model=Policy)
 async def get_policy(request: ControlRequest) -> dict[str, Any]:
     """The live version, how it is served, the last training step, and the collapse that publication is stopped for."""
-    p, sight = request.parts, request.caller.sight
-    added = [await plugin.policy_fields(p.store, sight.key_id) for plugin in p.plugins]
+    p, caller = request.parts, request.caller
+    added = [await plugin.policy_fields(p.store, caller.sees) for plugin in p.plugins]
     live, last = await p.store.versions.live(), await p.store.steps.last()
     view = {
         "alias": p.config.policy.alias,
@@ -49,17 +49,17 @@ async def get_policy(request: ControlRequest) -> dict[str, Any]:
     }
     for fields in added:
         view |= fields
-    return sight.of("policy", view)
+    return caller.shown("policy", view)
 
 
 @router.get("/versions", response_model=Versions)
 async def get_versions(request: ControlRequest) -> dict[str, Any]:
     """Every policy version, oldest first, with the metrics of the step that made it, and whether it can go live."""
-    p, sight = request.parts, request.caller.sight
-    added = [await plugin.version_fields(p.store, sight.key_id) for plugin in p.plugins]
+    p, caller = request.parts, request.caller
+    added = [await plugin.version_fields(p.store, caller.sees) for plugin in p.plugins]
     live, versions = (await p.store.versions.live()).version, await p.store.versions.all()
     parents = await p.store.versions.parents()
-    earned = await p.store.versions.rewards([v.version for v in versions], sight.key_id)
+    earned = await p.store.versions.rewards([v.version for v in versions], caller.sees)
     rewards = defaultdict[int, dict[str, MeanReward]](dict)
     for (mode, version), one in earned.items():
         rewards[version][mode] = MeanReward(one.mean, one.rollouts)
@@ -69,22 +69,22 @@ async def get_versions(request: ControlRequest) -> dict[str, Any]:
         view = _seen(v, live, why_not) | {"rewards": rewards[v.version], "parent": parents.get(v.version)}
         for fields in added:
             view |= fields(v.version)
-        return sight.of("version", view)
+        return caller.shown("version", view)
 
     return {"data": [*map(seen, versions)]}
 
 
 @router.get("/steps", response_model=Steps)
 async def get_steps(
-    request: ControlRequest, position: Position, limit: Limit = 40, brief: bool = False
+    request: ControlRequest, cursor: Cursor = None, limit: Limit = 40, brief: bool = False
 ) -> dict[str, Any]:
     """The last training steps, newest first, with all that they report (docs/metrics.md), a page at a time.
 
     The steps of a page come before the step that is its `cursor`. With `brief`, the rewards by task are left out.
     """
-    steps = await request.parts.store.steps.newest(limit, position, brief=brief)
+    steps = await request.parts.store.steps.newest(limit, cursor, brief=brief)
     following = str(steps[-1].step) if len(steps) == limit else None
-    return {"data": [request.caller.sight.of("step", fields_of(step)) for step in steps], "next_cursor": following}
+    return {"data": [request.caller.shown("step", fields_of(step)) for step in steps], "next_cursor": following}
 
 
 @router.get("/compare")
@@ -100,7 +100,7 @@ async def compare(
     store = request.parts.store
     for version in (a, b):
         await store.versions.get(version)
-    means = await store.versions.task_means((a, b), request.caller.sight.key_id, costs=costs)
+    means = await store.versions.task_means((a, b), request.caller.sees, costs=costs)
     return await asyncio.to_thread(compared, means, a, b, mode)
 
 

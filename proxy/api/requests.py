@@ -6,22 +6,22 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from functools import partial, wraps
 from hashlib import blake2b
 from inspect import iscoroutinefunction
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import Depends, Header, Query, Request, Response, Security
+from fastapi import Depends, Header, Request, Response, Security
 from fastapi.responses import StreamingResponse
 from fastapi.routing import APIRoute
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.types import Message, Receive, Scope, Send
 
 from ...core.config.root import Config
-from ...core.errors import Forbidden, InvalidRequest
+from ...core.errors import Forbidden
 from ...core.http import LARGE, in_thread_if_large
-from ...core.json_text import encode, encoded_parts, fields_of, loads_in_turns
+from ...core.json_text import encoded_parts, loads_in_turns
 from ...core.records import PublishMode, check_id
 from ...core.redact import Redactor
 from ...serving.health import Health
@@ -35,20 +35,15 @@ from ..gateway.relay import Relay
 from ..gateway.routing import PolicyRouter, Watch
 from ..hooks import OnDeleted, ProxyPlugin
 from .answers import ERRORS
-from .bodies import Cursor
-
-Limit = Annotated[int, Query(ge=1, le=1000)]
 
 # For the OpenAPI document alone: `Keys` reads them, and is asked first.
 _ANY = "Any of the proxy's keys. None is needed until the first one is made."
 _ADMIN = "An admin's key. Where there is none, any key that sees all rollouts."
-_KEYS = (
+_KEYS = [
     Security(HTTPBearer(scheme_name="key", description=_ANY, auto_error=False)),
-    Security(APIKeyHeader(
-        name="x-api-key", scheme_name="key in a header", description="The same keys.", auto_error=False
-    )),
-)  # fmt: skip
-_ADMIN_KEYS = (Security(HTTPBearer(scheme_name="admin key", description=_ADMIN, auto_error=False)),)
+    Security(APIKeyHeader(name="x-api-key", scheme_name="key in a header", auto_error=False)),
+]
+_ADMIN_KEYS = [Security(HTTPBearer(scheme_name="admin key", description=_ADMIN, auto_error=False))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +94,6 @@ class ControlRequest(Request):
         return await in_thread_if_large(len(self._read), partial(loads_in_turns, self._read, float))
 
 
-def _position(cursor: Cursor = None) -> int | None:
-    if cursor is None:
-        return None
-    if not (cursor.isascii() and cursor.isdigit() and len(cursor) < 19):
-        raise InvalidRequest("cursor must be the next_cursor of an earlier page", param="cursor")
-    return int(cursor)
-
-
 def _own_key(request: Request, idempotency_key: Annotated[str | None, Header(max_length=200)] = None) -> str | None:
     sender = credentials(request.headers)
     if idempotency_key is None or not sender.strip():
@@ -114,8 +101,6 @@ def _own_key(request: Request, idempotency_key: Annotated[str | None, Header(max
     return f"{blake2b(sender.encode(), digest_size=16).hexdigest()} {idempotency_key}"
 
 
-# Where the page begins that a `cursor` names.
-Position = Annotated[int | None, Depends(_position)]
 # The header `Idempotency-Key`, made unique to its sender: another API key may use the same one.
 OwnKey = Annotated[str | None, Depends(_own_key)]
 
@@ -125,10 +110,7 @@ async def json_response(value: Any) -> Response:
 
     It is sent in parts, each when the one before has left, and forgotten.
     """
-    made = fields_of(value) if is_dataclass(value) else value
-    parts = await asyncio.to_thread(lambda: deque(encoded_parts(made) if isinstance(made, dict) else [encode(made)]))
-    if len(parts) == 1:
-        return Response(parts[0], media_type="application/json")
+    parts = await asyncio.to_thread(lambda: deque(encoded_parts(value)))
 
     async def each() -> AsyncIterator[bytes]:
         while parts:
@@ -158,10 +140,10 @@ class AgentRoute(APIRoute):
             except TypeError:  # FastAPI knows more types
                 return made
 
-        options["dependencies"] = [*options["dependencies"], *(_ADMIN_KEYS if self.lets_in == "admins" else _KEYS)]
-        options["responses"] = {**ERRORS, **options["responses"]}
+        options["dependencies"] = options["dependencies"] + (_ADMIN_KEYS if self.lets_in == "admins" else _KEYS)
+        options["responses"] = ERRORS | options["responses"]
         # No key is needed until the first one is made.
-        options["openapi_extra"] = {**(options["openapi_extra"] or {}), "security": [{}]}
+        options["openapi_extra"] = (options["openapi_extra"] or {}) | {"security": [{}]}
         super().__init__(path, answer if iscoroutinefunction(endpoint) else endpoint, **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -175,7 +157,13 @@ class AgentRoute(APIRoute):
             with ExitStack() as held:
                 held.enter_context(caller.counted(reads=reads))
                 loan = held.enter_context(p.bodies.memory.loan(caller.owner))
-                await self._require(p.keys, caller, request.path_params.get("rollout_id"))
+                if self.lets_in == "admins":
+                    p.keys.require_admin(caller)
+                require_may_reward(caller)
+                if (rollout_id := request.path_params.get("rollout_id")) is not None:
+                    await p.keys.require(caller, [check_id(rollout_id, "rollout_id")])
+                elif self.lets_in == "users":
+                    await p.keys.require(caller, [])
                 try:
                     body = await p.bodies.read(request.receive, headers, loan) if self.body_field else b""
                 except ClientDisconnected:
@@ -192,16 +180,6 @@ class AgentRoute(APIRoute):
             return Response(status_code=400)  # to nobody
 
         return let_in
-
-    async def _require(self, keys: Keys, caller: Caller, rollout_id: str | None) -> None:
-        """Raise LightningError for a caller who has no right to this route, or to this rollout."""
-        if self.lets_in == "admins":
-            keys.require_admin(caller)
-        require_may_reward(caller)
-        if rollout_id is not None:
-            await keys.require(caller, [check_id(rollout_id, "rollout_id")])
-        elif self.lets_in == "users":
-            await keys.require(caller, [])
 
 
 class UserRoute(AgentRoute):

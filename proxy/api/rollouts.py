@@ -6,10 +6,10 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
@@ -40,18 +40,20 @@ from .answers import (
 from .bodies import (
     Body,
     Count,
+    Cursor,
     EndBody,
     EventBody,
     EventList,
     Finite,
     Id,
+    Limit,
     Name,
     PathId,
     RewardBody,
     RewardList,
     RolloutsBody,
 )
-from .requests import AdminRoute, AgentRoute, ControlRequest, Limit, OwnKey, Parts, Position, UserRoute
+from .requests import AdminRoute, AgentRoute, ControlRequest, OwnKey, Parts, UserRoute
 from .views import rollout_detail, transitions, words_in
 
 Requests = Literal["short", "whole"]
@@ -114,46 +116,48 @@ def _metadata(p: Parts, body: RolloutsBody) -> Any:
     return metadata
 
 
+class RolloutQuery(BaseModel):
+    status: RolloutStatus | None = None
+    task_id: Id | None = None
+    agent: Id | None = None
+    mode: Mode | None = None
+    min_reward: Finite | None = None
+    max_reward: Finite | None = None
+    since: Finite | None = None
+    text: Name | None = None
+    prefix: Id | None = None
+    version: Count | None = None
+    step: Count | None = None
+    key: Name | None = None
+    model: Name | None = None
+    words: bool = False
+    limit: Limit = 100
+    cursor: Cursor = None
+
+
 @router.get("", response_model=RolloutPage)
-async def list_rollouts(
-    request: ControlRequest,
-    position: Position,
-    status: RolloutStatus | None = None,
-    task_id: Id | None = None,
-    agent: Id | None = None,
-    mode: Mode | None = None,
-    min_reward: Finite | None = None,
-    max_reward: Finite | None = None,
-    since: Finite | None = None,
-    text: Name | None = None,
-    prefix: Id | None = None,
-    version: Count | None = None,
-    step: Count | None = None,
-    key: Name | None = None,
-    model: Name | None = None,
-    words: bool = False,
-    limit: Limit = 100,
-) -> dict[str, Any]:
+async def list_rollouts(request: ControlRequest, query: Annotated[RolloutQuery, Query()]) -> dict[str, Any]:
     """Rollouts, newest first, a page at a time.
 
     `since` is Unix time, `text` is looked for in requests and answers, `prefix` is the beginning of an id, `key` a
     key's name. With one of these, or with a reward, version, step or model, a bounded number is looked at: a page may
     be short; follow `next_cursor` for more. With `words`, each has its first words, model, key and latency.
     """
-    store = request.parts.store
-    wanted: dict[str, object] = {"status": status, "task_id": task_id, "agent": agent, "mode": mode}
-    wanted |= {"key_id": request.caller.sight.key_id, "min_reward": min_reward, "max_reward": max_reward}
-    wanted |= {"since": since, "text": text, "prefix": prefix, "version": version, "step": step}
-    wanted |= {"key": key, "model": model}
-    filters = {name: value for name, value in wanted.items() if value is not None}
-    page, following = await store.rollouts.page(filters, limit, position)
+    store, sees = request.parts.store, request.caller.sees
+    filters = query.model_dump(exclude={"words", "limit", "cursor"}, exclude_none=True)
+    page, following = await store.rollouts.page(filters | _only(sees), query.limit, query.cursor)
     names = [one.rollout_id for one in page]
     awaiting = await store.rollouts.awaiting(names)
-    found = await store.reports.summaries(names, words_in) if words else {}
     data = [fields_of(one) | {"awaits_reward": one.rollout_id in awaiting} for one in page]
-    if words:
+    if query.words:
+        found = await store.reports.summaries(names, words_in)
         data = [one | fields_of(found.get(one["rollout_id"], Summary())) for one in data]
     return {"data": data, "next_cursor": None if following is None else str(following)}
+
+
+def _only(key_id: str | None) -> dict[str, str]:
+    """The filter for what a caller sees."""
+    return {} if key_id is None else {"key_id": key_id}
 
 
 @router.get("/{rollout_id}", response_model=RolloutDetail)
@@ -194,7 +198,7 @@ async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any
 
     The answer has nothing of siblings that the caller may not see. Supervised fine-tuning assigns no credit.
     """
-    store, sight = request.parts.store, request.caller.sight
+    store, caller = request.parts.store, request.caller
     rollout, calls = await store.rollouts.get(rollout_id), await store.credit.of(rollout_id)
     rows = defaultdict[int, list[Row]](list)
     for call in calls:
@@ -205,7 +209,7 @@ async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any
         "task_id": rollout.task_id,
         "step": rollout.step,
         "dropped": rollout.dropped,
-        "group": await store.credit.group_of(rollout_id, sight.key_id, siblings=sight.siblings),
+        "group": await store.credit.group_of(rollout_id, caller.sees, siblings=caller.rollout is None),
         "calls": [{name: call[name] for name in _CREDIT} for call in calls],
         "rows": [
             # The prompt of its last call and that call's answer, in which the answers of its calls lie.
@@ -279,19 +283,19 @@ async def post_reward(request: ControlRequest, body: RewardBody | RewardList, ke
 @tasks.get("/tasks")
 async def list_tasks(
     request: ControlRequest,
-    position: Position,
     mode: Mode | None = None,
     task_id: Id | None = None,
     sort: Literal["recent", "mean", "spread", "rollouts"] = "recent",
     limit: Limit = 100,
+    cursor: Cursor = None,
 ) -> TaskPage:
     """The tasks of the newest 20,000 rollouts, a page at a time.
 
     `sort`: by the newest rollout, the mean reward, its standard deviation, or the number of rollouts, the greatest
     first. The cursor is a place in this order: what happens meanwhile may move a task from one page to another.
     """
-    reports, key_id, first = request.parts.store.reports, request.caller.sight.key_id, position or 0
-    filters: dict[str, Any] = {name: value for name, value in (("mode", mode), ("key_id", key_id)) if value is not None}
+    reports, first = request.parts.store.reports, cursor or 0
+    filters: dict[str, Any] = _only(request.caller.sees) | ({} if mode is None else {"mode": mode})
     compared = await reports.newest_rollouts(filters)
     looked_at = compared if task_id is None else await reports.newest_rollouts(filters | {"task_id": task_id})
     found = await asyncio.to_thread(tasks_seen, looked_at, compared)

@@ -33,13 +33,13 @@ async def get_status(request: ControlRequest) -> dict[str, Any]:
 
     For a key that sees only its own rollouts, the answer counts these alone.
     """
-    p, sight = request.parts, request.caller.sight
+    p, caller = request.parts, request.caller
     store, filters, per_step = p.store, {"mode": "train"}, p.config.trainer.rollouts_per_step
-    if sight.key_id is None:
+    if caller.sees is None:
         counts, waits = await store.rollouts.counts(), await waiting(p)
     else:
-        counts, waits = await store.rollouts.counts_of_key(sight.key_id)
-        filters["key_id"] = sight.key_id
+        counts, waits = await store.rollouts.counts_of_key(caller.sees)
+        filters["key_id"] = caller.sees
     rollouts = defaultdict[str, dict[str, int]](dict)
     for (mode, status), count in sorted(counts.items()):
         rollouts[mode][status] = count
@@ -62,8 +62,8 @@ async def get_status(request: ControlRequest) -> dict[str, Any]:
         "recent": await store.reports.traffic(RECENT_CALLS),
     }
     for plugin in p.plugins:
-        view |= await plugin.status_fields(store, sight.key_id)
-    return sight.of("status", view)
+        view |= await plugin.status_fields(store, caller.sees)
+    return caller.shown("status", view)
 
 
 async def waiting(p: Parts) -> int:
