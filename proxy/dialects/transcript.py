@@ -17,7 +17,7 @@ from ...core.tools import answers, calls_in, dicts
 from ...store.requests import full_calls
 from .as_chat.messages import MessagesTranslator, chat_messages, chat_tools
 from .as_chat.responses import messages_of, messages_shown, tools_of
-from .as_chat.translation import Untranslatable
+from .as_chat.translation import Template, Untranslatable
 from .atoms import same_arguments
 from .earlier import Exchange, exchange_of, exchanges_up_to, items_of
 
@@ -132,7 +132,7 @@ def _chat(request: Json, response: Json) -> _Read:
 
 def _messages(request: Json, response: Json) -> _Read:
     answer = [MessagesTranslator.history(response)] if "content" in response else []
-    return chat_messages(request, False), answer, chat_tools(request) or []
+    return chat_messages(request, Template(merges_system=False)), answer, chat_tools(request)
 
 
 def _visible(items: Sequence[Json]) -> Iterator[Json]:

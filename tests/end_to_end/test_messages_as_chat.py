@@ -57,13 +57,6 @@ def result(content: Any = None, number: int = 1, **more: Any) -> Json:
     return block if content is None else block | {"content": content}
 
 
-def changed(kind: str, tool: Any) -> Json:
-    """A system message that adds or removes a tool, by name or by its definition."""
-    by_name = {"type": "tool_reference", "name": tool}
-    change = by_name if isinstance(tool, str) else {"type": "tool_definition", "definition": tool}
-    return {"role": "system", "content": [{"type": kind, "tool": change}]}
-
-
 CASES: list[Json] = [
     # text
     HELLO,
@@ -91,10 +84,6 @@ CASES: list[Json] = [
     HELLO | {"tools": [ADD | {"strict": True, "type": "custom"}, NOW | {"defer_loading": True, "description": ""}]},
     HELLO | {"tools": []},
     HELLO | {"tool_choice": {"type": "auto"}},
-    # tools that are added and removed
-    {**TOOLS, "messages": [*HELLO["messages"], changed("tool_removal", "add")]},
-    {"tools": [ADD | {"defer_loading": True}], "messages": [*HELLO["messages"], changed("tool_addition", "add")]},
-    {"messages": [*HELLO["messages"], changed("tool_addition", NOW)]},
     # tools that were used
     conversation(SAY, [text("I add."), used(given={"a": 1, "b": 2})], [result([text("3"), text("or so")])]) | TOOLS,
     conversation(SAY, [used(), used("now", number=2)], [result("2", 2), text("and"), result("1", 1)]) | TOOLS,

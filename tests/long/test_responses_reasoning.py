@@ -23,7 +23,6 @@ ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "str
 PATCH = {"type": "custom", "name": "patch"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 CUSTOM = '<tool_call>\n{"name": "patch", "arguments": {"input": "+ 😀"}}\n</tool_call>'
-LOGPROBS = ["message.output_text.logprobs"]
 EARLIER = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
 
 
@@ -39,8 +38,6 @@ CASES: list[tuple[list[str], Json]] = [
     (["reasoning"], said(THOUGHT)),
     (["reasoning"], said(THOUGHT + "Hello.", max_output_tokens=4)),
     (["message"], said(THOUGHT + "Hello.", include_reasoning=False)),
-    (["message"], said(THOUGHT + "Hello.", include_reasoning=False, include=LOGPROBS)),
-    (["reasoning", "message"], said(THOUGHT + "Hello.", include=LOGPROBS, top_logprobs=1)),
     (["reasoning", "function_call"], said(THOUGHT + CALL, tools=[ADD])),
     (["reasoning", "message", "function_call"], said(THOUGHT + "So: " + CALL, tools=[ADD])),
     (["reasoning", "function_call", "function_call"], said(THOUGHT + CALL + CALL, tools=[ADD])),

@@ -12,41 +12,23 @@ from uuid import uuid4
 
 from ....core.json_text import dumps
 from ..messages import MessagesStream
-from .translation import EFFORTS, Template, TemplateUnknown, Translator, Untranslatable
+from .translation import EFFORTS, Template, Translator, Untranslatable
 
 Json = dict[str, Any]
 
-# By their names, those of chat.
-_FIELDS = {"stop_sequences": "stop"} | {
-    name: name
-    for name in (
-        "model", "max_tokens", "temperature", "top_p", "top_k", "watermarking", "cache_salt", "kv_transfer_params",
-        "ec_transfer_params", "vllm_xargs", "chat_template_kwargs",
-    )
-}  # fmt: skip
-_OF_TOOL = ("description", "strict", "defer_loading")
+# Fields that chat has, too.
+_SAME_IN_CHAT = (
+    "model max_tokens temperature top_p top_k watermarking cache_salt kv_transfer_params ec_transfer_params vllm_xargs"
+    " chat_template_kwargs"
+)
 _LEAST_BUDGET = 1024
-_CHANGES = ("tool_addition", "tool_removal")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Claude Code's first system block. It changes with every request, so vLLM leaves it out.
 _BILLING = "x-anthropic-billing-header"
 _MAY_BE_LEFT_OUT = ("text", "image", "redacted_thinking", "tool_reference")
 
 
-def _output(body: Json) -> Json:
-    config = body.get("output_config") or {}
-    effort, form = config.get("effort"), config.get("format") or {}
-    out: Json = {} if effort is None else {"reasoning_effort": effort}
-    if effort not in (None, *EFFORTS):
-        raise Untranslatable(f"vLLM does not know the effort {effort!r}")
-    if form.get("type", "json_schema") != "json_schema":
-        raise Untranslatable(f"vLLM does not know the output format {form['type']!r}")
-    if schema := form.get("schema"):
-        out["response_format"] = {"type": "json_schema", "json_schema": {"name": "json_schema", "schema": schema}}
-    return out
-
-
-def _thinking(body: Json, disabled_effort: str | None) -> Json:
+def _thinking(body: Json, template: Template) -> Json:
     thinking = body.get("thinking") or {"type": "adaptive"}
     match thinking["type"]:
         case "adaptive":
@@ -55,42 +37,32 @@ def _thinking(body: Json, disabled_effort: str | None) -> Json:
             return {"thinking_token_budget": budget}
         case "enabled":
             raise Untranslatable("`thinking.budget_tokens` is below 1024, or not below `max_tokens`")
-        case "disabled" if disabled_effort is None:
-            raise TemplateUnknown("it is not known how the server turns thinking off")
         case "disabled":
-            return {"reasoning_effort": disabled_effort}
-    raise Untranslatable(f"vLLM does not know the type of thinking {thinking['type']!r}")
+            return {"reasoning_effort": template.known("disabled_effort")}
+        case kind:
+            raise Untranslatable(f"vLLM does not know the type of thinking {kind!r}")
 
 
-def chat_messages(body: Json, merges_system: bool | None) -> list[Json]:
-    """Return the chat messages of a request; raise Untranslatable.
-
-    `merges_system`: whether the server moves all system messages to the front; None if that is not known.
-    """
-    if merges_system is not None:
-        return _converted(body, merges_system)
-    merged, in_place = _converted(body, True), _converted(body, False)
-    if merged != in_place:
-        raise TemplateUnknown("a system message is inside the conversation, and where the server puts it is unknown")
-    return merged
-
-
-def _converted(body: Json, merges_system: bool) -> list[Json]:
-    first, out = body.get("system") or [], list[Json]()
-    system = [first] if isinstance(first, str) else _system_texts(first)
+def chat_messages(body: Json, template: Template) -> list[Json]:
+    """Return the chat messages of a request; raise Untranslatable."""
+    first = body.get("system") or []
+    system, out = [first] if isinstance(first, str) else _system_texts(first), list[Json]()
     for message in body["messages"]:
         if message["role"] != "system":
             out += _messages(message["role"], message["content"])
-        elif merges_system:
-            system += _system_texts(message["content"])
         elif text := "".join(_system_texts(message["content"])):
-            out.append({"role": "system", "content": text})
+            if template.known("merges_system"):
+                system.append(text)
+            else:
+                out.append({"role": "system", "content": text})
     return [{"role": "system", "content": "".join(system)}, *out] if system else out
 
 
 def _system_texts(content: str | list[Json]) -> list[str]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    texts = [block.get("text") or "" for block in blocks if block["type"] == "text"]
+    if kinds := {block["type"] for block in blocks} - {"text"}:
+        raise Untranslatable(f"a system message has blocks of type {min(kinds)!r}")
+    texts = [block.get("text") or "" for block in blocks]
     return [text for text in texts if text and not text.startswith(_BILLING)]
 
 
@@ -102,8 +74,7 @@ def _messages(role: str, content: str | list[Json]) -> list[Json]:
         return [{"role": role, "content": content}]
     results: list[Json] = []
     parts: list[Json] = []
-    calls: list[Json] = []
-    thoughts: list[str] = []
+    message: Json = {"role": role}
     for block in content:
         match block["type"]:
             case "text" if block.get("text"):
@@ -111,22 +82,18 @@ def _messages(role: str, content: str | list[Json]) -> list[Json]:
             case "image" if block.get("source"):
                 parts.append(_image(block["source"]))
             case "thinking":
-                thoughts.append(block.get("thinking") or "")
+                message["reasoning"] = message.get("reasoning", "") + (block.get("thinking") or "")
             case "tool_use":
                 # With the standard library's blanks: a template may show the text as it is.
                 function = {"name": block.get("name") or "", "arguments": json.dumps(dict(block.get("input") or {}))}
-                calls.append({"id": block["id"], "type": "function", "function": function})
+                call = {"id": block["id"], "type": "function", "function": function}
+                message.setdefault("tool_calls", []).append(call)
             case "tool_result" if role == "user":
                 results += _results(block)
             case "tool_result":
                 parts.append({"type": "text", "text": f"Tool result: {block.get('content') or ''}"})
             case kind if kind not in _MAY_BE_LEFT_OUT:
                 raise Untranslatable(f"vLLM does not take content blocks of type {kind!r}")
-    message: Json = {"role": role}
-    if thoughts:
-        message["reasoning"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
     if parts:
         only_text = len(parts) == 1 and parts[0]["type"] == "text"
         message["content"] = parts[0]["text"] if only_text else parts
@@ -134,17 +101,16 @@ def _messages(role: str, content: str | list[Json]) -> list[Json]:
 
 
 def _results(block: Json) -> list[Json]:
-    """The chat messages for a tool's result: its text, then its images, then the tools that it names."""
+    """The chat messages for a tool's result: its text, then its images."""
     content = block.get("content") or ""
     items = [] if isinstance(content, str) else content
-    texts = [item["text"] for item in items if item.get("type") == "text" and "text" in item]
-    answer = {"role": "tool", "tool_call_id": block.get("tool_use_id") or ""}
-    out = [answer | {"content": content if isinstance(content, str) else "\n".join(texts)}]
+    if any(item.get("type") == "tool_reference" for item in items):
+        raise Untranslatable("a tool's result names tools")
+    if not isinstance(content, str):
+        content = "\n".join(item["text"] for item in items if item.get("type") == "text" and "text" in item)
+    out: list[Json] = [{"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": content}]
     if images := [_image(item["source"]) for item in items if item.get("type") == "image"]:
         out.append({"role": "user", "content": images})
-    if named := [item for item in items if item.get("type") == "tool_reference"]:
-        names = [item.get("tool_name") or item["name"] for item in named]
-        out.append(answer | {"content": [{"type": "tool_reference", "name": name} for name in names]})
     return out
 
 
@@ -156,34 +122,23 @@ def _image(source: Json) -> Json:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def chat_tools(body: Json) -> list[Json] | None:
-    """Return the chat tools at the end of the conversation: system messages add and remove some."""
-    given, messages = body.get("tools"), body["messages"]
-    contents = [one["content"] for one in messages if one["role"] == "system" and isinstance(one["content"], list)]
-    if changes := [block for content in contents for block in content if block["type"] in _CHANGES]:
-        tools = {tool["name"]: tool for tool in given or ()}
-        for block in changes:
-            change = block["tool"]
-            tool = change.get("definition") or tools[change["name"]] | {"defer_loading": None}
-            tools[tool["name"]] = tool | {"removed": block["type"] == "tool_removal"}
-        given = [tool for tool in tools.values() if not tool.get("removed")]
-    return None if given is None else [*map(_tool, given)]
+def chat_tools(body: Json) -> list[Json]:
+    """Return the chat tools of a request; raise Untranslatable."""
+    tools: list[Json] = []
+    for tool in body.get("tools") or ():
+        if "input_schema" not in tool:
+            raise Untranslatable(f"vLLM does not take tools of type {tool.get('type')!r}")
+        schema, names = tool["input_schema"], ("description", "strict", "defer_loading")
+        function = {"name": tool["name"], "parameters": {**schema, "type": schema.get("type", "object")}}
+        function |= {name: tool[name] for name in names if tool.get(name) is not None}
+        tools.append({"type": "function", "function": function})
+    return tools
 
 
-def _tool(tool: Json) -> Json:
-    if "input_schema" not in tool:
-        raise Untranslatable(f"vLLM does not take tools of type {tool.get('type')!r}")
-    schema = tool["input_schema"]
-    function = {"name": tool["name"], "parameters": {**schema, "type": schema.get("type", "object")}}
-    function |= {name: tool[name] for name in _OF_TOOL if tool.get(name) is not None}
-    return {"type": "function", "function": function}
-
-
-def _tools(body: Json, ignores_no_tools: bool | None) -> Json:
-    """The tool fields of a chat request. `ignores_no_tools`: of the server's template; None if that is not known."""
+def _tools(body: Json, template: Template) -> Json:
     tools, choice = chat_tools(body), body.get("tool_choice")
-    if tools == [] and not ignores_no_tools:
-        raise (TemplateUnknown if ignores_no_tools is None else Untranslatable)("the list of tools is empty")
+    if body.get("tools") == [] and not template.known("ignores_no_tools"):
+        raise Untranslatable("the list of tools is empty")
     # The chat route refuses an empty list. Null is not what the route takes for an absent choice.
     chat: Json = {"tools": tools} if tools else {}
     if choice is None:
@@ -195,12 +150,6 @@ def _tools(body: Json, ignores_no_tools: bool | None) -> Json:
     else:
         raise Untranslatable(f"vLLM does not know the tool choice {choice['type']!r}")
     return chat | {"tool_choice": chosen, "parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
-
-
-def _error(error: Any) -> Json:
-    parts = error if isinstance(error, dict) else {"message": str(error)}
-    kind, message = parts.get("type") or "internal_error", str(parts.get("message"))
-    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 # By the kind of a part of an answer: its block at the start, and where a delta has its text.
@@ -220,21 +169,32 @@ class MessagesTranslator(Translator):
 
     def chat(self, template: Template, earlier: Sequence[Json] = ()) -> Json:
         body = self.body
-        chat = {_FIELDS[name]: value for name, value in body.items() if name in _FIELDS}
+        chat = {name: body[name] for name in _SAME_IN_CHAT.split() if name in body}
         # Both, as vLLM does: which of them it names in a refusal depends on it.
-        chat |= {"max_completion_tokens": body["max_tokens"], "messages": chat_messages(body, template.merges_system)}
+        chat |= {"max_completion_tokens": body["max_tokens"], "messages": chat_messages(body, template)}
+        if "stop_sequences" in body:
+            chat["stop"] = body["stop_sequences"]
         if body.get("stream"):
             chat |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-        return (
-            chat | _output(body) | _thinking(body, template.disabled_effort) | _tools(body, template.ignores_no_tools)
-        )
+        config = body.get("output_config") or {}
+        effort, form = config.get("effort"), config.get("format") or {}
+        if effort not in (None, *EFFORTS):
+            raise Untranslatable(f"vLLM does not know the effort {effort!r}")
+        if effort is not None:
+            chat["reasoning_effort"] = effort
+        if form.get("type", "json_schema") != "json_schema":
+            raise Untranslatable(f"vLLM does not know the output format {form['type']!r}")
+        if schema := form.get("schema"):
+            named = {"name": "json_schema", "schema": schema}
+            chat["response_format"] = {"type": "json_schema", "json_schema": named}
+        return chat | _thinking(body, template) | _tools(body, template)
 
     @staticmethod
     def history(answer: Json) -> Json:
         return _messages("assistant", answer["content"])[-1]
 
     def refusal(self, error: Json) -> Json:
-        return _error(error["error"])
+        return self.error(error["error"])
 
     def begun(self) -> Iterator[Json]:
         message = {
@@ -247,7 +207,7 @@ class MessagesTranslator(Translator):
         call = {"id": call_id, "name": name, "input": {}} if kind == "call" else {}
         yield {"type": "content_block_start", "content_block": _PARTS[kind][0] | call, "index": self._index}
 
-    def added(self, text: str, choice: Json) -> Iterator[Json]:
+    def added(self, text: str) -> Iterator[Json]:
         _, kind, name = _PARTS[self.kind]
         yield {"type": "content_block_delta", "delta": {"type": kind, name: text}, "index": self._index}
 
@@ -265,7 +225,9 @@ class MessagesTranslator(Translator):
         yield {"type": "message_stop"}
 
     def error(self, error: Any) -> Json:
-        return _error(error)
+        parts = error if isinstance(error, dict) else {"message": str(error)}
+        kind, message = parts.get("type") or "internal_error", str(parts.get("message"))
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
     def whole(self, events: Sequence[Json]) -> Json:
         """A tool's input that is no object, as where max_tokens cut it, is kept as Anthropic suggests."""

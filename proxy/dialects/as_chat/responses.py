@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import count
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from ....core.json_text import dumps, encode, loads
 from ....core.tools import dicts
@@ -18,21 +17,16 @@ from .translation import Template, Translator, Untranslatable
 
 Json = dict[str, Any]
 
-LOGPROBS = "message.output_text.logprobs"
-# By their names, those of chat. Fields that are not here do not reach the model.
-_FIELDS = {"max_output_tokens": "max_completion_tokens"} | {
-    name: name
-    for name in (
-        "model", "stream", "user", "request_id", "session_id", "priority", "cache_salt", "parallel_tool_calls",
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-        "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "logit_bias",
-        "watermarking", "structured_outputs", "vllm_xargs", "kv_transfer_params", "ec_transfer_params",
-        "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs",
-    )
-}  # fmt: skip
+# Fields that chat has, too. Those that are not here do not reach the model.
+_SAME_IN_CHAT = """
+    model stream user request_id session_id priority cache_salt parallel_tool_calls temperature top_p top_k min_p
+    repetition_penalty presence_penalty frequency_penalty seed stop stop_token_ids ignore_eos include_stop_str_in_output
+    skip_special_tokens logit_bias watermarking structured_outputs vllm_xargs kv_transfer_params ec_transfer_params
+    chat_template_kwargs media_io_kwargs mm_processor_kwargs
+"""
 _UNSUPPORTED = ("background", "prompt", "enable_response_messages", "previous_input_messages")
 _INCLUDED = {
-    LOGPROBS, "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
     "message.input_image.image_url", "reasoning.encrypted_content",
 }  # fmt: skip
 _UNFINISHED = ("in_progress", "incomplete")
@@ -46,32 +40,25 @@ _CUSTOM_PARAMETERS: Json = {
     "required": [_CUSTOM_INPUT],
     "additionalProperties": False,
 }
-_SHOWN = ("description", "parameters", "strict", "defer_loading")
-_WEB = ("search_context_size", "user_location")
+_WEB = "search_context_size user_location"
 # The tools that vLLM takes, with the fields that its answer has also where the request left them out.
-_TOOLS: dict[str, tuple[str, ...]] = {
-    "function": ("parameters", "strict", "allowed_callers", "defer_loading", "description", "output_schema"),
-    "custom": ("allowed_callers", "defer_loading", "description", "format"),
-    "namespace": (),
-    "web_search": ("filters", *_WEB),
-    "web_search_2025_08_26": ("filters", *_WEB),
-    "web_search_preview": ("search_content_types", *_WEB),
-    "web_search_preview_2025_03_11": ("search_content_types", *_WEB),
-    "file_search": ("filters", "max_num_results", "ranking_options"),
-    "code_interpreter": ("allowed_callers",),
-    "local_shell": (),
-    "shell": ("allowed_callers", "environment"),
-    "apply_patch": ("allowed_callers",),
-    "tool_search": ("description", "execution", "parameters"),
-    "mcp": (
-        "allowed_callers", "allowed_tools", "authorization", "connector_id", "defer_loading", "headers",
-        "require_approval", "server_description", "server_url", "tunnel_id",
-    ),
-}  # fmt: skip
-
-
-def _given(body: Json) -> Json:
-    return {name: value for name, value in body.items() if value is not None}
+_TOOLS = {
+    "function": "parameters strict allowed_callers defer_loading description output_schema",
+    "custom": "allowed_callers defer_loading description format",
+    "namespace": "",
+    "web_search": f"filters {_WEB}",
+    "web_search_2025_08_26": f"filters {_WEB}",
+    "web_search_preview": f"search_content_types {_WEB}",
+    "web_search_preview_2025_03_11": f"search_content_types {_WEB}",
+    "file_search": "filters max_num_results ranking_options",
+    "code_interpreter": "allowed_callers",
+    "local_shell": "",
+    "shell": "allowed_callers environment",
+    "apply_patch": "allowed_callers",
+    "tool_search": "description execution parameters",
+    "mcp": "allowed_callers allowed_tools authorization connector_id defer_loading headers require_approval"
+    " server_description server_url tunnel_id",
+}
 
 
 def _items(given: Json) -> Sequence[Json]:
@@ -81,14 +68,12 @@ def _items(given: Json) -> Sequence[Json]:
 
 def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
     """Return the chat messages that a request shows the model, after the `earlier` items; raise Untranslatable."""
-    known: dict[Any, Json] = {}
-    items = []
-    for item in (*earlier, *_items(given)):
-        refers = item.get("type") == "item_reference"
-        if refers and item["id"] not in known:
-            raise Untranslatable("a reference to an unknown item")
-        items.append(known[item["id"]] if refers else item)
-        known[item.get("id")] = items[-1]
+    items = [*earlier, *_items(given)]
+    known = {item.get("id"): item for item in items if item.get("type") != "item_reference"}
+    try:
+        items = [known[item["id"]] if item.get("type") == "item_reference" else item for item in items]
+    except KeyError:
+        raise Untranslatable("a reference to an unknown item") from None
     messages = messages_of(items)
     if instructions := given.get("instructions"):
         messages.insert(0, {"role": "system", "content": instructions})
@@ -97,48 +82,27 @@ def messages_shown(given: Json, earlier: Sequence[Json]) -> list[Json]:
     return messages
 
 
-def _shape(given: Json) -> Json:
-    """The reasoning effort, and the format of the answer."""
-    shape: Json = {}
-    if effort := given.get("reasoning", {}).get("effort"):
-        shape["reasoning_effort"] = effort
-    form = given.get("text", {}).get("format")
-    if form and "structured_outputs" in given:
-        raise Untranslatable("both text.format and structured_outputs")
-    if form and form["type"] != "text":
-        schema = {name: value for name, value in _given(form).items() if name != "type"}
-        shape["response_format"] = {"type": form["type"]} | ({"json_schema": schema} if schema else {})
-    return shape
-
-
 def messages_of(items: Iterable[Json]) -> list[Json]:
-    """Return the messages that items become, oldest first; raise Untranslatable."""
+    """Return the messages that items become, oldest first; raise Untranslatable.
+
+    As in vLLM, a part of the model's turn joins the message of the parts before it, which lacks it. So do further
+    calls, and text after a call, which chat has in one piece.
+    """
     messages: list[Json] = []
     for item in items:
         message = _message(item)
-        if not messages or not _joins(messages[-1], message):
+        before, name = messages[-1] if messages else {}, [*message][1]  # the model's have one field beside the role
+        is_same_turn = before.get("role") == message["role"] == "assistant"
+        if is_same_turn and name not in before:
+            before[name] = message[name]
+        elif is_same_turn and (name == "tool_calls" or (name == "content" and "tool_calls" in before)):
+            before[name] += message[name]
+        else:
             messages.append(message)
     return messages
 
 
-def _joins(before: Json, message: Json) -> bool:
-    """Add a part of the model's turn to the one before, as vLLM does; return whether it belongs there."""
-    if not before["role"] == message["role"] == "assistant":
-        return False
-    _, name = message  # beside its role
-    if name == "tool_calls":
-        before.setdefault(name, []).extend(message[name])
-    elif name not in before:
-        before[name] = message[name]
-    elif name == "content" and "tool_calls" in before:  # text after a call, which chat has in one piece
-        before[name] += message[name]
-    else:
-        return False
-    return True
-
-
 def _message(item: Json) -> Json:
-    """An item as a message; one of the model's has one field beside its role."""
     match item.get("type") or "message":
         case "message":
             role, content = item.get("role"), item["content"]
@@ -155,26 +119,18 @@ def _message(item: Json) -> Json:
             if not text and item.get("encrypted_content"):
                 raise Untranslatable("encrypted reasoning")
             return {"role": "assistant", "reasoning": text}
-        case "function_call":
-            return _call(item, _flat_name(item.get("namespace"), item["name"]), item["arguments"])
-        case "custom_tool_call":
-            return _call(item, item["name"], dumps({_CUSTOM_INPUT: item.get("input") or ""}))
+        case "function_call" | "custom_tool_call" as kind:
+            is_custom = kind == "custom_tool_call"
+            arguments = dumps({_CUSTOM_INPUT: item.get("input") or ""}) if is_custom else item["arguments"]
+            function = {"name": _flat_name(item.get("namespace"), item["name"]), "arguments": arguments}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            return {"role": "assistant", "tool_calls": [call]}
         case "function_call_output" | "custom_tool_call_output":
             output = item["output"]
             content = output if isinstance(output, str) else [_part(part) for part in output]
             return {"role": "tool", "tool_call_id": item["call_id"], "content": content}
         case kind:
             raise Untranslatable(f"an item of type {kind} cannot be written as chat")
-
-
-def _call(item: Json, name: str, arguments: str) -> Json:
-    function = {"name": name, "arguments": arguments}
-    return {"role": "assistant", "tool_calls": [{"id": item["call_id"], "type": "function", "function": function}]}
-
-
-def _flat_name(namespace: Any, name: str) -> str:
-    """The name by which vLLM shows the model a tool of a namespace."""
-    return f"{namespace}__{name}" if namespace else name
 
 
 def _part(part: Json) -> Json:
@@ -191,41 +147,39 @@ def _part(part: Json) -> Json:
             raise Untranslatable(f"content of type {kind}")
 
 
-class _Function(NamedTuple):
-    """A function with the name that the model is shown. `namespace` and `own` name are the agent's."""
-
-    name: str
-    fields: Json
-    own: str
-    namespace: str | None = None
-    is_custom: bool = False
+def _flat_name(namespace: Any, name: str) -> str:
+    """The name by which vLLM shows the model a tool of a namespace."""
+    return f"{namespace}__{name}" if namespace else name
 
 
-def _functions(tools: Iterable[Json]) -> Iterator[_Function]:
-    """The functions that the model is shown: as vLLM, without the tools that a server runs itself."""
+def _functions(tools: Iterable[Json]) -> dict[str, Json]:
+    """The agent's functions and custom tools by the name that the model is shown, each with its `namespace`.
+
+    As in vLLM, the tools that a server runs itself are not shown. Raise Untranslatable for those that it refuses.
+    """
+    functions: dict[str, Json] = {}
     for tool in tools:
-        if tool["type"] == "function":
-            yield _Function(tool["name"], tool, tool["name"])
-        elif tool["type"] == "custom":
-            fields = {"description": tool.get("description"), "parameters": _CUSTOM_PARAMETERS}
-            yield _Function(tool["name"], fields, tool["name"], is_custom=True)
-        elif tool["type"] == "namespace":
-            for inner in tool["tools"]:
-                if inner["type"] == "function":
-                    yield _Function(_flat_name(tool["name"], inner["name"]), inner, inner["name"], tool["name"])
-
-
-def tools_of(tools: Sequence[Json]) -> list[Json]:
-    """Return the chat tools for these; raise Untranslatable for tools that vLLM refuses."""
-    for tool in tools:
-        if tool["type"] not in _TOOLS:
-            raise Untranslatable(f"a tool of type {tool['type']}")
-        if tool["type"] == "custom" and (tool.get("format") or {}).get("type") == "grammar":
+        if (kind := tool["type"]) not in _TOOLS:
+            raise Untranslatable(f"a tool of type {kind}")
+        if kind == "custom" and (tool.get("format") or {}).get("type") == "grammar":
             raise Untranslatable("a custom tool with a grammar")
+        if kind in ("function", "custom"):
+            functions[tool["name"]] = tool | {"namespace": None}
+        for inner in tool["tools"] if kind == "namespace" else ():
+            if inner["type"] == "function":
+                functions[_flat_name(tool["name"], inner["name"])] = inner | {"namespace": tool["name"]}
+    return functions
+
+
+def tools_of(tools: Iterable[Json]) -> list[Json]:
+    """Return the chat tools for these; raise Untranslatable for tools that vLLM refuses."""
     shown: list[Json] = []
-    for one in _functions(tools):
-        fields = {name: one.fields[name] for name in _SHOWN if one.fields.get(name) is not None}
-        shown.append({"type": "function", "function": {"name": one.name} | fields})
+    for name, tool in _functions(tools).items():
+        is_custom = tool["type"] == "custom"
+        fields = {"description": tool.get("description"), "parameters": _CUSTOM_PARAMETERS} if is_custom else tool
+        names = ("description", "parameters", "strict", "defer_loading")
+        function = {"name": name} | {name: fields[name] for name in names if fields.get(name) is not None}
+        shown.append({"type": "function", "function": function})
     return shown
 
 
@@ -236,38 +190,36 @@ def _tools(given: Json) -> Json:
             return {}
         raise Untranslatable("tool_choice without tools")
     if isinstance(choice, dict):
-        allowed = {tool.get("name") for tool in choice.get("tools", ())}
-        if choice["type"] in ("function", "custom"):
-            if "structured_outputs" in given:
-                raise Untranslatable("structured_outputs beside a named tool")
-            choice = {"type": "function", "function": {"name": _named(choice, tools)["name"]}}
-        elif choice["type"] == "allowed_tools" and allowed.issuperset(tool["function"]["name"] for tool in chat):
-            choice = choice["mode"]
-        else:
+        if choice["type"] not in ("function", "custom"):
             raise Untranslatable(f"tool_choice {choice['type']}")
+        if "structured_outputs" in given:
+            raise Untranslatable("structured_outputs beside a named tool")
+        choice = {"type": "function", "function": {"name": _named(choice, tools)["name"]}}
     return {"tools": chat, "tool_choice": choice}
 
 
-def _named(choice: Any, tools: Sequence[Json]) -> Any:
+def _named(choice: Any, tools: Iterable[Json]) -> Any:
     """`tool_choice` as the response repeats it, with the name that the model is shown."""
     if not isinstance(choice, dict) or choice["type"] not in ("function", "custom"):
         return choice
     name = choice["name"]
-    names = [one.name for one in _functions(tools) if name in (one.name, one.own)]
+    names = [shown for shown, tool in _functions(tools).items() if name in (shown, tool["name"])]
     if name not in names and len(names) != 1:
         raise Untranslatable(f"tool_choice names {name}, which is no tool or several")
     return choice | {"name": name if name in names else names[0]}
 
 
-# The fields of a response in vLLM's order, as they are where neither the request nor the answer has them.
-_RESPONSE: Json = {
-    "id": None, "created_at": None, "incomplete_details": None, "instructions": None, "metadata": None, "model": None,
+# The fields of a response in vLLM's order, and what they are where neither the request nor the answer has them.
+_ORDER = """
+    id created_at incomplete_details instructions metadata model object output parallel_tool_calls temperature
+    tool_choice tools top_p background max_output_tokens max_tool_calls previous_response_id prompt reasoning
+    service_tier status text top_logprobs truncation usage user presence_penalty frequency_penalty kv_transfer_params
+    ec_transfer_params input_messages output_messages
+"""
+_RESPONSE: Json = dict.fromkeys(_ORDER.split()) | {
     "object": "response", "output": [], "parallel_tool_calls": True, "temperature": 1, "tool_choice": "auto",
-    "tools": [], "top_p": 1, "background": False, "max_output_tokens": None, "max_tool_calls": None,
-    "previous_response_id": None, "prompt": None, "reasoning": None, "service_tier": "auto", "status": "in_progress",
-    "text": None, "top_logprobs": 0, "truncation": "disabled", "usage": None, "user": None, "presence_penalty": 0,
-    "frequency_penalty": 0, "kv_transfer_params": None, "ec_transfer_params": None, "input_messages": None,
-    "output_messages": None,
+    "tools": [], "top_p": 1, "background": False, "service_tier": "auto", "status": "in_progress",
+    "truncation": "disabled", "presence_penalty": 0, "frequency_penalty": 0,
 }  # fmt: skip
 # The items of a response as they begin, by the kind of the part; their id says its prefix.
 _ITEMS: dict[str, Json] = {
@@ -278,16 +230,9 @@ _ITEMS: dict[str, Json] = {
     "content": {
         "id": "msg", "content": [], "role": "assistant", "status": "in_progress", "type": "message", "phase": None,
     },
-    "call": {
-        "arguments": "", "call_id": "", "name": "", "type": "function_call", "id": "fc", "caller": None,
-        "namespace": None, "status": "in_progress",
-    },
-    "custom": {
-        "call_id": "", "input": "", "name": "", "type": "custom_tool_call", "id": "ctc", "caller": None,
-        "namespace": None,
-    },
+    "function": {"arguments": "", "type": "function_call", "id": "fc", "caller": None, "status": "in_progress"},
+    "custom": {"input": "", "type": "custom_tool_call", "id": "ctc", "caller": None},
 }  # fmt: skip
-_NUMBERS = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
 _LEAST_TEMPERATURE = 1e-2  # vLLM samples with no lower one, but for 0
 _REASONING = ("context", "effort", "generate_summary", "mode", "summary")
 _SCHEMA = ("name", "schema", "type", "description", "strict")
@@ -302,16 +247,12 @@ class ResponsesTranslator(Translator):
         super().__init__(body)
         if self.body.get("include_reasoning") is False:
             self.kinds = ("content",)
-        # With hidden reasoning vLLM hides the tokens too: they would show it.
-        self._shows_logprobs = LOGPROBS in self.body.get("include", ()) and "reasoning" in self.kinds
         self._response: Json = {}
+        self._functions: dict[str, Json] = {}
         self._numbers = count()
         self._output: list[Json] = []
-        # Of the open item:
-        self._item: Json = {}
+        self._item: Json = {}  # the open one, as it began, and its text
         self._said = ""
-        self._tokens: list[Json] = []
-        self._function = _Function("", {}, "")
 
     def chat(self, template: Template, earlier: Sequence[Json] = ()) -> Json:
         given = self.body
@@ -319,17 +260,25 @@ class ResponsesTranslator(Translator):
             raise Untranslatable(f"{name} is only known to the Responses route")
         if given.get("previous_response_id") and not earlier:
             raise Untranslatable("previous_response_id without the earlier conversation")
-        if not _INCLUDED.issuperset(included := given.get("include", ())):
-            raise Untranslatable("an unknown value of include")
-        chat: Json = {_FIELDS[name]: value for name, value in given.items() if name in _FIELDS}
-        chat |= {"messages": messages_shown(given, earlier)} | _tools(given) | _shape(given)
+        if more := next((name for name in given.get("include", ()) if name not in _INCLUDED), None):
+            raise Untranslatable(f"{more} is included by the Responses route alone")
+        chat = {name: given[name] for name in _SAME_IN_CHAT.split() if name in given}
+        chat |= {"messages": messages_shown(given, earlier)} | _tools(given)
+        if "max_output_tokens" in given:
+            chat["max_completion_tokens"] = given["max_output_tokens"]
+        if effort := given.get("reasoning", {}).get("effort"):
+            chat["reasoning_effort"] = effort
+        form = given.get("text", {}).get("format")
+        if form and "structured_outputs" in given:
+            raise Untranslatable("both text.format and structured_outputs")
+        if form and form["type"] != "text":
+            schema = {name: value for name, value in form.items() if name != "type" and value is not None}
+            chat["response_format"] = {"type": form["type"]} | ({"json_schema": schema} if schema else {})
         for last in _items(given)[-1:]:
             if last.get("type", "message") in ("message", "reasoning") and last.get("status") in _UNFINISHED:
                 chat |= {"add_generation_prompt": False, "continue_final_message": True}  # the model continues that
         if given.get("truncation") == "auto":
             chat["truncate_prompt_tokens"] = -1
-        if LOGPROBS in included:
-            chat |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
         return chat
 
     @staticmethod
@@ -341,57 +290,56 @@ class ResponsesTranslator(Translator):
         body: Json = loads(encode(error).replace(b"max_completion_tokens", b"max_output_tokens"))
         return body
 
-    @cached_property
-    def _functions(self) -> dict[str, _Function]:
-        return {one.name: one for one in _functions(self.body.get("tools", ()))}
-
     def begun(self) -> Iterator[Json]:
         given = {"id": self.body.get("request_id") or _new_id("resp")}
         given |= {"created_at": self.told["created"], "model": self.told["model"]}
         self._response = _repeated(self.body) | given
+        self._functions = _functions(self._response["tools"])
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response)
 
     def opened(self, kind: str, call_id: str = "", name: str = "") -> Iterator[Json]:
-        self._said, self._tokens = "", []
-        item: Json = _ITEMS[kind]
-        if kind == "call":
-            function = self._function = self._functions.get(name, _Function(name, {}, name))
-            item = _ITEMS["custom" if function.is_custom else kind]
-            item = item | {"call_id": call_id, "name": function.own, "namespace": function.namespace}
-        self._item = item | {"id": _new_id(item["id"])}
+        is_call, called = kind == "call", Json()
+        if is_call:
+            tool = self._functions.get(name, {"type": "function", "name": name, "namespace": None})
+            kind = tool["type"]
+            called = {"call_id": call_id, "name": tool["name"], "namespace": tool["namespace"]}
+        item = _ITEMS[kind] | called
+        self._item, self._said = item | {"id": _new_id(item["id"])}, ""
         yield self._event("response.output_item.added", output_index=len(self._output), item=self._item)
-        if kind != "call":
+        if not is_call:
             yield self._of_item("content_part.added", content_index=0, part=self._part([]))
 
-    def added(self, text: str, choice: Json) -> Iterator[Json]:
+    def added(self, text: str) -> Iterator[Json]:
         self._said += text
-        if self.kind == "reasoning":
-            yield self._of_item("reasoning_text.delta", content_index=0, delta=text)
-        elif self.kind == "content":
-            tokens = _logprobs(choice) if self._shows_logprobs else []
-            self._tokens += tokens
-            yield self._of_item("output_text.delta", content_index=0, delta=text, logprobs=[*map(_brief, tokens)])
-        elif not self._function.is_custom:
-            yield self._of_item("function_call_arguments.delta", delta=text)
+        match self._item["type"]:
+            case "reasoning":
+                yield self._of_item("reasoning_text.delta", content_index=0, delta=text)
+            case "message":
+                yield self._of_item("output_text.delta", content_index=0, delta=text, logprobs=[])
+            case "function_call":
+                yield self._of_item("function_call_arguments.delta", delta=text)
 
     def closed(self) -> Iterator[Json]:
-        if self.kind != "call":
-            part = self._part(self._tokens or None)
-            more: Json = {} if self.kind == "reasoning" else {"logprobs": []}
-            yield self._of_item(f"{part['type']}.done", content_index=0, text=self._said, **more)
-            yield self._of_item("content_part.done", content_index=0, part=part)
-            done: Json = {"content": [part], "status": "completed"}
-        elif not self._function.is_custom:
-            yield self._of_item("function_call_arguments.done", arguments=self._said, name=self._function.own)
-            done = {"arguments": self._said, "status": "completed"}
-        else:
-            if text := _custom_input(self._said):  # in one piece: it is the text of a JSON object's one member
-                yield self._of_item("custom_tool_call_input.delta", delta=text)
-            yield self._of_item("custom_tool_call_input.done", input=text)
-            done = {"input": text}
-        yield self._event("response.output_item.done", output_index=len(self._output), item=self._item | done)
-        self._output.append(self._item | done)
+        done: Json = {"status": "completed"}
+        match self._item["type"]:
+            case "function_call":
+                done["arguments"] = self._said
+                yield self._of_item("function_call_arguments.done", arguments=self._said, name=self._item["name"])
+            case "custom_tool_call":
+                done = {"input": (text := _custom_input(self._said))}
+                if text:  # in one piece: it is the text of a JSON object's one member
+                    yield self._of_item("custom_tool_call_input.delta", delta=text)
+                yield self._of_item("custom_tool_call_input.done", input=text)
+            case kind:
+                part = self._part(None)
+                more: Json = {"logprobs": []} if kind == "message" else {}
+                yield self._of_item(f"{part['type']}.done", content_index=0, text=self._said, **more)
+                yield self._of_item("content_part.done", content_index=0, part=part)
+                done["content"] = [part]
+        item = self._item | done
+        yield self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
 
     def ended(self) -> Iterator[Json]:
         usage = _usage(self.told.get("usage"))
@@ -424,10 +372,10 @@ class ResponsesTranslator(Translator):
     def _of_item(self, kind: str, **fields: Any) -> Json:
         return self._event(f"response.{kind}", item_id=self._item["id"], output_index=len(self._output), **fields)
 
-    def _part(self, tokens: list[Json] | None) -> Json:
-        if self.kind == "reasoning":
+    def _part(self, logprobs: list[Json] | None) -> Json:
+        if self._item["type"] == "reasoning":
             return {"text": self._said, "type": "reasoning_text"}
-        return {"annotations": [], "text": self._said, "type": "output_text", "logprobs": tokens}
+        return {"annotations": [], "text": self._said, "type": "output_text", "logprobs": logprobs}
 
 
 def _new_id(kind: str) -> str:
@@ -447,28 +395,6 @@ def _custom_input(arguments: str) -> str:
     except (ValueError, TypeError, LookupError):
         return arguments
     return value if isinstance(value, str) else arguments
-
-
-def _logprobs(choice: Json) -> list[Json]:
-    """The log-probabilities of a choice or chunk in this API's shape."""
-    return [
-        _token(token) | {"top_logprobs": [_token(top) for top in token.get("top_logprobs") or ()]}
-        for token in (choice.get("logprobs") or {}).get("content") or ()
-    ]
-
-
-def _token(token: Json) -> Json:
-    text = token["token"]
-    return {"token": text, "bytes": list(text.encode(errors="replace")), "logprob": token.get("logprob", -9999.0)}
-
-
-def _brief(token: Json) -> Json:
-    """A token's log-probability as a stream has it: without bytes."""
-    return {
-        name: [*map(_brief, value)] if name == "top_logprobs" else value
-        for name, value in token.items()
-        if name != "bytes"
-    }
 
 
 def _usage(usage: Json | None) -> Json | None:
@@ -498,8 +424,9 @@ def _usage(usage: Json | None) -> Json | None:
 def _repeated(given: Json) -> Json:
     """A response with what it repeats of its request."""
     response = _RESPONSE | {name: value for name, value in given.items() if name in _RESPONSE}
-    response |= dict.fromkeys(("kv_transfer_params", "ec_transfer_params"))
-    response |= {name: float(response[name]) for name in _NUMBERS}
+    response |= {"kv_transfer_params": None, "ec_transfer_params": None, "top_logprobs": None}
+    for name in ("temperature", "top_p", "presence_penalty", "frequency_penalty"):
+        response[name] = float(response[name])
     if response["temperature"] == 0:
         response["top_p"] = 1.0
     else:
@@ -507,8 +434,6 @@ def _repeated(given: Json) -> Json:
     tools, choice = response["tools"], response["tool_choice"]
     response["tool_choice"] = _named(choice, tools) if tools or choice != "auto" else "none"
     response["tools"] = [*map(_filled, tools)]
-    if LOGPROBS not in given.get("include", ()):
-        response["top_logprobs"] = None
     if reasoning := given.get("reasoning"):
         response["reasoning"] = dict.fromkeys(_REASONING) | reasoning
     if (text := given.get("text")) is not None:
@@ -521,5 +446,5 @@ def _repeated(given: Json) -> Json:
 
 def _filled(tool: Json) -> Json:
     """A tool as the response repeats it."""
-    filled = dict.fromkeys(_TOOLS[tool["type"]]) | tool
+    filled: Json = dict.fromkeys(_TOOLS[tool["type"]].split()) | tool
     return filled | {"tools": [*map(_filled, tool["tools"])]} if tool["type"] == "namespace" else filled

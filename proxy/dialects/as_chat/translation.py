@@ -48,6 +48,12 @@ class Template:
     disabled_effort: str | None = None
     ignores_no_tools: bool | None = None
 
+    def known(self, name: str) -> Any:
+        """Return a field's value; raise TemplateUnknown."""
+        if (value := getattr(self, name)) is None:
+            raise TemplateUnknown(f"the server's chat template is not known: {name}")
+        return value
+
 
 def _counted(**body: Any) -> tuple[str, Json]:
     return "/v1/messages/count_tokens", body
@@ -104,7 +110,7 @@ class Translator(ABC):
         self.kind = ""  # of the open part; a tool call is a "call"
         self._place = 0  # of the call that is open, or is opened next
         self._sent = 0  # characters of its arguments
-        self._held: list[tuple[str, str, Json]] = []
+        self._held: list[tuple[str, str]] = []
 
     @abstractmethod
     def chat(self, template: Template, earlier: Sequence[Json] = ()) -> Json:
@@ -134,7 +140,7 @@ class Translator(ABC):
                 self.choice = choice
             for kind in self.kinds:
                 if (text := delta.get(kind)) or (text == "" and kind in self.opened_by_nothing):
-                    yield from self._text(kind, text, choice)
+                    yield from self._text(kind, text)
             if calls := delta.get("tool_calls"):
                 self.calls.feed(calls)
             if calls or ends:
@@ -154,15 +160,15 @@ class Translator(ABC):
         delta["tool_calls"] = [{"index": index} | call for index, call in enumerate(message.get("tool_calls") or ())]
         return self.whole([*self.feed(chat | {"choices": [choice | {"delta": delta}]}), *self.end()])
 
-    def _text(self, kind: str, text: str, choice: Json) -> Iterator[Json]:
+    def _text(self, kind: str, text: str) -> Iterator[Json]:
         if self.kind == "call" and not self.calls.opened[self._place].is_complete:
-            self._held.append((kind, text, choice))
+            self._held.append((kind, text))
             return
         yield from self._closed(kind)
         if not self.kind:
             self.kind = kind
             yield from self.opened(kind)
-        yield from self.added(text, choice)
+        yield from self.added(text)
 
     def _called(self, *, is_all: bool) -> Iterator[Json]:
         """What is new of calls. Each waits until the one before it is complete, or, with `is_all`, the answer."""
@@ -184,7 +190,7 @@ class Translator(ABC):
     def _more_of(self, call: StreamedCall) -> Iterator[Json]:
         if more := call.text[self._sent :]:
             self._sent += len(more)
-            yield from self.added(more, {})
+            yield from self.added(more)
 
     def _closed(self, unless: str = "") -> Iterator[Json]:
         """Close the open part, and what was held back meanwhile, `unless` it is of this kind."""
@@ -204,8 +210,7 @@ class Translator(ABC):
     def opened(self, kind: str, call_id: str = "", name: str = "") -> Iterator[Json]: ...
 
     @abstractmethod
-    def added(self, text: str, choice: Json) -> Iterator[Json]:
-        """Yield the events for more of the open part. `choice` has the log-probabilities of a text."""
+    def added(self, text: str) -> Iterator[Json]: ...
 
     @abstractmethod
     def closed(self) -> Iterator[Json]: ...
