@@ -10,15 +10,17 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
+from math import gcd
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+import psutil
 
 from ..core.config.root import Config
 from ..core.errors import ConfigError
@@ -39,11 +41,10 @@ LOST, LOST_ON_CPU = 0.04, 0.6
 USABLE, ALONE, USABLE_OF_MACHINE = 0.97, 0.9, 0.75
 UTILIZATION = 0.5  # where there is no plan
 
-LENGTH_STEP = LEAST_LENGTH = 1024
+LENGTH_STEP = 1024
 CONTEXTS = 2  # vLLM should hold so many full contexts at once
-COMFORTABLE = {8192: 4, 4096: 4}  # passes larger than the longest sample, where vLLM holds so many contexts
 
-# The most tokens a pass without a plan, and on a CPU, where passes of more than 1,024 are no faster.
+# The most tokens of a pass where there is room, and on a CPU, where passes of more than 1,024 are no faster.
 TOKENS_PER_PASS, COMFORTABLE_ON_CPU = 8192, 1024
 
 # Models whose configurations list no layer types: layers have a state that runs through the row, or other attention.
@@ -73,8 +74,8 @@ class Plan:
 
     @property
     def shared(self) -> bool:
-        """Return whether vLLM and the trainer use a card together."""
-        return bool(self.vllm) and bool(set(self.vllm_devices) & set(self.trainer_devices))
+        """Return whether vLLM and the trainer take memory of the same GPU."""
+        return bool(self.vllm) and not {*self.vllm_devices}.isdisjoint(self.trainer_devices)
 
 
 def make_plan(
@@ -88,21 +89,16 @@ def make_plan(
     fit.
     """
     gpus = cards() if gpus is None else gpus
-    about = model_config(config.policy.model, download=bool(gpus)) if config.policy.model else None
-    if about is not None:
-        check_model(about)
-    shape = shape_of(about or {})
-    upstream = config.policy_upstream
+    about = (model_config(config.policy.model, download=bool(gpus)) if config.policy.model else None) or {}
+    check_model(about)
+    shape, upstream = None if sharded else shape_of(about), config.policy_upstream
     served = not offline and (upstream is None or urlsplit(upstream.published_to[0]).hostname in LOOPBACK)
     trained = trained and config.trainer.trains_here
-    if shape is not None and gpus and not sharded:
+    if shape is not None and gpus:
         return _on_gpus(config, shape, gpus, served, trained)
-    of_pass = _on_cpu(config, shape, served) if shape and trained and not gpus and not sharded else {}
-    filled = _filled(
-        config,
-        {"gpu_memory_utilization": UTILIZATION},
-        {"max_tokens_per_batch": TOKENS_PER_PASS, "max_sample_tokens": config.vllm.max_model_len} | of_pass,
-    )
+    passes: dict[str, Any] = _on_cpu(config, shape, served) if shape and trained else {}
+    passes = {"max_tokens_per_batch": TOKENS_PER_PASS, "max_sample_tokens": config.vllm.max_model_len} | passes
+    filled = _filled(config, {"gpu_memory_utilization": UTILIZATION}, passes)
     return Plan(filled, tuple(config.vllm.devices), tuple(config.trainer.devices))
 
 
@@ -111,38 +107,33 @@ def _on_gpus(config: Config, shape: DecoderShape, gpus: Cards, served: bool, tra
     vllm, trainer = config.vllm, config.trainer
     trainers = tuple(trainer.devices or [*gpus][-1:]) if trained else ()
     others = [number for number in gpus if number not in trainers] or [*gpus][:1]
-    parallel = 1
-    while 2 * parallel <= len(others) and shape.kv_heads % (2 * parallel) == 0:
-        parallel *= 2
+    parallel = gcd(shape.kv_heads, 1 << len(others).bit_length() - 1)
     servers = tuple(vllm.devices or others[:parallel])
-    if missing := [number for number in (*servers, *trainers) if number not in gpus]:
-        raise ConfigError(f"vllm.devices, trainer.devices: there is no GPU {missing[0]}, only {[*gpus]}")
-
-    card, a_token = min(gpus[n] for n in servers), 2 * BF16 * shape.layers * shape.keys / GIB / len(servers)
+    if missing := {*servers, *trainers} - gpus.keys():
+        raise ConfigError(f"vllm.devices, trainer.devices: there is no GPU {min(missing)}, only {[*gpus]}")
+    card, is_shared = min(gpus[n] for n in servers), served and not {*servers}.isdisjoint(trainers)
+    cache_of_a_token = 2 * BF16 * shape.layers * shape.keys / GIB / len(servers)
     fixed = server_needs(shape, config, len(servers)) if served else {}
-    is_shared, configured = served and bool(set(servers) & set(trainers)), vllm.gpu_memory_utilization
-    checkpointing, longest = trainer.gradient_checkpointing is not False, vllm.max_model_len or shape.context
-    shorter = range((longest - 1) // LENGTH_STEP * LENGTH_STEP, LEAST_LENGTH - 1, -LENGTH_STEP)
-    contexts = 1 if vllm.max_model_len else CONTEXTS
-    sizes = {trainer.max_tokens_per_batch: contexts} if trainer.max_tokens_per_batch else {**COMFORTABLE, 0: contexts}
-    lengths = [longest] if vllm.max_model_len else [longest, *shorter]
-    for length, (size, held) in product(lengths, sizes.items()):
+    checkpointing = trainer.gradient_checkpointing is not False
+    longest, contexts = vllm.max_model_len or shape.context, 1 if vllm.max_model_len else CONTEXTS
+    lengths = [longest, *range((longest - 1) // LENGTH_STEP * LENGTH_STEP, 0, -LENGTH_STEP)]
+    sizes = [trainer.max_tokens_per_batch] if trainer.max_tokens_per_batch else [TOKENS_PER_PASS, 0]
+    for length, size in product(lengths[:1] if vllm.max_model_len else lengths, sizes):
         tokens = max(size, sample := trainer.max_sample_tokens or length)
         needs = trainer_needs(shape, config, tokens, checkpointing) if trained else {}
-        taken, cache = sum(needs.values()), held * length * a_token
-        share = configured or int(100 * (USABLE - taken / card if is_shared else ALONE)) / 100
+        taken, cache = sum(needs.values()), contexts * length * cache_of_a_token
+        share = vllm.gpu_memory_utilization or int(100 * (USABLE - taken / card if is_shared else ALONE)) / 100
         room = share * card - sum(fixed.values())
         if room >= cache and all(taken <= (USABLE - share * is_shared) * gpus[n] for n in trainers):
             of_vllm = {"max_model_len": length, "gpu_memory_utilization": share}
             filled = _filled(config, of_vllm, {"max_tokens_per_batch": tokens, "max_sample_tokens": sample})
             server = {**fixed, "KV cache": room} if served else {}
             rate = rate_of(trainer, shape.hidden)
-            return Plan(filled, servers, trainers, gpus, int(room / a_token), server, needs, rate)
-    sides = [f"vLLM needs {sum(fixed.values()) + cache:.0f} GiB"] * served + [f"the trainer {taken:.0f} GiB"] * trained
+            return Plan(filled, servers, trainers, gpus, int(room / cache_of_a_token), server, needs, rate)
     raise ConfigError(
-        f"policy.model does not fit: with a context of {length:,} tokens {' and '.join(sides)}, on "
-        f"{'one card' if is_shared else 'cards'} of {card:.0f} GiB; it takes a smaller model, more or larger cards, or "
-        "a base model that is sharded (docs/gpu.md)"
+        f"policy.model does not fit: with a context of {length:,} tokens vLLM needs {sum(fixed.values()) + cache:.0f} "
+        f"GiB and the trainer {taken:.0f} GiB, on {'one card' if is_shared else 'cards'} of {card:.0f} GiB; it takes a "
+        "smaller model, more or larger cards, or a base model that is sharded (docs/gpu.md)"
     )
 
 
@@ -165,11 +156,12 @@ def _on_cpu(config: Config, shape: DecoderShape, served: bool) -> dict[str, Any]
 
 def _filled(config: Config, vllm: Mapping[str, Any], trainer: Mapping[str, Any]) -> Config:
     """The configuration with these values where it has none."""
-
-    def fill(section: Any, values: Mapping[str, Any]) -> Any:
-        return section.model_copy(update={k: v for k, v in values.items() if getattr(section, k) in (None, "auto")})
-
-    return config.model_copy(update={"vllm": fill(config.vllm, vllm), "trainer": fill(config.trainer, trainer)})
+    sections = {}
+    for name, values in (("vllm", vllm), ("trainer", trainer)):
+        section = getattr(config, name)
+        missing = {key: value for key, value in values.items() if getattr(section, key) in (None, "auto")}
+        sections[name] = section.model_copy(update=missing)
+    return config.model_copy(update=sections)
 
 
 # What a model needs ---------------------------------------------------------------------------------------------------
@@ -199,27 +191,24 @@ def shape_of(config: Mapping[str, Any]) -> DecoderShape | None:
     """Return the sizes in a config.json; None if it lacks some, as those of unusual models do."""
     text = _text(config)
     try:
-        layers, hidden, heads, vocabulary, context = (
-            int(text[key])
-            for key in (
-                "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"
-            )
+        layers, hidden, heads = text["num_hidden_layers"], text["hidden_size"], text["num_attention_heads"]
+        vocabulary, context = text["vocab_size"], text["max_position_embeddings"]
+        kv_heads, width = text.get("num_key_value_heads") or heads, text.get("head_dim") or hidden // heads
+        experts = text.get("num_experts") or text.get("num_local_experts") or 1
+        mlp = (text.get("moe_intermediate_size") if experts > 1 else None) or text["intermediate_size"]
+        active = text.get("num_experts_per_tok") or 1
+        attention, keys = heads * width, kv_heads * width
+        tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+        layer = hidden * (2 * attention + 2 * keys) + 3 * hidden * mlp * experts
+        lora = 4 * hidden + 2 * attention + 2 * keys + (3 * (hidden + mlp) if experts == 1 else 0)
+        return DecoderShape(
+            layers, hidden, attention, keys, kv_heads, mlp * active, vocabulary, context,
+            has_normed_heads=str(text.get("model_type", "")).startswith(("qwen3", "gemma3", "olmo2")),
+            parameters=layers * layer + vocabulary * hidden * (1 if tied else 2),
+            lora=layers * lora,
         )  # fmt: skip
-        kv_heads, width = int(text.get("num_key_value_heads") or heads), int(text.get("head_dim") or hidden // heads)
-        experts = int(text.get("num_experts") or text.get("num_local_experts") or 1)
-        mlp = int((text.get("moe_intermediate_size") if experts > 1 else None) or text["intermediate_size"])
-        active = int(text.get("num_experts_per_tok") or 1)
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError):
         return None
-    attention, keys = heads * width, kv_heads * width
-    layer = hidden * (2 * attention + 2 * keys) + 3 * hidden * mlp * experts
-    embeddings = vocabulary * hidden * (2 - bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings"))))
-    lora = 4 * hidden + 2 * attention + 2 * keys + (3 * (hidden + mlp) if experts == 1 else 0)
-    has_normed_heads = str(text.get("model_type", "")).startswith(("qwen3", "gemma3", "olmo2"))
-    return DecoderShape(
-        layers, hidden, attention, keys, kv_heads, mlp * active, vocabulary, context, has_normed_heads,
-        layers * layer + embeddings, layers * lora,
-    )  # fmt: skip
 
 
 def server_needs(shape: DecoderShape, config: Config, cards: int) -> Needs:
@@ -307,35 +296,30 @@ def model_config(model: str, *, download: bool = True) -> dict[str, Any] | None:
 
     Without `download`, only what was fetched before is looked at.
     """
-    path = Path(model).expanduser()
     try:
-        if path.is_dir():
-            file: object = path / "config.json"
-        else:
-            from huggingface_hub import hf_hub_download, try_to_load_from_cache
+        if (path := Path(model).expanduser()).is_dir():
+            return dict(json.loads((path / "config.json").read_text()))
+        from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-            file = try_to_load_from_cache(model, "config.json")
-            if not isinstance(file, str) and download:
-                file = hf_hub_download(model, "config.json")
-        found = json.loads(Path(str(file)).read_text())
+        cached = try_to_load_from_cache(model, "config.json")
+        file = (
+            cached if isinstance(cached, str) else hf_hub_download(model, "config.json", local_files_only=not download)
+        )
+        return dict(json.loads(Path(file).read_text()))
     except Exception:  # no such package, no network, no such model: loading the model gives a better message
         return None
-    return found if isinstance(found, dict) else None
 
 
 def cards() -> Cards:
     """Return the memory of each visible GPU; nothing without nvidia-smi."""
-    if shutil.which(ASK[0]) is None:
-        return {}
     try:
         listing = subprocess.run(ASK, check=True, capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
     gpus = {int(index): float(mib) / 1024 for index, mib in re.findall(r"^(\d+), *([\d.]+)", listing, re.MULTILINE)}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return gpus
-    return {int(n): gpus[int(n)] for n in visible.split(",") if n.strip().isdigit() and int(n) in gpus}
+    wanted = gpus if visible is None else map(int, re.findall(r"\b\d+\b", visible))
+    return {number: gpus[number] for number in wanted if number in gpus}
 
 
 def cards_like(text: str) -> Cards:
@@ -351,7 +335,7 @@ def cards_like(text: str) -> Cards:
 
 def machine_memory() -> float:
     """Return this machine's memory in GiB, or what its container may use of it."""
-    limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
+    limits = [float(psutil.virtual_memory().total)]
     for file in CONTAINER_LIMITS:
         with suppress(OSError, ValueError):  # another kernel; `max`
             limits.append(float(Path(file).read_text()))

@@ -6,10 +6,9 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from statistics import fmean
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from ...core.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...core.config.trainer import MIN_EARLIER, TrainerConfig
 from ...core.errors import NotFound, UpstreamTimeout, UpstreamUnreachable
 from ...core.groups import Group
-from ...core.records import ModelCall, Reward, Rollout
+from ...core.records import ModelCall, Rollout
 from ...store.store import Store
 from ...store.training import CallCredit, ComparedGroup
 from ...store.waiting import EQUAL_REWARDS
@@ -25,7 +24,7 @@ from ..credit.agents import RollCall, TrainedAgents
 from ..credit.air import air_rewards
 from ..credit.strategies import ACROSS_TASKS, Credited, group_credit, training_rules
 from ..report.batch_metrics import Seen, sample_metrics, staleness_metrics
-from ..rows.samples import Placement, RolloutSamples, rollout_samples
+from ..rows.samples import RolloutSamples, rollout_samples
 from ..types import AskJudge, Batch, Guide, RolloutRewards, Sample, Sibling, Sift, Sifted
 from .groups import STANDS_S, Order, WaitingGroups
 from .sampled import Sampled
@@ -65,15 +64,11 @@ class Collector:
         rollouts whose rewards teach nothing. `sift` may leave calls out, or push them down.
         """
         policy = policy or PolicyConfig()
-        self._config = config
+        self._config, self._store, self._judge, self._guide = config, store, judge, guide
+        self._adapter_of, self._vocabulary = policy.adapter_of, vocabulary
+        self._sampled, self._sift = sampled or Sampled(), sift or Sifted
         self._failed_has_reward = config.failed_reward is not None
-        self._adapter_of = policy.adapter_of
-        self._vocabulary = vocabulary
-        self._store = store
-        self._siblings = SiblingReader(config, store, judge, sift)
-        self._sampled = sampled or Sampled()
-        self._guide = guide
-        self._agents = TrainedAgents(config.agents)
+        self._rules, self._agents = training_rules(config), TrainedAgents(config.agents)
         own = [agent for agents in policy.adapters.values() for agent in agents]
         credited = [agent for agent in config.credits if agent != "*"]
         self._roll_call = RollCall(self._agents, {"trainer.credit": credited, "policy.adapters": own})
@@ -93,7 +88,12 @@ class Collector:
         """
         while groups := await self._waiting.next(fewer=fewer, since=since):
             self._unverified = await self._store.versions.never_verified()
-            takes = await self._takes(base, groups)
+            takes = [await self._read(group, base) for group in groups]
+            if self._config.baseline in ACROSS_TASKS:
+                takes = [self._across_tasks(takes)]
+            for take in takes:
+                for comparison in take.comparisons:
+                    await self._compare(take, comparison)
             idle = [take for take in takes if not take.rollouts]
             if len(idle) == len(takes) or (idle and self._config.dynamic_sampling):
                 await self._drop(together(idle))  # others may take their place
@@ -101,51 +101,40 @@ class Collector:
                 return await self._claim(together(takes))
         return None
 
-    async def _takes(self, base: int, groups: Sequence[Group]) -> list[Take]:
-        """The part of each group in a step. A baseline across tasks makes one group of all."""
-        takes = [await self._read(group, base) for group in groups]
-        if self._config.baseline in ACROSS_TASKS:
-            takes = [self._across_tasks(takes)]
-        for take in takes:
-            for comparison in take.comparisons:
-                await self._compare(take, comparison)
-        return takes
-
     async def _read(self, group: Group, base: int) -> Take:
         """Read a group: siblings are compared with each other, rollouts without a task each with earlier ones."""
-        take = Take(base, waiting=[group])
+        take, waiting = Take(base, [group]), self._store.waiting
         if group.task_id is None:
             limit = self._config.rollouts_per_step
-            lone = await self._trainable(take, await self._store.waiting.lone_rollouts(limit, self._failed_has_reward))
-            owners = await self._store.waiting.owners(member.rollout.rollout_id for member in lone)
-            take.comparisons = [ComparedRollouts([one], owner=owners.get(one.rollout.rollout_id)) for one in lone]
+            lone = await self._trainable(take, await waiting.lone_rollouts(limit, self._failed_has_reward))
+            owners = await waiting.owners(member.rollout.rollout_id for member in lone)
+            take.comparisons = [Comparison([one], [], owners.get(one.rollout.rollout_id)) for one in lone]
             return take
-        siblings, awaited, before = await self._store.waiting.siblings(group)
+        siblings, awaited, before = await waiting.siblings(group)
         take.counts["groups"] += 1
         take.counts["groups_incomplete"] += not group.complete
         ids = [rollout.rollout_id for rollout in (*siblings, *awaited)]
         take.groups += [ComparedGroup(group.task_id, ids)] if siblings else []
         members = await self._trainable(take, siblings)
-        owner = None if group.pool is None else group.pool.owner
-        take.comparisons = [ComparedRollouts(members, await self._compared_before(before, base), owner)]
+        known = [s for rollout in before if self._has_reward(rollout) and (s := await self._sibling(rollout))]
+        known = [s for s in known if self._unfit(s.calls, base) in (None, STALE)]
+        take.comparisons = [Comparison(members, known, group.pool and group.pool.owner)]
         return take
 
-    async def _trainable(self, take: Take, siblings: Sequence[Rollout]) -> list[TrainingMember]:
-        """Those of `siblings` that can be trained on. The others are dropped, with the reason."""
-        take.drop("failed or discarded", (r for r in siblings if r.status != "running" and not self._has_reward(r)))
-        ended = filter(self._has_reward, siblings)
-        members = [TrainingMember(r, s) for r in ended if (s := await self._siblings.read(r))]
-        self._roll_call.look(m.sibling.calls for m in members)
-        await self._sampled.look(call for m in members for call in self._trained(m.sibling.calls))
-        rewarded = [m for m in members if m.sibling.rewards.posted is not None]
-        counted = await self._store.rewards.trusted(m.rollout.rollout_id for m in rewarded)
+    async def _trainable(self, take: Take, rollouts: Sequence[Rollout]) -> list[Member]:
+        """Those of ended rollouts that can be trained on. The others are dropped, with the reason."""
+        take.drop("failed or discarded", [rollout for rollout in rollouts if not self._has_reward(rollout)])
+        members = [Member(r, s) for r in rollouts if self._has_reward(r) and (s := await self._sibling(r))]
+        self._roll_call.look(member.sibling.calls for member in members)
+        await self._sampled.look(call for member in members for call in self._trained(member.sibling.calls))
+        counted = await self._store.rewards.trusted(member.rollout.rollout_id for member in members)
         found = []
-        for rollout, sibling in rewarded:
+        for rollout, sibling in members:
             if reason := self._unfit(sibling.calls, take.base):
                 take.counts["rollouts_stale"] += reason == STALE
                 take.drop(reason, [rollout])
-            elif judged := await self._siblings.judged(rollout, sibling):
-                found.append(TrainingMember(rollout, judged))
+            elif judged := await self._sibling(rollout, self._judge) if self._judge else sibling:
+                found.append(Member(rollout, judged))
                 take.counts["rollouts_failed"] += rollout.status == "failed"
                 take.seen.reward(rollout.task_id, rollout.reward, counted.get(rollout.rollout_id))
                 took_part = {self._adapter_of(call.agent) for call in self._trained(judged.calls)}
@@ -153,46 +142,73 @@ class Collector:
                 take.compared_by_adapter.update(took_part or {DEFAULT_ADAPTER})
         return found
 
-    async def _compare(self, take: Take, comparison: ComparedRollouts) -> None:
+    async def _sibling(self, rollout: Rollout, judge: AskJudge | None = None) -> Sibling | None:
+        """The rollout with its stored and automatic rewards, and what the judge says of its calls that it has not seen.
+
+        None if the rollout was deleted meanwhile. Raises JudgeError.
+        """
+        with suppress(NotFound):
+            posted = await self._store.rewards.of(rollout.rollout_id)
+            sifted = self._sift(await self._store.calls.of(rollout.rollout_id))
+            if judge is not None:
+                posted = posted + await judge(sifted.calls, posted)
+            rewards = RolloutRewards.counted(posted, self._rules, rollout.status)
+            return Sibling(sifted.calls, replace(rewards, air=air_rewards(sifted.calls, self._config.air)), sifted)
+        return None
+
+    async def _earlier(self, rollout: Rollout, known: dict[str, Sibling | None]) -> list[Sibling]:
+        """The running baseline: earlier rewarded rollouts, of the same task if there are enough, else of all.
+
+        At most `running_window` of them; none if there are fewer than MIN_EARLIER. Only the store is asked, so a
+        restart changes nothing. `known` has the rollouts read for this step so far; those read here are added to it.
+        """
+        for task_id in dict.fromkeys((rollout.task_id, None)):
+            found = await self._store.waiting.earlier(
+                rollout.rollout_id, task_id, self._config.running_window, self._failed_has_reward
+            )
+            for missing in (r for r in found if r.rollout_id not in known):
+                known[missing.rollout_id] = await self._sibling(missing)
+            if len(siblings := [s for r in found if (s := known[r.rollout_id])]) >= MIN_EARLIER:
+                return siblings
+        return []
+
+    async def _compare(self, take: Take, comparison: Comparison) -> None:
         """Compare the members with each other, or a lone one with earlier rollouts, and take those to learn from."""
-        members, known = comparison.members, list(comparison.known)
+        members, known, _ = comparison
         if len(members) == 1 and not known and self._config.lone_rollouts == "running":
-            known = await self._siblings.earlier(members[0].rollout, take.earlier)
+            known = await self._earlier(members[0].rollout, take.earlier)
             take.counts["rollouts_lone"] += 1
         group = [*(member.sibling for member in members), *known]
         credit = group_credit(group, self._config)
+        nothing = None
         if not all(abs(value) <= ABSURD for of_calls in credit for one in of_calls for value in one or ()):
-            self._leave_out(take, POISONED, [member.rollout for member in members])
-            return
-        taught = [True] * len(members)
-        if not any(one and one.advantage for of_calls in credit[: len(members)] for one in of_calls):
+            nothing = POISONED
+            self._warn(POISONED, *(member.rollout for member in members))
+        elif not any(one and one.advantage for of_calls in credit[: len(members)] for one in of_calls):
             take.counts["groups_equal"] += len(group) > 1
-            taught = [self._teaches(*one) for one in zip(members, credit, strict=False)]
-            nothing = [member.rollout for member, guided in zip(members, taught, strict=True) if not guided]
-            take.drop(_why_nothing(group, self._agents), nothing)
-        for i in compress(range(len(members)), taught):
-            self._take_rollout(take, members[i], credit[i])
+            nothing = None if self._guide else _why_nothing(group, self._agents)
+        for member, of_calls in zip(members, credit, strict=False):
+            if nothing is None or (nothing != POISONED and self._config.context_loss is not None):
+                self._take_rollout(take, member, of_calls, nothing)
+            else:
+                take.drop(nothing, [member.rollout])
 
-    def _teaches(self, member: TrainingMember, credit: Sequence[Credited | None]) -> bool:
-        """Whether something beside rewards teaches something of a rollout: a loss of tools' results, or a guide."""
-        if self._config.context_loss is not None:
-            calls = [call for call, one in zip(member.sibling.calls, credit, strict=True) if one is not None]
-            with suppress(ValueError, OverflowError):  # no rows can be built
-                rows = self._rows(calls, [0.0] * len(calls), member.rollout).samples
-                if any(sample.results for sample in rows):
-                    return True
-        return self._guide is not None
-
-    def _take_rollout(self, take: Take, member: TrainingMember, credit: Sequence[Credited | None]) -> None:
+    def _take_rollout(self, take: Take, member: Member, credit: Sequence[Credited | None], nothing: str | None) -> None:
+        """Add the rows of a rollout to the step. `nothing`: why its rewards teach nothing, where tools' results may."""
         rollout, calls = member.rollout, member.sibling.calls
-        take.counts["calls_of_others"] += len(calls) - len(self._trained(calls))
-        take.counts.update(member.sibling.sifted.counts)
         taught = [(call, one) for call, one in zip(calls, credit, strict=True) if one is not None]
         try:
             made = self._rows([call for call, _ in taught], [one.advantage for _, one in taught], rollout)
         except (ValueError, OverflowError) as error:
-            self._leave_out(take, f"its rows cannot be built: {error}", [rollout])
+            reason = f"its rows cannot be built: {error}"
+            self._warn(reason, rollout)
+            take.drop(reason, [rollout])
             return
+        if nothing and not any(sample.results for sample in made.samples):
+            take.drop(nothing, [rollout])
+            return
+        take.counts["calls_of_others"] += len(calls) - len(self._trained(calls))
+        take.counts.update(member.sibling.sifted.counts)
         take.counts.update(made.counts)
         not_followed = Counter(why for call, _ in taught if (why := self._sampled.why_not(call)))
         take.seen.not_followed += not_followed
@@ -208,39 +224,34 @@ class Collector:
         take.staleness.append(max(0, take.base - _oldest_version([call for call, _ in taught], take.base)))
 
     def _rows(self, calls: Sequence[ModelCall], advantages: Sequence[float], rollout: Rollout) -> RolloutSamples:
-        """The rows of a rollout, those of each adapter apart: another adapter's answers are context in its prompts."""
-        task_id, limit = rollout.task_id or rollout.rollout_id, self._config.max_sample_tokens or sys.maxsize
-        samples: list[Sample] = []
-        counts: Counter[str] = Counter()
-        placements: dict[int, Placement] = {}
-        for adapter in sorted({self._adapter_of(call.agent) for call in calls}):
-            own = [i for i, call in enumerate(calls) if self._adapter_of(call.agent) == adapter]
-            made = rollout_samples(
-                [calls[i] for i in own],
-                [advantages[i] for i in own],
-                task_id=task_id,
-                max_tokens=limit,
-                vocabulary=self._vocabulary,
-                adapter=adapter,
-                sampled=self._sampled.of,
-            )
-            for i, (row, placed) in zip(own, made.placements, strict=True):
-                placements[i] = Placement(None if row is None else len(samples) + row, placed)
-            samples += made.samples
-            counts += made.counts
-        return RolloutSamples(tuple(samples), counts, tuple(placements[i] for i in range(len(calls))))
+        return rollout_samples(
+            calls,
+            advantages,
+            task_id=rollout.task_id or rollout.rollout_id,
+            max_tokens=self._config.max_sample_tokens or sys.maxsize,
+            vocabulary=self._vocabulary,
+            adapter_of=self._adapter_of,
+            sampled=self._sampled.of,
+        )
 
     async def _claim(self, take: Take) -> Batch:
         self._seen.add(take.seen)
         seen, self._seen = self._seen, Seen()
         self._logged.clear()
-        step = await self._store.steps.claim(take.rollout_ids, take.base, take.dropped, take.groups, take.credit)
+        rollout_ids = tuple(rollout.rollout_id for rollout in take.rollouts)
+        step = await self._store.steps.claim(rollout_ids, take.base, take.dropped, take.groups, take.credit)
         self._waiting.forget(take.waiting)
         return Batch(
             step=step,
             samples=tuple(take.samples),
-            rollout_ids=take.rollout_ids,
-            metrics={**seen.metrics(), **take.metrics()},
+            rollout_ids=rollout_ids,
+            metrics={
+                **seen.metrics(),
+                "groups_trained": float(sum(not {*rollout_ids}.isdisjoint(one.rollout_ids) for one in take.groups)),
+                "rollouts_trained": float(len(rollout_ids)),
+                **staleness_metrics(take.staleness),
+                **sample_metrics(take.samples),
+            },
             compared=take.compared,
             compared_by_adapter=take.compared_by_adapter,
             tasks=seen.tasks(),
@@ -293,28 +304,21 @@ class Collector:
     def _across_tasks(self, takes: Sequence[Take]) -> Take:
         """One take of all groups: an owner's rollouts are compared, lone ones only with `lone_rollouts: running`."""
         joined = together(takes)
-        parts: dict[str | None, list[ComparedRollouts]] = {}
-        alone: list[ComparedRollouts] = []
+        parts: dict[tuple[str | None, int], Comparison] = {}
         for take, group in zip(takes, joined.waiting, strict=True):
-            compared = group.task_id is not None or self._config.lone_rollouts == "running"
+            are_compared = group.task_id is not None or self._config.lone_rollouts == "running"
             for one in take.comparisons:
-                (parts.setdefault(one.owner, []) if compared else alone).append(one)
-        joined.comparisons = [
-            ComparedRollouts([m for part in of for m in part.members], [s for part in of for s in part.known])
-            for of in parts.values()
-        ]
-        joined.comparisons += alone
+                key = one.owner, 0 if are_compared else id(one)
+                part = parts.setdefault(key, Comparison([], [], one.owner))
+                part.members.extend(one.members)
+                part.known.extend(one.known)
+        joined.comparisons = [*parts.values()]
         return joined
-
-    async def _compared_before(self, before: Sequence[Rollout], base: int) -> list[Sibling]:
-        """The siblings that were compared before others ended."""
-        read = [await self._siblings.read(r) for r in filter(self._has_reward, before)]
-        known = [sibling for sibling in read if sibling is not None and sibling.rewards.posted is not None]
-        return [sibling for sibling in known if self._unfit(sibling.calls, base) in (None, STALE)]
 
     def _has_reward(self, rollout: Rollout) -> bool:
         """Whether a rollout ended in a way that has a reward."""
-        return rollout.status == "completed" or (self._failed_has_reward and rollout.status == "failed")
+        has_one = rollout.status == "completed" or (self._failed_has_reward and rollout.status == "failed")
+        return has_one and rollout.reward is not None
 
     def _unfit(self, calls: Sequence[ModelCall], base: int) -> str | None:
         """Why a rollout with these calls is not trained on; None if it is."""
@@ -331,25 +335,21 @@ class Collector:
         """The calls of trained agents. Other agents' answers are context in the prompts of these calls."""
         return [call for call in calls if self._agents.role(call.agent) is not None]
 
-    def _leave_out(self, take: Take, reason: str, rollouts: Sequence[Rollout]) -> None:
-        """Drop rollouts with absurd numbers, which would spoil the entire step, and name them."""
+    def _warn(self, reason: str, *rollouts: Rollout) -> None:
+        """Name rollouts with absurd numbers, which would spoil the entire step."""
         log.warning("left out: %s: %s", ", ".join(rollout.rollout_id for rollout in rollouts), reason)
-        take.drop(reason, rollouts)
 
 
 def _why_no_rows(counts: Counter[str], not_followed: Counter[str]) -> str:
     """Why a rollout with advantages has nothing to train on."""
     if not_followed:
         return f"no trainable calls: {not_followed.most_common(1)[0][0]}"
-    if counts["rows_too_long"]:
-        return "longer than trainer.max_sample_tokens or the model's context"
-    if counts["calls_other_tokens"]:
-        return "not the model's tokens: another one sampled them"
-    return (
-        "several answers a call: it is not known which one earned the reward"
-        if counts["calls_ambiguous"]
-        else "no trainable calls"
-    )
+    reasons = {
+        "rows_too_long": "longer than trainer.max_sample_tokens or the model's context",
+        "calls_other_tokens": "not the model's tokens: another one sampled them",
+        "calls_ambiguous": "several answers a call: it is not known which one earned the reward",
+    }
+    return next((reason for count, reason in reasons.items() if counts[count]), "no trainable calls")
 
 
 def _why_nothing(group: Sequence[Sibling], agents: TrainedAgents) -> str:
@@ -366,23 +366,22 @@ def _oldest_version(calls: Sequence[ModelCall], base: int) -> int:
     return min((c.policy_version for c in calls if c.trainable and c.policy_version is not None), default=base)
 
 
-class TrainingMember(NamedTuple):
+class Member(NamedTuple):
     """A rollout that a step may train on."""
 
     rollout: Rollout
     sibling: Sibling
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedRollouts:
+class Comparison(NamedTuple):
     """Rollouts that are compared with each other. `known` were looked at before: they only count in the baseline.
 
     `owner`: the key that all were opened with, if it sees only its own.
     """
 
-    members: Sequence[TrainingMember]
-    known: Sequence[Sibling] = ()
-    owner: str | None = None
+    members: list[Member]
+    known: list[Sibling]
+    owner: str | None
 
 
 @dataclass(slots=True)
@@ -394,7 +393,7 @@ class Take:
 
     base: int
     waiting: list[Group] = field(default_factory=list)
-    comparisons: list[ComparedRollouts] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
@@ -404,34 +403,15 @@ class Take:
     compared: int = 0  # rollouts, the loss's divisor
     compared_by_adapter: Counter[str] = field(default_factory=Counter)
     seen: Seen = field(default_factory=Seen)
-    earlier: dict[str, Sibling] = field(default_factory=dict)
+    earlier: dict[str, Sibling | None] = field(default_factory=dict)
 
     @property
     def counts(self) -> Counter[str]:
         return self.seen.counts
 
-    @property
-    def rollout_ids(self) -> tuple[str, ...]:
-        return tuple(rollout.rollout_id for rollout in self.rollouts)
-
-    def drop(self, reason: str, rollouts: Iterable[Rollout]) -> None:
-        rollout_ids = [r.rollout_id for r in rollouts]
-        self.dropped.setdefault(reason, []).extend(rollout_ids)
-        self.counts["rollouts_dropped"] += len(rollout_ids)
-
-    def add(self, other: Take) -> None:
-        """Add what comes from other groups."""
-        self.waiting += other.waiting
-        self.samples += other.samples
-        self.rollouts += other.rollouts
-        self.staleness += other.staleness
-        self.groups += other.groups
-        self.credit += other.credit
-        self.compared += other.compared
-        self.compared_by_adapter += other.compared_by_adapter
-        self.seen.add(other.seen)
-        for reason, rollout_ids in other.dropped.items():
-            self.dropped.setdefault(reason, []).extend(rollout_ids)
+    def drop(self, reason: str, rollouts: Sequence[Rollout]) -> None:
+        self.dropped.setdefault(reason, []).extend(rollout.rollout_id for rollout in rollouts)
+        self.counts["rollouts_dropped"] += len(rollouts)
 
     @property
     def why_nothing(self) -> str:
@@ -441,74 +421,16 @@ class Take:
         mean = f" of mean reward {fmean(rewards):.3g}" if rewards else ""
         return f"nothing to learn from {self.counts['rollouts_dropped']} rollouts{mean}: {reasons}"
 
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the rollouts that are trained on. `seen` has those of all that were looked at."""
-        taken = {rollout.rollout_id for rollout in self.rollouts}
-        return {
-            "groups_trained": float(sum(not taken.isdisjoint(group.rollout_ids) for group in self.groups)),
-            "rollouts_trained": float(len(self.rollouts)),
-            **staleness_metrics(self.staleness),
-            **sample_metrics(self.samples),
-        }
-
 
 def together(takes: Sequence[Take]) -> Take:
     """Return several takes, at least one, as one, which has none of their comparisons."""
     joined = Take(takes[0].base)
     for take in takes:
-        joined.add(take)
+        for name in ("waiting", "samples", "rollouts", "staleness", "groups", "credit"):
+            getattr(joined, name).extend(getattr(take, name))
+        joined.compared += take.compared
+        joined.compared_by_adapter += take.compared_by_adapter
+        joined.seen.add(take.seen)
+        for reason, rollout_ids in take.dropped.items():
+            joined.dropped.setdefault(reason, []).extend(rollout_ids)
     return joined
-
-
-class SiblingReader:
-    """Reads rollouts, and the earlier ones that a rollout without siblings is compared with."""
-
-    def __init__(self, config: TrainerConfig, store: Store, judge: AskJudge | None, sift: Sift | None) -> None:
-        self._config = config
-        self._store = store
-        self._judge = judge
-        self._sift = sift or Sifted
-        self._failed_has_reward = config.failed_reward is not None
-        self._rules = training_rules(config)
-
-    async def read(self, rollout: Rollout) -> Sibling | None:
-        """Return the rollout with its stored rewards (a judge's earlier scores included) and automatic ones.
-
-        None if the rollout was deleted meanwhile.
-        """
-        with suppress(NotFound):
-            return await self._scored(rollout, await self._store.rewards.of(rollout.rollout_id))
-        return None
-
-    async def judged(self, rollout: Rollout, sibling: Sibling) -> Sibling | None:
-        """Return the rollout with the judge's scores of all its calls. Raise JudgeError if no answer comes."""
-        if self._judge is None:
-            return sibling
-        with suppress(NotFound):
-            rewards = await self._store.rewards.of(rollout.rollout_id)
-            return await self._scored(rollout, rewards + await self._judge(sibling.calls, rewards))
-        return None
-
-    async def earlier(self, rollout: Rollout, known: dict[str, Sibling]) -> list[Sibling]:
-        """Return the running baseline: earlier rewarded rollouts, of the same task if there are enough, else of all.
-
-        At most `running_window` of them; none if there are fewer than MIN_EARLIER. Only the store is asked, so a
-        restart changes nothing. `known` has the rollouts read for this step so far; those read here are added to it.
-        """
-        for task_id in dict.fromkeys((rollout.task_id, None)):
-            found = await self._store.waiting.earlier(
-                rollout.rollout_id, task_id, self._config.running_window, self._failed_has_reward
-            )
-            for missing in (r for r in found if r.rollout_id not in known):
-                if read := await self.read(missing):
-                    known[missing.rollout_id] = read
-            siblings = [known[r.rollout_id] for r in found if r.rollout_id in known]
-            siblings = [s for s in siblings if s.rewards.posted is not None]
-            if len(siblings) >= MIN_EARLIER:
-                return siblings
-        return []
-
-    async def _scored(self, rollout: Rollout, posted: list[Reward]) -> Sibling:
-        sifted = self._sift(await self._store.calls.of(rollout.rollout_id))
-        rewards = RolloutRewards.counted(posted, self._rules, rollout.status)
-        return Sibling(sifted.calls, replace(rewards, air=air_rewards(sifted.calls, self._config.air)), sifted)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 from ...core.config.trainer import TrainerConfig
-from ...core.groups import Group, Grouping
+from ...core.groups import NO_END, Group, Grouping
 from ...core.returns import Rules
 from ...store.store import Store
 
@@ -22,28 +21,18 @@ class WaitingGroups:
     """Knows which groups are ready. Call `forget` for groups that are taken or dropped."""
 
     def __init__(self, config: TrainerConfig, store: Store, order: Order | None = None) -> None:
-        self._config = config
-        self._grouping = Grouping.of(config)
-        self._store = store
+        self._config, self._store = config, store
         self._order = order or (lambda group: group.oldest)
-        self._rules = Rules.of(config)
         self._cursor: int | None = None
-        self._tasks: dict[str | None, Sequence[Group]] = {}
-        self._ready: set[Group] = set()
-        self._unready: set[Group] = set()
-        self._due: list[tuple[float, int, Group]] = []  # a heap of those that wait for siblings, by their oldest
-        self._numbers = count()
+        self._tasks: dict[str | None, list[Group]] = {}
 
     async def next(self, *, fewer: bool, since: float | None) -> list[Group]:
         """Return the groups of the next step, in order; empty while there are too few (`Collector.next_batch`)."""
-        await self._look()
-        now, wanted = time.time(), self._config.tasks_per_step
-        self._make_due_ready(now)
-        ready = [group for group in [*self._ready, *await self._lone(now)] if since is None or group.oldest <= since]
-        late = sum(self._places(group) == 0 for group in ready)
+        groups, now = await self._look(self._config.rollouts_per_step), time.time()
+        ready = [group for group in groups if self._is_complete(group) or self._has_waited(group, now)]
         found: list[Group] = []
-        places = 0
-        for group in heapq.nsmallest(wanted + late, ready, key=self._order):
+        places, wanted = 0, self._config.tasks_per_step
+        for group in sorted((g for g in ready if since is None or g.oldest <= since), key=self._order):
             if places >= wanted:
                 break
             found.append(group)
@@ -53,63 +42,40 @@ class WaitingGroups:
 
     async def totals(self) -> tuple[int, float | None]:
         """Return how many complete rollouts wait for a step, and the Unix time at which the oldest began to wait."""
-        await self._look()
-        lone = await self._store.waiting.lone(self._grouping.failed) if self._config.takes_lone_rollouts else None
-        found = [*self._ready, *self._unready, *([lone] if lone else [])]
+        found = await self._look()
         return sum(group.rewarded for group in found), min((group.oldest for group in found), default=None)
 
     def why_none(self) -> str | None:
         """Return what the next step lacks, once the rollouts that were there at the last look have waited for long."""
-        found = [group for group in (*self._ready, *self._unready) if not group.late]
+        found = [group for group in chain(*self._tasks.values()) if not group.late]
         if not found or time.time() - min(group.oldest for group in found) < STANDS_S:
             return None
         return what_is_missing(found, self._config)
 
-    def is_complete(self, group: Group) -> bool:
-        """Return whether nobody need wait for siblings: they are there, or were compared before."""
-        return group.complete or (group.pool is None and group.ended >= self._config.group_size)
-
     def forget(self, groups: Iterable[Group]) -> None:
         """Forget these groups. Rollouts of theirs that are left are read again, as changed ones."""
         for group in groups:
-            if group.pool is not None:
-                self._ready.discard(group)
-                self._unready.discard(group)
+            if group in (known := self._tasks.get(group.task_id, [])):
+                known.remove(group)
 
-    async def _look(self) -> None:
-        """Read the groups that have changed since the last look."""
-        await self._store.rewards.use(self._rules)
-        waiting = self._store.waiting
-        cursor, tasks = await waiting.changed(self._cursor)
-        if tasks is None or tasks:
+    async def _look(self, limit: int = NO_END) -> list[Group]:
+        """All groups; rollouts without a task, at most `limit`, are one. Only those that have changed are read."""
+        await self._store.rewards.use(Rules.of(self._config))
+        waiting, grouping = self._store.waiting, Grouping.of(self._config)
+        cursor, changed = await waiting.changed(self._cursor)
+        if changed is None or changed:
             found = defaultdict[str | None, list[Group]](list)
-            for group in await waiting.groups(grouping=self._grouping, tasks=tasks):
+            for group in await waiting.groups(grouping=grouping, tasks=changed):
                 found[group.task_id].append(group)
-            for task in [*self._tasks] if tasks is None else tasks:
-                self.forget(self._tasks.pop(task, ()))
-            self._tasks |= found
-            for group in chain.from_iterable(found.values()):
-                if group.complete:
-                    self._ready.add(group)
-                else:
-                    self._unready.add(group)
-                    heapq.heappush(self._due, (group.oldest, next(self._numbers), group))
+            kept = {} if changed is None else {t: of for t, of in self._tasks.items() if t not in changed}
+            self._tasks = kept | found
         self._cursor = cursor
+        lone = await waiting.lone(grouping.failed, limit) if self._config.takes_lone_rollouts else None
+        return [*chain(*self._tasks.values()), *([lone] if lone else [])]
 
-    def _make_due_ready(self, now: float) -> None:
-        """Make those ready that have waited long enough for their siblings."""
-        while self._due and self._due[0][0] <= now - self._config.group_timeout_s:
-            _, _, group = heapq.heappop(self._due)
-            if group in self._unready:
-                self._unready.discard(group)
-                self._ready.add(group)
-
-    async def _lone(self, now: float) -> list[Group]:
-        """The rollouts without a task, as one group, if it is ready."""
-        if not self._config.takes_lone_rollouts:
-            return []
-        lone = await self._store.waiting.lone(self._grouping.failed, self._config.rollouts_per_step)
-        return [lone] if lone is not None and (self.is_complete(lone) or self._has_waited(lone, now)) else []
+    def _is_complete(self, group: Group) -> bool:
+        """Whether nobody need wait for siblings: they are there, or were compared before."""
+        return group.complete or (group.pool is None and group.ended >= self._config.group_size)
 
     def _has_waited(self, group: Group, now: float) -> bool:
         return now - group.oldest >= self._config.group_timeout_s

@@ -1,15 +1,13 @@
 """Decides when a training step may begin: at any time, in rounds, or while the machine is idle (`trainer.schedule`).
 
-Each policy is a pure function of what is known (`Facts`) and returns what the trainer waits for, or None: train.
+`rollouts`, `times` and `idle` are pure: they return what the trainer waits for, or None: train.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from types import MappingProxyType
 
 import psutil
 
@@ -18,7 +16,6 @@ from ...core.config.trainer import ScheduleConfig
 from ...store.store import Store
 from .collector import Collector
 
-LOOK_S = 1.0  # the load is measured over at least this time
 AGO_S = 3600.0  # a call that has no end after this time is not under way: its proxy was killed
 
 
@@ -41,10 +38,6 @@ class Facts:
     def waited_at(self, moment: float | None) -> bool:
         """Return whether a rollout has waited since `moment` or longer."""
         return moment is not None and self.oldest is not None and self.oldest <= moment
-
-
-def continuous(config: ScheduleConfig, facts: Facts) -> str | None:
-    return None
 
 
 def rollouts(config: ScheduleConfig, facts: Facts) -> str | None:
@@ -73,52 +66,36 @@ def idle(config: ScheduleConfig, facts: Facts) -> str | None:
     return None
 
 
-POLICIES: Mapping[str, Callable[[ScheduleConfig, Facts], str | None]] = MappingProxyType(
-    {"continuous": continuous, "rollouts": rollouts, "times": times, "idle": idle}
-)
-
-
 class Schedule:
-    """Decides by `trainer.schedule` when a step may begin, and remembers the current round."""
+    """Decides by `trainer.schedule` when a step may begin. `round` is when the current round began, if there is one."""
 
     def __init__(self, config: ScheduleConfig, collector: Collector, store: Store) -> None:
-        self._config = config
-        self._collector = collector
-        self._store = store
-        self._round: float | None = None
+        self._config, self._collector, self._store = config, collector, store
+        self.round: float | None = None
         self._busy_at: float | None = None
-        self._load = OthersLoad()
+        self._process = psutil.Process()
+        self._is_measured = False
 
     @property
     def in_rounds(self) -> bool:
         """Return whether training is in rounds. A round takes everything, so its last step may be small."""
         return self._config.when in ("rollouts", "times")
 
-    @property
-    def round(self) -> float | None:
-        """Return when the current round began, or None if there is none. It takes what waited at that time."""
-        return self._round
-
     async def waits_for(self) -> str | None:
         """Return the reason why the next step must wait; None if it may begin now."""
-        facts = await self._facts()
-        waits = POLICIES[self._config.when](self._config, facts)
-        self._round = None if waits is not None else self._round_of(facts)
+        config, now = self._config, time.time()
+        if config.when == "continuous":
+            return None
+        if config.when == "idle":
+            return idle(config, Facts(now, busy_at=await self._last_busy(now), load=self._load()))
+        facts = Facts(now, *await self._collector.waiting(), self.round)
+        if waits := (times if config.when == "times" else rollouts)(config, facts):
+            self.round = None
+        elif config.when == "times":
+            self.round = last_time(config.at, now)
+        elif facts.waiting >= config.every_rollouts:
+            self.round = now
         return waits
-
-    def _round_of(self, facts: Facts) -> float | None:
-        if self._config.when == "times":
-            return last_time(self._config.at, facts.now)
-        return facts.now if facts.waiting >= self._config.every_rollouts else self._round
-
-    async def _facts(self) -> Facts:
-        now = time.time()
-        if self._config.when == "idle":
-            return Facts(now, busy_at=await self._last_busy(now), load=self._load.look())
-        if self._config.when == "continuous":
-            return Facts(now)
-        waiting, oldest = await self._collector.waiting()
-        return Facts(now, waiting, oldest, self._round)
 
     async def _last_busy(self, now: float) -> float | None:
         """When a call was last under way. Earlier looks count too: the newest call need not be the last to end."""
@@ -127,27 +104,8 @@ class Schedule:
         newest = await self._store.calls.newest()
         return max((t for t in (self._busy_at, newest) if t is not None), default=None)
 
-
-class OthersLoad:
-    """Measures the share of the processors (0 to 1) that other programs used since the last look."""
-
-    def __init__(self) -> None:
-        self._at, self._before = time.monotonic(), _processor_seconds()
-        self._load: float | None = None
-
-    def look(self) -> float | None:
-        """Return the share of the processors that others used; None in the first `LOOK_S` seconds."""
-        at = time.monotonic()
-        if at - self._at >= LOOK_S:
-            busy, own = now = _processor_seconds()
-            used = (busy - self._before[0]) - (own - self._before[1])
-            self._load = min(max(used / (at - self._at) / (psutil.cpu_count() or 1), 0.0), 1.0)
-            self._at, self._before = at, now
-        return self._load
-
-
-def _processor_seconds() -> tuple[float, float]:
-    """The processor time of all programs, and of this one."""
-    everybody, own = psutil.cpu_times(), psutil.Process().cpu_times()
-    waiting = everybody.idle + getattr(everybody, "iowait", 0.0)
-    return sum(everybody) - getattr(everybody, "guest", 0.0) - waiting, own.user + own.system
+    def _load(self) -> float | None:
+        """The share of the processors that other programs used since the last look; None at the first."""
+        everybody, own = psutil.cpu_percent() / 100, self._process.cpu_percent() / 100 / (psutil.cpu_count() or 1)
+        was_measured, self._is_measured = self._is_measured, True
+        return min(max(everybody - own, 0.0), 1.0) if was_measured else None

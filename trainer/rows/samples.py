@@ -82,10 +82,11 @@ class RolloutSamples:
 class _Row:
     """A row under construction; all lists grow together.
 
-    `ids` is `token_ids` as an array. The first and last answers begin at `first_answer` and `last_answer`. `items`:
-    how many messages or items the last call's request had.
+    Every answer is of the same `adapter`. `ids` is `token_ids` as an array. The first and last answers begin at
+    `first_answer` and `last_answer`. `items`: how many messages or items the last call's request had.
     """
 
+    adapter: str
     token_ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -126,7 +127,7 @@ class _Row:
         self.advantages += [advantage] * len(ids)
         self.temperatures += [temperature] * len(ids)
 
-    def sample(self, rollout_id: str, task_id: str, adapter: str) -> Sample:
+    def sample(self, rollout_id: str, task_id: str) -> Sample:
         return Sample(
             rollout_id=rollout_id,
             task_id=task_id,
@@ -136,7 +137,7 @@ class _Row:
             advantages=tuple(self.advantages),
             temperatures=tuple(self.temperatures),
             call_ids=tuple(self.call_ids),
-            adapter=adapter,
+            adapter=self.adapter,
             shaped=tuple(self.shaped),
             results=tuple(self.results),
             versions=tuple(sorted(self.versions)),
@@ -150,14 +151,15 @@ def rollout_samples(
     task_id: str,
     max_tokens: int,
     vocabulary: int | None = None,
-    adapter: str = DEFAULT_ADAPTER,
+    adapter_of: Callable[[str | None], str] = lambda agent: DEFAULT_ADAPTER,
     sampled: SamplingOf = lambda call: sampling_of(call.request),
 ) -> RolloutSamples:
     """Merge `calls` (of one rollout, in order, one advantage each) into rows of at most `max_tokens` tokens.
 
     A call continues the longest row that its prompt begins with and goes beyond; else it opens a new one. Its answer is
     trained on there only; in the prompts of later calls it is context. `vocabulary` is the number of tokens that the
-    model knows (None: any). `sampled` says how a call's answer was sampled.
+    model knows (None: any). `adapter_of` says which adapter an agent has: each has rows of its own. `sampled` says how
+    a call's answer was sampled.
     """
     rows: list[_Row] = []
     counts: Counter[str] = Counter()
@@ -170,15 +172,16 @@ def rollout_samples(
             placements.append(Placement(None, _without_first_word(reason)))
             continue
         assert sampling is not None
-        index, outcome = _place(rows, np.array(call.prompt_token_ids, np.int64), ending.get(call.extends or ""))
+        adapter, prompt = adapter_of(call.agent), np.array(call.prompt_token_ids, np.int64)
+        index, outcome = _place(rows, adapter, prompt, ending.get(call.extends or ""))
         if index == len(rows):
-            rows.append(_Row())
+            rows.append(_Row(adapter))
         rows[index].add(call, advantage, sampling)
         ending[call.call_id] = index
         counts.update(["calls", outcome] if outcome else ["calls"])
         placements.append(Placement(index, _without_first_word(outcome) if outcome else "first"))
     rollout_id = calls[0].rollout_id if calls else ""
-    samples = tuple(row.sample(rollout_id, task_id, adapter) for row in rows)
+    samples = tuple(row.sample(rollout_id, task_id) for row in rows)
     return RolloutSamples(samples, counts, tuple(placements))
 
 
@@ -208,21 +211,24 @@ def _unusable(call: ModelCall, sampling: Sampling | None, max_tokens: int, vocab
     return "rows_too_long" if len(call.prompt_token_ids) + len(call.response_token_ids) > max_tokens else None
 
 
-def _place(rows: Sequence[_Row], prompt: Ints, likely: int | None) -> tuple[int, str | None]:
+def _place(rows: Sequence[_Row], adapter: str, prompt: Ints, likely: int | None) -> tuple[int, str | None]:
     """The index of the row that a call with this prompt continues, or of a new one; and why (None: the first call).
 
     `likely` is looked at first: so the work of a call does not grow with the number of rows.
     """
-    if not rows:
-        return 0, None
-    if likely is not None and shared_prefix(rows[likely].ids, prompt) == len(rows[likely].ids) < len(prompt):
+
+    def is_continued(index: int, shared: int) -> bool:
+        return rows[index].adapter == adapter and shared == len(rows[index].ids) < len(prompt)
+
+    if likely is not None and is_continued(likely, shared_prefix(rows[likely].ids, prompt)):
         return likely, "calls_merged"
-    shared = [shared_prefix(row.ids, prompt) for row in rows]
-    continued = [i for i, n in enumerate(shared) if n == len(rows[i].ids) < len(prompt)]
-    if continued:
-        return max(continued, key=lambda i: len(rows[i].ids)), "calls_merged"
+    shared = [(shared_prefix(row.ids, prompt), i) for i, row in enumerate(rows) if row.adapter == adapter]
+    if not shared:
+        return len(rows), None
+    if continued := [(n, i) for n, i in shared if is_continued(i, n)]:
+        return max(continued, key=lambda one: one[0])[1], "calls_merged"
     # Among rows that share as much, the agent most likely continued the newest.
-    n, index = max((n, i) for i, n in enumerate(shared))
+    n, index = max(shared)
     return len(rows), _fork(rows[index], n, len(prompt))
 
 

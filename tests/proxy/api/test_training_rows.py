@@ -64,9 +64,9 @@ async def test_rows_of_agents_with_adapters_of_their_own_are_counted_over_the_ro
             await record(store, name, TALK, reward)
         await claim(store, policy)
         answer = await shown(system, "good")
-        assert [(c["row"], c["placed"]) for c in answer["calls"]] == [(1, "first"), (1, "merged"), (0, "first")]
+        assert [(c["row"], c["placed"]) for c in answer["calls"]] == [(0, "first"), (0, "merged"), (1, "first")]
         assert [(row["row"], row["call_ids"], row["tokens"], row["trained_tokens"]) for row in answer["rows"]] == [
-            (0, ["good-2"], 7, 2), (1, ["good-0", "good-1"], 6, 3),
+            (0, ["good-0", "good-1"], 6, 3), (1, ["good-2"], 7, 2),
         ]  # fmt: skip
 
 

@@ -18,16 +18,12 @@ from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.collect.schedule import Facts, OthersLoad, Schedule, continuous, idle, rollouts, times
+from lightning_proxy.trainer.collect.schedule import Facts, Schedule, idle, rollouts, times
 from support.sections import TrainerConfig
 
 
 def at(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
-
-
-def test_continuous_never_waits() -> None:
-    assert continuous(ScheduleConfig(), Facts(now=0.0)) is None
 
 
 def test_a_round_of_rollouts_begins_with_enough_and_takes_all_that_waited_then() -> None:
@@ -87,15 +83,6 @@ def test_a_time_without_quotes_is_a_time(tmp_path: Path) -> None:
     assert load_config(tmp_path / "c.yaml").trainer.schedule.at == ["12:30", "02:00"]
 
 
-def test_the_load_of_others_is_a_share_and_takes_a_moment_to_measure(monkeypatch: pytest.MonkeyPatch) -> None:
-    load = OthersLoad()
-    assert load.look() is None
-    monkeypatch.setattr("lightning_proxy.trainer.collect.schedule.LOOK_S", 0.05)
-    time.sleep(0.06)
-    found = load.look()
-    assert found is not None and 0.0 <= found <= 1.0
-
-
 class Traffic:
     """A store with what agents do to it, and the schedule that looks at it."""
 
@@ -133,10 +120,18 @@ async def test_rollouts_are_counted_until_a_step_takes_them(tmp_path: Path) -> N
         assert traffic.schedule.round is None
 
 
+async def test_the_load_of_others_is_a_share_and_takes_two_looks_to_measure(tmp_path: Path) -> None:
+    async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/s.db")) as database:
+        traffic = Traffic(database, when="idle", idle_s=0.01, max_load=1.0)
+        assert "not measured yet" in str(await traffic.schedule.waits_for())
+        time.sleep(0.1)
+        assert await traffic.schedule.waits_for() is None
+
+
 async def test_a_call_under_way_is_no_idleness_however_long_it_takes(tmp_path: Path) -> None:
     async with opened(StoreConfig(url=f"sqlite:///{tmp_path}/s.db")) as database:
         traffic = Traffic(database, when="idle", idle_s=0.2, max_load=1.0)
-        traffic.schedule._load.look = lambda: 0.0  # type: ignore[method-assign]
+        traffic.schedule._load = lambda: 0.0  # type: ignore[method-assign]
         assert await traffic.schedule.waits_for() is None
         async with Recorder(traffic.store, merged=False) as recorder:
             await traffic.begin(recorder, "slow", time.time() - 100)
