@@ -119,7 +119,10 @@ class GroupCommit:
                     self._wanted.clear()
                     await self._wanted.wait()
                     continue
-                await asyncio.sleep(0)  # what else is ready in this turn of the event loop joins the group
+                known = 0
+                while known < len(self._waiting) < GROUP:  # calls that are ready now join the group
+                    known = len(self._waiting)
+                    await asyncio.sleep(0)
                 group = [self._waiting.popleft() for _ in range(min(len(self._waiting), GROUP))]
                 await self._write(group)
         except (Exception, asyncio.CancelledError) as error:  # a bug, or it was cancelled: nobody waits for it in vain
