@@ -19,13 +19,13 @@ from ..errors import ConfigError
 from .root import Config
 from .section import feature_sections
 
-ENV_PREFIX = "LIGHTNING_"
-# Set for agent programs by `lightning-proxy run`, and for vLLM by us; not configuration.
-ENV_NOT_CONFIG = {
+_PREFIX = "LIGHTNING_"
+# Set for agent programs by `lightning-proxy run`, and for vLLM by us.
+_NOT_CONFIG = {
     "LIGHTNING_API_KEY", "LIGHTNING_ROLLOUT_ID", "LIGHTNING_TASK", "LIGHTNING_TASK_FILE", "LIGHTNING_URL",
     "LIGHTNING_OPERATOR_KEY_FILE",
 }  # fmt: skip
-PLACE = {"LIGHTNING_PROXY__HOST", "LIGHTNING_PROXY__PORT"}
+_PLACE = {"LIGHTNING_PROXY__HOST", "LIGHTNING_PROXY__PORT"}
 _MOST_GUESSES = 3
 
 
@@ -39,26 +39,33 @@ def load_config(path: Path | None = None, overrides: dict[str, Any] | None = Non
 
 def config_of(data: dict[str, Any], overrides: dict[str, Any] | None = None, path: Path | None = None) -> Config:
     """Check `data`, which was read from `path`, with the environment and `overrides`, as `load_config` does."""
-    origins: dict[str, str] = {}  # of keys that are not the file's
-    wrong = []
-    for name, value in sorted(os.environ.items()):
-        if not name.startswith(ENV_PREFIX) or name in ENV_NOT_CONFIG:
-            continue
-        if (keys := _keys_of(name)) is not None:
-            _put(data, keys, _parsed(value, name), name)
-            origins[".".join(keys)] = name
-        elif meant := _did_you_mean(_meant_by(name)):  # without one it is another program's: many have such names
-            wrong.append(f"{name}: no such key{meant}")
-    if wrong:
-        raise ConfigError("\n".join(wrong))
-    for key, value in (overrides or {}).items():
-        if value is not None:
-            _put(data, key.split("."), value, key)
-            origins[key] = "command line"
+    given = [(name, key, _parsed(os.environ[name], name)) for name, key in variables()]
+    given += [("command line", key, value) for key, value in (overrides or {}).items() if value is not None]
+    for origin, key, value in given:
+        *sections, last = key.split(".")
+        section = data
+        for name in sections:
+            section = section.setdefault(name, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"{origin}: {name} is not a section")
+        section[last] = value
     try:
         return Config.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(lines(error, Config, path, origins)) from None
+        raise ConfigError(lines(error, Config, path, {key: origin for origin, key, _ in given})) from None
+
+
+def variables() -> list[tuple[str, str]]:
+    """Return the environment's variables that set a key, each with its key. Raise ConfigError for misspelt ones."""
+    found, wrong = [], []
+    for name in sorted(os.environ):
+        if (key := _key_of(name)) is not None:
+            found.append((name, key))
+        elif name.startswith(_PREFIX) and name not in _NOT_CONFIG and (meant := _meant_by(name)):
+            wrong.append(f"{name}: no such key{_did_you_mean(meant)}")
+    if wrong:
+        raise ConfigError("\n".join(wrong))
+    return found
 
 
 def inherited() -> dict[str, str]:
@@ -69,9 +76,7 @@ def inherited() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        if name in PLACE
-        or not name.startswith(ENV_PREFIX)
-        or not (_keys_of(name) or "KEY" in name or name in ENV_NOT_CONFIG)
+        if name in _PLACE or not name.startswith(_PREFIX) or not (name in _NOT_CONFIG or "KEY" in name or _key_of(name))
     }
 
 
@@ -106,8 +111,8 @@ def lines(error: ValidationError, model: type[BaseModel], path: Path | None, ori
         if one["type"] == "extra_forbidden":
             now = next((kind.moved[where] for kind in feature_sections().values() if where in kind.moved), None)
             message = f"it is {now} now" if now else f"unknown key{_did_you_mean(_alike(where, model))}"
-        origin = next((name for key, name in origins.items() if f"{where}.".startswith(f"{key}.")), None)
-        found[": ".join(filter(None, (origin or str(path or "configuration"), where, message)))] = None
+        origin = next((name for key, name in origins.items() if f"{where}.".startswith(f"{key}.")), path)
+        found[": ".join(filter(None, (str(origin or "configuration"), where, message)))] = None
     return "\n".join(found)
 
 
@@ -117,12 +122,14 @@ def fields_of(model: type[BaseModel]) -> dict[str, Any]:
     return own | feature_sections() if model.model_config.get("extra") == "allow" else own
 
 
-def _keys_of(variable: str) -> list[str] | None:
-    """The names of the key that a variable sets; None if it sets none."""
-    section, _, key = variable.removeprefix(ENV_PREFIX).lower().partition("_")
+def _key_of(variable: str) -> str | None:
+    """The key that a variable sets; None if it sets none: many programs have such names."""
+    section, _, key = variable.removeprefix(_PREFIX).lower().partition("_")
+    if not variable.startswith(_PREFIX) or variable in _NOT_CONFIG:
+        return None
     if section not in fields_of(Config) and "__" not in variable:
         return None
-    return [section, *key.lstrip("_").split("__")] if key else [section]
+    return f"{section}.{key.lstrip('_').replace('__', '.')}".rstrip(".")
 
 
 def _did_you_mean(guesses: Sequence[str]) -> str:
@@ -139,10 +146,10 @@ def _alike(wrong: str, model: type[BaseModel]) -> list[str]:
 
 def _meant_by(variable: str) -> list[str]:
     """The variables of keys that read like this one, or whose last part is its name."""
-    name = variable.removeprefix(ENV_PREFIX).lower()
+    name = variable.removeprefix(_PREFIX).lower()
     keys = {key.replace(".", "_"): key for key in _keys(Config) if "[]" not in key}
     near = get_close_matches(name, keys, 1, 0.85) or [one for one in keys if keys[one].endswith(f".{name}")]
-    return [ENV_PREFIX + keys[one].upper().replace(".", "__") for one in near[:_MOST_GUESSES]]
+    return [_PREFIX + keys[one].upper().replace(".", "__") for one in near[:_MOST_GUESSES]]
 
 
 def _keys(model: type[BaseModel], before: str = "") -> Iterator[str]:
@@ -180,11 +187,3 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(None, None, f"{name.value!r} occurs twice", name.start_mark)
                 seen.add(name.value)
         return super().construct_mapping(node, deep)
-
-
-def _put(data: dict[str, Any], keys: list[str], value: Any, origin: str) -> None:
-    for key in keys[:-1]:
-        data = data.setdefault(key, {})
-        if not isinstance(data, dict):
-            raise ConfigError(f"{origin}: {key} is not a section")
-    data[keys[-1]] = value

@@ -45,10 +45,6 @@ class Config(WithFeatures):
     trainer: TrainerConfig = TrainerConfig()
     prices: dict[str, Annotated[list[NotNegative], Field(min_length=2, max_length=3)]] = {}
 
-    @property
-    def sections(self) -> tuple[FeatureSection, ...]:
-        return tuple(self.__pydantic_extra__.values())
-
     @model_validator(mode="before")
     @classmethod
     def _with_features(cls, data: Any) -> Any:
@@ -59,7 +55,8 @@ class Config(WithFeatures):
         return {name: value if name in cls.model_fields else (name, value) for name, value in given.items()}
 
     def model_post_init(self, _: Any) -> None:
-        self.__dict__["trainer"] = self.trainer.with_sections(self.rewards.range, self.sections)
+        self._sections = tuple(self.__pydantic_extra__.values())
+        self.__dict__["trainer"] = self.trainer.with_sections(self.rewards.range, self._sections)
 
     def faults(self) -> Iterator[str]:
         if not self.upstreams:
@@ -73,7 +70,7 @@ class Config(WithFeatures):
                 "trainer.reward_weights: name at least one reward. Its weight is not 0, unless a feature teaches "
                 "something beside rewards"
             )
-        for section in self._checked:
+        for section in self._sections:
             section.check(self)
         if trainer.weights == "full" and policy.publish == "lora":
             yield "trainer.weights full has no adapter to publish: set policy.publish to merged or auto"
@@ -84,26 +81,22 @@ class Config(WithFeatures):
             yield "upstreams: servers behind a router need policy.publish lora"
 
     @property
-    def _checked(self) -> list[CheckedSection]:
-        return [section for section in self.sections if isinstance(section, CheckedSection)]
-
-    @property
     def merged_obstacle(self) -> str | None:
         """Return why weights cannot be published merged, as a feature says; None if they can."""
-        return next(filter(None, (section.merged_obstacle(self) for section in self._checked)), None)
+        return next(filter(None, (section.merged_obstacle(self) for section in self._sections)), None)
 
     @property
     def longest_wait_s(self) -> float | None:
         """Return how long a rollout's reward may take once it has ended; None if nothing here gives any."""
         own = None if self.rewards.function is None else self.rewards.timeout_s
-        waits = (own, *(section.longest_wait_s for section in self.sections))
+        waits = (own, *(section.longest_wait_s for section in self._sections))
         return max((wait for wait in waits if wait is not None), default=None)
 
     def not_absolute(self, names: Collection[str]) -> str | None:
         """Return why rewards of these names cannot tell how good a version is; None if they can."""
         if self.rewards.function is not None:  # which may give rewards of any name
             return None
-        return next(filter(None, (section.not_absolute(names) for section in self.sections)), None)
+        return next(filter(None, (section.not_absolute(names) for section in self._sections)), None)
 
     @cached_property
     def policy_upstream(self) -> UpstreamConfig | None:
@@ -113,14 +106,3 @@ class Config(WithFeatures):
     def keys(self) -> list[str]:
         """Return every secret key in the configuration: ours, the upstreams' and those of features."""
         return [*self.secret_keys(), *(secret for upstream in self.upstreams for secret in upstream.secrets())]
-
-
-class CheckedSection(FeatureSection):
-    """A feature's section that has to go with others."""
-
-    def check(self, config: Config) -> None:
-        """Raise ValueError, with a key's full name, if it does not."""
-
-    def merged_obstacle(self, config: Config) -> str | None:
-        """Return why weights cannot be published merged; None if they can."""
-        return None

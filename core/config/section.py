@@ -7,7 +7,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Self, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, SecretStr, model_validator
 
 from ..features import modules
 from ..records import ModelCall
@@ -24,13 +24,12 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 CanBeOff = BeforeValidator(lambda value: "off" if value is False else value)  # YAML reads off as false
 
-NOT_SENDABLE = "it must be ASCII without spaces or line ends, and not empty"
 
-
-def is_sendable(key: SecretStr) -> bool:
-    """Return whether a header can carry this key unchanged."""
-    text = key.get_secret_value()
-    return text != "" and text.isascii() and text.isprintable() and " " not in text
+def check_key(what: str, key: SecretStr | None) -> None:
+    """Raise ValueError if no header can carry this key unchanged. An empty one may be an unset variable."""
+    text = "none" if key is None else key.get_secret_value()
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        raise ValueError(f"{what} cannot be sent: it must be ASCII without spaces or line ends, and not empty")
 
 
 def check_url(key: str, url: str, *, is_vllm: bool) -> None:
@@ -74,7 +73,7 @@ class FeatureSection(Section):
 
     `functions`: names of credits, baselines and losses that it adds, by kind. `moved`: where keys once were, and
     where they are. `names_of_call_fields`: what it says of each call. Each question below is answered as if the feature
-    were not there.
+    were not there. `config`: the whole `Config`.
     """
 
     name: ClassVar[str]
@@ -86,6 +85,13 @@ class FeatureSection(Section):
     def call_fields(cls, calls: Sequence[ModelCall]) -> Sequence[Mapping[str, Any]]:
         """Return its fields of each of a rollout's calls, which are all of it, in order."""
         return [{}] * len(calls)
+
+    def check(self, config: Any) -> None:
+        """Raise ValueError, with a key's full name, if it does not go with other sections."""
+
+    def merged_obstacle(self, config: Any) -> str | None:
+        """Return why weights cannot be published merged; None if they can."""
+        return None
 
     @property
     def trains_here(self) -> bool:
@@ -117,14 +123,15 @@ Kind = TypeVar("Kind", bound=FeatureSection)
 class WithFeatures(Section):
     """A section that knows those of features."""
 
+    _sections: tuple[FeatureSection, ...] = PrivateAttr(())
+
     @property
     def sections(self) -> tuple[FeatureSection, ...]:
-        """Return the sections of features."""
-        return ()
+        return self._sections
 
     def section(self, kind: type[Kind]) -> Kind:
         """Return a feature's section; with its defaults if it is not there."""
-        return next((one for one in self.sections if isinstance(one, kind)), None) or kind()
+        return next((one for one in self._sections if isinstance(one, kind)), None) or kind()
 
 
 @cache

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, SecretStr, field_validator
 
 from ..errors import ConfigError
 from .address import shown
-from .section import NOT_SENDABLE, Above0, Count, Port, Positive, Seconds, Section, is_sendable
+from .section import Above0, Count, Port, Positive, Seconds, Section, check_key
 
 
 class LimitsConfig(Section):
@@ -36,9 +36,8 @@ class ProxyConfig(Section):
     @field_validator("api_keys", "admin_keys")
     @classmethod
     def _can_be_sent(cls, keys: list[SecretStr]) -> list[SecretStr]:
-        """Refuse keys that no header can carry. An empty one (an unset variable, say) would let everybody in."""
-        if not all(is_sendable(key) for key in keys):
-            raise ValueError(f"a key cannot be sent: {NOT_SENDABLE}")
+        for key in keys:
+            check_key("a key", key)
         return keys
 
     @property

@@ -163,17 +163,12 @@ class TrainerConfig(WithFeatures):
     poll_s: Seconds = 0.5
     seed: int = 0
     _range: tuple[float, float] = PrivateAttr(DEFAULT_RANGE)
-    _sections: tuple[FeatureSection, ...] = PrivateAttr(())
 
     def with_sections(self, limits: tuple[float, float], sections: tuple[FeatureSection, ...]) -> TrainerConfig:
         """Return the section with what it reads of others: `rewards.range` and the sections of features."""
         copy = self.model_copy()
         copy._range, copy._sections = limits, sections
         return copy
-
-    @property
-    def sections(self) -> tuple[FeatureSection, ...]:
-        return self._sections
 
     @property
     def reward_range(self) -> tuple[float, float]:

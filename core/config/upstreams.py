@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, SecretStr
 
 from .address import SECRET_NAME, secrets_in, shown
-from .section import NOT_SENDABLE, Seconds, Section, check_url, is_sendable
+from .section import Seconds, Section, check_key, check_url
 
 SHORTEST_KEY = 12
 
@@ -78,8 +78,7 @@ class UpstreamConfig(Section):
         return tuple(sorted({one for one in self.secrets() if len(one) >= SHORTEST_KEY}, key=len, reverse=True))
 
     def faults(self) -> Iterator[str]:
-        if self.api_key is not None and not is_sendable(self.api_key):
-            yield f"api_key cannot be sent: {NOT_SENDABLE}"
+        check_key("api_key", self.api_key)
         if self.kind == "litellm":
             if not self.models and not self.model_map:
                 yield "kind litellm serves only what models or model_map name: name at least one"

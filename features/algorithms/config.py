@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...core.config.root import CheckedSection, Config
-from ...core.config.section import Positive, Section
+from ...core.config.root import Config
+from ...core.config.section import FeatureSection, Positive, Section
 
 
 class MaskConfig(Section):
@@ -13,7 +13,7 @@ class MaskConfig(Section):
     ratio_high: Positive = 5.0
 
 
-class AlgorithmsConfig(CheckedSection):
+class AlgorithmsConfig(FeatureSection):
     name = "algorithms"
     functions = {
         "credit": ("gdpo", "rae"), "baseline": ("maxrl",),

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from ...commands.run.runner import runner_for
 from ...commands.run.tasks import read_tasks
 from ...commands.vllm import other_port, require_model
-from ...core.config.file import ENV_NOT_CONFIG, ENV_PREFIX, config_of, lines, read_config, read_yaml
+from ...core.config.file import config_of, lines, read_config, read_yaml, variables
 from ...core.config.root import Config
 from ...core.config.section import Section
 from ...core.errors import ConfigError, LightningError
@@ -127,7 +126,7 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
     config = config_of(deepcopy(settings), path=Path(label))
     try:
         keys = {*flat(changes), *OWN}
-        for variable, key in _variables():
+        for variable, key in variables():
             if hidden := next((one for one in sorted(keys) if f"{one}.".startswith(f"{key}.")), None):
                 raise ConfigError(f"the variable {variable} would hide {hidden}: unset it")
         if own := next((one for one in OWN if one in flat(changes)), None):
@@ -151,13 +150,6 @@ def _variant(name: str, base: Json, changes: Json, rollouts: int | None) -> tupl
     except LightningError as error:
         raise ConfigError(f"{label}: {error.message}") from None
     return settings, config
-
-
-def _variables() -> Iterator[tuple[str, str]]:
-    """The environment's variables that set a key, with that key."""
-    for name in sorted(os.environ):
-        if name.startswith(ENV_PREFIX) and name not in ENV_NOT_CONFIG:
-            yield name, name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
 
 
 def check_agent(experiment: Experiment, config: Config) -> None:

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, model_validator
 
 from ...core.config.rollouts import RewardsConfig
-from ...core.config.root import CheckedSection, Config
-from ...core.config.section import Number, Positive, Seconds, Section, check_url
+from ...core.config.root import Config
+from ...core.config.section import FeatureSection, Number, Positive, Seconds, Section, check_url
 
 Api = Literal["openai", "anthropic", "hosted_vllm"]
 # The address of each API without `api_base`, and the variable that has its key.
@@ -118,7 +118,7 @@ class CallsConfig(Section):
     timeout_s: Seconds = 60.0
 
 
-class JudgeConfig(CheckedSection):
+class JudgeConfig(FeatureSection):
     """`use`: what gives rewards to rollouts. `calls`: the judge of single calls (`trainer.credit: judge`)."""
 
     name = "judge"

@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ...core.config.root import CheckedSection, Config
-from ...core.config.section import Number, Seconds
+from ...core.config.root import Config
+from ...core.config.section import FeatureSection, Number, Seconds
 
 Share = Annotated[float, Field(gt=0, lt=1)]
 
@@ -19,7 +19,7 @@ ONE_SERVER = (
 )
 
 
-class PromotionConfig(CheckedSection):
+class PromotionConfig(FeatureSection):
     name = "promotion"
     moved = {
         "policy.promotion": "promotion.mode",

@@ -6,11 +6,11 @@ from typing import Annotated
 
 from pydantic import Field, SecretStr, model_validator
 
-from ...core.config.root import CheckedSection, Config
-from ...core.config.section import NOT_SENDABLE, Positive, Seconds, check_url, is_sendable
+from ...core.config.root import Config
+from ...core.config.section import FeatureSection, Positive, Seconds, check_key, check_url
 
 
-class TeacherConfig(CheckedSection):
+class TeacherConfig(FeatureSection):
     name = "teacher"
     moved = {"trainer.teacher": "teacher"}
 
@@ -27,8 +27,7 @@ class TeacherConfig(CheckedSection):
             check_url("base_url", self.base_url, is_vllm=True)
         elif self.model is not None or self.api_key is not None:
             raise ValueError("a teacher needs a base_url, such as http://127.0.0.1:8200/v1")
-        if self.api_key is not None and not is_sendable(self.api_key):
-            raise ValueError(f"api_key cannot be sent: {NOT_SENDABLE}")
+        check_key("api_key", self.api_key)
         return self
 
     @property

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import SecretStr, field_validator
 
-from ...core.config.section import NOT_SENDABLE, FeatureSection, Seconds, check_url, is_sendable
+from ...core.config.section import FeatureSection, Seconds, check_key, check_url
 
 TinkerLoss = Literal["importance_sampling", "ppo", "cispo"]
 # The service's loss for each of ours that it has a term for. They differ in the weights of tokens, which we send.
@@ -36,8 +36,7 @@ class TinkerConfig(FeatureSection):
     @field_validator("api_key")
     @classmethod
     def _is_sendable(cls, key: SecretStr | None) -> SecretStr | None:
-        if key is not None and not is_sendable(key):
-            raise ValueError(f"it cannot be sent: {NOT_SENDABLE}")
+        check_key("it", key)
         return key
 
     @property

@@ -27,6 +27,7 @@ admins = APIRouter(prefix="/policy", tags=["policy"], route_class=AdminRoute)
 
 Number = Annotated[int, Query(ge=0, lt=2**63)]
 
+LIVE = {"live": True, "promotable": True, "obstacle": None}
 SEED = 0  # of the bootstrap, so that the same rewards always give the same interval
 
 
@@ -57,21 +58,23 @@ async def get_versions(request: ControlRequest) -> dict[str, Any]:
     """Every policy version, oldest first, with the metrics of the step that made it, and whether it can go live."""
     p, caller = request.parts, request.caller
     added = [await plugin.version_fields(p.store, caller.sees) for plugin in p.plugins]
-    live, versions = (await p.store.versions.live()).version, await p.store.versions.all()
+    live, versions = await p.store.versions.live(), await p.store.versions.all()
     parents = await p.store.versions.parents()
-    earned = await p.store.versions.rewards([v.version for v in versions], caller.sees)
     rewards = defaultdict[int, dict[str, MeanReward]](dict)
-    for (mode, version), one in earned.items():
-        rewards[version][mode] = MeanReward(one.mean, one.rollouts)
-
-    def seen(v: PolicyVersion) -> dict[str, Any]:
-        why_not = obstacle(v, p.publish) or (NO_SERVER if p.swap is None else None)
-        view = _seen(v, live, why_not) | {"rewards": rewards[v.version], "parent": parents.get(v.version)}
+    earned = await p.store.versions.rewards([version.version for version in versions], caller.sees)
+    for (mode, number), one in earned.items():
+        rewards[number][mode] = MeanReward(one.mean, one.rollouts)
+    data = []
+    for version in versions:
+        number, why_not = version.version, obstacle(version, p.publish) or (None if p.swap else NO_SERVER)
+        view = fields_of(version) | {
+            "live": number == live.version, "promotable": why_not is None, "obstacle": why_not,
+            "rewards": rewards[number], "parent": parents.get(number),
+        }  # fmt: skip
         for fields in added:
-            view |= fields(v.version)
-        return caller.shown("version", view)
-
-    return {"data": [*map(seen, versions)]}
+            view |= fields(number)
+        data.append(caller.shown("version", view))
+    return {"data": data}
 
 
 @router.get("/steps", response_model=Steps)
@@ -104,16 +107,12 @@ async def compare(
     return await asyncio.to_thread(compared, means, a, b, mode)
 
 
-def _seen(version: PolicyVersion, live: int, why_not: str | None = None) -> dict[str, Any]:
-    return fields_of(version) | {"live": version.version == live, "promotable": why_not is None, "obstacle": why_not}
-
-
 @admins.post("/promote", response_model=PolicyVersion)
 async def promote(request: ControlRequest, body: PromoteBody) -> dict[str, Any]:
     """Make a version live; the trainer continues from it."""
     live = await _swap(request.parts).promote(body.version)
     request.caller.log_change(f"version {body.version} was promoted")
-    return _seen(live, live.version)
+    return fields_of(live) | LIVE
 
 
 @admins.post("/rollback", response_model=PolicyVersion)
@@ -121,7 +120,7 @@ async def rollback(request: ControlRequest) -> dict[str, Any]:
     """Make the version before the live one live again; the trainer continues from it."""
     live = await _swap(request.parts).rollback()
     request.caller.log_change(f"the policy was rolled back to version {live.version}")
-    return _seen(live, live.version)
+    return fields_of(live) | LIVE
 
 
 def _swap(p: Parts) -> Swap:
@@ -141,8 +140,8 @@ def compared(means: Sequence[TaskMean], a: int, b: int, mode: Mode | None) -> Co
             of[one.mode, one.version][one.task_id] = one
     mode = mode or ("eval" if of["eval", a].keys() & of["eval", b].keys() else "train")
     of_a, of_b = of[mode, a], of[mode, b]
-    tasks = sorted(of_a.keys() & of_b.keys())
-    differences = [of_b[task].mean - of_a[task].mean for task in tasks]
+    pairs = [(of_a[task], of_b[task]) for task in sorted(of_a.keys() & of_b.keys())]
+    differences = [right.mean - left.mean for left, right in pairs]
 
     def mean(values: list[float]) -> float | None:
         return mean_and_spread(values)[0] if values else None
@@ -158,10 +157,10 @@ def compared(means: Sequence[TaskMean], a: int, b: int, mode: Mode | None) -> Co
         mode=mode,
         rollouts_a=sum(one.rollouts for one in of_a.values()),
         rollouts_b=sum(one.rollouts for one in of_b.values()),
-        tasks=len(tasks),
-        mean_a=mean([of_a[task].mean for task in tasks]),
-        mean_b=mean([of_b[task].mean for task in tasks]),
+        tasks=len(pairs),
+        mean_a=mean([left.mean for left, _ in pairs]),
+        mean_b=mean([right.mean for _, right in pairs]),
         difference=mean(differences),
-        interval=astuple(bootstrap_mean(differences, SEED)) if tasks else None,
-        data=[ComparedTask(task, side(of_a[task]), side(of_b[task])) for task in tasks],
+        interval=astuple(bootstrap_mean(differences, SEED)) if pairs else None,
+        data=[ComparedTask(str(left.task_id), side(left), side(right)) for left, right in pairs],
     )

@@ -318,17 +318,15 @@ def tasks_seen(newest: Iterable[Row], compared: Iterable[Row]) -> list[TaskSeen]
     for row in newest:
         if row["task_id"] is not None:
             of_task[row["task_id"]].append(row)
-
-    def seen(task_id: str, rollouts: Sequence[Row]) -> TaskSeen:
-        rewarded = [read(TaskReward, row) for row in rollouts if row["reward"] is not None]
+    seen = []
+    for task_id, rows in of_task.items():
+        rewarded = [read(TaskReward, row) for row in rows if row["reward"] is not None]
         rewards = [one.reward for one in rewarded]
         mean, spread = mean_and_spread(rewards) if rewards else (None, None)
         low, high = min(rewards, default=None), max(rewards, default=None)
-        solved: Solved | None = "never" if high == lowest else "always" if low == highest else "sometimes"
-        return TaskSeen(
-            task_id=task_id, rollouts=len(rollouts), rewarded=len(rewards), mean=mean, std=spread, min=low, max=high,
-            solved=None if lowest == highest or not rewards else solved,
-            last_at=max(row["at"] for row in rollouts), recent=rewarded[:SHOWN][::-1],
-        )  # fmt: skip
-
-    return [seen(task_id, rollouts) for task_id, rollouts in of_task.items()]
+        solved: Solved | None = None
+        if rewards and lowest < highest:
+            solved = "never" if high == lowest else "always" if low == highest else "sometimes"
+        last_at, recent = max(row["at"] for row in rows), rewarded[:SHOWN][::-1]
+        seen.append(TaskSeen(task_id, len(rows), len(rewards), mean, spread, low, high, solved, last_at, recent))
+    return seen

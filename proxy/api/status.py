@@ -52,7 +52,7 @@ async def get_status(request: ControlRequest) -> dict[str, Any]:
         "dropped": dict(Counter(one.dropped for one in newest if one.dropped).most_common()),
         "unrewarded": unrewarded,
         "other_rewards": names,
-        "publishing": None if p.swap is None else p.swap.why_not_published(),
+        "publishing": p.swap and p.swap.why_not_published(),
         "untrainable": await store.calls.untrainable(NEWEST),
         "standstill": await store.waiting.standstill(per_step),
         "uncounted": await store.rewards.uncounted(),
@@ -88,10 +88,8 @@ async def verified(store: Store) -> Verified:
         story = "it was verified; how clearly is not recorded"
     else:
         story = f"the new weights are {deviations:.3g} standard deviations from the old"
-    return Verified(
-        live.version, live.verified, deviations, metrics.get("verify_difference"), by,
-        None if probed is None else probed.at, None if probed is None else probed.problem, story,
-    )  # fmt: skip
+    at, problem = (probed.at, probed.problem) if probed else (None, None)
+    return Verified(live.version, live.verified, deviations, metrics.get("verify_difference"), by, at, problem, story)
 
 
 @health.get("/healthz")
@@ -122,15 +120,15 @@ async def readyz(request: Request) -> Response:
             await p.watch.current()
     except LightningError as error:
         checks["upstream"] = error.message
-    answered = checks["upstream"] == "ok" or any(
-        [not p.health.is_down(other) and await p.health.ask(other) is None for other in standing_by]
-    )
-    is_ready = checks["store"] == "ok" and answered
+    answers = checks["upstream"] == "ok"
+    for other in standing_by:
+        answers = answers or (not p.health.is_down(other) and await p.health.ask(other) is None)
+    is_ready = answers and checks["store"] == "ok"
     if is_ready:
         checks |= {name: warning for name, warning in warnings.items() if warning is not None}
     # A fallback answers, or other weights, or the store is too large or damaged.
     status = "not ready" if not is_ready else "ready" if {*checks.values()} == {"ok"} else "degraded"
-    view: dict[str, Any] = {"status": status, **{name: without_addresses(check) for name, check in checks.items()}}
+    view: dict[str, Any] = {"status": status} | {name: without_addresses(check) for name, check in checks.items()}
     named = {upstream.name: upstream for upstream in p.config.upstreams}
     if down := [named[name].server_name(url) for (name, url), problem in p.health.problems.items() if problem]:
         view["down"] = down
