@@ -28,7 +28,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import ModelCall
 from lightning_proxy.core.tokens import Tokens
 from lightning_proxy.proxy.dialects.as_chat.dialect import as_chat
-from lightning_proxy.proxy.dialects.chat import inject
+from lightning_proxy.proxy.dialects.chat import ChatApi
 from lightning_proxy.serving.vllm import VllmServer, operator_session
 from lightning_proxy.trainer.collect.sampled import Sampled
 from lightning_proxy.trainer.rows.prefix_tree import micro_batches
@@ -149,7 +149,7 @@ async def _sampled(server: VllmServer, more: Json, answers: int, tokens: int) ->
     async def one(number: int) -> ModelCall:
         asked: Json = {"messages": [{"role": "user", "content": ASKED[number % len(ASKED)]}], "max_tokens": tokens}
         request = {**asked, "seed": number, **more}
-        sent, _ = inject(request | {"model": model}, "chat")
+        sent, _ = ChatApi("chat").inject(request | {"model": model})
         answer = await server._request("POST", "/v1/chat/completions", sent, dict)
         found = Tokens()
         found.add(answer)

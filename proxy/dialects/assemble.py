@@ -19,15 +19,9 @@ Json = dict[str, Any]
 Part = TypeVar("Part")
 
 # By the last word of their names, texts that are sent in full, and by some servers again in every chunk.
-_WORDS = frozenset({
-    "role", "id", "type", "name", "reason", "object", "format", "status", "model", "provider", "phase", "channel",
-    "signature",
-})  # fmt: skip
+_WORDS = "role id type name reason object format status model provider phase channel signature"
 # Parts of a content that are streamed in pieces, each in a part of its own.
 _TEXT_PARTS = ("text", "thinking", "output_text", "reasoning")
-# What a choice has in pieces beside its message, and what is read before all else.
-_PIECES = frozenset({"text", "logprobs", "token_ids"})
-_PLACED = frozenset({"index", "delta", "message"})
 # What a tool is called with: functions have arguments, custom tools an input.
 _TEXTS = {"function": "arguments", "custom": "input"}
 
@@ -68,7 +62,7 @@ def put(into: Json, name: str, value: Any) -> None:
 
 @lru_cache(256)
 def _is_word(name: str) -> bool:
-    return name.rpartition("_")[2] in _WORDS
+    return name.rpartition("_")[2] in _WORDS.split()
 
 
 def _as_parts(content: Any) -> list[Any]:
@@ -80,11 +74,11 @@ def _continued(items: list[Any], item: Any, *, first: bool) -> int | None:
     """The place of the item that this one continues: that of its index, or the last, of the same type."""
     if not isinstance(item, dict):
         return None
-    kind, index, places = item.get("type"), item.get("index"), range(len(items))
-    if not isinstance(index, int):
-        places = places[-1:] if first and kind in _TEXT_PARTS else places[:0]
-    same = (at for at in places if isinstance(items[at], dict) and items[at].get("type") == kind)
-    return next((at for at in same if items[at].get("index") == index), None)
+    alike, places = (item.get("type"), item.get("index")), range(len(items))
+    if not isinstance(alike[1], int):
+        places = places[-1:] if first and alike[0] in _TEXT_PARTS else places[:0]
+    known = ((at, items[at]) for at in places if isinstance(items[at], dict))
+    return next((at for at, one in known if (one.get("type"), one.get("index")) == alike), None)
 
 
 class AnswerParts(Generic[Part]):
@@ -103,14 +97,15 @@ class AnswerParts(Generic[Part]):
         """Return the parts in the order in which they were opened."""
         return [*self._parts.values()]
 
-    def get(self, key: int | str | None) -> Part | None:
+    def get(self, key: Any) -> Part | None:
         """Return the part that was last under an index or an id; under None, that of the last piece."""
-        return self._known.get(key)
+        return self._known.get(key) if isinstance(key, int | str | None) else None
 
     def open(self, index: int | None, part: Part) -> Part:
         place = self._end if index is None or index in self._parts else index
         self._end = max(self._end, place + 1)
-        self._parts[place] = self._known[index] = self._known[None] = part
+        self._parts[place] = part
+        self.keep(part, index)
         return part
 
     def keep(self, part: Part, index: int | None, part_id: Any = None) -> None:
@@ -131,18 +126,13 @@ class ToolCalls(AnswerParts["StreamedCall"]):
                 call.add(delta)
             self.keep(call, index, call.id)
 
-    def result(self) -> list[Json]:
-        """Return the calls as an answer has them."""
-        return [call.result() for call in self]
-
     def _call_of(self, piece: StreamedCall, index: int | None) -> StreamedCall:
-        """The call that a piece belongs to: by its id, its index, or else that of the piece before."""
-        call, last = self.get(index), self.get(None)
-        same = self.get(piece.id) if isinstance(piece.id, str) else None
+        """The call that a piece belongs to: by its id, its index, or else that of the piece before; or a new one."""
+        call, last, same = self.get(index), self.get(None), self.get(piece.id or "")
         if same and (index is None or not piece.name or (piece.name == same.name and not same.is_complete)):
             call = same
-        elif call is None and last and not (piece.name or piece.id):
-            call = None if _is_given(piece.arguments) and last.is_complete else last
+        elif call is None and last and not (piece.name or piece.id or (piece.text.strip() and last.is_complete)):
+            call = last
         return self.open(index, StreamedCall({})) if call is None or call.ends_before(piece, index) else call
 
 
@@ -153,6 +143,7 @@ class StreamedCall:
         self.id: Any = None
         self.name = ""
         self.arguments: Any = None  # a text, or by some servers an object
+        self._kind = "function"
         self._fields: Json = {}
         self.add(delta)
 
@@ -186,52 +177,34 @@ class StreamedCall:
             return bool(piece.name) or self.is_complete
         if not piece.name or not self.name or self.has(piece):
             return False
-        if _is_given(piece.arguments) and self.is_complete:
+        if piece.text.strip() and self.is_complete:
             return True
-        return not piece.name.startswith(self.name) and (index is None or _is_given(self.arguments))
+        return not piece.name.startswith(self.name) and (index is None or bool(self.text.strip()))
 
     def add(self, delta: Json) -> None:
+        self.id = self.id or delta.get("id")
         for name, value in delta.items():
-            if name == "id":
-                self.id = self._fields[name] = self.id or value
-            elif name in _TEXTS and isinstance(value, dict):
-                self._add_called(name, value)
-            elif name not in ("index", *_TEXTS):
+            if name in _TEXTS and isinstance(value, dict):
+                self._kind, called = name, value.get("name")
+                if isinstance(called, str):  # repeated, sent as far as it has come, or in pieces
+                    self.name = called if called.startswith(self.name) else self.name + called
+                self._extend(value.get(_TEXTS[name]))
+            elif name not in ("id", "index", *_TEXTS):
                 self._fields[name] = joined(self._fields.get(name), value, name)
+
+    def _extend(self, more: Any) -> None:
+        before, is_blank = self.arguments, more is None or (isinstance(more, str) and not more.strip())
+        is_only_begun = before == "{}" and self._kind == "function"  # some servers begin with an empty object
+        if isinstance(before, dict) and isinstance(more, dict):
+            self.arguments = before | more
+        elif isinstance(before, str) and isinstance(more, str) and (is_blank or not is_only_begun):
+            self.arguments = before + more
+        elif before is None or not is_blank:
+            self.arguments = more
 
     def result(self) -> Json:
         """Return the call as an answer has it."""
-        if isinstance(self.arguments, str | None):
-            return self._fields
-        kind = next(kind for kind in _TEXTS if kind in self._fields)
-        return self._fields | {kind: self._fields[kind] | {_TEXTS[kind]: self.text}}
-
-    def _add_called(self, kind: str, more: Json) -> None:
-        called = self._fields.setdefault(kind, {})
-        for name, value in more.items():
-            before = called.get(name)
-            if name == "name" and isinstance(value, str):
-                # Repeated, sent as far as it has come, or in pieces.
-                called[name] = self.name = value if value.startswith(self.name) else self.name + value
-            elif name != _TEXTS[kind]:
-                called[name] = joined(before, value, name)
-            else:
-                if kind == "function" and before == "{}" and _is_given(value):
-                    before = None  # some servers begin with an empty object
-                called[name] = self.arguments = _longer(before, value)
-
-
-def _longer(before: Any, more: Any) -> Any:
-    """The arguments with another piece of them."""
-    if isinstance(before, str) and isinstance(more, str):
-        return before + more
-    if isinstance(before, dict) and isinstance(more, dict):
-        return before | more
-    return more if before is None or _is_given(more) else before
-
-
-def _is_given(arguments: Any) -> bool:
-    return bool(arguments.strip()) if isinstance(arguments, str) else arguments is not None
+        return {"id": self.id} | self._fields | {self._kind: {"name": self.name, _TEXTS[self._kind]: self.text}}
 
 
 class Assembler:
@@ -270,34 +243,30 @@ class _Choice:
         self._fields: Json = {"index": index}
         self._message: Json = {}
         self._calls: dict[str, ToolCalls] = {}
-        self._has_deltas = False
 
     def feed(self, choice: Json) -> None:
-        delta, message = choice.get("delta"), choice.get("message")
-        self._has_deltas |= delta is not None
-        if delta is None and isinstance(message, dict):
-            known = self._message | self._calls if self._has_deltas else {}
-            delta = {name: value for name, value in message.items() if not known.get(name)}
-        if isinstance(delta, dict):
-            self._fields["message"] = self._message
-            for name, value in delta.items():
-                if name in ("tool_calls", "function_call") and isinstance(value, list | dict):
-                    pieces = (
-                        value if isinstance(value, list) else [value if name == "tool_calls" else {"function": value}]
-                    )
-                    self._calls.setdefault(name, ToolCalls()).feed(pieces)
-                else:
-                    self._message[name] = joined(self._message.get(name), value, name)
         for name, value in choice.items():
-            if name in _PIECES:
+            if name in ("text", "logprobs", "token_ids"):
                 self._fields[name] = joined(self._fields.get(name), value, name)
-            elif name not in _PLACED:
+            elif name not in ("index", "delta", "message"):
                 put(self._fields, name, value)
+        delta = choice.get("delta")
+        if delta is None and isinstance(message := choice.get("message"), dict):
+            delta = {name: message[name] for name in message if not (self._message.get(name) or name in self._calls)}
+        if not isinstance(delta, dict):
+            return
+        self._fields["message"] = self._message
+        for name, value in delta.items():
+            if name in ("tool_calls", "function_call") and isinstance(value, list | dict):
+                pieces = [{"function": value}] if name == "function_call" else value
+                self._calls.setdefault(name, ToolCalls()).feed(pieces)
+            else:
+                self._message[name] = joined(self._message.get(name), value, name)
 
     def result(self) -> Json:
         if "message" not in self._fields:
             return self._fields
-        message = self._message | {name: calls.result() for name, calls in self._calls.items()}
-        if "function_call" in self._calls:  # of OpenAI's API before there were tools
-            message["function_call"] = message["function_call"][0].get("function")
+        message = self._message | {name: [call.result() for call in calls] for name, calls in self._calls.items()}
+        if "function_call" in message:  # of OpenAI's API before there were tools
+            message["function_call"] = next((call["function"] for call in message["function_call"]), None)
         return self._fields | {"message": message}

@@ -21,28 +21,6 @@ Json = dict[str, Any]
 Endpoint = Literal["chat", "completions"]
 
 
-def inject(body: Json, endpoint: Endpoint) -> tuple[Json, Injection]:
-    """Return the request for a vLLM upstream, and the fields added to it. Values that vLLM refuses stay as they are."""
-    # With return_token_ids vLLM leaves the prompt out of an echoed answer: such calls go without token ids.
-    read, is_chat, added = as_read(body), endpoint == "chat", Json()
-    if read.get("echo"):
-        return body, Injection()
-    own, options = body.get("logprobs"), body.get("stream_options")
-    logprobs = own is None or (is_chat and lax(bool, own) is False)
-    if is_chat and read.get("top_logprobs"):
-        logprobs = False
-    injection = Injection(read.get("return_token_ids") in (None, False), logprobs, _wants_usage(read, options))
-    if injection.token_ids:
-        added["return_token_ids"] = True
-    if injection.logprobs:
-        added["logprobs"] = True if is_chat else 0
-    if injection.usage:
-        # Ignored by vLLM without include_usage, so it must not become active with ours.
-        kept = {k: v for k, v in (options or {}).items() if k != "continuous_usage_stats"}
-        added["stream_options"] = kept | {"include_usage": True}
-    return body | added, injection
-
-
 def _wants_usage(body: Json, options: Any) -> bool:
     """Whether to ask for usage. Not for several answers: all but the last would be held back (see ChatStream)."""
     prompt = body.get("prompt")
@@ -179,10 +157,28 @@ def _is_utf8(raw: bytes) -> bool:
 
 class ChatApi(Dialect):
     def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
+        self._is_chat = endpoint == "chat"
 
     def inject(self, body: Json) -> tuple[Json, Injection]:
-        return inject(body, self._endpoint)
+        # Values that vLLM refuses stay as they are. With return_token_ids it leaves the prompt out of an echoed answer:
+        # such calls go without token ids.
+        read, added = as_read(body), Json()
+        if read.get("echo"):
+            return body, Injection()
+        own, options = body.get("logprobs"), body.get("stream_options")
+        logprobs = own is None or (self._is_chat and lax(bool, own) is False)
+        if self._is_chat and read.get("top_logprobs"):
+            logprobs = False
+        injection = Injection(read.get("return_token_ids") in (None, False), logprobs, _wants_usage(read, options))
+        if injection.token_ids:
+            added["return_token_ids"] = True
+        if injection.logprobs:
+            added["logprobs"] = True if self._is_chat else 0
+        if injection.usage:
+            # Ignored by vLLM without include_usage, so it must not become active with ours.
+            kept = {k: v for k, v in (options or {}).items() if k != "continuous_usage_stats"}
+            added["stream_options"] = kept | {"include_usage": True}
+        return body | added, injection
 
     def agents(self, body: Json, injection: Injection) -> Json | None:
         return body if take_out(body, injection) else None
@@ -209,22 +205,28 @@ class ChatStream(Transcript):
         self._held: tuple[bytes, Json] | None = None
         self._assembler = Assembler()
         # Both were injected, so the agent gets neither.
-        self._usual = UsualChunks() if injection.token_ids and injection.logprobs else None
+        self.usual = UsualChunks() if injection.token_ids and injection.logprobs else None
 
     @property
-    def expects_usual(self) -> bool:
-        return self._usual is not None and self._usual.expected
-
-    def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
-        return self._usual.pass_on(data) if self._usual else (b"", data)
-
-    def reported(self) -> Tokens:
+    def tokens(self) -> Tokens:
         self._catch_up()
         return self._tokens
 
+    def feed(self, data: bytes) -> bytes:
+        self.size += len(data)
+        out = b""
+        while data and not self.ended and self.usual is not None and self.usual.expected:
+            if not self.decoder.pending:
+                passed, data = self.usual.pass_on(data)
+                out += passed
+            if data:
+                event, blank, data = data.partition(b"\n\n")
+                out += self.parse(event + blank)
+        return out + self.parse(data) if data else out
+
     @property
     def complete(self) -> bool:
-        choices = self.reported().choices
+        choices = self.tokens.choices
         return bool(choices) and all(choice.finish_reason for choice in choices)
 
     def take(self, raw: bytes, event: Json) -> bytes:
@@ -232,8 +234,8 @@ class ChatStream(Transcript):
         clean = sse.encode(encode(event)) if take_out(event, self._injection) else raw
         self._assembler.feed(event)
         out = self.flush() + clean if is_error else self._without_extra(clean, event)
-        if self._usual is not None:
-            self._usual.learn(raw, is_last=is_error or self._held is not None)
+        if self.usual is not None:
+            self.usual.learn(raw, is_last=is_error or self._held is not None)
         return out
 
     def read(self, raw: bytes, event: Json) -> Any:
@@ -254,7 +256,7 @@ class ChatStream(Transcript):
             return b"" if held is None else held[0]
         return sse.encode(encode(held[1] | {"system_fingerprint": fingerprint}))
 
-    def assembled(self) -> Any:
+    def response(self) -> Any:
         self._catch_up()
         return self._assembler.result()
 
@@ -264,7 +266,7 @@ class ChatStream(Transcript):
         if usage and chunk.get("choices") == [] and "usage" in chunk:
             return self.flush(chunk.get("system_fingerprint"))
         is_last = any(choice.get("finish_reason") for choice in choices)
-        if self._usual and choices and not is_last and all(choice.get("delta") == {} for choice in choices):
+        if self.usual and choices and not is_last and all(choice.get("delta") == {} for choice in choices):
             # While a parser holds text back, vLLM sends these only to those who asked for token ids or logprobs.
             return b""
         before = self.flush()
@@ -275,7 +277,7 @@ class ChatStream(Transcript):
 
     def _catch_up(self) -> None:
         """Read the chunks that were passed on unread."""
-        for chunk in self._usual.take() if self._usual else ():
+        for chunk in self.usual.take() if self.usual else ():
             self._tokens.add(chunk)
             take_out(chunk, self._injection)
             self._assembler.feed(chunk)

@@ -20,11 +20,6 @@ _ERROR_TYPES = {
     413: "request_too_large", 415: "invalid_request_error", 422: "invalid_request_error",
     429: "rate_limit_error", 503: "overloaded_error", 529: "overloaded_error",
 }  # fmt: skip
-_KINDS = frozenset({
-    "message_start", "content_block_start", "content_block_delta", "content_block_stop", "message_delta",
-    "message_stop", "ping",
-})  # fmt: skip
-
 # By what a delta adds: the block that it belongs to, as it is at its start.
 _EMPTY: dict[str, Json] = {
     "text": {"type": "text", "text": ""},
@@ -60,7 +55,8 @@ class MessagesStream(Transcript):
         self._message: Json | None = None
         self._blocks = AnswerParts[Json]()
 
-    def reported(self) -> Tokens:
+    @property
+    def tokens(self) -> Tokens:
         return MessagesApi().tokens(self._message or {})
 
     @property
@@ -70,22 +66,25 @@ class MessagesStream(Transcript):
 
     def take(self, raw: bytes, event: Json) -> bytes:
         kind, index = str(event.get("type") or event_name(raw)), number(event.get("index"))
-        if kind not in _KINDS and (error := error_in(raw, event)) is not None:
-            self.failure = message_of_error(error)
-        elif kind == "message_start":
-            self._message = dict(_object(event.get("message")))
-        elif kind == "message_delta":
-            self._feed_message_delta(event)
-        elif kind == "content_block_start":
-            block, before = _object(event.get("content_block")), self._blocks.get(index)
-            if before is None or not block.get("id") or before.get("id") != block["id"]:
-                self._blocks.open(index, dict(block))
-        elif kind == "content_block_delta":
-            self._feed_block_delta(index, _object(event.get("delta")))
+        match kind:
+            case "message_start":
+                self._message = dict(_object(event.get("message")))
+            case "message_delta":
+                self._feed_message_delta(event)
+            case "content_block_start":
+                block, before = _object(event.get("content_block")), self._blocks.get(index)
+                if before is None or not block.get("id") or before.get("id") != block["id"]:
+                    self._blocks.open(index, dict(block))
+            case "content_block_delta":
+                self._feed_block_delta(index, _object(event.get("delta")))
+            case "content_block_stop" | "message_stop" | "ping":
+                pass
+            case _ if (error := error_in(raw, event)) is not None:
+                self.failure = message_of_error(error)
         self.finished = kind == "message_stop" or self.failure is not None
         return raw
 
-    def assembled(self) -> Any:
+    def response(self) -> Any:
         blocks = [_as_whole(block) for block in self._blocks]
         if self._message is None:
             return {"type": "message", "role": "assistant", "content": blocks} if blocks else None
@@ -108,9 +107,7 @@ class MessagesStream(Transcript):
         if block is None or (is_other and block["type"] != empty["type"]):
             block = self._blocks.open(index, dict(empty))
         added = {name: value for name, value in delta.items() if name not in ("type", "citation") and value is not None}
-        if "citation" in delta:
-            added["citations"] = [delta["citation"]]
-        joined(block, added, "")
+        joined(block, added | ({"citations": [delta["citation"]]} if "citation" in delta else {}), "")
 
 
 def _object(value: Any) -> Json:

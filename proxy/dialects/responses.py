@@ -12,7 +12,7 @@ from ...core.sse import event_name
 from ...core.tokens import Tokens
 from ...core.tools import dicts, is_call
 from ...core.values import error_in, message_of_error, number
-from .assemble import AnswerParts, put
+from .assemble import AnswerParts, joined, put
 from .stream import Dialect, Injection, Transcript
 
 Json = dict[str, Any]
@@ -41,8 +41,9 @@ class ResponsesStream(Transcript):
         self._response: Json | None = None
         self._items = AnswerParts[_Item]()
 
-    def reported(self) -> Tokens:
-        return ResponsesApi().tokens(self.assembled() or {})
+    @property
+    def tokens(self) -> Tokens:
+        return ResponsesApi().tokens(self.response() or {})
 
     def take(self, raw: bytes, event: Json) -> bytes:
         response = event if event.get("object") == "response" else event.get("response")
@@ -61,7 +62,7 @@ class ResponsesStream(Transcript):
             self._finish(_LAST[kind], event)
         return raw
 
-    def assembled(self) -> Any:
+    def response(self) -> Any:
         """Return the newest response that was sent, with items added that only other events had."""
         items = [item.result() for item in self._items]
         if self._response is None:
@@ -86,7 +87,7 @@ class ResponsesStream(Transcript):
         Some servers give several items one index, or each event an id of its own.
         """
         index, item_id = number(event.get("output_index")), item.get("id")
-        known = (self._items.get(item_id) if isinstance(item_id, str) else None) or self._items.get(index)
+        known = (self._items.get(item_id) if item_id else None) or self._items.get(index)
         if known is None or known.ends_before(item, what):
             known = self._items.open(index, _Item(item))
         self._items.keep(known, index, known.id)
@@ -148,7 +149,8 @@ class _Item:
         self._state = ""  # or added, or done
         self._item = {"type": self._type} | ({"id": self.id} if self.id else {})
         self._item |= {"role": "assistant"} if self._type == "message" else {}
-        self._parts: dict[tuple[_Text, int], Json] = {}
+        self._made: Json = {}
+        self._parts: dict[tuple[str, int], Json] = {}
 
     def ends_before(self, item: Json, what: str) -> bool:
         """Return whether a piece with another id, at the same place, belongs to another item."""
@@ -161,37 +163,31 @@ class _Item:
             self._item, self._state, self._type = item, what, item.get("type")
 
     def add(self, text: _Text, what: str, event: Json) -> None:
-        at = text, number(event.get("content_index", event.get("summary_index"))) or 0
-        part = self._parts.setdefault(at, {"type": text.part, text.field: ""})
-        whole = event.get("part")
-        if isinstance(whole, dict):
-            part = self._parts[at] = filled({name: whole[name] for name in whole if name != text.field}, part)
-        elif "annotation" in event:
-            part["annotations"] = [*dicts(part.get("annotations")), event["annotation"]]
-        elif logprobs := dicts(event.get("logprobs")):
-            part["logprobs"] = [*dicts(part.get("logprobs")), *logprobs] if what == "delta" else logprobs
-        if what == "delta" and isinstance(piece := event.get("delta"), str):
-            part[text.field] += piece
-        elif what == "done":
-            full = (whole if isinstance(whole, dict) else event).get(text.field)
-            part[text.field] = full if full and isinstance(full, str) else part[text.field]
+        made, part, logprobs = self._made, event.get("part"), dicts(event.get("logprobs"))
+        new = {text.field: event.get("delta" if what == "delta" else text.field) or ""}
+        new |= {"logprobs": logprobs} if logprobs else {}
+        if text.in_list:
+            index = number(event.get("content_index", event.get("summary_index"))) or 0
+            made = self._parts.setdefault((text.in_list, index), {"type": text.part, text.field: ""})
+        if "annotation" in event:
+            joined(made, {"annotations": [event["annotation"]]}, "")
+        elif what == "delta":
+            joined(made, new, "")
+        else:
+            for name, value in (part if isinstance(part, dict) else new).items():
+                put(made, name, value)
 
     def result(self) -> Json:
-        made: Json = {}
-        for (text, _), part in sorted(self._parts.items(), key=lambda entry: entry[0][1]):
-            if text.in_list:
-                made.setdefault(text.in_list, []).append(part)
-            else:
-                made[text.field] = part[text.field]
-        return filled(self._item, made) if made else self._item
+        made = dict(self._made)
+        for (in_list, _), part in sorted(self._parts.items(), key=lambda entry: entry[0]):
+            made.setdefault(in_list, []).append(part)
+        return filled(self._item, made)
 
 
 def filled(value: Any, more: Any) -> Any:
     """Return a value with another's fields where its own are missing or empty."""
     if isinstance(value, dict) and isinstance(more, dict):
-        return {name: filled(item, more.get(name)) for name, item in value.items()} | {
-            name: item for name, item in more.items() if name not in value
-        }
+        return more | {name: filled(item, more.get(name)) for name, item in value.items()}
     if isinstance(value, list) and isinstance(more, list) and len(value) == len(more):
         return [filled(item, other) for item, other in zip(value, more, strict=True)]
     return value if value or value == 0 or more is None else more

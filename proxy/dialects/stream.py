@@ -64,16 +64,7 @@ class Transcript:
         self.failure: str | None = None  # an error that an event is or has
         self._garbage: str | None = None  # an event that is no JSON object
         self._let_go = False  # an event was too large to look at; it may have been the last one
-        self._decoder = SSEDecoder()
-
-    @property
-    def expects_usual(self) -> bool:
-        """Return whether there may be events that `pass_on` takes."""
-        return False
-
-    def pass_on(self, data: bytes) -> tuple[bytes, bytes]:
-        """Keep the usual events that `data` begins with, unparsed. Return the agent's bytes for them, and the rest."""
-        return b"", data
+        self.decoder = SSEDecoder()
 
     def take(self, raw: bytes, event: Json) -> bytes:
         """Return the bytes to send for an event. Bytes without injected fields pass unchanged."""
@@ -92,17 +83,13 @@ class Transcript:
         """Return whether the answer is complete although the stream's last event is missing."""
         return False
 
-    def reported(self) -> Tokens:
-        """Return the tokens of all events so far."""
-        raise NotImplementedError
-
-    def assembled(self) -> Any:
-        """Return the answer so far, in the shape that it has without streaming; None before the first event."""
-        raise NotImplementedError
-
     @property
     def tokens(self) -> Tokens:
-        return Tokens() if self.unkept else self.reported()
+        raise NotImplementedError
+
+    def response(self) -> Any:
+        """Return the answer so far, as the agent sees it, as it is without streaming; None before the first event."""
+        raise NotImplementedError
 
     @property
     def unkept(self) -> str | None:
@@ -118,39 +105,26 @@ class Transcript:
     def error(self) -> str | None:
         return self._garbage or self.failure
 
-    def response(self) -> Any:
-        """Return the assembled answer so far, as the agent sees it; None before its first event, or if not kept."""
-        return None if self.unkept else self.assembled()
-
     def feed(self, data: bytes) -> bytes:
         """Return the bytes to send now. The last event and all after it stay in `held`; do not feed after that.
 
         Raises UpstreamUnreachable for an event that is longer than any that can be meant.
         """
         self.size += len(data)
-        out = b""
-        while data and not self.ended and self.expects_usual:
-            if not self._decoder.pending:
-                passed, data = self.pass_on(data)
-                out += passed
-            if data:
-                one, blank, data = data.partition(b"\n\n")
-                out += self._parse(one + blank)
-        return out + self._parse(data) if data else out
+        return self.parse(data)
 
     def end(self) -> bytes:
         """Return the bytes to send at the stream's end. Its last event is `held` if only its blank line was missing."""
-        last = self._decoder.close()
+        last = self.decoder.close()
         out = self.flush() + (b"" if self.rewrites or last.is_done else last.raw)
         if last.is_done or self.complete:
             self.held = self.last(last.raw if last.is_done else b"")
             self.ended = bool(self.held)
         return out
 
-    def _parse(self, data: bytes) -> bytes:
-        """Return the bytes to send of events that may be unusual."""
+    def parse(self, data: bytes) -> bytes:
         out = b""
-        for frame in self._decoder.feed(data):
+        for frame in self.decoder.feed(data):
             if self.ended:
                 self.held += frame.raw
             elif frame.is_done:
@@ -163,12 +137,12 @@ class Transcript:
                 else:
                     out += sent
         if self.ended:
-            self.held += self._decoder.rest
-        elif self._decoder.pending > MAX_ANSWER_BYTES and not self.rewrites:
+            self.held += self.decoder.rest
+        elif self.decoder.pending > MAX_ANSWER_BYTES and not self.rewrites:
             self._let_go = True
-            out += self.flush() + self._decoder.let_go()
-        elif self._decoder.pending > MAX_HELD_BYTES:
-            raise UpstreamUnreachable(f"the upstream sent {self._decoder.pending} bytes without the end of an event")
+            out += self.flush() + self.decoder.let_go()
+        elif self.decoder.pending > MAX_HELD_BYTES:
+            raise UpstreamUnreachable(f"the upstream sent {self.decoder.pending} bytes without the end of an event")
         return out
 
     def _pass(self, frame: Frame) -> bytes:
@@ -195,7 +169,7 @@ class Dialect:
         """Return a non-streamed answer as the agent gets it; None if that is the answer's own bytes."""
         return None
 
-    def refusal(self, body: Json, status: int) -> Json | None:
+    def refusal(self, body: Json) -> Json | None:
         """Return the upstream's error as the agent gets it; None if that is the error's own bytes."""
         return None
 
@@ -231,7 +205,6 @@ class BufferedTranscript:
         self.rewrites = translated or (self.error is None and bool(injection))
         self._dialect = dialect
         self._injection = injection
-        self._status = status
         self._data = bytearray()
         self._sent = self._may_be_sent = 0  # bytes
         self._body: Any = None
@@ -270,16 +243,15 @@ class BufferedTranscript:
         if isinstance(body, dict) and succeeded:
             if (error := named_error(body)) is not None:
                 self.error = message_of_error(error)
-            if not self.unkept:
-                self.tokens = self._dialect.tokens(body)
+            self.tokens = self._dialect.tokens(body)
             agents = self._dialect.agents(body, self._injection)
         elif isinstance(body, dict):
-            agents = self._dialect.refusal(body, self._status)
+            agents = self._dialect.refusal(body)
         elif succeeded:
             self.error = "the upstream's answer is no JSON object"
         if agents is not None:
             body, self.held = agents, encode_as_vllm(agents)
-        self._body = None if self.unkept else body
+        self._body = body
         return b""
 
     def response(self) -> Any:

@@ -399,8 +399,8 @@ def end_of(
     version: int | None,
 ) -> CallEnd:
     """Return how a call ended, by its answer. `sent`: the request as the model saw it; `version`: None if not ours."""
-    response, tokens = (transcript.response(), transcript.tokens) if transcript else (None, Tokens())
-    unkept = transcript.unkept if transcript and status == "ok" else None
+    unkept = transcript and transcript.unkept
+    response, tokens = (transcript.response(), transcript.tokens) if transcript and not unkept else (None, Tokens())
     reason = NOT_THE_POLICY if status == "ok" and version is None else None
     return CallEnd(
         call_id=start.call_id,
@@ -413,5 +413,5 @@ def end_of(
         usage=tokens.usage,
         tool_calls=tool_calls(response),
         error=error,
-        untrainable_reason=reason or unkept or tokens.untrainable_reason(status, sent),
+        untrainable_reason=reason or (status == "ok" and unkept) or tokens.untrainable_reason(status, sent),
     )

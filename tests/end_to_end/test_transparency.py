@@ -137,7 +137,8 @@ def test_nearly_all_chunks_of_a_real_stream_go_on_unparsed(served: Served, body:
     stream = ChatStream(Injection(True, True, True))
     unparsed = 0
     for chunk in chunks:
-        _, rest = stream.pass_on(chunk + b"\n\n")
+        assert stream.usual is not None
+        _, rest = stream.usual.pass_on(chunk + b"\n\n")
         unparsed += not rest
         stream.feed(rest)
     assert unparsed >= len(chunks) - 8 > 8

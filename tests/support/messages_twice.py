@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_proxy.proxy.dialects.as_chat.messages import MessagesTranslator
 from lightning_proxy.proxy.dialects.as_chat.translation import PROBES, Template, learn
-from lightning_proxy.proxy.dialects.chat import inject
+from lightning_proxy.proxy.dialects.chat import ChatApi
 from lightning_proxy.proxy.dialects.messages import MessagesApi
 from lightning_proxy.proxy.dialects.stream import Injection
 from support.responses_twice import events, post
@@ -31,7 +31,7 @@ def native(url: str, body: Json) -> tuple[int, Any]:
 
 def through_chat(url: str, body: Json, template: Template) -> tuple[int, Any]:
     """As the proxy does it: with what it asks for on top."""
-    status, answer = post(f"{url}/chat/completions", inject(MessagesTranslator(body).chat(template), "chat")[0])
+    status, answer = post(f"{url}/chat/completions", ChatApi("chat").inject(MessagesTranslator(body).chat(template))[0])
     if status != 200:
         return status, comparable(MessagesTranslator(body).refusal(json.loads(answer)))
     translated = MessagesTranslator(body)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from lightning_proxy.proxy.dialects.as_chat.responses import ResponsesTranslator
 from lightning_proxy.proxy.dialects.as_chat.translation import MALFORMED, Template
-from lightning_proxy.proxy.dialects.chat import inject
+from lightning_proxy.proxy.dialects.chat import ChatApi
 
 Json = dict[str, Any]
 
@@ -53,7 +53,7 @@ def through_chat(vllm: str, body: Json) -> Answer:
         chat = ResponsesTranslator(body).chat(Template())
     except MALFORMED:  # it goes as it is
         return native(vllm, body)
-    status, text = post(f"{vllm}/chat/completions", inject(chat, "chat")[0])
+    status, text = post(f"{vllm}/chat/completions", ChatApi("chat").inject(chat)[0])
     if status != 200:
         return Answer(status, [ResponsesTranslator(body).refusal(json.loads(text))], [])
     chunks = events(text) if body.get("stream") else [json.loads(text)]

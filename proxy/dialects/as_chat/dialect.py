@@ -50,7 +50,7 @@ class ThroughChat(ChatApi):
         except MALFORMED as error:
             raise _unreadable(error) from None
 
-    def refusal(self, body: Json, status: int) -> Json | None:
+    def refusal(self, body: Json) -> Json | None:
         """Return the upstream's error as the agent's API has it; None if it is in no shape of vLLM's."""
         return self._translator.refusal(body) if isinstance(body.get("error"), dict) else None
 
@@ -74,12 +74,12 @@ class ThroughChatStream(ChatStream):
     def last(self, raw: bytes) -> bytes:
         if self.failure:
             return b""
-        if self._own.assembled() is None:
+        if self._own.response() is None:
             raise _unreadable(ValueError("nothing came"))
         return self._sent(self._translator.end())
 
-    def assembled(self) -> Any:
-        return self._own.assembled()
+    def response(self) -> Any:
+        return self._own.response()
 
     def _sent(self, events: Iterable[Json]) -> bytes:
         out = b""
