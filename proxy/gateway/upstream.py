@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from hashlib import blake2b
 from posixpath import relpath
-from typing import Any, NamedTuple, Protocol
+from time import monotonic
+from typing import NamedTuple, Protocol
 from urllib.parse import quote
 
 import aiohttp
@@ -38,7 +38,7 @@ _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-connection proxy-authenticate proxy-authorization te trailer transfer-encoding"
     b" upgrade".split()
 )
-_OUR_REQUEST_HEADERS = frozenset(
+_NOT_PASSED_ON = _HOP_BY_HOP.union(
     b"host content-length expect x-rollout-id x-task-id x-agent-name x-rollout-mode x-recording".split()
 )
 _QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
@@ -47,9 +47,7 @@ MAX_HEADER_BYTES = 256 * 1024
 MAX_HEADERS = 1000
 # What aiohttp decodes.
 _DECODED = frozenset(["gzip", "deflate", "br", "zstd"])
-_HOP_BY_HOP_AND_LENGTH = _HOP_BY_HOP | {b"content-length"}
 _CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
-_WITHOUT_BODY = frozenset(["GET", "HEAD", "OPTIONS"])
 
 # A server that closed an idle connection refuses what comes over it at once; a later end is one of the work itself.
 IDLE_CLOSED_S = 1.0
@@ -177,12 +175,13 @@ class Upstream(Protocol):
     """One configured upstream in use."""
 
     async def open(self, request: Request) -> Answer:
-        """Send the request and wait for the answer to begin. Raises UpstreamUnreachable, UpstreamTimeout, Unsupported.
+        """Send the request and wait for the answer to begin.
 
-        NoConnection if it did not reach the upstream.
+        Raises UpstreamUnreachable, UpstreamTimeout, Unsupported; NoConnection if it did not reach the upstream.
         """
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Let go of what it has opened itself."""
 
 
 class NoConnection(UpstreamUnreachable):
@@ -226,17 +225,51 @@ class _ClosedWhileIdle(Exception):
 
 
 class _Protocol(ResponseHandler):
-    """A connection to an upstream; `used` once a request was sent over it.
+    """A connection to an upstream. `has_served` a request before this one; `answered`: bytes of an answer have come.
 
     Wakes the reader of a body when its connection ends; after a malformed chunk aiohttp would let it wait. And aiohttp
     would resume reading with every chunk that is taken, which costs more than the chunk does.
     """
 
-    used = False
+    has_served = answered = is_used = False
+    _sent: Callable[[], None] | None = None
+
+    def ask(self, head: bytes, request: Request, idle_timeout_s: float) -> None:
+        """Send the request; a large one is not copied."""
+        assert self.transport is not None
+        self.has_served, self.is_used, self.answered, self._sent = self.is_used, True, False, request.sent
+        self.set_response_params(
+            skip_payload=request.method == "HEAD",
+            read_until_eof=True,
+            auto_decompress=request.identity,
+            read_timeout=idle_timeout_s,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
+        )
+        if request.pieces or len(request.body) >= LARGE:
+            self.transport.writelines((head, *(request.pieces or (request.body,))))
+        else:
+            self.transport.write(head + request.body)
+        if not self._paused and request.sent is not None:
+            request.sent()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._sent is not None:
+            self._sent()
+
+    @property
+    def should_close(self) -> bool:
+        return self._paused or super().should_close  # not all of the request was sent
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         if self._reading_paused:
             super().resume_reading(resume_parser)
+
+    def _drop_timeout(self) -> None:
+        self.answered |= self._read_timeout_handle is not None  # bytes of an answer start it
+        super()._drop_timeout()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         payload = self._payload
@@ -245,20 +278,16 @@ class _Protocol(ResponseHandler):
             payload.set_exception(aiohttp.ClientPayloadError("its answer is malformed"))
 
 
-def _connector(**options: Any) -> aiohttp.TCPConnector:
-    connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, **options)
-    connector._factory = partial(_Protocol, loop=asyncio.get_running_loop())  # type: ignore[assignment]
-    return connector
-
-
 def make_session() -> aiohttp.ClientSession:
     """Return a session whose connections are not limited, and tell how they end."""
     # vLLM's server closes idle connections after 5 s; a request must not meet one that is just being closed.
-    return aiohttp.ClientSession(connector=_connector(keepalive_timeout=4))
+    connector = aiohttp.TCPConnector(limit=0, ttl_dns_cache=60, keepalive_timeout=4)
+    connector._factory = partial(_Protocol, loop=asyncio.get_running_loop())  # type: ignore[assignment]
+    return aiohttp.ClientSession(connector=connector)
 
 
-class HttpUpstream:
-    """Servers with the agents' protocol: a single one, or replicas. A rollout keeps to one replica.
+class HttpUpstream(Upstream):
+    """Servers with the agents' protocol: a single one, or replicas.
 
     A request is written to a connection of aiohttp's, which its session would take three times as long for.
     """
@@ -267,15 +296,27 @@ class HttpUpstream:
         self, config: UpstreamConfig, session: aiohttp.ClientSession, health: Health, vouching: Mapping[str, str]
     ) -> None:
         assert session.connector is not None
-        self._config, self._health = config, health
-        self._vouching = [(name.encode(), value.encode()) for name, value in vouching.items()]
-        self._connector, self._new = session.connector, _connector(force_close=True)
+        self._config, self._health, self._connector = config, health, session.connector
+        self._vouching = {name.encode(): value.encode() for name, value in vouching.items()}
+        self._credentials = {name.encode(): value.encode() for name, value in config.credentials.items()}
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s)
-        self._ways: dict[str, aiohttp.ClientRequest] = {}  # to each server, for the connector
+        loop = asyncio.get_running_loop()
+        self._ways = {  # to each server, for the connector
+            url: aiohttp.ClientRequest("GET", URL(url), loop=loop, **through(config, url)) for url in config.urls
+        }
 
     async def open(self, request: Request) -> HttpAnswer:
-        """Send the request; if there is no connection, send it to the rollout's next replica."""
-        *others, last = in_order(self._config, self._health, request.rollout_id, request.servers)
+        """Send the request to the rollout's server; if there is no connection, to the next one.
+
+        By rendezvous hashing: a rollout keeps to one server, whose prefix cache knows it, and only the rollouts of a
+        server that goes down move. All servers are tried if none is up.
+        """
+        allowed = request.servers or self._config.urls
+        *others, last = sorted(
+            self._health.up(self._config, allowed) or allowed,
+            key=lambda url: blake2b(f"{url} {request.rollout_id}".encode(), digest_size=8).digest(),
+            reverse=True,
+        )
         for url in others:
             try:
                 return await self._open(url, request)
@@ -283,18 +324,15 @@ class HttpUpstream:
                 log.warning("%s; the next replica is tried", error.message)
         return await self._open(last, request)
 
-    async def close(self) -> None:
-        await self._new.close()
-
     async def _open(self, base_url: str, request: Request) -> HttpAnswer:
         """Send the request; once more, over a new connection, if the server had closed this one before it came."""
         config = self._config
         try:
             async with asyncio.timeout(config.first_byte_timeout_s):
                 try:
-                    return await self._send(self._connector, base_url, request)
+                    return await self._send(base_url, request)
                 except _ClosedWhileIdle:
-                    return await self._send(self._new, base_url, request)
+                    return await self._send(base_url, request, anew=True)
         except aiohttp.ClientConnectorError as error:
             raise NoConnection(f"upstream {config.name} cannot be reached: {why_it_failed(error)}") from None
         except TimeoutError:
@@ -302,116 +340,64 @@ class HttpUpstream:
         except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
             raise _broken_off(config, error) from None
 
-    async def _send(self, connector: aiohttp.BaseConnector, base_url: str, request: Request) -> HttpAnswer:
+    async def _send(self, base_url: str, request: Request, *, anew: bool = False) -> HttpAnswer:
         """Send the request, and return the answer when its status and headers are there."""
-        config, url = self._config, _url(base_url, request.path, request.query)
-        if (way := self._ways.get(base_url)) is None:
-            more = through(config, base_url)
-            way = aiohttp.ClientRequest("GET", URL(base_url), loop=asyncio.get_running_loop(), **more)
-            self._ways[base_url] = way
+        config, way, url = self._config, self._ways[base_url], _url(base_url, request.path, request.query)
         try:
-            connection = await connector.connect(way, [], self._timeout)
+            connection = await self._connector.connect(way, [], self._timeout)
+            while anew and getattr(connection.protocol, "is_used", False):  # closed, too, or about to be
+                connection.close()
+                connection = await self._connector.connect(way, [], self._timeout)
         except TimeoutError:
-            raise NoConnectionInTime(
-                f"upstream {config.name}: no connection within {config.connect_timeout_s} s"
-            ) from None
+            why = f"upstream {config.name}: no connection within {config.connect_timeout_s} s"
+            raise NoConnectionInTime(why) from None
+        protocol, asked_at = connection.protocol, monotonic()
+        assert isinstance(protocol, _Protocol)
         try:
-            writing = _write(
-                connection, _head(way, url, [*_headers(config, request), *self._vouching], request), request
-            )
-            message, content = await _begun(connection, request, config)
-        except BaseException:
+            protocol.ask(self._head(way, url, request), request, config.idle_timeout_s)
+            message, content = await protocol.read()
+            while 100 <= message.code < 200 and message.code != 101:
+                message, content = await protocol.read()
+            if not 200 <= message.code <= 599:
+                raise UpstreamUnreachable(f"upstream {config.name} answered with status {message.code}")
+        except BaseException as error:
             connection.close()
+            ended = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
+            if ended and protocol.has_served and not protocol.answered and monotonic() < asked_at + IDLE_CLOSED_S:
+                raise _ClosedWhileIdle from None
             raise
-        return HttpAnswer(config, connection, message, content, url=url, decodes=request.identity, writing=writing)
+        return HttpAnswer(config, connection, message, content, base=way.url, url=url, decodes=request.identity)
 
+    def _head(self, way: aiohttp.ClientRequest, url: URL, request: Request) -> bytes:
+        """The first line and the headers: the agent's, less those for us, and the upstream's own.
 
-def _write(connection: Connection, head: bytes, request: Request) -> asyncio.Task[None] | None:
-    """Send the request; a large one in pieces that are not copied, as the server takes them."""
-    protocol = connection.protocol
-    assert protocol is not None and protocol.transport is not None
-    if not (request.pieces or request.sent):
-        protocol.transport.write(head + request.body)
-        return None
-
-    async def write() -> None:
-        for piece in (head, *(request.pieces or (request.body,))):
-            if protocol.transport is None or protocol.transport.is_closing():
-                return  # who reads the answer sees why
-            protocol.transport.write(piece)
-            with suppress(aiohttp.ClientError):
-                await protocol._drain_helper()
-        if request.sent is not None:
-            request.sent()
-
-    return asyncio.create_task(write())
-
-
-async def _begun(
-    connection: Connection, request: Request, config: UpstreamConfig
-) -> tuple[RawResponseMessage, aiohttp.StreamReader]:
-    """Return the answer's status and headers, and its body, which is to come. Raise _ClosedWhileIdle."""
-    protocol, now = connection.protocol, asyncio.get_running_loop().time
-    assert isinstance(protocol, _Protocol)
-    was_used, protocol.used, asked_at = protocol.used, True, now()
-    protocol.set_response_params(
-        skip_payload=request.method == "HEAD",
-        read_until_eof=True,
-        auto_decompress=request.identity,
-        read_timeout=config.idle_timeout_s,
-        max_line_size=MAX_HEADER_BYTES,
-        max_field_size=MAX_HEADER_BYTES,
-        max_headers=MAX_HEADERS,
-    )
-    try:
-        message, content = await protocol.read()
-    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-        if was_used and now() < asked_at + IDLE_CLOSED_S:
-            raise _ClosedWhileIdle from None
-        raise
-    while 100 <= message.code < 200 and message.code != 101:
-        message, content = await protocol.read()
-    if not 200 <= message.code <= 599:
-        raise UpstreamUnreachable(f"upstream {config.name} answered with status {message.code}")
-    return message, content
-
-
-def _head(way: aiohttp.ClientRequest, url: URL, headers: Iterable[Header], request: Request) -> bytes:
-    """The request's first line and headers, with the passwords of the server's address, and of the way to it.
-
-    A proxy gets the whole URL.
-    """
-    is_whole = way.proxy is not None and not way.is_ssl()
-    target, host = str(url.with_user(None)) if is_whole else url.raw_path_qs, url.host_port_subcomponent
-    passwords = [name for name in ("Authorization", "Proxy-Authorization") if name in way.headers]
-    ours = {name.lower().encode(): way.headers[name].encode() for name in passwords}
-    kept = [header for header in headers if header[0] not in ours]
-    lines = [b"%s: %s\r\n" % header for header in (*kept, *ours.items())]
-    size = sum(map(len, request.pieces)) or len(request.body)
-    if size or request.method not in _WITHOUT_BODY:
-        lines.append(b"Content-Length: %d\r\n" % size)
-    return b"".join([f"{request.method} {target} HTTP/1.1\r\nHost: {host}\r\n".encode(), *lines, b"\r\n"])
-
-
-def in_order(upstream: UpstreamConfig, health: Health, rollout_id: str, servers: Sequence[str] = ()) -> Sequence[str]:
-    """Return the servers to try for a call of the rollout, at least one; all of them if none is up.
-
-    `servers`: the only ones that may answer it; empty if all may.
-    By rendezvous hashing: a rollout keeps to one server, whose prefix cache knows it, and only the rollouts of a server
-    that goes down move.
-    """
-    if len(upstream.urls) == 1:
-        return upstream.urls
-    allowed = servers or upstream.urls
-    return sorted(
-        health.up(upstream, allowed) or allowed,
-        key=lambda url: blake2b(f"{url} {rollout_id}".encode(), digest_size=8).digest(),
-        reverse=True,
-    )
+        Those have the passwords of the server's address, and of the way to it. A proxy gets the whole URL.
+        """
+        config, own = self._config, dict(self._vouching)
+        if config.session_header and request.rollout_id:
+            own[config.session_header.lower().encode()] = request.rollout_id.encode()
+        if request.method != "OPTIONS":  # perhaps a browser's, which needed no key
+            own |= self._credentials
+        if request.identity or config.api_key is not None or config.masked:  # to find the key in it
+            own[b"accept-encoding"] = b"identity"
+        for name in ("Authorization", "Proxy-Authorization"):
+            if name in way.headers:
+                own[name.lower().encode()] = way.headers[name].encode()
+        dropped = _NOT_PASSED_ON.union(own, _named_by_connection(request.headers))
+        if config.api_key is not None or not request.forward_authorization:
+            dropped |= _CREDENTIALS
+        kept = [header for header in request.headers if header[0] not in dropped]
+        target = str(url.with_user(None)) if way.proxy is not None and not way.is_ssl() else url.raw_path_qs
+        lines = [f"{request.method} {target} HTTP/1.1\r\nHost: {url.host_port_subcomponent}\r\n".encode()]
+        lines += [b"%s: %s\r\n" % header for header in (*kept, *own.items())]
+        size = sum(map(len, request.pieces)) or len(request.body)
+        if size or request.method not in ("GET", "HEAD", "OPTIONS"):
+            lines.append(b"Content-Length: %d\r\n" % size)
+        return b"".join([*lines, b"\r\n"])
 
 
 class HttpAnswer(Answer):
-    """An answer on its way, over a connection that is its own until it is released."""
+    """An answer on its way, over a connection that is its own until it is released. `base`: the server's URL."""
 
     def __init__(
         self,
@@ -420,15 +406,15 @@ class HttpAnswer(Answer):
         message: RawResponseMessage,
         content: aiohttp.StreamReader,
         *,
+        base: URL,
         url: URL,
         decodes: bool,
-        writing: asyncio.Task[None] | None,
     ) -> None:
         kind = message.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         is_stream = message.code == 200 and kind == "text/event-stream"
         super().__init__(message.code, is_stream=is_stream, retry_after=message.headers.get("Retry-After", ""))
         self._config, self._connection, self._message, self._content = config, connection, message, content
-        self._url, self._decodes, self._writing = url, decodes, writing
+        self._base, self._url, self._decodes = base, url, decodes
         self._mask = KeyMask(*config.masked) if config.masked else None
 
     @property
@@ -436,30 +422,41 @@ class HttpAnswer(Answer):
         return not self._ahead and self._mask is None and self._content.at_eof()
 
     def release(self) -> None:
-        """Give the connection back; close it if not all of the request was sent, or of the answer read."""
-        if self._writing is None or self._writing.done():
-            self._connection.release()
-        else:
-            self._connection.close()
+        self._connection.release()
 
     __del__ = release
 
     def headers(self, *, keep_length: bool) -> list[Header]:
-        """Return the upstream's headers, less those of the connection.
-
-        Without `keep_length` its length goes too; so does an encoding that was undone.
-        """
+        """Return the upstream's headers, less those of the connection, and less an encoding that was undone."""
         message, mask = self._message, self._mask
         headers = [(name.lower(), value) for name, value in message.raw_headers]
-        dropped = _HOP_BY_HOP if keep_length else _HOP_BY_HOP_AND_LENGTH
+        dropped = _HOP_BY_HOP.union(_named_by_connection(headers))
         if self._decodes and message.headers.get("Content-Encoding", "").lower() in _DECODED:
-            dropped = _HOP_BY_HOP_AND_LENGTH | {b"content-encoding"}
-        if named := _named_by_connection(headers):
-            dropped |= named
+            dropped |= {b"content-length", b"content-encoding"}
+        elif not keep_length:
+            dropped |= {b"content-length"}
         kept = [header for header in headers if header[0] not in dropped]
         if "Location" in message.headers:
-            kept = [(n, _location(self._config, self._url, v) if n == b"location" else v) for n, v in kept]
+            kept = [(name, self._location(value) if name == b"location" else value) for name, value in kept]
         return kept if mask is None else [(name, mask.once(value)) for name, value in kept]
+
+    def _location(self, value: bytes) -> bytes:
+        """A redirect's target; within the upstream it is made relative to the request, so that the agent stays with us.
+
+        Servers name themselves by the Host that we send, with the scheme that they assume.
+        """
+        if not value.startswith((b"/", b"http://", b"https://")):
+            return value
+        try:
+            to = self._url.join(URL(value.decode(errors="surrogateescape"), encoded=True))
+        except ValueError:
+            return value
+        is_here = to.host_port_subcomponent == self._url.host_port_subcomponent
+        if not (is_here and to.raw_path.startswith(self._base.raw_path.rstrip("/") + "/")):
+            return value
+        directory, _, name = to.raw_path.rpartition("/")
+        path = f"{relpath(directory, self._url.raw_path.rpartition('/')[0])}/{name}"
+        return (path + to.raw_path_qs.removeprefix(to.raw_path)).encode(errors="surrogateescape")
 
     async def _next(self) -> bytes:
         config, mask = self._config, self._mask
@@ -472,52 +469,6 @@ class HttpAnswer(Answer):
         except (aiohttp.ClientError, OSError) as error:
             raise _broken_off(config, error) from None
         return data if data or mask is None else mask.end()
-
-
-def _location(upstream: UpstreamConfig, requested: URL, value: bytes) -> bytes:
-    """A redirect's target; within the upstream it is made relative to the request, so that the agent stays with us.
-
-    Servers name themselves by the Host that we send, with the scheme that they assume.
-    """
-    try:
-        to = requested.join(URL(value.decode(errors="surrogateescape"), encoded=True))
-    except ValueError:
-        return value
-    base = next(path for url in upstream.urls if requested.raw_path.startswith(path := URL(url).raw_path + "/"))
-    if to.host_port_subcomponent != requested.host_port_subcomponent or not to.raw_path.startswith(base):
-        return value
-    directory, _, name = to.raw_path.rpartition("/")
-    query = f"?{to.raw_query_string}" if to.raw_query_string else ""
-    path = f"{relpath(directory, requested.raw_path.rpartition('/')[0])}/{name}{query}"
-    return path.encode(errors="surrogateescape") if value.startswith((b"/", b"http://", b"https://")) else value
-
-
-@lru_cache
-def _not_passed_on(stay: bool, identity: bool, session: bytes | None) -> frozenset[bytes]:
-    return _HOP_BY_HOP.union(
-        _OUR_REQUEST_HEADERS,
-        _CREDENTIALS if stay else (),
-        [b"accept-encoding"] if identity else (),
-        [session.lower()] if session else (),
-    )
-
-
-def _headers(upstream: UpstreamConfig, request: Request) -> list[Header]:
-    """The agent's headers, less those for us, with the upstream's own."""
-    identity = request.identity or upstream.api_key is not None or bool(upstream.masked)  # to find the key in it
-    session = upstream.session_header.encode() if upstream.session_header and request.rollout_id else None
-    stay = upstream.api_key is not None or not request.forward_authorization
-    dropped = _not_passed_on(stay, identity, session)
-    if named := _named_by_connection(request.headers):
-        dropped |= named
-    kept = [header for header in request.headers if header[0] not in dropped]
-    if session is not None:
-        kept.append((session, request.rollout_id.encode()))
-    if request.method != "OPTIONS":  # perhaps a browser's, which needed no key
-        kept += [(name.encode(), value.encode()) for name, value in upstream.credentials.items()]
-    if identity:
-        kept.append((b"accept-encoding", b"identity"))
-    return kept
 
 
 def _named_by_connection(headers: Iterable[Header]) -> set[bytes]:

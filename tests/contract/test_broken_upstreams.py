@@ -284,6 +284,22 @@ def test_a_request_that_a_server_worked_on_before_it_ended_is_not_sent_again(pro
     assert [ask(proxy, "openai")[0] for _ in range(2)] == [200, 502] and len(server.asked) == 2
 
 
+@pytest.mark.parametrize("reset", [False, True])
+def test_a_request_whose_answer_has_begun_is_not_sent_again(proxy: Proxy, server: RawServer, reset: bool) -> None:
+    def begins(one: Connection, _: bytes) -> bool:
+        if len(server.asked) == 1:
+            one.sendall(ANSWER)
+            return True
+        one.sendall(b"HTTP/1.1 2")
+        threading.Event().wait(0.2)  # until it is there: a reset drops what is not
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", reset, 0))
+        one.close()
+        return False
+
+    server.answer = begins
+    assert [ask(proxy, "openai")[0] for _ in range(2)] == [200, 502] and len(server.asked) == 2
+
+
 def refuses(why: bytes) -> bytes:
     body = b'{"error":{"message":"%s"}}' % why
     return b"HTTP/1.1 400 No\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
