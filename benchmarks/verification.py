@@ -147,9 +147,9 @@ async def _measure(config: Config, url: str, args: argparse.Namespace, kept: Any
             name = f"policy-{rate:g}-{number}"
             chosen = [[dice.randrange(3, VOCABULARY) for _ in range(PROMPT)] for _ in range(args.prompts)]
             trainer.save_weights(directory, merged=False)
-            await server.load_adapter(name, str(directory))
+            await server.load_adapters({name: str(directory)})
             answers = await asyncio.gather(*(server.sample(name, prompt, args.tokens) for prompt in chosen))
-            await server.unload_adapter(name)
+            await server.unload_adapters([name])
             shutil.rmtree(directory)
             rows = [[*prompt, *ids] for prompt, (ids, _) in zip(chosen, answers, strict=True)]
             served = [values for _, values in answers]

@@ -100,9 +100,7 @@ async def put_back(config: Config, journal: LearnJournal) -> None:
 
 async def _unload(servers: Iterable[VllmServer], name: str) -> None:
     for server in servers:
-        for adapter in await server.adapters():
-            if adapter.startswith(name):
-                await server.unload_adapter(adapter)
+        await server.unload_adapters([adapter for adapter in await server.adapters() if adapter.startswith(name)])
 
 
 async def _as_started(server: VllmServer) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -54,24 +54,21 @@ CORE = (
 
 
 def create_app(config: Config, heard_by: Sequence[OnCall] = ()) -> ASGIApp:
-    """Return the proxy as an app. Its parts open and close with the server. Raise ConfigError.
-
-    `heard_by`: called for each recorded call.
-    """
+    """Return the proxy as an app, whose parts open with the server; `heard_by` hears each call. Raise ConfigError."""
     plugins = plugins_of(config)
     control = _control_api(config, plugins, (*CORE, status.health), heard_by)
-    control.openapi = cache(partial(_document, control.openapi, config, plugins))  # type: ignore[method-assign]
+    described = control.openapi
+
+    @cache
+    def openapi() -> dict[str, Any]:
+        document, (low, high) = described(), config.rewards.range
+        schemas = document["components"]["schemas"]
+        schemas["RewardBody"]["properties"]["reward"].update(minimum=low, maximum=high)
+        add_fields(schemas, plugins)
+        return document
+
+    control.openapi = openapi  # type: ignore[method-assign]
     return Dispatch(control)
-
-
-def _document(made: Callable[[], dict[str, Any]], config: Config, plugins: Sequence[ProxyPlugin]) -> dict[str, Any]:
-    """The OpenAPI document with what the configuration and plugins say of it."""
-    document = made()
-    schemas = document["components"]["schemas"]
-    low, high = config.rewards.range
-    schemas["RewardBody"]["properties"]["reward"].update(minimum=low, maximum=high)
-    add_fields(schemas, plugins)
-    return document
 
 
 def api_to_read(config: Config, *routers: APIRouter) -> FastAPI:
@@ -145,7 +142,7 @@ async def _opened(
         # The data path.
         chat_route, exact = ChatRoute(config.policy, store, upstreams), None
         if config.policy.token_continuity == "exact":
-            exact = ExactTokens(upstreams, chat_route.history, metrics.continued)
+            exact = ExactTokens(upstreams, chat_route.history, lambda outcome: metrics.continuity.labels(outcome).inc())
         gateway = Gateway(
             config, router, upstreams, recorder, metrics, unnamed=UnnamedRollouts(store), exact=exact,
             chat_route=chat_route, rewrites=of_hooks("rewrite"), listeners=[*of_hooks("on_call"), *heard_by],
@@ -202,11 +199,11 @@ class Dispatch:
         except Forbidden as error:
             await Reply(receive, send).error(error)
             return
-        path = None if parts.relay is None else parse_path(scope["path"])
+        relay, path = parts.relay, parse_path(scope["path"])
         if path is not None or scope["path"] in _HURRIED:
             HURRIED.set(True)  # its statements take no longer than `store.busy_timeout_s`
-        if path is not None and parts.relay is not None:
-            await parts.relay(scope, receive, send, path)
+        if relay is not None and path is not None:
+            await relay(scope, receive, send, path)
         elif scope["method"] == "HEAD":
             await self._control({**scope, "method": "GET"}, receive, _only_head(send))
         else:
@@ -226,11 +223,10 @@ def _only_head(send: Send) -> Send:
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     """Answer an error in OpenAI's shape."""
-    refusal, headers = LightningError("internal error of the proxy; its log says more"), dict[str, str]()
+    refusal = LightningError("internal error of the proxy; its log says more")
     match error:
         case LightningError():
             refusal = error
-            headers = {name.decode(): value.decode() for name, value in error.headers}
         case RequestValidationError():
             first = max(error.errors(), key=lambda e: len(e["loc"]))  # the branch of a union that fits best
             where = ".".join(str(part) for part in first["loc"] if part != "body" and "Body" not in str(part))
@@ -246,10 +242,11 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
         case HTTPException(status_code=404):
             refusal = NotFound(f"no route {request.method} {request.url.path}")
         case HTTPException():
-            refusal, headers = InvalidRequest(error.detail), {**(error.headers or {})}
+            refusal = InvalidRequest(error.detail)
             refusal.status = error.status_code
-            if error.status_code == 405:  # Starlette names the methods of the first route of this path only
-                found = (r.methods for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE)
-                methods = {method for methods in found for method in methods or ()}
-                headers = {"Allow": ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))}
+    headers = {name.decode(): value.decode() for name, value in refusal.headers}
+    if refusal.status == 405:  # Starlette names the methods of the first route of this path only
+        found = (r.methods for r in request.app.routes if r.matches(request.scope)[0] is not Match.NONE)
+        methods = {method for methods in found for method in methods or ()}
+        headers["Allow"] = ", ".join(sorted(methods | {"HEAD"} if "GET" in methods else methods))
     return JSONResponse(refusal.body(), refusal.status, headers)

@@ -1,7 +1,6 @@
-"""How features, and packages of others, plug into the proxy: one typed shape. docs/plugins.md explains it.
+"""How features, and packages of others, plug into the proxy. docs/plugins.md explains it.
 
-The plugins of others cannot fail a call: their hooks have limits, and an error in one is a line in the log. A hook that
-blocks the event loop still stops everything, so `on_call` runs in a thread if it is no coroutine.
+Plugins of others cannot fail a call: their hooks have limits, and an error in one is a line in the log.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ T = TypeVar("T")
 
 def plugins_of(config: Config) -> list[ProxyPlugin]:
     """Return the plugins of the features and of the configuration. Raise ConfigError if one cannot run."""
-    features = [module.plugin(config) for module in modules("proxy")]
-    others = ((name, getattr(load_plugin(name), "proxy", None)) for name in config.plugins)
-    return [*features, *(_others(name, made, config) for name, made in others if made is not None)]
-
-
-def _others(name: str, made: Callable[[Config], ProxyPlugin], config: Config) -> ProxyPlugin:
-    try:
-        plugin = made(config)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"plugins: {name}: {type(error).__name__}: {error}") from error
-    for route in (route for router in plugin.routers for route in router.routes):
-        if not isinstance(route, AgentRoute) or not route.path.startswith(f"/plugins/{name}/"):
-            raise ConfigError(
-                f"plugins: {name}: its routes begin with /plugins/{name}/, and their router has route_class=AgentRoute"
-            )
-    return OthersPlugin(name, plugin)
+    plugins: list[ProxyPlugin] = [module.plugin(config) for module in modules("proxy")]
+    for name in config.plugins:
+        if (made := getattr(load_plugin(name), "proxy", None)) is None:
+            continue
+        try:
+            plugin = made(config)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"plugins: {name}: {type(error).__name__}: {error}") from error
+        for route in (route for router in plugin.routers for route in router.routes):
+            if not isinstance(route, AgentRoute) or not route.path.startswith(f"/plugins/{name}/"):
+                raise ConfigError(
+                    f"plugins: {name}: its routes begin with /plugins/{name}/, and their router has "
+                    "route_class=AgentRoute"
+                )
+        plugins.append(OthersPlugin(name, plugin))
+    return plugins
 
 
 async def check_plugins(config: Config) -> None:

@@ -24,8 +24,7 @@ class Health:
     """Remembers the state of the servers that are watched; all others count as up."""
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
-        # Of watched servers, by the upstream's name and one of its URLs.
-        self.problems: dict[tuple[str, str], str | None] = {}
+        self.problems: dict[tuple[str, str], str | None] = {}  # by the upstream's name and one of its URLs
         self._session = session
         self._asked: dict[str, tuple[float, asyncio.Future[list[str | None]]]] = {}
 
@@ -45,23 +44,17 @@ class Health:
         return bool(upstream.urls) and not self.up(upstream)
 
     async def ask(self, upstream: UpstreamConfig) -> str | None:
-        """Return why none of the upstream's servers answers; None if one does, or if it has no address of its own.
-
-        They are asked at most once a second, however often this is called.
-        """
+        """Return why none of its servers answers, asked once a second at most; None if one does, or has no address."""
         asked = self._asked.get(upstream.name)
         if asked is None or time.monotonic() >= asked[0] + RECENT_S:
             urls = upstream.urls or [url for url in [upstream.litellm_params.get("api_base")] if isinstance(url, str)]
             answers = asyncio.gather(*(self._problem(upstream, url) for url in urls))
             self._asked[upstream.name] = asked = time.monotonic(), answers
         problems = await asyncio.shield(asked[1])
-        return None if None in problems or not problems else problems[0]
+        return None if None in problems else next(iter(problems), None)
 
     async def watch(self, config: Config) -> None:
-        """Ask servers of upstreams with `health_check_s` for their models, again and again until cancelled.
-
-        Not the policy's: `proxy/gateway/routing.py` knows more of it, whether a server has the live weights for one.
-        """
+        """Ask servers of upstreams with `health_check_s` again and again, but the policy's, which have a `Watch`."""
 
         async def watch(upstream: UpstreamConfig, url: str, every_s: float) -> None:
             while True:
@@ -69,16 +62,16 @@ class Health:
                 await asyncio.sleep(every_s)
 
         others = [upstream for upstream in config.upstreams if upstream is not config.policy_upstream]
-        checked = [(upstream, upstream.health_check_s) for upstream in others if upstream.health_check_s]
-        await asyncio.gather(*(watch(upstream, url, every_s) for upstream, every_s in checked for url in upstream.urls))
+        checked = [(u, url, u.health_check_s) for u in others for url in u.urls if u.health_check_s]
+        await asyncio.gather(*(watch(*one) for one in checked))
 
     async def _problem(self, upstream: UpstreamConfig, url: str) -> str | None:
         """What is wrong with the server. Any answer but HTTP 5xx is fine: it may want a key, or list no models."""
-        limit, headers = aiohttp.ClientTimeout(total=upstream.connect_timeout_s), upstream.credentials
+        limit, way = aiohttp.ClientTimeout(total=upstream.connect_timeout_s), through(upstream, url)
         try:
-            way = through(upstream, url)
-            get = self._session.get(below(url, "/models"), headers=headers, timeout=limit, allow_redirects=False, **way)
-            async with get as answer:
+            async with self._session.get(
+                below(url, "/models"), headers=upstream.credentials, timeout=limit, allow_redirects=False, **way
+            ) as answer:
                 return f"it answers HTTP {answer.status}" if answer.status >= 500 else None
         except TimeoutError:
             return f"no answer within {upstream.connect_timeout_s:g} s"

@@ -24,10 +24,7 @@ SAVED = "config.json"  # of a checkpoint: every key of the trainer, and policy.m
 
 
 def has_gpu() -> bool:
-    """Return whether there is an NVIDIA GPU that we may use. Device files are looked at, so torch is not needed.
-
-    A container may have any of them: /dev/nvidia3 alone, say.
-    """
+    """Return whether there is an NVIDIA GPU that we may use, by its device file: a container may have any of them."""
     if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
         return False
     if any(re.fullmatch(r"nvidia\d+", file.name) for file in DEVICES.glob("nvidia*")):
@@ -38,9 +35,8 @@ def has_gpu() -> bool:
 def publish_mode(config: Config) -> PublishMode:
     """Return how new weights reach vLLM: as configured; for `auto`, as decided in the store, if it is.
 
-    Else `lora` on a GPU and `merged` on a CPU, where a LoRA adapter makes vLLM ten times slower. If all weights are
-    trained, it is `merged` anywhere; if a service takes the steps, `lora`. ConfigError if it is `merged` where agents
-    have adapters of their own.
+    Else `lora` on a GPU and `merged` on a CPU, where a LoRA adapter makes vLLM ten times slower; if a service takes the
+    steps, `lora`. ConfigError if it is `merged` where agents have adapters of their own.
     """
     if config.policy.publish != "auto":
         return config.policy.publish
@@ -58,10 +54,7 @@ def publish_mode(config: Config) -> PublishMode:
 
 
 async def decide(config: Config, store: Store, who: str) -> PublishMode:
-    """Keep the mode in which `who` publishes in the store, and return it. Warn if it was another until now.
-
-    ConfigError where a new version is to be tested, and one merged server is all there is.
-    """
+    """Keep the mode in which `who` publishes in the store, and return it. Warn if it was another until now."""
     mode = publish_mode(config)
     if mode == "merged" and config.merged_obstacle is not None:
         raise ConfigError(config.merged_obstacle)
@@ -85,10 +78,7 @@ async def other_mode(store: Store, who: str, mode: PublishMode) -> str | None:
 
 
 def check_base_model(config: Config) -> None:
-    """Raise ConfigError if `policy.model` is another model than that of the versions in the store.
-
-    A model that is now in another place is known by the last part of its name. The trainer compares weights, too.
-    """
+    """Raise ConfigError if `policy.model` has another name, wherever it is, than that of the versions in the store."""
     model, before = config.policy.model, trained_model(config.store)
     if model and before and Path(model).expanduser().name != Path(before).expanduser().name:
         store, directory = config.store.where, config.policy.directory.absolute()

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from hmac import compare_digest, digest
 from pathlib import Path
 from typing import Any
@@ -39,14 +40,17 @@ def key_file(directory: Path) -> Path:
 
 
 def operator_headers(directory: Path) -> dict[str, str]:
-    """Return the header that opens the operator routes. The key is made at first use, for its owner to read.
-
-    Raises ConfigError if the file can be neither read nor made.
-    """
+    """Return the header that opens operator routes. Its key is made at first use; ConfigError if that fails."""
     path = key_file(directory)
+    new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
     try:
         if not path.exists():
-            _make_key(path)
+            directory.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+                file.write(secrets.token_urlsafe(32))
+            with suppress(FileExistsError):  # another process has made it meanwhile
+                os.link(new, path)
+            new.unlink()
         return {KEY_HEADER: path.read_text().strip()}
     except OSError as error:
         raise ConfigError(f"policy.directory: {path} cannot be used: {error.strerror}") from None
@@ -59,20 +63,6 @@ def relay_headers(directory: Path) -> dict[str, str]:
 
 def _relay_key(key: bytes) -> bytes:
     return digest(key, b"relay", "sha256").hex().encode()
-
-
-def _make_key(path: Path) -> None:
-    """Write the file, then give it its name: another process may be making it now."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}-{secrets.token_hex(8)}")
-    with os.fdopen(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(secrets.token_urlsafe(32))
-    try:
-        os.link(new, path)
-    except FileExistsError:
-        pass
-    finally:
-        new.unlink()
 
 
 class OperatorGuard:
@@ -99,20 +89,18 @@ class OperatorGuard:
             await JSONResponse(refusal.body(), refusal.status)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> LightningError | None:
-        headers = scope["headers"]
-        if _has(headers, KEY_HEADER, self._key):
+        def has(wanted: str, key: bytes) -> bool:
+            return any(name == wanted.encode() and compare_digest(value, key) for name, value in scope["headers"])
+
+        if has(KEY_HEADER, self._key):
             return None
-        if (header := foreign(headers)) is not None and not _has(headers, RELAY_HEADER, self._relay_key):
+        if (header := foreign(scope["headers"])) is not None and not has(RELAY_HEADER, self._relay_key):
             return Forbidden(f"this vLLM answers programs on this machine and its proxy only, not {header}")
         if _CONTROL.search(scope["path"]):
             return InvalidRequest("the path has control characters")
         if not _is_open(scope):
             return Unauthorized(f"{scope['path']} is for the operator: it needs the header {KEY_HEADER}")
         return None
-
-
-def _has(headers: Iterable[tuple[bytes, bytes]], wanted: str, key: bytes) -> bool:
-    return any(name == wanted.encode() and compare_digest(value, key) for name, value in headers)
 
 
 def _is_open(scope: Scope) -> bool:

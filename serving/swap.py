@@ -27,6 +27,8 @@ DRAIN_POLL_S = 0.2
 
 # The servers whose merged weights are of another version than the live one, by URL.
 Placed = Callable[[], Awaitable[Mapping[str, PolicyVersion]]]
+# Why a server does not serve what is wanted of it; None if it does.
+Problems = dict[VllmServer, LightningError | None]
 Check = Callable[[VllmServer], Awaitable[None]]
 
 LOADED = "loaded "  # before the label of weights that are served to nobody yet
@@ -50,10 +52,7 @@ class Swap:
     def __init__(
         self, store: Store, vllm: VllmFleet, mode: PublishMode, directory: Path, placed: Placed | None = None
     ) -> None:
-        self.store = store
-        self.placed = placed
-        self.vllm = vllm
-        self.mode = mode
+        self.store, self.vllm, self.mode, self.placed = store, vllm, mode, placed
         self._locked = partial(swap_lock, directory)
         self._refused: dict[VllmServer, tuple[VllmError, float]] = {}
 
@@ -64,43 +63,41 @@ class Swap:
 
         Superseded, and nothing changed, if `expected` is given and another version is live. `verified`: it was seen
         to be served. Merged weights go to all servers at once, so no two versions are sampled: where that fails,
-        requests stay frozen under the label `loading`, so that no token is sampled from unknown weights, until
-        `restore`.
+        requests stay frozen until `restore`, so that no token is sampled from unknown weights.
         """
         async with self._locked():
             await self._require_successor(version, expected)
             if self.mode == "lora":
                 await self.load(version)
                 await self.store.versions.set_live(version.version, step, verified=verified)
-                return
-            path, label = await self._weights(version), labels_of(version)[0]
-            loaded = await self.vllm.ask(lambda server: server.load_weights(path))
-            await self.store.versions.set_live(version.version, step)
-            await self.vllm.ask(lambda server: server.go_on(label), loaded)
+            else:
+                path, label = await self._weights(version), labels_of(version)[0]
+                loaded = await self.vllm.ask(lambda server: server.load_weights(path))
+                await self.store.versions.set_live(version.version, step)
+                await self.vllm.ask(lambda server: server.go_on(label), loaded)
 
     async def roll(self, version: PolicyVersion, step: int | None, expected: int, check: Check) -> None:
         """Give the version's merged weights to the servers one after the other, and make it live when half have it.
 
-        A server answers no agent until its weights have passed `check`, which raises PublishError. If they do not pass
-        before the version is live, nobody has seen it. Servers that are away are left out, as everywhere.
+        A server answers no agent until its weights have passed `check`, which raises PublishError.
         """
         async with self._locked():
             await self._require_successor(version, expected)
-            reachable, problems = await self.vllm.reachable(), dict[VllmServer, LightningError | None]()
+            reachable, problems = await self.vllm.reachable(), Problems()
             with suppress(LightningError):
                 problems = await self.problems()
             # Servers that answer nobody come first, so that there is always one that answers.
             servers = sorted(reachable, key=lambda server: problems.get(server) is None)
             half = (len(servers) + 1) // 2
             set_live = partial(self.store.versions.set_live, version.version, step, verified=True)
-            await self._place(version, servers[:half], check, set_live)
+            await self._give_all(version, servers[:half], check, set_live)
             for server in servers[half:]:
                 try:
                     await self._give(server, version, check)
                 except VllmError as error:  # the proxy's watch sees and mends it
                     log.warning("%s does not have the live weights yet: %s", shown(server.base_url), error)
 
-    async def _place(
+    async def _give_all(
         self, version: PolicyVersion, servers: Sequence[VllmServer], check: Check, commit: Callable[[], Awaitable[None]]
     ) -> None:
         """Give new weights to servers, one after the other, and `commit`; all get theirs back if that fails."""
@@ -146,8 +143,7 @@ class Swap:
         """Make a version live by hand; Conflict if its files are gone or it failed."""
         version = await self.store.versions.get(number)
         if number and (version.path is None or version.status in ("failed", "publishing")):
-            why = obstacle(version, self.mode)
-            raise Conflict(f"policy version {number} cannot go live: {why}", param="version")
+            raise Conflict(f"policy version {number} cannot go live: {obstacle(version, self.mode)}", param="version")
         await self.activate(version)
         return await self.store.versions.live()
 
@@ -166,23 +162,18 @@ class Swap:
     async def load(self, version: PolicyVersion) -> None:
         """Serve the version's adapters beside the others; the base model has none."""
         files_of(version)
-        for name, path in adapters_of(version).items():
-            await self.vllm.load_adapter(name, path)
+        await self.vllm.ask(lambda server: server.load_adapters(adapters_of(version)))
 
     async def unload(self, version: PolicyVersion) -> None:
         """Stop serving the version's adapters."""
-        for name in version.served_models:
-            await self.vllm.unload_adapter(name)
+        await self.vllm.ask(lambda server: server.unload_adapters(version.served_models))
 
-    async def problems(self) -> dict[VllmServer, LightningError | None]:
-        """Return why a server lacks the merged weights wanted of it. Nothing is repaired. Raise if all do."""
+    async def problems(self) -> Problems:
+        """Return which servers lack the merged weights wanted of them. Nothing is repaired. Raise if all do."""
         return await self.vllm.each(partial(self._mend_weights, only_look=True))
 
-    async def restore(self, pinned: set[int]) -> dict[VllmServer, LightningError | None]:
-        """Make vLLM serve the live version after its restart, or after a process died in mid-swap.
-
-        With `lora`, the `pinned` versions too. Returns why a server does not; raises if none does.
-        """
+    async def restore(self, pinned: set[int]) -> Problems:
+        """Give servers the live and `pinned` versions. Returns why one still lacks them; raises if all do."""
         async with self._locked():
             self._require_mode(await self.store.versions.live())
             merged = self.mode == "merged"
@@ -207,21 +198,18 @@ class Swap:
         await server.go_on(labels_of(version)[0])
 
     async def _label(self, server: VllmServer, version: PolicyVersion) -> str | None:
-        """The label of a server's weights. None if it has no such route, and none is needed yet.
-
-        A server that refused is asked again after a while.
-        """
+        """The label of a server's weights. None if it has no such route, and none is needed yet."""
         error, until = self._refused.get(server, (None, 0.0))
         if monotonic() >= until:
+            self._refused.pop(server, None)
             try:
-                label = await server.weight_version()
-                self._refused.pop(server, None)
-                return label
+                return await server.weight_version()
+            except VllmFault as fault:
+                error = fault
             except VllmError as refused:
                 error = refused
-                if not isinstance(error, VllmFault):
-                    self._refused[server] = error, monotonic() + ASK_AGAIN_S
-        if not isinstance(error, VllmFault) and await self.store.versions.is_new():
+                self._refused[server] = error, monotonic() + ASK_AGAIN_S
+        if server in self._refused and await self.store.versions.is_new():
             return None  # it serves its own weights, which are version 0
         raise NotServed(
             f"vLLM does not say whether it serves policy version {version.version} ({error}): `lightning-proxy doctor` "
@@ -242,8 +230,7 @@ class Swap:
             log.warning("vLLM does not serve policy version %d: loading it again", version.version)
             try:
                 files_of(version)
-                for name, path in missing.items():
-                    await server.load_adapter(name, path)
+                await server.load_adapters(missing)
             except NotFound:
                 if version.status == "live":
                     raise
@@ -268,10 +255,10 @@ class Swap:
         """The directory of the version's merged weights; for version 0, of the base model, as vLLM names it."""
         if version.version:
             return files_of(version)
-        root = next((model["root"] for model in await self.vllm.models() if model.get("parent") is None), None)
-        if root is None:
-            raise NotFound("vLLM does not say where the base model's files are")
-        return str(root)
+        for model in await self.vllm.first(VllmServer.models):
+            if model.get("parent") is None and model.get("root") is not None:
+                return str(model["root"])
+        raise NotFound("vLLM does not say where the base model's files are")
 
 
 @asynccontextmanager

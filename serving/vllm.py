@@ -48,10 +48,7 @@ def operator_session() -> aiohttp.ClientSession:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VllmServer:
-    """One vLLM server, addressed by the `base_url` of its upstream; operator routes are beside its /v1.
-
-    `model`: the base model, where a server lists several; by default its first. `timeout_s`: of a request.
-    """
+    """One vLLM server; operator routes are beside the /v1 of its `base_url`. `model`: the base one, of several."""
 
     session: aiohttp.ClientSession
     base_url: str
@@ -61,9 +58,7 @@ class VllmServer:
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the served models: the base model, whose `parent` is None, and the adapters."""
-        return await self._read(
-            "GET", "/v1/models", lambda answer: [dict(one) for one in answer["data"] if isinstance(one["id"], str)]
-        )
+        return await self._read("GET", "/v1/models", lambda a: [dict(m) for m in a["data"] if isinstance(m["id"], str)])
 
     async def base_model(self) -> str:
         """Return the name under which the base model is served: the configured one, if the server does not say."""
@@ -81,15 +76,18 @@ class VllmServer:
         """Return the paths that models were loaded from, by name; None where the server does not say."""
         return {model["id"]: model.get("root") for model in await self.models()}
 
-    async def load_adapter(self, name: str, path: str) -> None:
-        """Serve the LoRA adapter at `path` as model `name`, whatever has this name; harmless when it is served."""
-        if (root := (await self.adapters()).get(name, "")) not in (path, None):
-            body = {"lora_name": name, "lora_path": path} | ({"load_inplace": True} if root else {})
-            await self._send("POST", "/v1/load_lora_adapter", body)
+    async def load_adapters(self, adapters: Mapping[str, str]) -> None:
+        """Serve the LoRA adapter of each path under its name, whatever has this name; harmless when it is served."""
+        served = await self.adapters() if adapters else {}
+        for name, path in adapters.items():
+            if (root := served.get(name, "")) not in (path, None):
+                body = {"lora_name": name, "lora_path": path} | ({"load_inplace": True} if root else {})
+                await self._send("POST", "/v1/load_lora_adapter", body)
 
-    async def unload_adapter(self, name: str) -> None:
-        """Stop serving the adapter; harmless when it is not served."""
-        if name in await self.adapters():
+    async def unload_adapters(self, names: Collection[str]) -> None:
+        """Stop serving those of these adapters that are served."""
+        served = await self.adapters() if names else {}
+        for name in filter(served.__contains__, names):
             await self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def weight_version(self) -> str:
@@ -103,10 +101,7 @@ class VllmServer:
         await self._send("POST", "/resume")
 
     async def load_weights(self, path: str) -> None:
-        """Freeze running requests and load the weights at `path`, under the label `loading`.
-
-        Attention caches of running requests are kept; cached prefixes of finished requests are forgotten.
-        """
+        """Freeze running requests, which keep their caches, and load the weights at `path`, labelled `loading`."""
         await self._send("POST", "/pause?mode=keep")
         await self.name_weights(LOADING)
         where = {"kwargs": {"weights_path": path}}
@@ -133,16 +128,23 @@ class VllmServer:
 
     async def sample(self, model: str, prompt: Sequence[int], tokens: int) -> tuple[list[int], list[float]]:
         """Sample up to `tokens` tokens at temperature 1; return their ids and their log-probabilities."""
+
+        def read(choice: Any) -> tuple[list[int], list[float]]:
+            return [*map(int, choice["token_ids"])], [*map(float, choice["logprobs"]["token_logprobs"])]
+
         asked = {"max_tokens": tokens, "logprobs": 0, "return_token_ids": True} | _PLAIN
-        return await self._complete(model, [*prompt], asked, _sampled)
+        return await self._complete(model, [*prompt], asked, read)
 
     async def probe(self, model: str) -> list[tuple[str, dict[str, float]]]:
-        """Sample with a fixed seed from a fixed prompt: by position, the token and the most likely ones.
+        """Sample with a fixed seed from a fixed prompt: by position, the token, and likely ones' log-probabilities."""
 
-        Token ids as text, with log-probabilities.
-        """
+        def read(choice: Any) -> list[tuple[str, dict[str, float]]]:
+            likely = choice["logprobs"]["top_logprobs"]
+            top = [{str(token): float(value) for token, value in found.items()} for found in likely]
+            return [*zip(map(str, choice["logprobs"]["tokens"]), top, strict=True)]
+
         asked = {"max_tokens": 16, "ignore_eos": True, "seed": 0, "logprobs": 5, "return_tokens_as_token_ids": True}
-        return await self._complete(model, PROBE_PROMPT, asked | _PLAIN, _most_likely)
+        return await self._complete(model, PROBE_PROMPT, asked | _PLAIN, read)
 
     async def tokens(self, model: str, text: str) -> list[int]:
         """Return the tokens of a text, with only those special tokens that it names."""
@@ -150,10 +152,7 @@ class VllmServer:
         return await self._complete(model, text, asked, lambda choice: [*map(int, choice["prompt_token_ids"])])
 
     async def scored(self, model: str, token_ids: Sequence[int]) -> list[float]:
-        """Return each token's log-probability after those before it, at temperature 1; 0.0 for the first.
-
-        vLLM 0.32 on a CPU with LoRA enabled ends when it is asked for this.
-        """
+        """Return each token's log-probability after those before it, at temperature 1; 0.0 for the first."""
 
         def read(choice: Any) -> list[float]:
             places = zip(choice["prompt_logprobs"][1:], token_ids[1:], strict=True)
@@ -167,7 +166,6 @@ class VllmServer:
         return await self._read("POST", "/tokenize", lambda answer: [*map(int, answer["tokens"])], body)
 
     async def decoded(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens."""
         return await self._read("POST", "/detokenize", lambda answer: str(answer["prompt"]), {"tokens": [*token_ids]})
 
     async def adds_usage(self) -> bool:
@@ -176,10 +174,7 @@ class VllmServer:
         return _USAGE_CHUNK.search(await self._send("POST", "/v1/completions", body)) is not None
 
     async def rendered(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the tokens and sampling parameters that vLLM makes of a request to `endpoint`.
-
-        VllmError where vLLM refuses it, or has no such route: it needs --enable-scale-out.
-        """
+        """Return the tokens and sampling parameters that vLLM, with --enable-scale-out, makes of a request."""
         path = f"/v1/{endpoint}/render"
         answer = await self._read("POST", path, lambda answer: answer, dict(body))
         rendered = answer[0] if isinstance(answer, list) and answer else answer  # a completion's is a list of prompts
@@ -218,32 +213,21 @@ class VllmServer:
         return text
 
 
-def _sampled(choice: Any) -> tuple[list[int], list[float]]:
-    return [*map(int, choice["token_ids"])], [*map(float, choice["logprobs"]["token_logprobs"])]
-
-
-def _most_likely(choice: Any) -> list[tuple[str, dict[str, float]]]:
-    logprobs = choice["logprobs"]
-    top = [{str(token): float(value) for token, value in found.items()} for found in logprobs["top_logprobs"]]
-    return [*zip(map(str, logprobs["tokens"]), top, strict=True)]
+Work = Callable[[VllmServer], Awaitable[T]]
 
 
 class VllmFleet:
-    """All vLLM servers of the policy, one or more, which are published to together.
-
-    A server that is away is left out: it answers no calls until `Swap.restore` has given it the live version. If any
-    other server refuses, the fleet has refused.
-    """
+    """All vLLM servers of the policy. One that is away is left out; if any other refuses, the fleet has refused."""
 
     def __init__(
         self,
         session: aiohttp.ClientSession,
         urls: Sequence[str],
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] = {},
         model: str | None = None,
     ) -> None:
         """`urls`: those of the upstream; `headers` go with every request; `model` is that of `VllmServer`."""
-        self.servers = [VllmServer(session, url, headers or {}, model) for url in urls]
+        self.servers = [VllmServer(session, url, headers, model) for url in urls]
 
     @classmethod
     def of(cls, config: Config, session: aiohttp.ClientSession) -> VllmFleet:
@@ -254,24 +238,24 @@ class VllmFleet:
         return cls(session, upstream.published_to, headers, config.policy.model)
 
     async def each(
-        self, work: Callable[[VllmServer], Awaitable[T]], servers: Collection[VllmServer] | None = None
+        self, work: Work[T], servers: Collection[VllmServer] | None = None
     ) -> dict[VllmServer, T | LightningError]:
         """Do the work at all servers, or at these; return its results and errors. Raise if it failed everywhere."""
+
+        async def tried(server: VllmServer) -> T | LightningError:
+            try:
+                return await work(server)
+            except LightningError as error:
+                return error
+
         chosen = self.servers if servers is None else servers
-        outcomes = await asyncio.gather(*(work(server) for server in chosen), return_exceptions=True)
-        done: dict[VllmServer, T | LightningError] = {}
-        for server, outcome in zip(chosen, outcomes, strict=True):
-            if isinstance(outcome, BaseException) and not isinstance(outcome, LightningError):
-                raise outcome
-            done[server] = outcome
+        done = dict(zip(chosen, await asyncio.gather(*map(tried, chosen)), strict=True))
         errors = [outcome for outcome in done.values() if isinstance(outcome, LightningError)]
         if len(errors) == len(done):
             raise next((error for error in errors if not isinstance(error, AWAY)), errors[0])
         return done
 
-    async def ask(
-        self, work: Callable[[VllmServer], Awaitable[T]], servers: Collection[VllmServer] | None = None
-    ) -> dict[VllmServer, T]:
+    async def ask(self, work: Work[T], servers: Collection[VllmServer] | None = None) -> dict[VllmServer, T]:
         """Return what `each` does, without the servers that are away. Raise what one refused."""
         answers: dict[VllmServer, T] = {}
         for server, outcome in (await self.each(work, servers)).items():
@@ -281,13 +265,16 @@ class VllmFleet:
                 raise outcome
         return answers
 
-    async def reachable(self) -> list[VllmServer]:
-        """Return the servers that answer, or the only server in any case. Raise like `models` if none answers."""
-        return self.servers if len(self.servers) == 1 else [*await self.ask(VllmServer.models)]
+    async def first(self, work: Work[T]) -> T:
+        """Return the result of the first server that answers."""
+        return next(iter((await self.ask(work)).values()))
 
-    async def models(self) -> list[dict[str, Any]]:
-        """Return the models of the first server that answers."""
-        return next(iter((await self.ask(VllmServer.models)).values()))
+    async def rendered(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        return await self.first(lambda server: server.rendered(endpoint, body))
+
+    async def reachable(self) -> list[VllmServer]:
+        """Return the servers that answer. Raise if none does."""
+        return [*await self.ask(VllmServer.models)]
 
     async def base_model(self) -> str:
         """Return the name under which all servers serve the base model; VllmError if they serve different ones."""
@@ -295,16 +282,6 @@ class VllmFleet:
         if len(names) > 1:
             raise VllmError(f"the replicas serve different base models: {', '.join(sorted(names))}")
         return names.pop()
-
-    async def rendered(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `VllmServer.rendered` of the first server that answers."""
-        return next(iter((await self.ask(lambda server: server.rendered(endpoint, body))).values()))
-
-    async def load_adapter(self, name: str, path: str) -> None:
-        await self.ask(lambda server: server.load_adapter(name, path))
-
-    async def unload_adapter(self, name: str) -> None:
-        await self.ask(lambda server: server.unload_adapter(name))
 
     async def weight_version(self) -> str:
         """Return the label of the weights being served; `mixed` if the servers have different ones."""

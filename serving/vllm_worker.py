@@ -1,7 +1,4 @@
-"""Adds to the vLLM that we start a way to load weights with a head that is tied to the embeddings.
-
-It runs in vLLM's own processes, which find it by `WORKER`.
-"""
+"""Adds to our vLLM's processes, which find it by `WORKER`, a way to load weights with a head tied to the embeddings."""
 
 from __future__ import annotations
 

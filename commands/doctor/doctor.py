@@ -150,11 +150,7 @@ async def _asked(
     """The status and the body of an answer, as an agent would get them."""
     headers = [(b"content-type", b"application/json"), (b"anthropic-version", b"2023-06-01")]
     request = Request(method, path, b"", headers, body, forward_authorization=False, identity=True)
-    answer = await upstreams.open(upstream, request)
-    try:
-        return answer.status, await answer.read()
-    finally:
-        answer.release()
+    return await upstreams.ask(upstream, request)
 
 
 async def _live_checks(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> AsyncIterator[Check]:

@@ -43,7 +43,7 @@ class CandidateSwap(Swap):
         """Give the weights to the server, as `roll` does, and `begin`."""
         async with self._locked():
             await self._require_successor(version, None)
-            await self._place(version, self.vllm.servers[-1:], check, begin)
+            await self._give_all(version, self.vllm.servers[-1:], check, begin)
 
 
 class GatedPublisher(Publisher):

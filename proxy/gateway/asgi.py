@@ -1,16 +1,11 @@
-"""Reads a request's headers and body, and sends its reply, at the level of ASGI: nothing is added or rewritten.
-
-Each body is read in limited size and time, and unpacked: gzip, deflate and zstd, also several on top of each other. All
-bodies that are read or unpacked, until they were sent on, and all large answers until they were taken, have limited
-memory together.
-"""
+"""Reads requests and sends replies at the level of ASGI. All bodies and large answers have limited memory together."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,19 +46,15 @@ _ONCE = frozenset([
 
 
 def read_headers(scope: Scope) -> dict[str, str]:
-    """Return a request's headers by their lower-case names.
-
-    Raises InvalidRequest for two of a kind that may be there only once, and for a body in an encoding that we, or a
-    client of HTTP/1.0, do not know.
-    """
-    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-    if len(headers) < len(scope["headers"]):
-        sent = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
-        for name in headers:
-            values = [value for other, value in sent if other == name]
-            if len(values) > 1 and name in _ONCE:
-                raise InvalidRequest(f"the header {name} is there {len(values)} times", param=name)
-            headers[name] = ", ".join(values)
+    """Return headers by lower-case names. Raises InvalidRequest for two where one decides, and unknown encodings."""
+    headers: dict[str, str] = {}
+    for raw_name, raw_value in scope["headers"]:
+        name, value = raw_name.decode("latin-1"), raw_value.decode("latin-1")
+        if name in headers:
+            if name in _ONCE:
+                raise InvalidRequest(f"the header {name} is there 2 times, or more", param=name)
+            value = f"{headers[name]}, {value}"
+        headers[name] = value
     encoding = headers.get("transfer-encoding")
     if encoding is not None and (encoding.lower() != "chunked" or scope["http_version"] == "1.0"):
         raise InvalidRequest("Transfer-Encoding must be chunked, in HTTP/1.1")
@@ -102,15 +93,12 @@ class Reply:
 
     @contextmanager
     def while_connected(self, *, finish_s: float = 0.0) -> Iterator[None]:
-        """Run the block once the request is read; it is cancelled so many seconds after the agent has disconnected.
-
-        `agent_left` is set at once.
-        """
+        """Run the block; it is cancelled `finish_s` after the agent has left, which sets `agent_left`."""
         task, loop, cancelled = asyncio.current_task(), asyncio.get_running_loop(), False
         assert task is not None
-        watch: asyncio.Task[None] | None = None
+        watches: list[asyncio.Task[None]] = []
 
-        async def wait() -> None:
+        async def watch() -> None:
             nonlocal cancelled
             while (await self._receive())["type"] != "http.disconnect":
                 pass
@@ -118,11 +106,7 @@ class Reply:
             await asyncio.sleep(finish_s)
             cancelled = task.cancel()
 
-        def begin() -> None:
-            nonlocal watch
-            watch = loop.create_task(wait())
-
-        later = loop.call_later(WATCH_AFTER_S, begin)
+        later = loop.call_later(WATCH_AFTER_S, lambda: watches.append(loop.create_task(watch())))
         try:
             yield
         except asyncio.CancelledError:
@@ -130,8 +114,8 @@ class Reply:
                 raise
         finally:
             later.cancel()
-            if watch is not None:
-                watch.cancel()
+            for one in watches:
+                one.cancel()
 
 
 SLOW_S, SLOW_BYTES = 10.0, 10_000  # a body, or an answer, of which less moves in this time is given up
@@ -146,35 +130,28 @@ class Bodies:
         self._seconds = config.body_timeout_s
 
     async def read(self, receive: Receive, headers: Mapping[str, str], loan: Loan) -> bytes:
-        """Return a request's body. `loan` holds what of it did not come with the head.
-
-        Raises TooLarge, RequestTimeout, Overloaded if too many are being read, and ClientDisconnected.
-        """
+        """Return a body, as far as it came after its head in `loan`. Raises LightningError, ClientDisconnected."""
         length, now = headers.get("content-length", ""), asyncio.get_running_loop().time
         self._require_size(int(length) if length.isdecimal() else 0)
-        body, received, seen = bytearray(), 0, 0
-        end = now() + self._seconds
+        body, seen, end, slow_at = bytearray(), 0, now() + self._seconds, now() + SLOW_S
         try:
-            async with asyncio.timeout_at(min(end, now() + SLOW_S)) as limit:
+            async with asyncio.timeout_at(min(end, slow_at)) as limit:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientDisconnected
-                    piece, more = bytes(message.get("body", b"")), bool(message.get("more_body"))
+                    piece, more = message.get("body", b""), message.get("more_body")
+                    self._require_size(len(body) + len(piece))
                     if not (body or more):
-                        self._require_size(len(piece))
-                        return piece
-                    received += len(piece)
-                    self._require_size(received)
-                    left = (limit.when() or 0.0) - now()
+                        return bytes(piece)
                     limit.reschedule(None)  # the wait for memory is not the sender's fault
                     await loan.grow(len(piece))
                     body += piece
                     if not more:
                         return bytes(body)
-                    if received >= seen + SLOW_BYTES:
-                        seen, left = received, SLOW_S
-                    limit.reschedule(min(end, now() + left))
+                    if len(body) >= seen + SLOW_BYTES:
+                        seen, slow_at = len(body), now() + SLOW_S
+                    limit.reschedule(min(end, slow_at))
         except TimeoutError:
             late = f"the request's body did not arrive within {self._seconds:g} s (proxy.body_timeout_s)"
             slow = f"less than {SLOW_BYTES} bytes of the request's body arrived in {SLOW_S:g} s"
@@ -197,10 +174,10 @@ class Memory:
     def __init__(self, size: int, largest: int = 0, wait_s: float = WAIT_S) -> None:
         """`largest`: bytes of the largest body."""
         self.share = max(size // 4, largest)
-        self._free = max(size, largest)
-        self._wait_s = wait_s
+        self._free, self._wait_s = max(size, largest), wait_s
         self._of_key, self.not_taken = Counter[Hashable](), Counter[Hashable]()
-        self._queue: deque[tuple[Hashable, int, asyncio.Future[None]]] = deque()
+        self._waiting: dict[object, tuple[Hashable, int]] = {}  # in the order in which they came
+        self._changed = asyncio.Event()
 
     def loan(self, key: Hashable) -> Loan:
         """Return a loan without bytes. Raise Overloaded if clients with this key do not take their answers."""
@@ -210,38 +187,35 @@ class Memory:
 
     async def take(self, key: Hashable, size: int) -> None:
         """Lend so many bytes, which is at most the share of a key. Raise Overloaded after a wait."""
-        turn = (key, size, asyncio.get_running_loop().create_future())
-        self._queue.append(turn)
-        self._lend()
+        turn = object()
+        self._waiting[turn] = (key, size)
         try:
             async with asyncio.timeout(self._wait_s):
-                await turn[2]
-        except BaseException as error:  # a turn that has come just now gives its bytes back
-            if turn in self._queue:
-                self._queue.remove(turn)
-            self.add(key, -size if turn[2].done() and not turn[2].cancelled() else 0)
-            self._lend()
-            if isinstance(error, TimeoutError):
-                raise Overloaded("too many large requests or answers at once; try again in a moment") from None
-            raise
+                while not self._has_come(turn):
+                    self._changed.clear()
+                    await self._changed.wait()
+            self.add(key, size)
+        except TimeoutError:
+            raise Overloaded("too many large requests or answers at once; try again in a moment") from None
+        finally:
+            del self._waiting[turn]
+            self._changed.set()
+
+    def _has_come(self, turn: object) -> bool:
+        """Whether a turn has come: the ones before it are served, or wait for their own key alone."""
+        free = self._free
+        for other, (key, size) in self._waiting.items():
+            has_share = self._of_key[key] + size <= self.share
+            if other is turn or size > free:
+                return other is turn and has_share and size <= free
+            free -= size * has_share
+        return False
 
     def add(self, key: Hashable, size: int) -> None:
         """Count so many bytes more; fewer if negative: then others may have their turns."""
         self._free -= size
         self._of_key[key] += size
-        if size < 0:
-            self._lend()
-
-    def _lend(self) -> None:
-        for turn in [*self._queue]:
-            key, size, come = turn
-            if size <= self._free and self._of_key[key] + size <= self.share:
-                self._queue.remove(turn)
-                if not come.done():  # it is, if the waiting task was cancelled just now
-                    self.add(key, size)
-                    come.set_result(None)
-            elif size > self._free:
-                return
+        self._changed.set()
 
 
 @dataclass(eq=False, slots=True)
@@ -260,18 +234,14 @@ class Loan:
         self.shrink()
 
     async def grow(self, size: int) -> None:
-        """Hold so many bytes more, but no more than the share of a key: a larger answer has that to itself.
-
-        Raise Overloaded after a wait.
-        """
+        """Hold so many bytes more, at most a key's share: a larger answer has that alone. Overloaded after a wait."""
         if (size := min(size, self._memory.share - self.size)) > 0:
             await self._memory.take(self._key, size)
             self.size += size
 
     def shrink(self, size: int | None = None) -> None:
         """Give so many bytes back, or all of them."""
-        size = self.size if size is None else min(size, self.size)
-        if size:
+        if size := self.size if size is None else min(size, self.size):
             self.size -= size
             self._memory.add(self._key, -size)
 
@@ -283,11 +253,7 @@ class Loan:
 
 
 async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> bytes:
-    """Return the unpacked body, which `loan` holds as it grows.
-
-    Raise TooLarge for more than `limit` bytes, InvalidRequest if it is damaged, Overloaded if memory for it is lacking.
-    `content_encoding` names the encodings in the order in which they were applied (RFC 9110, section 8.4).
-    """
+    """Return the body unpacked from encodings in order, held by `loan`. Raise TooLarge, InvalidRequest, Overloaded."""
     layers = [name for one in content_encoding.lower().split(",") if (name := one.strip()) not in _PLAIN]
     if not all(name in _UNPACKERS for name in layers):
         raise UnsupportedMediaType(f"Content-Encoding is gzip, deflate, zstd or none, got {content_encoding[:60]!r}")

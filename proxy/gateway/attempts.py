@@ -26,7 +26,6 @@ from .upstream import Answer, HttpUpstream, NoConnection, Request, Route, Upstre
 
 log = logging.getLogger(__name__)
 
-_REFUSALS = frozenset({400, 422})
 JOIN_TRIES, JOIN_S = 20, 0.5
 _RETRIED = frozenset({429, 502, 503, 504, 529})
 _FORM_NAME = b'name="model"\r\n'
@@ -35,10 +34,7 @@ _FORM_VALUE = re.compile(rb"(?:[^\r\n]+\r\n)*\r\n([^\r\n]*)\r\n--")
 
 
 class Target(NamedTuple):
-    """One attempt to get a call answered: the upstream of this route and the request as sent; `sent` is its body.
-
-    `translated`: the request is in another API than the agent's, which reads the answer, too.
-    """
+    """An attempt: where the request goes, and as what: `sent` is its body. `translated`: to another API."""
 
     route: Route
     request: Request
@@ -49,11 +45,10 @@ class Target(NamedTuple):
 
 @dataclass(eq=False)
 class Attempts:
-    """The attempts to get a call answered, in one loop: `async with attempts as answer`.
+    """The attempts to get a call answered: `async with attempts as answer`.
 
     An upstream is asked with our additions to the request; without them, if it refuses because of them; again, while a
-    server that has just come up lacks the version; then each of the route's fallbacks is. `Upstreams.open`, by which
-    they are asked, asks again as `retries` says.
+    server that has just come up lacks the version; then each of the route's fallbacks is.
 
     `target` is the one that is under way, or that answered. For vLLM it has the additions of `dialect`. `chat` stands
     for the request of another API. `open_first` sends the first upstream's requests.
@@ -68,7 +63,6 @@ class Attempts:
     open_first: Callable[[Request], Awaitable[Answer]] | None = None
 
     def __post_init__(self) -> None:
-        self._left, self._joins = list(self.first.fallbacks), JOIN_TRIES
         self.target = self._target(self.first)
 
     @property
@@ -82,60 +76,57 @@ class Attempts:
 
     async def __aenter__(self) -> Answer:
         """The first answer that is neither 429 nor a server's error; the last upstream's, or its error, if none is."""
-        while True:
-            route, request = self.target.route, self.target.request
-            if route.fallbacks and self.upstreams.health.is_down(route.upstream) and self._fall_back("it is down"):
-                continue
+        for following in (*self.first.fallbacks, None):
+            why, is_last = "it is down", following is None
             try:
-                if self.open_first is not None and not self.fell_back:
-                    answer = await self.open_first(request)
-                else:
-                    answer = await self.upstreams.open(route.upstream, request)
-                again = await self._is_asked_again(answer)
+                if is_last or not self.upstreams.health.is_down(self.upstream):
+                    self._answer = await self._asked()
+                    if is_last or not (self._answer.status == 429 or self._answer.status >= 500):
+                        break
+                    self._answer.release()
+                    why = f"it answered {self._answer.status}"
             except (UpstreamUnreachable, UpstreamTimeout, Unsupported) as error:
-                if not self._fall_back(error.message):
+                if is_last:
                     raise
-                continue
-            is_busy = answer.status == 429 or answer.status >= 500
-            if not again and not (is_busy and self._fall_back(f"it answered {answer.status}")):
-                self._answer = answer
-                return answer
-            answer.release()
+                why = error.message
+            assert following is not None
+            log.warning("upstream %s: %s; %s gets the call", self.upstream.name, why, following.upstream.name)
+            self.target = self._target(following)
+        return self._answer
 
     async def __aexit__(self, *_: object) -> None:
         self._answer.release()
 
-    def _fall_back(self, reason: str) -> bool:
-        """Whether there is another upstream: it is the target now."""
-        if not self._left:
-            return False
-        following = self._left.pop(0)
-        log.warning("upstream %s: %s; %s gets the call", self.upstream.name, reason, following.upstream.name)
-        self.target = self._target(following)
-        return True
-
-    async def _is_asked_again(self, answer: Answer) -> bool:
-        """Whether this upstream is asked again, perhaps with the agent's own request, which is the target then."""
-        target, status = self.target, answer.status
-        route, injection = target.route, target.injection
-        if status == 404 and self._joins and route.upstream.servers and route.version:
-            self._joins -= 1
-            if (route.model or "").encode() in await answer.read():  # a router's new server: it has it in a moment
+    async def _asked(self) -> Answer:
+        """The answer of the target's upstream, which is asked again as long as that may help."""
+        joins, opened = JOIN_TRIES, partial(self.upstreams.open, self.upstream)
+        while True:
+            answer = await (opened if self.fell_back else self.open_first or opened)(self.target.request)
+            route = self.target.route
+            is_joining = answer.status == 404 and joins and route.upstream.servers and route.version
+            if is_joining and (route.model or "").encode() in await answer.read():
                 answer.release()
-                await asyncio.sleep(JOIN_S)
-                return True
-        if not injection:
+                await asyncio.sleep(JOIN_S)  # a router's new server: it has the version in a moment
+                joins -= 1
+            elif await self._refuses_additions(answer):
+                answer.release()
+                self.target = self._target(route, plain=True)
+            else:
+                return answer
+
+    async def _refuses_additions(self, answer: Answer) -> bool:
+        """Whether the agent's own request, without our additions, may be answered otherwise."""
+        target, status, accepted = self.target, answer.status, self.upstreams.accepted
+        attempt = (target.route.upstream.name, target.injection)
+        if not target.injection:
             return False
-        attempt, accepted = (route.upstream.name, injection), self.upstreams.accepted
         if status == 200:
             accepted.add(attempt)
-        if status not in _REFUSALS and not (target.translated and 400 <= status < 500 and status not in _RETRIED):
+        if target.translated:
+            return 400 <= status < 500 and status not in _RETRIED
+        if status not in (400, 422):
             return False
-        refusal = await answer.read()
-        if attempt in accepted and not target.translated and not injection.is_named_in(refusal):
-            return False
-        self.target = self._target(route, plain=True)
-        return True
+        return attempt not in accepted or target.injection.is_named_in(await answer.read())
 
     def _target(self, route: Route, *, plain: bool = False) -> Target:
         """The request for this upstream; a `plain` one is the agent's own, without any injection."""
@@ -161,10 +152,7 @@ class Attempts:
 
 
 def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> Request:
-    """The request with `sent` for its body, in the agent's own bytes where possible, with what was added at their end.
-
-    So numbers keep their digits, and nothing is lost that a parser would lose.
-    """
+    """The request with `sent` for its body, in the agent's own bytes where possible: numbers keep their digits."""
     changed = {name: value for name, value in sent.items() if name not in body or body[name] is not value}
     if not changed:
         return request
@@ -204,7 +192,10 @@ class Upstreams:
         It is asked again, `retries` times at most, where it did not get the request or answered that it is busy. An
         answer whose Retry-After asks for more than `retry_wait_s` is the last.
         """
-        upstream = self._opened.get(config.name) or self._make(config)
+        if (upstream := self._opened.get(config.name)) is None:
+            vouching = self.vouching.get(config.name, {})
+            http = partial(HttpUpstream, session=self.session, health=self.health, vouching=vouching)
+            upstream = self._opened[config.name] = self.makers.get(config.kind, http)(config)
         for tried in range(config.retries):
             wait = None
             try:
@@ -220,15 +211,17 @@ class Upstreams:
             await asyncio.sleep(random.uniform(0, min(0.5 * 2**tried, config.retry_wait_s)) if wait is None else wait)
         return await upstream.open(request)
 
+    async def ask(self, config: UpstreamConfig, request: Request) -> tuple[int, bytes]:
+        """Return the status and the entire body of the upstream's answer."""
+        answer = await self.open(config, request)
+        try:
+            return answer.status, await answer.read()
+        finally:
+            answer.release()
+
     async def close(self) -> None:
         for upstream in self._opened.values():
             await upstream.close()
-
-    def _make(self, config: UpstreamConfig) -> Upstream:
-        vouching = self.vouching.get(config.name, {})
-        http = partial(HttpUpstream, session=self.session, health=self.health, vouching=vouching)
-        made = self._opened[config.name] = self.makers.get(config.kind, http)(config)
-        return made
 
 
 def _retry_after_s(answer: Answer) -> float | None:

@@ -1,13 +1,11 @@
 """Sends a call that continues an earlier one as that call's exact tokens plus the new ones.
 
-Text does not show its sampled tokens: rendered and tokenised again, an answer may become other tokens.
-So the next prompt is the earlier call's tokens as they were, and after them only what is new:
+Rendered and tokenised again, an answer may become other tokens. So the next prompt is, in tokens:
 
     earlier prompt · earlier answer, as sampled · what the template puts after an answer · new messages, rendered
 
 Two routes of vLLM: `/v1/chat/completions/render` says which tokens messages become, and the ordinary
 `/v1/chat/completions` takes a prompt as tokens in `kv_transfer_params.prompt_token_ids`, skipping its own rendering.
-So the answer is vLLM's own in every respect, and nothing has to be put together here.
 """
 
 from __future__ import annotations
@@ -16,6 +14,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import orjson
@@ -53,29 +52,19 @@ IGNORED = (
 
 
 class AsText(Exception):
-    """Signals that the call goes as text; `outcome` says why."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome)
-        self.outcome = outcome
+    """Signals that the call goes as text; its argument, an `Outcome`, says why."""
 
 
 class ExactTokens:
-    """Sends calls of the policy as exact tokens where that is possible."""
+    """Sends calls of the policy as exact tokens where that is possible. `count` gets the outcome of each call."""
 
     def __init__(self, upstreams: Upstreams, history: History, count: Callable[[Outcome], None]) -> None:
-        """`count` is called with the outcome of each call."""
-        self.upstreams = upstreams
-        self.history = history
-        self.count = count
+        self.upstreams, self.history, self.count = upstreams, history, count
         self.closings: dict[str, list[int]] = {}  # what a template puts after an answer, by upstream and options
         self._warned: set[tuple[str, str]] = set()
 
     def call(self, upstream: UpstreamConfig, start: CallStart, sent: Json, chat: Json | None) -> ExactCall | None:
-        """Return a call that may continue an earlier one; None if it is no chat or does not go to the policy.
-
-        `chat`: the request for the chat route, where the call is of another API.
-        """
+        """Return a call that may continue an earlier one; None if it is no chat or not for the policy."""
         if start.policy_version is None or upstream.kind != "vllm":
             return None
         if start.endpoint == CHAT_ENDPOINT:
@@ -101,35 +90,34 @@ class ExactCall:
     start: CallStart
     sent: Json
     chat: Json
-    prompt: tuple[int, ...] = ()
+    prompt: Sequence[int] = ()
     rendered: Sequence[int] = ()
     outcome: Outcome | None = None
 
     async def open(self, request: Request) -> Answer:
         """Return the upstream's answer to `sent`, like `Upstreams.open`. A second try goes as text."""
-        open_upstream = self.exact.upstreams.open
-        if self.outcome is not None:
-            return await open_upstream(self.upstream, request)
-        try:
-            prompt = await self._exact_prompt(request)
-            added = orjson.dumps({"kv_transfer_params": {"prompt_token_ids": prompt}})  # instead of rendering
-            answer = await open_upstream(self.upstream, request.with_members(added))
-            if answer.status in (400, 422):  # whatever is wrong, the agent shall see vLLM's answer to its own request
-                answer.release()
+        open_upstream = partial(self.exact.upstreams.open, self.upstream)
+        if self.outcome is None:
+            try:
+                self.prompt = await self._exact_prompt(request)
+                added = orjson.dumps({"kv_transfer_params": {"prompt_token_ids": self.prompt}})  # instead of rendering
+                answer = await open_upstream(request.with_members(added))
+                if answer.status not in (400, 422):
+                    self.outcome = "exact"
+                    return answer
+                answer.release()  # whatever is wrong, the agent shall see vLLM's answer to its own request
                 raise AsText("refused")
-            self.outcome, self.prompt = "exact", tuple(prompt)
-            return answer
-        except AsText as reason:
-            self.outcome, self.rendered = reason.outcome, ()
-        if self.outcome != "first":
-            log.info("call %s goes as text: %s", self.start.call_id, self.outcome)
-        return await open_upstream(self.upstream, request)
+            except AsText as reason:
+                self.outcome, self.prompt, self.rendered = reason.args[0], (), ()
+            if self.outcome != "first":
+                log.info("call %s goes as text: %s", self.start.call_id, self.outcome)
+        return await open_upstream(request)
 
     def ended(self, end: CallEnd) -> None:
         """Note that the call's record is committed."""
         if self.outcome is None or end.fallback is not None:  # it did not reach the upstream, or another answered
             return
-        if self.prompt and end.status == "ok" and end.prompt_token_ids != self.prompt:
+        if self.prompt and end.status == "ok" and [*end.prompt_token_ids] != self.prompt:
             self.outcome = "ignored"
             self.exact.warn(IGNORED, self.upstream.name)
         self.exact.count(self.outcome)
@@ -155,24 +143,16 @@ class ExactCall:
         return prompt
 
     async def _rendered(self, request: Request, body: bytes) -> list[int]:
-        """The tokens that vLLM makes of the messages of a chat request's body; raises AsText.
-
-        The server that answers the call is asked, because its template may differ from the model's own. `request`: of
-        the agent, for its credentials.
-        """
+        """The tokens that the very server which answers the call makes of a chat request's messages; raises AsText."""
         render = request._replace(path=RENDER, query=b"", sent=None).with_body(body)
         try:
-            answer = await self.exact.upstreams.open(self.upstream, render)
-            try:
-                raw = await answer.read()
-            finally:
-                answer.release()
-            ids = None if answer.status in (403, 404, 405, 501) else orjson.loads(raw)["token_ids"]
+            status, raw = await self.exact.upstreams.ask(self.upstream, render)
+            if status in (403, 404, 405, 501):
+                self.exact.warn(NO_ROUTE, self.upstream.name)
+                raise AsText("unavailable")
+            ids = orjson.loads(raw)["token_ids"]
         except (LightningError, orjson.JSONDecodeError, TypeError, KeyError):
-            raise AsText("refused") from None  # the call itself will meet it too, and say so
-        if ids is None:
-            self.exact.warn(NO_ROUTE, self.upstream.name)
-            raise AsText("unavailable")
+            ids = None  # the call itself will meet it too, and say so
         if not ids or not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise AsText("refused")
         return ids

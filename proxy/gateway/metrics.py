@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -44,39 +45,37 @@ class Metrics:
         self._shared = Path(shared) if (shared := os.environ.get(SHARED)) else None
         if self._shared is not None:
             _forget_dead(self._shared)
-        calls = self.counter("calls", "Recorded calls by how they ended", "status")
-        self._calls = {status: calls.labels(status) for status in get_args(CallStatus)}
-        unrecorded = self.counter("unrecorded_calls", "Calls of which nothing is kept, by how they ended", "status")
-        self._unrecorded = {status: unrecorded.labels(status) for status in get_args(CallStatus)}
+        seconds = partial(Histogram, buckets=_SECONDS, registry=self._registry)
+        self._latency = seconds("lightning_call_seconds", "Calls, to the last byte")
+        self._ttft = seconds("lightning_first_byte_seconds", "Until the answer's first byte")
+        self._calls = self.counter("calls", "Recorded calls by how they ended", "status")
+        self._unrecorded = self.counter("unrecorded_calls", "Calls without a record, by how they ended", "status")
         self._untrainable = self.counter("untrainable_calls", "Answered calls of the policy unfit for training")
+        self._tokens = self.counter("tokens", "Tokens of recorded calls", "kind")
         self.redacted = self.counter("redacted_calls", "Calls that could be trained on but for what was redacted")
-        tokens = self.counter("tokens", "Tokens of recorded calls", "kind")
-        self._prompt_tokens, self._sampled_tokens = tokens.labels("prompt"), tokens.labels("sampled")
-        self._latency = self._histogram("call_seconds", "Calls, to the last byte")
-        self._ttft = self._histogram("first_byte_seconds", "Until the answer's first byte")
-        self._continuity = self.counter("token_continuity", "Policy chats by how their prompt was made", "outcome")
+        self.continuity = self.counter("token_continuity", "Policy chats by how their prompt was made", "outcome")
         self.rewards = self.counter("rewards", "Recorded rewards")
         deleted = "Rollouts deleted: by request, or for their age or the store's size"
         self.deleted = self.counter("rollouts_deleted", deleted, "why")
         self._gauges = {name: self.gauge(name, *about) for name, about in _GAUGES.items()}
         queue = "Records that wait for their commit"
         self._gauges["recorder_queue"] = self.gauge("recorder_queue", queue, mode="livesum")  # each worker has its own
+        for status in get_args(CallStatus):  # they are shown from the start
+            self._calls.labels(status)
+            self._unrecorded.labels(status)
 
     def call_ended(self, end: CallEnd, recorded: bool) -> None:
         if not recorded:
-            self._unrecorded[end.status].inc()
+            self._unrecorded.labels(end.status).inc()
             return
-        self._calls[end.status].inc()
+        self._calls.labels(end.status).inc()
         if end.status == "ok" and end.untrainable_reason not in (None, NOT_THE_POLICY):
             self._untrainable.inc()
-        self._prompt_tokens.inc(len(end.prompt_token_ids))
-        self._sampled_tokens.inc(sum(len(choice.token_ids) for choice in end.choices))
+        self._tokens.labels("prompt").inc(len(end.prompt_token_ids))
+        self._tokens.labels("sampled").inc(sum(len(choice.token_ids) for choice in end.choices))
         self._latency.observe(end.latency_ms / 1000)
         if end.ttft_ms is not None:
             self._ttft.observe(end.ttft_ms / 1000)
-
-    def continued(self, outcome: str) -> None:
-        self._continuity.labels(outcome).inc()
 
     def set(self, name: str, value: float, *labels: str) -> None:
         """Show a gauge's value."""
@@ -86,9 +85,6 @@ class Metrics:
     def counter(self, name: str, text: str, *labels: str) -> Counter:
         """Return a new counter, which is shown with the others."""
         return Counter(f"lightning_{name}", text, labels, registry=self._registry)
-
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"lightning_{name}", text, buckets=_SECONDS, registry=self._registry)
 
     def gauge(self, name: str, text: str, *labels: str, mode: str = "livemostrecent") -> Gauge:
         """Return a new gauge, which is shown with the others."""

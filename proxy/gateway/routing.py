@@ -1,8 +1,7 @@
 """Decides the upstream, model and policy version that a call goes to, and watches that the policy's vLLM serves them.
 
-A label of weights proves nothing: anybody could have set it. So `Watch` also asks each server the same question with
-the same seed: when it starts, when another version goes live, and a day later. It keeps each version's first answer.
-This detects wholly other weights; a single training step changes less than two servers' arithmetic may differ.
+A label of weights proves nothing. So `Watch` also asks each server the same question with the same seed: when it
+starts, when another version goes live, and a day later. This detects wholly other weights, not a single step.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ...core.errors import Conflict, LightningError, NotFound, StoreUnavailable,
 from ...core.records import PolicyVersion, RolloutName
 from ...serving.health import Health, replica_name
 from ...serving.mode import other_mode
-from ...serving.swap import NotServed, Swap, obstacle
+from ...serving.swap import NotServed, Problems, Swap, obstacle
 from ...serving.vllm import AWAY, VllmServer
 from ...store.store import Store
 from .upstream import Route
@@ -65,41 +64,38 @@ class PolicyRouter:
         self._choose = choose
 
     async def route(self, rollout: RolloutName, model: str | None, *, recorded: bool = False) -> Route:
-        """Return the destination of a call of this rollout for this model. Raises NotServed, UpstreamTimeout.
-
-        Only in a call that is `recorded` a rollout may begin with another version than the live one.
-        """
-        opened_for, pin = None, None
+        """Return where a call goes: if `recorded`, perhaps to another version. Raises NotServed, UpstreamTimeout."""
+        opened_for, pin, watch = None, None, self._watch
         if model == self.alias:
             opened_for, pin = await self._store.rollouts.opened_for(rollout.rollout_id)
             model = opened_for or model
-        upstream = self._upstream_of(model)
+        upstream, by_alias = self._upstream_of(model), model == self.alias
         fallbacks = tuple(self._fallbacks(upstream, model, opened_for)) if upstream.fallbacks else ()
-        if self._watch is None or upstream is not self._watch.upstream:
-            renamed = self._policy.model or opened_for if model == self.alias else opened_for
+        if watch is None or upstream is not watch.upstream:
+            renamed = self._policy.model or opened_for if by_alias else opened_for
             return Route(upstream, upstream.model_map.get(model or "", renamed), None, fallbacks)
         try:
-            live, placed = await self._watch.current()
+            live, placed = await watch.current()
         except (NotServed, UpstreamTimeout) as error:
             if not fallbacks:
                 raise
             log.warning("upstream %s: %s; %s gets the call", upstream.name, error, fallbacks[0].upstream.name)
             return fallbacks[0]._replace(fallbacks=fallbacks[1:])
-        merged, base, by_alias = self._watch.swap.mode == "merged", self._watch.base, model == self.alias
-        choose, chosen, servers = self._choose if recorded and by_alias else None, live, tuple[str, ...]()
+        merged, chosen, servers = watch.swap.mode == "merged", live, tuple[str, ...]()
+        choose = self._choose if recorded and by_alias else None
         if merged and placed:
-            chosen, servers = await self._placed(self._watch, rollout, (live, placed), choose)
+            chosen, servers = await self._placed(watch, rollout, (live, placed), choose)
         elif by_alias and not merged:
             chosen = await self._pinned(rollout, live, pin, choose)
         version: int | None = chosen.version if merged or by_alias else 0
         served = opened_for
         if by_alias and (merged or version == 0):
-            served = base
+            served = watch.base
         elif by_alias:
             served = chosen.adapters.get(self._policy.adapter_of(rollout.agent), chosen.served_model)
-        elif model is not None and model != base:
+        elif model is not None and model != watch.base:
             version = None if merged else await self._store.versions.named(model)
-        return Route(upstream, served, version, fallbacks, merged or by_alias, self._watch.adds_usage, servers)
+        return Route(upstream, served, version, fallbacks, merged or by_alias, watch.adds_usage, servers)
 
     async def _pinned(
         self, rollout: RolloutName, live: PolicyVersion, pin: int | None, choose: Choose | None
@@ -128,14 +124,20 @@ class PolicyRouter:
             raise Conflict("policy_version and model exclude each other", param="model")
         if policy_version is not None:
             await self._require_version(policy_version)
-        if model is not None and model not in self._named and not await self._first_serves(model):
+        if model is None or model in self._named:
+            return
+        if self._watch is None or self._first.kind != "vllm":  # it gets every model that none names
+            is_served = self._first.kind != "litellm"
+        else:
+            is_served = model in (self.alias, *await self._watch.swap.vllm.first(VllmServer.adapters))
+        if not is_served:
             raise NotFound(f"no upstream serves the model {model!r}: name it in the `models` of one", param="model")
 
     async def _require_version(self, number: int) -> None:
         """Have the version served beside the live one; Conflict if it cannot be, NotFound if there is none."""
-        version, live = await self._store.versions.get(number), await self._store.versions.live()
+        version, live = await self._store.versions.get(number), await self._store.versions.live_now()
         if version.version == live.version:
-            return
+            return None
         if self._watch is None:
             why = "no upstream is of kind vllm: there are no policy versions"
         elif self._watch.swap.mode == "merged":
@@ -148,15 +150,8 @@ class PolicyRouter:
         elif (problem := obstacle(version, "lora")) is not None:
             why = f"policy version {number} cannot be served: {problem}"
         else:
-            await self._watch.swap.load(version)
-            return
+            return await self._watch.swap.load(version)
         raise Conflict(why, param="policy_version")
-
-    async def _first_serves(self, name: str) -> bool:
-        """The first upstream gets every model that none names; only the policy's vLLM says which it has."""
-        if self._watch is None or self._first.kind != "vllm":
-            return self._first.kind != "litellm"
-        return name == self.alias or name in {model["id"] for model in await self._watch.swap.vllm.models()}
 
     def alias_entry(self) -> dict[str, Any]:
         """Return the alias as an entry of `GET /v1/models`."""
@@ -173,24 +168,22 @@ class PolicyRouter:
         return self._named.get(model or "", self._first)
 
     def _fallbacks(self, upstream: UpstreamConfig, model: str | None, renamed: str | None = None) -> Iterator[Route]:
-        """Those of the upstream, each followed by its own; not those that cannot have a name for the model."""
-        for name in self._behind(upstream):
-            other = self._upstreams[name]
-            if other.kind != "litellm" or model in other.models or model in other.model_map:
+        """Those of the upstream, each once and followed by its own; not those that cannot have a name for the model."""
+        left, seen = [*upstream.fallbacks], set[str]()
+        while left:
+            other = self._upstreams[left.pop(0)]
+            left = [*other.fallbacks, *left]
+            has_name = other.kind != "litellm" or model in other.models or model in other.model_map
+            if has_name and other.name not in seen:
+                seen.add(other.name)
                 yield Route(other, other.model_map.get(model or "", renamed), None)
-
-    def _behind(self, upstream: UpstreamConfig) -> dict[str, None]:
-        """The names of an upstream's fallbacks, each once and followed by its own."""
-        return {name: None for first in upstream.fallbacks for name in (first, *self._behind(self._upstreams[first]))}
 
 
 class Watch:
     """Knows whether vLLM serves the live version. Servers that do not are reported and get no calls."""
 
     def __init__(self, config: PolicyConfig, swap: Swap, upstream: UpstreamConfig, health: Health) -> None:
-        self.swap = swap
-        self.upstream = upstream
-        self.health = health
+        self.swap, self.upstream, self.health = swap, upstream, health
         self.base: str | None = None  # the name under which vLLM serves the base model
         self.adds_usage = False  # streams of a server have a usage chunk that nobody asked for
         self.other_mode: str | None = None  # another process publishes in another mode
@@ -253,10 +246,10 @@ class Watch:
             raise UpstreamTimeout(f"the policy's server does not answer within {timeout} s")
 
     async def _look_at_vllm(self) -> None:
-        problems: dict[VllmServer, LightningError | None] = {}
+        problems = Problems()
         try:
             wanted = await self._wanted()
-            await self._look_at_mode()
+            await self._look_at_mode(wanted[0])
             self.base = await self.swap.vllm.base_model()
             problems = await self._problems()
             self._checked_for, self._problem = wanted, None
@@ -269,18 +262,19 @@ class Watch:
             problem = seen.get(url, self._problem)
             self.health.report(self.upstream.name, url, None if problem is None else str(problem))
 
-    async def _look_at_mode(self) -> None:
+    async def _look_at_mode(self, live: PolicyVersion) -> None:
         """See in which mode versions are served: with `auto` in that of the live one."""
-        store, mode, before = self.swap.store, self.swap.mode, self.other_mode
-        if self._config.publish == "auto":
-            decided = await store.versions.mode()
-            self.swap.mode = (await store.versions.live()).publish or (decided.mode if decided else mode)
-            return
-        self.other_mode = await other_mode(store, "proxy", mode)
-        if self.other_mode and before is None:
-            log.warning("%s", self.other_mode)
+        store, before = self.swap.store, self.other_mode
+        if self._config.publish != "auto":
+            self.other_mode = await other_mode(store, "proxy", self.swap.mode)
+            if self.other_mode and before is None:
+                log.warning("%s", self.other_mode)
+        elif live.publish is not None:
+            self.swap.mode = live.publish
+        elif (decided := await store.versions.mode()) is not None:
+            self.swap.mode = decided.mode
 
-    async def _problems(self) -> dict[VllmServer, LightningError | None]:
+    async def _problems(self) -> Problems:
         """Why servers do not serve what is live, after they were given it.
 
         Where one of several has the live merged weights, calls do not wait for the others, which may take minutes.
@@ -323,11 +317,11 @@ class Watch:
 
     async def _probe(self, server: VllmServer) -> None:
         """Ask a server that was not asked yet, or not lately, and compare its answer with the version's first one."""
-        url, versions = server.base_url, self.swap.store.versions
+        url, versions, merged = server.base_url, self.swap.store.versions, self.swap.mode == "merged"
         if self.health.problems.get((self.upstream.name, url), "not seen yet") is not None:
             self._probed.pop(url, None)
             return
-        live, merged = await versions.live_now(), self.swap.mode == "merged"
+        live = await versions.live_now()
         if url not in self._probed:
             self._probed[url] = live, 0.0
             self.adds_usage |= await server.adds_usage()
@@ -366,10 +360,7 @@ class Watch:
 
 
 def difference(first: list[Any], again: list[Any]) -> float:
-    """Compute how far two answers' log-probabilities are apart, in nats on average; NaN if nothing can be compared.
-
-    Positions count as long as the same tokens came before.
-    """
+    """Compute how far two answers are apart in nats, as long as the same tokens came before; NaN: not known."""
     found: list[float] = []
     for (token, before), (other, now) in zip(first, again, strict=False):
         if not (both := before.keys() & now.keys()):

@@ -1,15 +1,11 @@
 """Changes details of how uvicorn reads HTTP/1.1, lets answers know that the server stops, shares out its open files.
 
 Trailers are dropped: they come when what the headers say has been decided. Upgrades are ignored: some clients ask for
-HTTP/2 with every request, and uvicorn would lose its body. A WebSocket is a 426. Clients of HTTP/1.0 get no chunks.
-What is no HTTP is refused in OpenAI's shape. Two lengths, a bare line feed and whatever else two parsers might read
-differently is refused by llhttp. A head has a time limit, also where nothing of it has come. An answer that its client
-does not take counts as memory of the key, and ends after a minute. A limit on the size of a head is for a reverse proxy
-to set.
+HTTP/2 with every request, and uvicorn would lose its body. llhttp refuses what two parsers might read differently. A
+limit on the size of a head is for a reverse proxy to set.
 
 Each connection holds a file, and a call another one to its upstream. Where a system allows few, connections that send
-nothing would use them up, and calls would fail that have a key: connections without a request get a part of the files,
-and are closed when they are many.
+nothing would use them up: they get a part of the files, and are closed when they are many.
 """
 
 from __future__ import annotations
@@ -76,54 +72,41 @@ def calls_at_once(files: int) -> int:
 
 
 class Connections:
-    """Knows what a server's connections are doing, and closes silent ones when they are many: the oldest first.
-
-    Those that never sent a request go first. Where all places are taken, those without a key go.
-    """
+    """Closes silent connections where they are many, the oldest first; where calls are, those without a key."""
 
     def __init__(self, files: int) -> None:
-        self._calls, self._room = calls_at_once(files), files - OWN_FILES
-        self._new, self._idle, self._at_work = self._all = tuple(dict[ServerProtocol, None]() for _ in range(3))
-        self._closed, self._logged_at = 0, -LOG_EVERY_S
+        self._calls, self._room, self._logged_at = calls_at_once(files), files - OWN_FILES, -LOG_EVERY_S
+        # Connections that have not sent a request yet, that may bring another one, and that have one under way.
+        self.new, self.idle, self.at_work = self._all = tuple(dict[ServerProtocol, None]() for _ in range(3))
         self.without_key = Memory(UNTAKEN_WITHOUT_KEY, UNTAKEN_WITHOUT_KEY)  # for answers that are not taken
 
-    def opened(self, connection: ServerProtocol) -> None:
-        """Note a connection that has not sent a request yet."""
-        self._move(connection, self._new)
-
-    def began(self, connection: ServerProtocol, *, is_probe: bool = False) -> bool:
+    def began(self, connection: ServerProtocol, *, is_probe: bool) -> bool:
         """Note that a request's head has come. False if there is no place for another call."""
-        if connection not in self._at_work and len(self._at_work) >= self._calls + is_probe * PROBES:
-            idle = next((one for one in self._at_work if one.is_idle_without_key), None)
-            self.lost(connection if idle is None else idle)
+        if connection not in self.at_work and len(self.at_work) >= self._calls + is_probe * PROBES:
+            idle = next((one for one in self.at_work if one.is_idle_without_key), None)
+            self.lost(idle or connection)
             if idle is None:
                 return False
             idle.transport.abort()
-        self._move(connection, self._at_work)
+        self.move(connection, self.at_work)
         return True
 
-    def ended(self, connection: ServerProtocol) -> None:
-        """Note that a request was answered; the connection may bring another one."""
-        self._move(connection, self._idle)
-
     def lost(self, connection: ServerProtocol) -> None:
-        """Forget a connection."""
         for connections in self._all:
             connections.pop(connection, None)
 
-    def _move(self, connection: ServerProtocol, to: dict[ServerProtocol, None]) -> None:
+    def move(self, connection: ServerProtocol, to: dict[ServerProtocol, None]) -> None:
         """Note what a connection does, and close the silent ones that are too many."""
         self.lost(connection)
         to[connection] = None
-        allowed = min(self._room // 4, MOST_SILENT, self._room - FILES_OF_A_CALL * len(self._at_work))
-        while len(self._new) + len(self._idle) > max(allowed, 1):
-            oldest = next(iter(self._new or self._idle))
+        allowed = max(min(self._room // 4, MOST_SILENT, self._room - FILES_OF_A_CALL * len(self.at_work)), 1)
+        while len(self.new) + len(self.idle) > allowed:
+            oldest = next(iter(self.new or self.idle))
             self.lost(oldest)
             oldest.close_silent()
-            self._closed += 1
-        if self._closed and monotonic() > self._logged_at + LOG_EVERY_S:
-            log.warning("closed %d silent connections: %d may be open now", self._closed, max(allowed, 1))
-            self._closed, self._logged_at = 0, monotonic()
+            if monotonic() > self._logged_at + LOG_EVERY_S:
+                log.warning("silent connections are closed: %d may be open now", allowed)
+                self._logged_at = monotonic()
 
 
 def _refusal(error: LightningError) -> bytes:
@@ -152,23 +135,21 @@ class _Joining:
     """A transport that writes at once what comes in one turn of the event loop: an answer's head and its body."""
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._waiting, self._size = list[bytes](), 0
+        self._transport, self._loop, self._waiting = transport, loop, list[bytes]()
 
     def write(self, data: bytes) -> None:
-        if not self._waiting:
-            self._loop.call_soon(self._flush)
         self._waiting.append(data)
-        self._size += len(data)
-        if self._size > MOST_JOINED:
+        if len(data) > MOST_JOINED:
             self._flush()
+        elif len(self._waiting) == 1:
+            self._loop.call_soon(self._flush)
 
     def close(self) -> None:
         self._flush()
         self._transport.close()
 
     def _flush(self) -> None:
-        waiting, self._waiting, self._size = self._waiting, [], 0
+        waiting, self._waiting = self._waiting, []
         if waiting and not self._transport.is_closing():
             self._transport.write(b"".join(waiting))
 
@@ -212,7 +193,7 @@ class ServerProtocol(HttpToolsProtocol):
         if _CONNECTIONS not in of_server:
             of_server[_CONNECTIONS] = Connections(files_allowed())
         self._others: Connections = of_server[_CONNECTIONS]
-        self._others.opened(self)
+        self._others.move(self, self._others.new)
         self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -221,47 +202,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._taken()
         super().connection_lost(exc)
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        loan = None if self.cycle is None else self.cycle.scope["state"].get("loan")
-        try:
-            self._loan = loan or self._others.without_key.loan(None)
-        except Overloaded:
-            self.loop.call_soon(self.transport.abort)  # not in the middle of a write
-        else:
-            self._wait_until_taken()
-
-    def resume_writing(self) -> None:
-        self._taken()
-        super().resume_writing()
-
-    def _taken(self) -> None:
-        if self._untaken_timer is not None:
-            self._untaken_timer.cancel()
-            self._untaken_timer = None
-            self._loan.not_taken(0)
-
-    def _wait_until_taken(self, before: float = math.inf) -> None:
-        """End the connection if less than the least of its answer was taken since `before` bytes waited."""
-        size = self.transport.get_write_buffer_size()
-        if size > before - SLOW_BYTES * UNTAKEN_S / SLOW_S:
-            self.transport.abort()
-            return
-        self._loan.not_taken(size)
-        self._untaken_timer = self.loop.call_later(UNTAKEN_S, self._wait_until_taken, size)
-
-    def close_silent(self) -> None:
-        """Close the connection while it has no request under way."""
-        self.transport.close()
-        if self.transport.get_write_buffer_size():  # the end of an answer is still to go
-            self.loop.call_later(HEAD_S, self.transport.abort)
-
-    @property
-    def is_idle_without_key(self) -> bool:
-        """Return whether its request had no key, and its answer is not read or takes long."""
-        if self.cycle is not None and "caller" in self.cycle.scope["state"]:
-            return False
-        return self.transport.get_write_buffer_size() > 0 or self.loop.time() > self._requested_at + WITHOUT_KEY_S
+    # A head that does not come, and requests ------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -271,7 +212,7 @@ class ServerProtocol(HttpToolsProtocol):
             self._ignore_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError:
             self._refuse()
-        if not self._at_work and self._head_timer is None:
+        if not self._at_work:
             self._await_head()  # a part of the next head, or bytes to ignore
 
     def on_message_begin(self) -> None:
@@ -301,7 +242,7 @@ class ServerProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self.parser.should_upgrade() and self._at_work:
+        if self._at_work and not self.parser.should_upgrade():
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -311,8 +252,8 @@ class ServerProtocol(HttpToolsProtocol):
             return
         self._at_work = False
         if not self.transport.is_closing():
-            self._others.ended(self)
-            if self._in_head and self._head_timer is None:
+            self._others.move(self, self._others.idle)
+            if self._in_head:
                 self._await_head()
 
     def shutdown(self) -> None:
@@ -321,19 +262,68 @@ class ServerProtocol(HttpToolsProtocol):
             scope[_STOPPING] = True
         super().shutdown()
 
+    def close_silent(self) -> None:
+        """Close the connection while it has no request under way."""
+        self.transport.close()
+        if self.transport.get_write_buffer_size():  # the end of an answer is still to go
+            self.loop.call_later(HEAD_S, self.transport.abort)
+
     def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(HEAD_S, self._head_is_late)
+        def late() -> None:
+            if self._in_head:
+                self.transport.write(_LATE)
+            self.transport.close()
+
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_S, late)
 
     def _head_came(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _head_is_late(self) -> None:
-        self._head_timer = None
-        if self._in_head:
-            self.transport.write(_LATE)
-        self.transport.close()
+    # An answer that is not taken ------------------------------------------------------------------------------------
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        try:
+            self._loan = self._state.get("loan") or self._others.without_key.loan(None)
+        except Overloaded:
+            self.loop.call_soon(self.transport.abort)  # not in the middle of a write
+        else:
+            self._wait_until_taken()
+
+    def resume_writing(self) -> None:
+        self._taken()
+        super().resume_writing()
+
+    def _wait_until_taken(self, before: float = math.inf) -> None:
+        """End the connection if less than the least of its answer was taken since `before` bytes waited."""
+        size = self.transport.get_write_buffer_size()
+        if size > before - SLOW_BYTES * UNTAKEN_S / SLOW_S:
+            self.transport.abort()
+            return
+        self._loan.not_taken(size)
+        self._untaken_timer = self.loop.call_later(UNTAKEN_S, self._wait_until_taken, size)
+
+    def _taken(self) -> None:
+        if self._untaken_timer is not None:
+            self._untaken_timer.cancel()
+            self._untaken_timer = None
+            self._loan.not_taken(0)
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        """What is known of the request under way."""
+        return {} if self.cycle is None else self.cycle.scope["state"]
+
+    @property
+    def is_idle_without_key(self) -> bool:
+        """Return whether its request had no key, and its answer is not read or takes long."""
+        waits = self.transport.get_write_buffer_size() > 0 or self.loop.time() > self._requested_at + WITHOUT_KEY_S
+        return waits and "caller" not in self._state
+
+    # What is refused ------------------------------------------------------------------------------------------------
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Read the request once more without its upgrade headers: with them the parser would leave its body unread."""
@@ -347,8 +337,8 @@ class ServerProtocol(HttpToolsProtocol):
         head = [method + b" " + self.url + b" HTTP/" + self.parser.get_http_version().encode()]
         for name, value in self.headers:
             if name == b"connection":
-                kept = [token for token in value.split(b",") if token.strip().lower() != b"upgrade"]
-                head += [b"connection: " + b",".join(kept)] if kept else []
+                tokens = (token for token in value.split(b",") if token.strip().lower() != b"upgrade")
+                head.append(b"connection: " + b",".join(tokens))
             elif name != b"upgrade":
                 head.append(name + b": " + value)
         self.parser = httptools.HttpRequestParser(self)

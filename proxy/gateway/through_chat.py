@@ -1,7 +1,4 @@
-"""Finds the chat request that a request for Messages or Responses stands for, its earlier turns included.
-
-`Templates` learns, once for each server, how its own route for Messages applies its chat template.
-"""
+"""Finds the chat request that a request for Messages or Responses stands for, its earlier turns included."""
 
 from __future__ import annotations
 
@@ -42,10 +39,7 @@ class ChatDecision(NamedTuple):
 
 
 class ChatRoute:
-    """Sends calls of the policy through the chat route, which alone gives the tokens of their answers.
-
-    A request that continues such an answer has to go through it too, also to another model.
-    """
+    """Sends the policy's calls, and those that continue them, through the chat route, which alone gives tokens."""
 
     def __init__(self, config: PolicyConfig, store: Store, upstreams: Upstreams) -> None:
         self.translators = TRANSLATORS if config.dialects_through_chat else {}  # by endpoint
@@ -55,11 +49,8 @@ class ChatRoute:
     async def decide(
         self, endpoint: str, dialect: Dialect, request: Request, body: Json, rollout_id: str, route: Route
     ) -> ChatDecision:
-        """Return whether a request goes through the chat route; its endpoint is one of `translators`.
-
-        Raise NotFound if it continues an unknown response, InvalidRequest if no route can answer it.
-        """
-        previous = body.get("previous_response_id") if endpoint == "responses" else None
+        """Return how a request goes. Raise NotFound for an unknown previous response, InvalidRequest."""
+        previous = body.get("previous_response_id") if endpoint == "responses" else ""
         previous = previous if isinstance(previous, str) else ""
         continued = self.history.known(rollout_id).exchanges.get(previous)
         is_policys = route.version is not None and route.upstream.kind == "vllm"
@@ -130,13 +121,11 @@ class Templates:
     async def _learned(self, route: Route, request: Request) -> Template:
         async def ask(path: str, body: Json) -> tuple[int, Json]:
             sent = request._replace(method="POST", path=path, query=b"", body=encode(body | {"model": route.model}))
-            answer = await self._upstreams.open(route.upstream, sent)
+            status, raw = await self._upstreams.ask(route.upstream, sent)
             try:
-                return answer.status, dict(loads(await answer.read()))
+                return status, dict(loads(raw))
             except (TypeError, ValueError):
-                return answer.status, {}
-            finally:
-                answer.release()
+                return status, {}
 
         name = route.upstream.name
         try:

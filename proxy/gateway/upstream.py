@@ -1,7 +1,4 @@
-"""Passes bytes and headers to and from an upstream unchanged, and turns its failures into our errors.
-
-`Upstream` is the destination of a call, `Request` what is sent to it, `Answer` what comes back.
-"""
+"""Passes bytes and headers to and from an upstream unchanged, and turns its failures into our errors."""
 
 from __future__ import annotations
 
@@ -75,9 +72,8 @@ class Request(NamedTuple):
     """A request as it goes upstream.
 
     `path`: percent-encoded, from /v1/ on. `headers`: the agent's. `identity`: the answer is to come uncompressed.
-    `rollout_id`: requests with the same one go to the same replica. `pieces`: what is sent in place of `body` where
-    that is large and hardly changed, so that it is not copied. `servers`: as those of `Route`. `sent` is called when a
-    large body was sent.
+    `rollout_id`: requests with the same one go to the same replica. `pieces`: what is sent in place of a large `body`,
+    so that it is not copied. `servers`: as those of `Route`. `sent` is called when a large body was sent.
     """
 
     method: str
@@ -139,10 +135,7 @@ class Answer(ABC):
         return False
 
     async def piece(self) -> bytes:
-        """Return the next bytes of the body; none at its end.
-
-        Raise UpstreamUnreachable if it breaks off, UpstreamTimeout if it stalls.
-        """
+        """Return the next bytes, none at the end. Raises UpstreamUnreachable if it breaks off, UpstreamTimeout."""
         if not self._ahead:
             return await self._next()
         data, self._ahead = self._ahead, b""
@@ -175,13 +168,11 @@ class Upstream(Protocol):
     """One configured upstream in use."""
 
     async def open(self, request: Request) -> Answer:
-        """Send the request and wait for the answer to begin.
-
-        Raises UpstreamUnreachable, UpstreamTimeout, Unsupported; NoConnection if it did not reach the upstream.
-        """
+        """Send the request and wait for the answer to begin. Raises NoConnection, UpstreamUnreachable, Unsupported."""
 
     async def close(self) -> None:
         """Let go of what it has opened itself."""
+        return
 
 
 class NoConnection(UpstreamUnreachable):
@@ -193,10 +184,7 @@ class NoConnectionInTime(UpstreamTimeout, NoConnection):
 
 
 class KeyMask:
-    """Masks the upstream's own keys in one answer: some upstreams name it when they refuse it, or echo headers.
-
-    As many asterisks stand in the place of a key, so that lengths stay true.
-    """
+    """Masks the upstream's keys in one answer, with as many asterisks: some name a key that they refuse, or echo it."""
 
     def __init__(self, *keys: str) -> None:
         self._keys = [key.encode() for key in keys]
@@ -220,15 +208,11 @@ class KeyMask:
         return held
 
 
-class _ClosedWhileIdle(Exception):
-    """The server had closed the connection, which had served a request before, when this request came."""
-
-
 class _Protocol(ResponseHandler):
     """A connection to an upstream. `has_served` a request before this one; `answered`: bytes of an answer have come.
 
-    Wakes the reader of a body when its connection ends; after a malformed chunk aiohttp would let it wait. And aiohttp
-    would resume reading with every chunk that is taken, which costs more than the chunk does.
+    aiohttp would let the reader of a body wait after a malformed chunk. And it would resume reading with every chunk
+    that is taken, which costs more than the chunk does.
     """
 
     has_served = answered = is_used = False
@@ -251,7 +235,7 @@ class _Protocol(ResponseHandler):
             self.transport.writelines((head, *(request.pieces or (request.body,))))
         else:
             self.transport.write(head + request.body)
-        if not self._paused and request.sent is not None:
+        if not self.writing_paused and request.sent is not None:
             request.sent()
 
     def resume_writing(self) -> None:
@@ -261,7 +245,7 @@ class _Protocol(ResponseHandler):
 
     @property
     def should_close(self) -> bool:
-        return self._paused or super().should_close  # not all of the request was sent
+        return self.writing_paused or super().should_close  # not all of the request was sent
 
     def resume_reading(self, resume_parser: bool = True) -> None:
         if self._reading_paused:
@@ -287,10 +271,7 @@ def make_session() -> aiohttp.ClientSession:
 
 
 class HttpUpstream(Upstream):
-    """Servers with the agents' protocol: a single one, or replicas.
-
-    A request is written to a connection of aiohttp's, which its session would take three times as long for.
-    """
+    """Servers with the agents' protocol: a single one, or replicas. aiohttp's own session takes three times as long."""
 
     def __init__(
         self, config: UpstreamConfig, session: aiohttp.ClientSession, health: Health, vouching: Mapping[str, str]
@@ -312,6 +293,8 @@ class HttpUpstream(Upstream):
         server that goes down move. All servers are tried if none is up.
         """
         allowed = request.servers or self._config.urls
+        if len(self._config.urls) == 1:
+            return await self._open(self._config.urls[0], request)
         *others, last = sorted(
             self._health.up(self._config, allowed) or allowed,
             key=lambda url: blake2b(f"{url} {request.rollout_id}".encode(), digest_size=8).digest(),
@@ -326,13 +309,12 @@ class HttpUpstream(Upstream):
 
     async def _open(self, base_url: str, request: Request) -> HttpAnswer:
         """Send the request; once more, over a new connection, if the server had closed this one before it came."""
-        config = self._config
+        config, anew = self._config, False
         try:
             async with asyncio.timeout(config.first_byte_timeout_s):
-                try:
-                    return await self._send(base_url, request)
-                except _ClosedWhileIdle:
-                    return await self._send(base_url, request, anew=True)
+                while (answer := await self._send(base_url, request, anew=anew)) is None:
+                    anew = True
+                return answer
         except aiohttp.ClientConnectorError as error:
             raise NoConnection(f"upstream {config.name} cannot be reached: {why_it_failed(error)}") from None
         except TimeoutError:
@@ -340,8 +322,8 @@ class HttpUpstream(Upstream):
         except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
             raise _broken_off(config, error) from None
 
-    async def _send(self, base_url: str, request: Request, *, anew: bool = False) -> HttpAnswer:
-        """Send the request, and return the answer when its status and headers are there."""
+    async def _send(self, base_url: str, request: Request, *, anew: bool) -> HttpAnswer | None:
+        """Send the request; return the answer when its head is there, None if the connection was closed while idle."""
         config, way, url = self._config, self._ways[base_url], _url(base_url, request.path, request.query)
         try:
             connection = await self._connector.connect(way, [], self._timeout)
@@ -364,15 +346,12 @@ class HttpUpstream(Upstream):
             connection.close()
             ended = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
             if ended and protocol.has_served and not protocol.answered and monotonic() < asked_at + IDLE_CLOSED_S:
-                raise _ClosedWhileIdle from None
+                return None
             raise
         return HttpAnswer(config, connection, message, content, base=way.url, url=url, decodes=request.identity)
 
     def _head(self, way: aiohttp.ClientRequest, url: URL, request: Request) -> bytes:
-        """The first line and the headers: the agent's, less those for us, and the upstream's own.
-
-        Those have the passwords of the server's address, and of the way to it. A proxy gets the whole URL.
-        """
+        """The first line, with the whole URL for a proxy, and headers: the agent's, less those for us, and our own."""
         config, own = self._config, dict(self._vouching)
         if config.session_header and request.rollout_id:
             own[config.session_header.lower().encode()] = request.rollout_id.encode()
@@ -441,10 +420,7 @@ class HttpAnswer(Answer):
         return kept if mask is None else [(name, mask.once(value)) for name, value in kept]
 
     def _location(self, value: bytes) -> bytes:
-        """A redirect's target; within the upstream it is made relative to the request, so that the agent stays with us.
-
-        Servers name themselves by the Host that we send, with the scheme that they assume.
-        """
+        """A redirect's target; within the upstream, whatever scheme that assumes, relative: the agent stays with us."""
         if not value.startswith((b"/", b"http://", b"https://")):
             return value
         try:

@@ -277,14 +277,14 @@ async def test_faults_of_a_vllm_that_was_away_between_them_are_not_added_up(
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
     monkeypatch.setattr("lightning_proxy.trainer.publish.FAULTS", 3)
     async with bench(base, tmp_path, "lora") as b:
-        load, met = b.vllm.load_adapter, [VllmFault, VllmFault, between, VllmFault, VllmFault]
+        load, met = VllmServer.load_adapters, [VllmFault, VllmFault, between, VllmFault, VllmFault]
 
         async def faulty_at_first(*args: Any) -> None:
             if met:
                 raise met.pop(0)("not now")
             await load(*args)
 
-        monkeypatch.setattr(b.vllm, "load_adapter", faulty_at_first)
+        monkeypatch.setattr(VllmServer, "load_adapters", faulty_at_first)
         await b.groups("t1", "t2")
         with pytest.raises(VllmFault) if ends else nullcontext():
             await b.loop().run(asyncio.Event(), once=True)

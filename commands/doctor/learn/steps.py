@@ -14,7 +14,7 @@ import numpy as np
 
 from ....core.config.root import Config
 from ....core.errors import LightningError, PublishError
-from ....serving.vllm import VllmFleet
+from ....serving.vllm import VllmFleet, VllmServer
 from ....store.store import Store
 from ....trainer.loop import TrainingLoop
 from ....trainer.step.engine import TrainingEngine
@@ -236,7 +236,7 @@ class LearnSteps:
         """Why the new weights are not served, and what to do."""
         version = max(await self.store.versions.all(), key=lambda version: version.version)
         if self.config.policy.publish == "lora" and isinstance(error, PublishError):
-            served = {model["id"] for model in await self.vllm.models()}
+            served = {model["id"] for model in await self.vllm.first(VllmServer.models)}
             if missing := [model for model in version.served_models if model not in served]:
                 fix = f"{RESTART}, which adds --enable-lora and --max-lora-rank; its log says more"
                 return failed(name, f"vLLM took the adapter {missing[0]} and does not serve it", fix)
