@@ -32,11 +32,8 @@ def through(upstream: UpstreamConfig, url: str) -> Mapping[str, Any]:
 
     A session's own trust_env would also look for passwords in ~/.netrc.
     """
-    return _through(url) if upstream.trust_env else {}
-
-
-@lru_cache(256)
-def _through(url: str) -> Mapping[str, Any]:
+    if not upstream.trust_env:
+        return {}
     try:
         proxy, auth = get_env_proxy_for_url(URL(url))
     except LookupError:
@@ -59,14 +56,11 @@ def foreign(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     for name, value in headers:
         if name in (b"host", b"origin"):
             text = value.decode("latin-1")
-            if not (_is_loopback(text) or (name == b"origin" and _is_app(text))):
+            # A desktop program's Origin (vscode-file://…) is none that a web page can have.
+            is_app = name == b"origin" and "://" in text and not text.lower().startswith(("http://", "https://"))
+            if not is_app and not _is_loopback(text):
                 return f"{name.decode()} {text[:100]!r}"
     return None
-
-
-def _is_app(origin: str) -> bool:
-    """Whether an Origin is a desktop program's (vscode-file://…), which no web page can have."""
-    return "://" in origin and not origin.lower().startswith(("http://", "https://"))
 
 
 @lru_cache(1024)

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from decimal import Decimal
 from typing import Any, Self
@@ -53,19 +54,11 @@ class Number(float):
 
 def encode_as_vllm(body: Any) -> bytes:
     """Encode JSON as vLLM's own server does. orjson writes other digits for some floats."""
-    long: list[Any] = []
-
-    def fragment(value: Any) -> orjson.Fragment:
-        long.append(value)
-        return _fragment(value)
-
     try:
-        fast = orjson.dumps(body, default=fragment)
+        fast = orjson.dumps(body)
     except orjson.JSONEncodeError:
         return _written(body, ascii_only=True).encode()
-    if not _FLOAT.search(fast):
-        return fast
-    return (_written(body) if long else json.dumps(body, ensure_ascii=False, separators=(",", ":"))).encode()
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() if _FLOAT.search(fast) else fast
 
 
 def as_utf8(text: bytes) -> bytes:
@@ -116,11 +109,11 @@ def dumps_readable(value: Any, encoding: str = "utf-8") -> str:
     Half characters, and what the encoding of the output lacks, are escaped. A float that is no number is null, and what
     JSON has no form for is a text.
     """
-    text = _written(value, comma=", ", colon=": ", default=str)
+    text = _written(value, readable=True)
     try:
         text.encode(encoding)
     except UnicodeEncodeError:
-        text = _written(value, ascii_only=True, comma=", ", colon=": ", default=str)
+        text = _written(value, ascii_only=True, readable=True)
     return text
 
 
@@ -128,19 +121,13 @@ class _Ready(str):
     """A piece of JSON that is written already."""
 
 
-def _written(
-    value: Any,
-    *,
-    ascii_only: bool = False,
-    comma: str = ",",
-    colon: str = ":",
-    default: Callable[[Any], str] | None = None,
-) -> str:
+def _written(value: Any, *, ascii_only: bool = False, readable: bool = False) -> str:
     """The JSON of a value as the standard library writes it, but for the texts of its numbers, however deep it is.
 
-    `default`: writes what has no form in JSON; without it, that is a TypeError.
+    `readable`: with blanks, and what has no form in JSON as a text; otherwise that is a TypeError.
     """
-    encoder = json.JSONEncoder(ensure_ascii=ascii_only, separators=(comma, colon), default=default)
+    comma, colon = (", ", ": ") if readable else (",", ":")
+    encoder = json.JSONEncoder(ensure_ascii=ascii_only, default=str if readable else None)
     pieces: list[str] = []
     left = [value]
     while left:
@@ -160,7 +147,7 @@ def _written(
             left.append(_Ready("]"))
             left += [part for item in reversed(value) for part in (item, _Ready(comma))]
             left[-1] = _Ready("[")
-        elif default is not None and isinstance(value, float) and not math.isfinite(value):
+        elif readable and isinstance(value, float) and not math.isfinite(value):
             pieces.append("null")
         else:
             pieces.append(encoder.encode(value))
@@ -231,13 +218,12 @@ def _int(digits: str) -> int | Number:
 def _float(digits: str) -> float:
     """The number as a float if that is equal to it."""
     number = float(digits)
-    if len(digits) < _LONG and "e" not in digits and "E" not in digits:
+    if len(digits) < _LONG and "e" not in digits.lower():
         return number
-    mantissa = digits.lower().partition("e")[0]
-    if number == 0:
-        return Number(digits) if mantissa.strip("-0.") else number
-    exact = abs(number) < math.inf and len(mantissa) < 400 and Decimal(repr(number)) == Decimal(digits)
-    return number if exact else Number(digits)
+    with suppress(ArithmeticError):  # an exponent that no Decimal has
+        if len(digits) < 400 and Decimal(repr(number)) == Decimal(digits):
+            return number
+    return Number(digits)
 
 
 def encoded_parts(value: Any, size: int = 2**18) -> Iterator[bytes]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
+from operator import add
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class Used(NamedTuple):
 
     def plus(self, other: Used) -> Used:
         """Return the sum of both."""
-        return Used(*(mine + more for mine, more in zip(self, other, strict=True)))
+        return Used(*map(add, self, other))
 
 
 def used(usage: Any) -> Used | None:

@@ -184,12 +184,12 @@ def _mask_field(value: Any, path: Sequence[str]) -> Any:
     if not path:
         return MASK if isinstance(value, str | list | dict) else None
     name, *rest = path
-    new: Any = value
     if isinstance(value, dict):
-        new = {key: _mask_field(item, rest) if name in ("*", key) else item for key, item in value.items()}
+        new: Any = {key: _mask_field(item, rest) if name in ("*", key) else item for key, item in value.items()}
     elif isinstance(value, list):
-        place = int(name) if name.isdecimal() else None
-        new = [_mask_field(item, rest) if name == "*" or i == place else item for i, item in enumerate(value)]
+        new = [*_mask_field({str(i): item for i, item in enumerate(value)}, path).values()]
+    else:
+        return value
     return value if new == value else new
 
 

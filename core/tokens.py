@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,25 +64,18 @@ class Tokens:
     def __init__(self, body: Json | None = None) -> None:
         self.prompt_token_ids: tuple[int, ...] = ()
         self.usage: Json | None = None
-        self._choices: dict[int, _ChoiceTokens] = {}
+        self._choices = defaultdict[int, _ChoiceTokens](_ChoiceTokens)
         if body is not None:
             self.add(body)
 
     def add(self, body: Json) -> None:
         if isinstance(usage := body.get("usage"), dict):
             self.usage = usage or self.usage
-        if "prompt_token_ids" in body:
-            self._add_prompt(body)
-        choices = body.get("choices")
-        for place, choice in enumerate(choices if isinstance(choices, list) else ()):
-            if isinstance(choice, dict):
-                if "prompt_token_ids" in choice:
-                    self._add_prompt(choice)
-                if (index := number(choice.get("index"))) is None:
-                    index = place
-                if (tokens := self._choices.get(index)) is None:
-                    tokens = self._choices[index] = _ChoiceTokens()
-                tokens.add(choice)
+        self._add_prompt(body)
+        for place, choice in enumerate(dicts(body.get("choices"))):
+            self._add_prompt(choice)
+            index = number(choice.get("index"))
+            self._choices[place if index is None else index].add(choice)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -122,8 +116,8 @@ class Tokens:
         return None
 
     def _add_prompt(self, part: Json) -> None:
-        ids = part["prompt_token_ids"]
-        if not self.prompt_token_ids and isinstance(ids, list) and _are_ids(ids):
+        ids = part.get("prompt_token_ids")
+        if isinstance(ids, list) and not self.prompt_token_ids and _are_ids(ids):
             self.prompt_token_ids = tuple(ids)
 
 
@@ -141,13 +135,7 @@ def _logprobs(value: Any) -> list[Any]:
         return []
     if isinstance(values := value.get("token_logprobs"), list):
         return values
-    content = value.get("content")
-    if not isinstance(content, list):
-        return []
-    try:
-        return [item["logprob"] for item in content]
-    except (TypeError, KeyError):
-        return [None]
+    return [item.get("logprob") for item in dicts(value.get("content"))]
 
 
 def _are_finite(logprobs: list[Any]) -> bool:
@@ -189,16 +177,12 @@ def not_followed(request: Json) -> str | None:
 def constraint(request: Json) -> str | None:
     """Return the parameter that may make vLLM use a grammar, or None if there is none."""
     request = as_read(request)
-    text, output = request.get("text"), request.get("output_config")
-    for name, shape in (
-        ("response_format", request.get("response_format")),
-        ("text.format", text.get("format") if isinstance(text, dict) else None),
-        ("output_config.format", output.get("format") if isinstance(output, dict) else None),
-        ("output_format", request.get("output_format")),
-        ("structured_outputs", request.get("structured_outputs")),
-    ):
+    for path in ("response_format", "text.format", "output_config.format", "output_format", "structured_outputs"):
+        shape: Any = request
+        for name in path.split("."):
+            shape = shape.get(name) if isinstance(shape, dict) else None
         if shape is not None and not (isinstance(shape, dict) and shape.get("type") == "text"):
-            return name
+            return path
     return next((name for name in request if name.startswith("guided_")), None) or _tool_constraint(request)
 
 
@@ -226,23 +210,10 @@ def is_not_followed(reason: str | None) -> bool:
 
 def _shows_media(request: Json) -> bool:
     """One quick look: a request may have a hundred thousand messages."""
-    for name in ("messages", "input"):
-        messages = request.get(name)
-        for message in messages if isinstance(messages, list) else ():
-            if isinstance(message, dict):
-                content = message.get("content") or message.get("output")
-                if type(content) is list and _has_media(content):
-                    return True
-    return False
+    messages = (message for name in ("messages", "input") for message in dicts(request.get(name)))
+    return any(_has_media(message.get("content") or message.get("output")) for message in messages)
 
 
-def _has_media(parts: list[Any]) -> bool:
-    for part in parts:
-        if isinstance(part, dict):
-            if part.get("type") in _MEDIA:
-                return True
-            # Anthropic's results of tools have parts of their own.
-            inner = part.get("content")
-            if type(inner) is list and any(isinstance(p, dict) and p.get("type") in _MEDIA for p in inner):
-                return True
-    return False
+def _has_media(parts: Any) -> bool:
+    """Whether content has media, or a part of it has: Anthropic's results of tools have parts of their own."""
+    return any(part.get("type") in _MEDIA or _has_media(part.get("content")) for part in dicts(parts))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, unquote_plus, urlsplit
 
 SECRET_NAME = re.compile(
     r"key|token|secret|passw|pwd|auth|credential|sig$|signature|^(?:code|sas|pass)$", re.IGNORECASE
@@ -38,16 +38,18 @@ def without_addresses(text: str) -> str:
 
 
 def secrets_in(url: str) -> Iterator[str]:
-    """Yield the secrets in an address: its user and password, and parts of its query with secret-sounding names."""
+    """Yield the secrets in an address, as they are written and as they are meant.
+
+    They are its user and password, and parts of its query with secret-sounding names.
+    """
     try:
         parts = urlsplit(url)
         held = [parts.username, parts.password]
     except ValueError:
         return
-    held += [value for name, value in parse_qsl(parts.query) if SECRET_NAME.search(name)]
-    for secret in filter(None, held):
-        yield from {secret, unquote(secret)}
-    for pair in parts.query.split("&"):  # as it was written
+    for pair in parts.query.split("&"):
         name, _, value = pair.partition("=")
-        if value and SECRET_NAME.search(unquote(name)):
-            yield value
+        if SECRET_NAME.search(unquote(name)):
+            held.append(value)
+    for secret in filter(None, held):
+        yield from {secret, unquote(secret), unquote_plus(secret)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime, timedelta, tzinfo
+from datetime import datetime
 
 from cronsim import CronSim, CronSimError
 
@@ -32,23 +32,6 @@ def next_time(times: Sequence[str], now: float) -> float:
 
 
 def _times(text: str, now: float, *, reverse: bool = False) -> Iterator[float]:
-    """The times from about `now` on. In an hour that a clock change repeats, a time of day counts once, first.
-
-    Within that hour cronsim cannot tell which of the two it is, so it begins hours before or after both.
-    """
-    begin = datetime.fromtimestamp(now + _NEAR_S if reverse else now - _NEAR_S, _LOCAL)
+    """The times from hours before `now` on, by the clock on the wall: an hour that comes twice counts once, first."""
+    begin = datetime.fromtimestamp(now + 4 * 3600 if reverse else now - 4 * 3600)
     return (moment.timestamp() for moment in CronSim(expression(text), begin, reverse=reverse))
-
-
-class _Local(tzinfo):
-    """This machine's time zone with its clock changes, which `datetime.astimezone` fixes to one offset."""
-
-    def utcoffset(self, moment: datetime | None) -> timedelta | None:
-        return None if moment is None else moment.replace(tzinfo=None).astimezone().utcoffset()
-
-    def fromutc(self, moment: datetime) -> datetime:
-        return datetime.fromtimestamp(moment.replace(tzinfo=UTC).timestamp()).replace(tzinfo=self)
-
-
-_LOCAL = _Local()  # type: ignore[abstract]  # nobody asks for its name
-_NEAR_S = 4 * 3600.0

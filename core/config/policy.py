@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from .section import Above0, Count, Gpu, Port, Seconds, Section, Share
+from .section import Above0, Count, Natural, Port, Seconds, Section, Share
 
 # The adapter of agents that have none of their own. PEFT calls it so.
 DEFAULT_ADAPTER = "default"
@@ -56,7 +56,7 @@ class VllmConfig(Section):
     dtype: str = "auto"
     max_model_len: int | None = None
     kv_cache_gib: Above0 = 2.0
-    devices: list[Gpu] = []
+    devices: list[Natural] = []
     gpu_memory_utilization: Share | None = None
     max_loras: Count = 4
     start_timeout_s: Seconds = 600.0

@@ -14,10 +14,11 @@ from ..records import ModelCall
 from .address import shown
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-Gpu = Annotated[int, Field(ge=0)]
+Natural = Annotated[int, Field(ge=0)]
 Above0 = Annotated[float, Field(gt=0)]  # .inf too
 Seconds = Above0
 Share = Annotated[float, Field(gt=0, le=1)]
+Unit = Annotated[float, Field(ge=0, le=1)]
 Count = Annotated[int, Field(ge=1)]
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -15,13 +15,14 @@ from .section import (
     CanBeOff,
     Count,
     FeatureSection,
-    Gpu,
+    Natural,
     NotNegative,
     Number,
     Positive,
     Seconds,
     Section,
     Share,
+    Unit,
     WithFeatures,
     feature_sections,
 )  # fmt: skip
@@ -93,7 +94,7 @@ class CollapseConfig(Section):
     action: Annotated[Literal["stop", "rollback", "warn", "off"], CanBeOff] = "stop"
     reward_warn: Positive = 3.0
     reward_stop: Positive = 5.0
-    min_drop: Annotated[float, Field(ge=0, le=1)] = 0.25
+    min_drop: Unit = 0.25
     steps: Count = 3
     min_entropy: Annotated[float, Field(ge=0, lt=1)] = 0.1
     max_clip_share: Share | None = 0.3
@@ -114,7 +115,7 @@ class TrainerConfig(WithFeatures):
     agents: Annotated[list[str], Field(min_length=1)] | None = None
     agent_credit: Literal["team", "own"] = "team"
     credit: str | dict[str, str] = "uniform"
-    discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    discount: Unit = 1.0
     anchor_weight: NotNegative = 1.0
     reward_weights: dict[str, Number] = {"reward": 1.0}
     air: AirConfig = AirConfig()
@@ -128,7 +129,7 @@ class TrainerConfig(WithFeatures):
     group_timeout_s: Seconds = 600.0
     dynamic_sampling: bool = False
     max_steps: Count | None = None
-    max_staleness: Annotated[int, Field(ge=0)] = 8
+    max_staleness: Natural = 8
     loss_type: LossType = "cispo"
     loss: str | None = None
     context_loss: str | None = None
@@ -136,7 +137,7 @@ class TrainerConfig(WithFeatures):
     importance_level: Literal["token", "sequence"] = "token"
     learning_rate: Literal["auto"] | Positive = "auto"
     lr_scheduler: Literal["constant", "constant_with_warmup", "linear", "cosine"] = "constant"
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    warmup_steps: Natural = 0
     max_grad_norm: Above0 = 1.0
     clip_low: Above0 = 0.2
     clip_high: Above0 = 0.3
@@ -152,7 +153,7 @@ class TrainerConfig(WithFeatures):
     lora_rank: Count = 16
     lora_alpha: Count = 32
     lora_targets: list[str] | Literal["language", "all-linear"] = "language"
-    devices: Annotated[list[Gpu], Field(max_length=1)] = []
+    devices: Annotated[list[Natural], Field(max_length=1)] = []
     max_tokens_per_batch: Count | None = None
     max_sample_tokens: Count | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

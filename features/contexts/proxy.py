@@ -12,7 +12,8 @@ from pydantic import BaseModel
 from ...core.config.root import Config
 from ...core.errors import NotFound
 from ...core.records import Rollout
-from ...proxy.api.answers import Call, Status
+from ...proxy.api.status import Status
+from ...proxy.api.views import Call
 from ...proxy.hooks import Fields, ProxyPlugin
 from ...store.store import Store
 from .graph import graph_of

@@ -14,9 +14,9 @@ from pydantic import BaseModel
 from ...core.config.root import Config
 from ...core.json_text import loads_or_none
 from ...core.prices import Prices, Used, used
-from ...proxy.api.answers import RolloutDetail
 from ...proxy.api.bodies import Finite, Limit
 from ...proxy.api.requests import ControlRequest, UserRoute
+from ...proxy.api.rollouts import RolloutDetail
 from ...proxy.hooks import Fields, ProxyPlugin
 from ...store.database import Database, Row
 from ...store.store import Store

@@ -9,7 +9,7 @@ from typing import Literal
 from prometheus_client import Gauge
 from pydantic import BaseModel
 
-from ...proxy.api.answers import Policy, VersionSeen
+from ...proxy.api.policy import Policy, VersionSeen
 from ...proxy.gateway.metrics import Metrics
 from ...proxy.hooks import Fields, ProxyPlugin
 from ...store.store import Store

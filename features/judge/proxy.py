@@ -10,7 +10,8 @@ from functools import partial
 from pydantic import BaseModel
 
 from ...core.prices import Prices
-from ...proxy.api.answers import Policy, Status
+from ...proxy.api.policy import Policy
+from ...proxy.api.status import Status
 from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
 from ...store.store import Store
 from . import routes

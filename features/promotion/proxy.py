@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from ...proxy.api.answers import Policy, VersionSeen
+from ...proxy.api.policy import Policy, VersionSeen
 from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
 from ...store.store import Store
 from .config import PromotionConfig

@@ -35,8 +35,8 @@ class Caller:
     `evidence`: its rewards count where a new version is tested. `name`: what the log calls its key.
     """
 
-    rollout: RolloutKey | None
-    forward_authorization: bool
+    rollout: RolloutKey | None = None
+    forward_authorization: bool = False
     limiter: Limiter | None = None
     recorded: bool = True
     key_id: str | None = None
@@ -121,16 +121,17 @@ class Keys:
         self._default = Limits(**dict(config.limits))
         # By their hashes: the time of a look-up reveals nothing about keys.
         self._configured: dict[str, Caller] = {}
-        for section, keys, is_admin in (("api_keys", config.api_keys, False), ("admin_keys", config.admin_keys, True)):
-            for n, key in enumerate(keys):
-                self._configured[hash_key(key.get_secret_value())] = Caller(
-                    None, False, self._limiter(), is_admin=is_admin, evidence=is_admin, name=f"proxy.{section}[{n}]"
+        for section, is_admin in (("api_keys", False), ("admin_keys", True)):
+            for n, key in enumerate(getattr(config, section)):
+                name, hashed = f"proxy.{section}[{n}]", hash_key(key.get_secret_value())
+                self._configured[hashed] = Caller(
+                    limiter=self._limiter(), is_admin=is_admin, evidence=is_admin, name=name
                 )
         self._always_required = bool(config.api_keys) or not config.is_loopback
         self._stored: Sequence[StoredKey] = ()
         self._by_id: dict[str, Caller] = {}
         # Let in only while no key is needed: then everybody is an admin, unless there are admins' keys.
-        self._anybody = Caller(None, True, self._limiter())
+        self._anybody = Caller(forward_authorization=True, limiter=self._limiter())
         self._rollouts: dict[str, tuple[RolloutKey, float]] = {}
 
     async def refresh(self) -> None:
@@ -199,11 +200,9 @@ class Keys:
         return Limiter(limits) if limits else None
 
     def _caller(self, key: StoredKey) -> Caller:
-        is_admin = key.role == "admin"
-        return Caller(
-            None, False, self._limiter(key.limits), key.recording, key.key_id, is_admin, key.scope == "own",
-            is_admin or key.evaluator, key.name,
-        )  # fmt: skip
+        limiter, is_admin, own = self._limiter(key.limits), key.role == "admin", key.scope == "own"
+        evidence = is_admin or key.evaluator
+        return Caller(None, False, limiter, key.recording, key.key_id, is_admin, own, evidence, key.name)
 
     async def _of_rollout(self, key_hash: str) -> Caller:
         """The caller behind a rollout's key. The key that created it must still be live, and its limits count."""

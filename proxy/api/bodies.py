@@ -1,8 +1,8 @@
-"""Bodies of the control API, checked at the edge."""
+"""What the routes of the control API share: types of fields, bodies, which are checked at the edge, pages, errors."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 from fastapi import Path
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
@@ -115,3 +115,40 @@ class ActionBody(Body):
 
 EventBody = Annotated[ValueBody | ActionBody, Field(discriminator="kind")]
 EventList = Annotated[list[EventBody], Field(max_length=1000)]
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """An error in OpenAI's shape.
+
+    400: not valid. 401, 403: no right to it. 404: not there. 409: not now. 413: too large. 422: wrong types. 503: the
+    store cannot be reached.
+    """
+
+    error: ErrorDetail
+
+
+# FastAPI's own error body, which it names by default, is none of ours.
+ERRORS: dict[int | str, dict[str, Any]] = {
+    422: {"model": Error, "description": "Wrong types"},
+    "default": {"model": Error, "description": "Any other error"},
+}
+
+
+T = TypeVar("T")
+
+
+class Listed(BaseModel, Generic[T]):
+    data: list[T]
+
+
+class Page(Listed[T], Generic[T]):
+    """`next_cursor`: where the next page begins; null after the last."""
+
+    next_cursor: str | None

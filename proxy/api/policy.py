@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
+from pydantic import BaseModel
 
 from ...core.errors import Conflict
 from ...core.json_text import fields_of
-from ...core.records import Mode, PolicyVersion
+from ...core.records import Mode, PolicyVersion, PublishMode
 from ...core.statistics import bootstrap_mean, mean_and_spread
 from ...serving.swap import Swap, obstacle
+from ...store.training import Collapse, Step
 from ...store.versions import MeanReward, TaskMean
-from .answers import Compared, ComparedTask, Policy, Steps, TaskSide, Versions
-from .bodies import Cursor, Limit, PromoteBody
+from .bodies import Cursor, Limit, Listed, Page, PromoteBody
 from .requests import AdminRoute, ControlRequest, Parts, UserRoute
 
 NO_SERVER = "no upstream of kind vllm is configured"
@@ -29,6 +30,20 @@ Number = Annotated[int, Query(ge=0, lt=2**63)]
 
 LIVE = {"live": True, "promotable": True, "obstacle": None}
 SEED = 0  # of the bootstrap, so that the same rewards always give the same interval
+
+
+class Policy(BaseModel):
+    """The live version."""
+
+    alias: str
+    live_version: int
+    served_model: str | None
+    adapters: dict[str, str]
+    publish: PublishMode
+    live_at: float | None
+    steps: int
+    last_step: Step | None
+    collapse: Collapse | None
 
 
 @router.get("", response_model=Policy)
@@ -53,7 +68,22 @@ async def get_policy(request: ControlRequest) -> dict[str, Any]:
     return caller.shown("policy", view)
 
 
-@router.get("/versions", response_model=Versions)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionSeen(PolicyVersion):
+    """A version, whether it is the live one, and why it cannot be made live (`obstacle`), if it is not `promotable`.
+
+    `rewards`: the mean reward of the rollouts that began with it, by mode. `parent`: the version whose weights its
+    training step started from.
+    """
+
+    live: bool
+    promotable: bool
+    obstacle: str | None
+    rewards: dict[Mode, MeanReward]
+    parent: int | None
+
+
+@router.get("/versions", response_model=Listed[VersionSeen])
 async def get_versions(request: ControlRequest) -> dict[str, Any]:
     """Every policy version, oldest first, with the metrics of the step that made it, and whether it can go live."""
     p, caller = request.parts, request.caller
@@ -77,7 +107,7 @@ async def get_versions(request: ControlRequest) -> dict[str, Any]:
     return {"data": data}
 
 
-@router.get("/steps", response_model=Steps)
+@router.get("/steps", response_model=Page[Step])
 async def get_steps(
     request: ControlRequest, cursor: Cursor = None, limit: Limit = 40, brief: bool = False
 ) -> dict[str, Any]:
@@ -88,6 +118,43 @@ async def get_steps(
     steps = await request.parts.store.steps.newest(limit, cursor, brief=brief)
     following = str(steps[-1].step) if len(steps) == limit else None
     return {"data": [request.caller.shown("step", fields_of(step)) for step in steps], "next_cursor": following}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskSide(MeanReward):
+    tokens: float | None = None
+    latency_ms: float | None = None
+
+
+@dataclass
+class ComparedTask:
+    """A task of both versions. `tokens` of a rollout and `latency_ms` of its calls are means; with `costs` alone."""
+
+    task_id: str
+    a: TaskSide
+    b: TaskSide
+
+
+@dataclass
+class Compared:
+    """Two versions on the tasks that both had. Each task counts once, however many rollouts it has.
+
+    `rollouts_a`, `rollouts_b`: all rewarded rollouts of the mode that have a task, in common or not.
+    `difference`: how far `b` is above `a`, with its 95 % interval by the bootstrap over tasks, as `eval` has it. All of
+    these are null without a common task.
+    """
+
+    a: int
+    b: int
+    mode: Mode
+    rollouts_a: int
+    rollouts_b: int
+    tasks: int
+    mean_a: float | None
+    mean_b: float | None
+    difference: float | None
+    interval: tuple[float, float] | None
+    data: list[ComparedTask]
 
 
 @router.get("/compare")

@@ -34,7 +34,7 @@ from ..gateway.recorder import Recorder
 from ..gateway.relay import Relay
 from ..gateway.routing import PolicyRouter, Watch
 from ..hooks import OnDeleted, ProxyPlugin
-from .answers import ERRORS
+from .bodies import ERRORS
 
 # For the OpenAPI document alone: `Keys` reads them, and is asked first.
 _ANY = "Any of the proxy's keys. None is needed until the first one is made."

@@ -5,38 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
 from fastapi import APIRouter, Query
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from ...core.errors import Forbidden, TooLarge, Unprocessable
 from ...core.http import in_thread_if_large
 from ...core.json_text import dumps, fields_of
-from ...core.records import Event, Mode, Reward, Rollout, RolloutName, RolloutStatus
+from ...core.records import Event, Mode, Reward, Rollout, RolloutName, RolloutStatus, Transition
 from ...core.statistics import mean_and_spread
 from ...store.database import Row, read
 from ...store.keys import hash_key, new_key
-from ...store.reports import Summary
+from ...store.reports import ComparedRollout, Summary
 from ..gateway.relay import DataPath, name_rollout
 from ..hooks import ProxyPlugin
-from .answers import (
-    CreditedCall,
-    EventRecorded,
-    Opened,
-    Rewarded,
-    RolloutDetail,
-    RolloutPage,
-    Solved,
-    TaskPage,
-    TaskReward,
-    TaskSeen,
-    TrainingRows,
-    Transitions,
-)
 from .bodies import (
     Body,
     Count,
@@ -47,23 +34,31 @@ from .bodies import (
     Finite,
     Id,
     Limit,
+    Listed,
     Name,
+    Page,
     PathId,
     RewardBody,
     RewardList,
     RolloutsBody,
 )
 from .requests import AdminRoute, AgentRoute, ControlRequest, OwnKey, Parts, UserRoute
-from .views import rollout_detail, transitions, words_in
+from .views import Call, RewardSeen, rollout_detail, transitions, words_in
 
 Requests = Literal["short", "whole"]
 SHOWN = 32  # rewards of a task
-_CREDIT = [field.alias or name for name, field in CreditedCall.model_fields.items()]
 
 rewards = APIRouter(tags=["rewards"], route_class=AgentRoute)
 tasks = APIRouter(tags=["tasks"], route_class=UserRoute)
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=UserRoute)
 admins = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=AdminRoute)
+
+
+@dataclass
+class Opened:
+    rollout_id: str
+    base_url: str
+    api_key: str
 
 
 @router.post("")
@@ -116,6 +111,16 @@ def _metadata(p: Parts, body: RolloutsBody) -> Any:
     return metadata
 
 
+@dataclass(frozen=True, kw_only=True)
+class ListedRollout(Rollout, Summary):
+    """With `words`: first words of its first request and last answer, model, key's name, mean latency of its calls.
+
+    `awaits_reward`: as in the answer about one rollout. `last_call`, with `words`: the status of its last call.
+    """
+
+    awaits_reward: bool
+
+
 class RolloutQuery(BaseModel):
     status: RolloutStatus | None = None
     task_id: Id | None = None
@@ -135,7 +140,7 @@ class RolloutQuery(BaseModel):
     cursor: Cursor = None
 
 
-@router.get("", response_model=RolloutPage)
+@router.get("", response_model=Page[ListedRollout])
 async def list_rollouts(request: ControlRequest, query: Annotated[RolloutQuery, Query()]) -> dict[str, Any]:
     """Rollouts, newest first, a page at a time.
 
@@ -160,6 +165,22 @@ def _only(key_id: str | None) -> dict[str, str]:
     return {} if key_id is None else {"key_id": key_id}
 
 
+class RolloutDetail(BaseModel):
+    """A rollout's fields; `calls` are the calls themselves, in order, and `call_count` how many there are.
+
+    `events`: those that the agent posted between them, each with the `seq` of the next call. `awaits_reward`: the
+    reward function (`rewards.function`) has not been asked about it yet.
+    """
+
+    rollout_id: str
+    status: RolloutStatus
+    call_count: int
+    calls: list[Call]
+    events: list[Event]
+    rewards: list[RewardSeen]
+    awaits_reward: bool
+
+
 @router.get("/{rollout_id}", response_model=RolloutDetail)
 async def get_rollout(request: ControlRequest, rollout_id: PathId, requests: Requests = "short") -> dict[str, Any]:
     """A rollout with its calls in order and its rewards.
@@ -178,8 +199,8 @@ async def get_rollout(request: ControlRequest, rollout_id: PathId, requests: Req
     return await asyncio.to_thread(rollout_detail, rollout, calls, rewards, events) | also
 
 
-@router.get("/{rollout_id}/transitions")
-async def get_transitions(request: ControlRequest, rollout_id: PathId, requests: Requests = "short") -> Transitions:
+@router.get("/{rollout_id}/transitions", response_model=Listed[Transition])
+async def get_transitions(request: ControlRequest, rollout_id: PathId, requests: Requests = "short") -> dict[str, Any]:
     """The rollout as transitions of a Markov decision process.
 
     A state of a model's call has what it adds to the state of an earlier one, as a call of `GET /rollouts/{id}` has.
@@ -189,7 +210,46 @@ async def get_transitions(request: ControlRequest, rollout_id: PathId, requests:
     rollout = await store.rollouts.get(rollout_id)
     calls = await store.calls.of(rollout_id, short=requests == "short")
     events = await store.events.of(rollout_id)
-    return Transitions(await asyncio.to_thread(transitions, rollout, calls, events))
+    return {"data": await asyncio.to_thread(transitions, rollout, calls, events)}
+
+
+class CreditedCall(BaseModel):
+    """How a call was trained, by the newest step that took its rollout: null where it has no credit.
+
+    `row`: the index of the rollout's training row. `placed`: `first` of its rollout; `merged` into a row; `drift`,
+    `edited`, `repeated`, `adjoining` or `new`: why it opened a row; otherwise why it is in none.
+    """
+
+    call_id: str
+    seq: int
+    agent: str | None
+    step: int | None
+    returned: float | None = Field(alias="return")
+    advantage: float | None
+    row: int | None
+    placed: str | None
+
+
+_CREDIT = [field.alias or name for name, field in CreditedCall.model_fields.items()]
+
+
+class TrainingRow(BaseModel):
+    row: int
+    call_ids: list[str]
+    tokens: int
+    trained_tokens: int
+
+
+class TrainingRows(BaseModel):
+    """`group`: the rollouts it was or will be compared with, itself among them, at most 256, oldest first."""
+
+    rollout_id: str
+    task_id: str | None
+    step: int | None
+    dropped: str | None
+    group: list[ComparedRollout]
+    calls: list[CreditedCall]
+    rows: list[TrainingRow]
 
 
 @router.get("/{rollout_id}/rows", response_model=TrainingRows)
@@ -218,6 +278,12 @@ async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any
             for row, of in sorted(rows.items())
         ],
     }
+
+
+class EventRecorded(BaseModel):
+    event_id: int
+    rollout_id: str
+    status: Literal["recorded"]
 
 
 @router.post("/{rollout_id}/events", response_model=EventRecorded | list[EventRecorded])
@@ -252,6 +318,12 @@ async def delete_rollout(request: ControlRequest, rollout_id: PathId) -> None:
     request.caller.log_change(f"rollout {rollout_id} was deleted")
 
 
+class Rewarded(BaseModel):
+    reward_id: int
+    rollout_id: str
+    status: Literal["recorded"]
+
+
 @rewards.post("/reward", response_model=Rewarded | list[Rewarded])
 async def post_reward(request: ControlRequest, body: RewardBody | RewardList, key: OwnKey) -> Any:
     """Record one reward, or a list of them (all or none)."""
@@ -280,7 +352,45 @@ async def post_reward(request: ControlRequest, body: RewardBody | RewardList, ke
     return answer if isinstance(body, list) else answer[0]
 
 
-@tasks.get("/tasks")
+@dataclass
+class TaskReward:
+    rollout_id: str
+    reward: float
+    at: float
+    mode: Mode
+    policy_version: int | None
+
+
+Solved = Literal["never", "always", "sometimes"]
+
+
+@dataclass
+class TaskSeen:
+    """A task, in the newest rollouts. Mean, `std`, `min` and `max` are those of the rewards of `rewarded` rollouts.
+
+    `solved`: `never` if each reward is the lowest that any task got, `always` if each is the highest. `recent`: the
+    newest 32 rollouts that have a reward, oldest first; `at` is Unix time.
+    """
+
+    task_id: str
+    rollouts: int
+    rewarded: int
+    mean: float | None
+    std: float | None
+    min: float | None
+    max: float | None
+    solved: Solved | None
+    last_at: float
+    recent: list[TaskReward]
+
+
+class TaskPage(Page[TaskSeen]):
+    """`of_newest`: how many rollouts were looked at."""
+
+    of_newest: int
+
+
+@tasks.get("/tasks", response_model=TaskPage)
 async def list_tasks(
     request: ControlRequest,
     mode: Mode | None = None,
@@ -288,7 +398,7 @@ async def list_tasks(
     sort: Literal["recent", "mean", "spread", "rollouts"] = "recent",
     limit: Limit = 100,
     cursor: Cursor = None,
-) -> TaskPage:
+) -> dict[str, Any]:
     """The tasks of the newest 20,000 rollouts, a page at a time.
 
     `sort`: by the newest rollout, the mean reward, its standard deviation, or the number of rollouts, the greatest
@@ -303,7 +413,7 @@ async def list_tasks(
     if by := {"mean": "mean", "spread": "std", "rollouts": "rollouts"}.get(sort):
         found.sort(key=lambda task: float("inf") if getattr(task, by) is None else -getattr(task, by))
     following = str(first + limit) if first + limit < len(found) else None
-    return TaskPage(found[first : first + limit], following, len(looked_at))
+    return {"data": found[first : first + limit], "next_cursor": following, "of_newest": len(looked_at)}
 
 
 def tasks_seen(newest: Iterable[Row], compared: Iterable[Row]) -> list[TaskSeen]:

@@ -6,18 +6,24 @@ import asyncio
 import shutil
 from collections import Counter, defaultdict
 from contextlib import suppress
-from typing import Any, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
+from pydantic import BaseModel
 
 from ...core.config.address import without_addresses
 from ...core.errors import LightningError, StoreUnavailable
-from ...core.records import CollapseSign
+from ...core.records import CollapseSign, Mode, RolloutStatus
 from ...serving.health import replica_name
+from ...store.reports import RecentTraffic
 from ...store.retention import over_bound
+from ...store.rewards import Uncounted
 from ...store.store import Store
-from .answers import ERRORS, Ready, Status, Verified
+from ...store.training import Collapse
+from ...store.waiting import Standstill
+from .bodies import ERRORS
 from .requests import ControlRequest, Parts, UserRoute
 
 router = APIRouter(tags=["status"], route_class=UserRoute)
@@ -25,6 +31,55 @@ health = APIRouter(tags=["health"], responses=ERRORS)
 
 NEWEST = 200
 RECENT_CALLS = 500
+
+
+@dataclass
+class Verified:
+    """How the live version was seen to be served; `story` says it to people.
+
+    `deviations`: by how many standard deviations the servers' answers were those of the new weights and not of those
+    before; null where that was not recorded. `difference`: how far they were from the trainer's own, in nats. `by`:
+    what was compared where answers told nothing. `probed_at`: when the proxy last compared an answer with the
+    version's first one (Unix time); `problem`: what was wrong.
+    """
+
+    version: int
+    verified: bool
+    deviations: float | None
+    difference: float | None
+    by: str | None
+    probed_at: float | None
+    problem: str | None
+    story: str
+
+
+class Status(BaseModel):
+    """`rollouts`: how many there are by mode and status. `waiting`: complete rollouts that no step has taken yet.
+
+    `dropped`: how many of the newest 200 training rollouts will not be trained on, by reason. `unrewarded`: how many
+    of them are completed and have no reward that counts; `other_rewards`: how many of these got a reward of another
+    name, by name. `untrainable`: how many of the newest 200 calls cannot be trained on, by reason, the policy's alone.
+    `publishing`: why new weights cannot reach the policy's server. `standstill`: nothing was learned from the newest
+    rollouts. `collapse`: as in `GET /policy`. `uncounted`: none of the newest rewards acts on everybody. `plugins`: the
+    names of those that the configuration asks for. `verified`: how the live version was seen to be served. `recent`:
+    the newest calls, at most 500. `per_step`: how many rollouts a training step takes. The last three are null for a
+    key that sees only its own rollouts.
+    """
+
+    rollouts: dict[Mode, dict[RolloutStatus, int]]
+    waiting: int
+    per_step: int | None
+    dropped: dict[str, int]
+    unrewarded: int
+    other_rewards: dict[str, int]
+    untrainable: dict[str, int]
+    publishing: str | None
+    standstill: Standstill | None
+    uncounted: Uncounted | None
+    collapse: Collapse | None
+    verified: Verified | None
+    plugins: list[str]
+    recent: RecentTraffic | None
 
 
 @router.get("/status", response_model=Status)
@@ -96,6 +151,21 @@ async def verified(store: Store) -> Verified:
 async def healthz() -> dict[str, str]:
     """The process runs."""
     return {"status": "ok"}
+
+
+class Ready(BaseModel):
+    """`down`: watched servers that do not answer. `retention`: why the store is larger than it is to be.
+
+    `publish`: the trainer publishes in another way than this proxy serves.
+    """
+
+    status: Literal["ready", "degraded", "not ready"]
+    store: str
+    upstream: str
+    policy: str | None = None
+    publish: str | None = None
+    retention: str | None = None
+    down: list[str] = []
 
 
 @health.get("/readyz", response_model=Ready, responses={503: {"model": Ready}})

@@ -8,17 +8,63 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict
+
 from ...core.config.section import feature_sections
 from ...core.json_text import fields_of, loads_or_none
-from ...core.records import Event, ModelCall, Reward, Rollout, ToolCall, Transition
+from ...core.records import CallFields, Choice, Event, ModelCall, Reward, Rollout, ToolCall, Transition
 from ...core.tools import dicts, tool_calls
 from ...store.requests import begun
 from ..dialects.transcript import messages_answered, messages_in, text
-from .answers import Call, RewardSeen
+
+
+class RequestOf(BaseModel):
+    """What a request takes from an earlier call's: of each field named here, the first so many.
+
+    That is items of a list, characters (Unicode code points) of a text, members of an object of the full field there.
+    The request itself has what comes after them.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, int]
+    call_id: str
+
+
+class PromptOf(BaseModel):
+    """What a prompt takes from an earlier call: the first so many of its tokens, prompt and answer."""
+
+    call_id: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(CallFields):
+    """A call. What `request` and `prompt_token_ids` have comes after `request_of` and `prompt_of`, if there are any."""
+
+    request_of: RequestOf | None
+    prompt_of: PromptOf | None
+    response_token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None
+    sampling: dict[str, Any]
+    choices: list[Choice] | None = None
+
+
+class RewardSeen(BaseModel):
+    reward_id: int
+    rollout_id: str
+    reward: float
+    call_id: str | None
+    name: str
+    source: str | None
+    comment: str | None
+    final: bool
+    created_at: float
+
 
 _OF_CALL = tuple(field.name for field in fields(Call))
 
