@@ -14,8 +14,9 @@ from ..core.config.root import Config
 from ..core.config.server import StoreConfig
 from ..core.errors import ConfigError
 from ..core.records import PublishMode
+from ..store.opening import first_value
 from ..store.store import Store
-from ..store.versions import kept_mode, newest_checkpoint
+from ..store.versions import DECIDED, NEWEST_CHECKPOINT
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def publish_mode(config: Config) -> PublishMode:
         return "merged"
     if not config.trainer.trains_here:
         return "lora"
-    mode = kept_mode(config.store) or ("lora" if has_gpu() else "merged")
+    mode: PublishMode = first_value(config.store, DECIDED) or ("lora" if has_gpu() else "merged")
     if mode == "merged" and config.policy.adapters:
         raise ConfigError(
             "policy.adapters needs policy.publish: lora; without a GPU, policy.publish: auto means merged, and merged "
@@ -91,7 +92,7 @@ def check_base_model(config: Config) -> None:
 
 def trained_model(config: StoreConfig) -> str | None:
     """Return the model that the store's versions were trained on; None if there are none, or it is not known."""
-    if (checkpoint := newest_checkpoint(config)) is None:
+    if (checkpoint := first_value(config, NEWEST_CHECKPOINT)) is None:
         return None
     try:
         model = json.loads((Path(checkpoint) / SAVED).read_text())["policy.model"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..core.json_text import dumps, dumps_or_none, fields_of, loads_or_none
 from ..core.records import CallStatus, Choice, Event, ModelCall, RolloutName, ToolCall
-from .database import Database, Row, Sql, Transaction, read
+from .database import Database, Row, Table, Transaction, read
 from .requests import Parent, full_calls, short_calls
 from .rewards import Answer, Rewards, answer_once
 from .rollouts import ROLLOUT_SEEN, Rollouts
@@ -154,12 +156,11 @@ CALL_STATUS = """
 SELECT CASE WHEN rollout_id = :rollout_id THEN status ELSE 'ok' END AS status FROM calls WHERE call_id = :call_id
 """
 # Of the newest calls of a rollout, those that were answered.
-_ANSWERED = """
-SELECT {joined}(call_id, ' ') AS call_ids FROM (
+CALLS_ANSWERED = """
+SELECT group_concat(call_id, ' ') AS call_ids FROM (
     SELECT call_id, status FROM calls WHERE rollout_id = :rollout_id ORDER BY seq DESC LIMIT :newest
 ) AS recent WHERE status = 'ok'
 """
-CALLS_ANSWERED = Sql(_ANSWERED.format(joined="group_concat"), postgres=_ANSWERED.format(joined="string_agg"))
 # Of the newest calls of a rollout, those that a request may repeat: without an answer, or the last one.
 CALLS_TO_REPEAT = """
 SELECT call_id FROM (
@@ -178,11 +179,9 @@ SELECT untrainable_reason, COUNT(*) AS n FROM (
     SELECT untrainable_reason, policy_version FROM calls ORDER BY rowid DESC LIMIT :newest
 ) AS recent WHERE untrainable_reason IS NOT NULL AND policy_version IS NOT NULL GROUP BY 1 ORDER BY n DESC, 1
 """
-_RESPONSES = "SELECT call_id, response, upstream FROM calls WHERE rollout_id = :rollout_id"
-RESPONSES_WITH = Sql(
-    f"{_RESPONSES} AND instr(response, :response_id) > 0",
-    postgres=f"{_RESPONSES} AND strpos(response, :response_id) > 0",
-)
+RESPONSES_WITH = """
+SELECT call_id, response, upstream FROM calls WHERE rollout_id = :rollout_id AND instr(response, :response_id) > 0
+"""
 POLICY_LOG_DURING = """
 SELECT version, at FROM policy_log
 WHERE at >= (SELECT MIN(started_at) FROM calls WHERE rollout_id = :rollout_id) ORDER BY n
@@ -211,11 +210,11 @@ class Giver(NamedTuple):
     response: dict[str, Any]
 
 
-class Calls:
+class Calls(Table):
     """The table of calls, with their tool calls. The recorder writes it, in batches."""
 
     def __init__(self, database: Database, rollouts: Rollouts, rewards: Rewards) -> None:
-        self._db = database
+        super().__init__(database)
         self._rollouts = rollouts
         self._rewards = rewards
 
@@ -226,20 +225,18 @@ class Calls:
         work and memory as the rollout has content.
         """
         await self._rollouts.get(rollout_id)
-        params: dict[str, object] = {"rollout_id": rollout_id}
         tools = "SELECT * FROM tool_calls WHERE rollout_id = :rollout_id ORDER BY call_id, position"
-        calls, made = await self._db.all(CALLS, params), await self._db.all(tools, params)
+        params = {"rollout_id": rollout_id}
+        calls, made, log = [await self._db.all(statement, params) for statement in (CALLS, tools, POLICY_LOG_DURING)]
         rewards = (await self._rewards.earned(rollout_id)).calls
-        log = await self._db.all(POLICY_LOG_DURING, params)
-        return await asyncio.to_thread(_read_calls, calls, made, rewards, log, short=short)
+        return await asyncio.to_thread(_read_calls, calls, made, log, rewards, short=short)
 
     async def some(self, call_ids: Collection[str], known: Mapping[str, Parent]) -> list[ModelCall]:
         """Return some of a rollout's calls in order, without results of tools and rewards.
 
         Of the others only those are read that these are stored against, back to the `known` ones.
         """
-        lists: dict[str, object] = {"call_ids": dumps([*call_ids]), "known": dumps([*known])}
-        rows = await self._db.all(CALLS_WITH_PARENTS, lists)
+        rows = await self._db.all(CALLS_WITH_PARENTS, {"call_ids": dumps([*call_ids]), "known": dumps([*known])})
         calls = await asyncio.to_thread(_read_calls, rows, known=known)
         return [call for call in calls if call.call_id in call_ids]
 
@@ -267,9 +264,10 @@ class Calls:
             row: dict[str, Any] = {"rollout_id": rollout_id, "call_id": call_id}
             if (found := await db.one(OUT_OF_ORDER, row)) is None:
                 return False
+            row |= dict(found)
             for statement in MOVED:
-                await db.run(statement, row | dict(found))
-            return bool(found["place"] < found["seq"])
+                await db.run(statement, row)
+            return bool(row["place"] < row["seq"])
 
         return await self._db.write(work)
 
@@ -284,7 +282,7 @@ class Calls:
         return set() if row is None or row["call_ids"] is None else set(row["call_ids"].split(" "))
 
     async def giver(self, rollout_id: str, response_id: str) -> Giver | None:
-        """Return the call that gave the answer with this `id`; None if none is recorded."""
+        """Return the call that gave the answer with this `id`."""
         for row in await self._db.all(RESPONSES_WITH, {"rollout_id": rollout_id, "response_id": response_id}):
             answer = loads_or_none(row["response"])
             if isinstance(answer, dict) and answer.get("id") == response_id:
@@ -309,21 +307,20 @@ class Calls:
 def _read_calls(
     rows: Sequence[Row],
     tool_calls: Iterable[Row] = (),
-    rewards: Mapping[str, float] | None = None,
     log: Sequence[Row] = (),
-    known: Mapping[str, Parent] | None = None,
+    rewards: Mapping[str, float] = MappingProxyType({}),
+    known: Mapping[str, Parent] = MappingProxyType({}),
     *,
     short: bool = False,
 ) -> list[ModelCall]:
     """Read a rollout's calls, in order of `seq`: a parent comes before its children. `log`: of POLICY_LOG_DURING."""
-    tools: dict[str, list[ToolCall]] = {}
+    tools = defaultdict[str, list[ToolCall]](list)
     for tool in tool_calls:
-        is_error, result = None if tool["is_error"] is None else bool(tool["is_error"]), loads_or_none(tool["result"])
-        made = ToolCall(tool["tool_call_id"], tool["name"], tool["arguments"], result, is_error)
-        tools.setdefault(tool["call_id"], []).append(made)
-    parts, calls = [*short_calls(rows, known or {})], []
+        made = read(ToolCall, tool, id=tool["tool_call_id"], result=loads_or_none(tool["result"]))
+        tools[tool["call_id"]].append(made)
+    parts, calls = [*short_calls(rows, known)], []
     for row, own in zip(rows, parts if short else full_calls(parts, known), strict=True):
-        answer, call_id, reason = own.pop("response_token_ids"), row["call_id"], row["untrainable_reason"]
+        answer, reason = own.pop("response_token_ids"), row["untrainable_reason"]
         if row["superseded_by"] is not None:
             reason = "the client sent the same request again"
         elif reason is None and row["status"] != "ok":
@@ -331,7 +328,7 @@ def _read_calls(
         calls.append(read(
             ModelCall, row, **own, policy_versions=_versions(row, log), choices=_choices(row, answer),
             response=loads_or_none(row["response"]), usage=loads_or_none(row["usage"]),
-            tool_calls=tuple(tools.get(call_id, ())), reward=(rewards or {}).get(call_id),
+            tool_calls=tuple(tools[row["call_id"]]), reward=rewards.get(row["call_id"]),
             trainable=reason is None, untrainable_reason=reason,
         ))  # fmt: skip
     return calls
@@ -355,20 +352,13 @@ def _choices(row: Row, answer: tuple[int, ...]) -> tuple[Choice, ...]:
     return (first, *(Choice(index, tuple(ids), tuple(lps), reason) for index, ids, lps, reason in more))
 
 
-class Events:
+class Events(Table):
     """The table of events. Events are context and are never trained on."""
 
-    def __init__(self, database: Database) -> None:
-        self._db = database
-
     async def post(
-        self,
-        rollout: RolloutName,
-        events: Sequence[Event],
-        key: str | None = None,
-        body: bytes = b"",
+        self, rollout: RolloutName, events: Sequence[Event], key: str | None = None, body: bytes = b"",
         at: float | None = None,
-    ) -> Answer:
+    ) -> Answer:  # fmt: skip
         """Record all of `events` or none, after all calls that have begun: by the time `at`, or else by now.
 
         Opens a rollout that is unknown so far. `key` as in `Rewards.post`.
@@ -388,9 +378,8 @@ class Events:
         return await self._db.write(lambda db: answer_once(db, key, request, lambda: work(db)))
 
     async def of(self, rollout_id: str) -> list[Event]:
-        """Return the rollout's events in order."""
         statement = "SELECT * FROM events WHERE rollout_id = :rollout_id ORDER BY seq, created_at, event_id"
         return [
-            read(Event, row, is_error=bool(row["is_error"]), **{name: loads_or_none(row[name]) for name in EVENT_JSON})
+            read(Event, row, **{name: loads_or_none(row[name]) for name in EVENT_JSON})
             for row in await self._db.all(statement, {"rollout_id": rollout_id})
         ]

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .database import Database
+from .database import Database, Table
 
 CONVERSATION_POINT = """
 INSERT INTO conversation_points (digest, rollout_id, at) VALUES (:digest, :rollout_id, :at)
 ON CONFLICT (digest) DO UPDATE SET rollout_id = excluded.rollout_id, at = excluded.at
 """
 # What was said in several rollouts leads to none of them.
-CONVERSATION_ORIGIN = """
-INSERT INTO conversation_points (digest, rollout_id, at) VALUES (:digest, :rollout_id, :at)
-ON CONFLICT (digest) DO UPDATE SET
-    rollout_id = CASE WHEN conversation_points.rollout_id = excluded.rollout_id THEN excluded.rollout_id END,
-    at = excluded.at
-"""
+CONVERSATION_ORIGIN = CONVERSATION_POINT.replace(
+    "rollout_id = excluded.rollout_id",
+    "rollout_id = CASE WHEN conversation_points.rollout_id = excluded.rollout_id THEN excluded.rollout_id END",
+)
 CONVERSATION_TIP = """
 INSERT INTO conversation_tips (digest, at, call_id, rollout_id, exact)
 VALUES (:digest, :at, :call_id, :rollout_id, :exact)
@@ -78,11 +76,8 @@ POINTS_OF = "SELECT digest, rollout_id FROM conversation_points WHERE rollout_id
 POINT_DELETE = "DELETE FROM conversation_points WHERE digest = :digest AND rollout_id = :rollout_id"
 
 
-class ConversationIndex:
+class ConversationIndex(Table):
     """Finds the rollout of a digest. The recorder writes digests, in the commit of their call."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
 
     async def leads_to(self, digest: bytes) -> str | None:
         """Return the last rollout that was at this point, if one rollout alone was."""
@@ -101,11 +96,12 @@ class ConversationIndex:
         `loose`: the digest of the point without results of tools; an entry that is the same with them goes first.
         """
         there = await self._db.quick(CONVERSATION_AT, {"exact": exact, "loose": loose})
-        if there is None:
-            return None
-        taken = await self.take(loose, exact=exact) if there["waits"] else None
-        if taken is None and there["exact"] is None and there["waits"]:
-            taken = await self.take(loose)
+        assert there is not None
+        taken = None
+        if there["waits"]:
+            taken = await self.take(loose, exact=exact)
+            if taken is None and there["exact"] is None:
+                taken = await self.take(loose)
         return taken or there["exact"] or there["loose"]
 
     async def add(self, origins: Sequence[dict[str, Any]]) -> None:

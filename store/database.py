@@ -116,10 +116,9 @@ Work = Callable[[Transaction], Coroutine[Any, Any, T]]
 
 
 class Database(Reads):
-    """An open database.
+    """An open database. `where`: its place, as a person may see it.
 
-    Raises StoreUnavailable where it cannot be reached, read or written, and Refused where a row is not allowed.
-    `where`: its place, as a person may see it.
+    Raises StoreUnavailable where it cannot be reached, read or written, ConstraintRefused where a row is not allowed.
     """
 
     where: str
@@ -150,19 +149,16 @@ class Database(Reads):
 
     async def value(self, sql: str, **params: object) -> Any:
         """Return the first column of a query's first row, or None without one."""
-        row = await self.one(sql, params)
-        return None if row is None else row[0]
+        return row[0] if (row := await self.one(sql, params)) else None
 
     async def record(self, kind: type[T], sql: str, **params: object) -> T | None:
         """Return the record in a query's first row, or None without one."""
-        row = await self.one(sql, params)
-        return None if row is None else read(kind, row)
+        return read(kind, row) if (row := await self.one(sql, params)) else None
 
     async def records(self, kind: type[T], sql: str, **params: object) -> list[T]:
         """Return the records in a query's rows."""
         rows = await self.all(sql, params)
-        json = [name for name, decode in _columns(kind) if decode in (loads, loads_rounded)]  # type: ignore[arg-type]
-        size = sum(len(row[name] or "") for row in rows for name in json)
+        size = sum(len(value) for row in rows for value in row if isinstance(value, str))
         return await in_thread_if_large(size, lambda: [read(kind, row) for row in rows])
 
     async def execute(self, sql: str, **params: object) -> None:
@@ -189,6 +185,13 @@ class Database(Reads):
 
         Where that is a lock on a server, and the way to it breaks, the block is cancelled: StoreUnavailable.
         """
+
+
+class Table:
+    """What reads and writes the records of one kind."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
 
 
 async def in_passing(database: Database, work: Work[T]) -> T:
@@ -233,7 +236,7 @@ def _decoder(name: str, hint: Any) -> Callable[[Any], Any] | None:
         return loads_rounded
     if get_origin(hint) in (dict, list):
         return loads
-    return bool if hint is bool else None
+    return bool if hint in (bool, bool | None) else None
 
 
 FEED_KNOWS = """
@@ -242,17 +245,14 @@ SELECT :cursor BETWEEN COALESCE((SELECT MIN(n) - 1 FROM feed), 0) AND COALESCE((
 FEED_NEWEST = Sql("SELECT MAX(n) AS newest FROM feed", postgres="SELECT feed_newest() AS newest")
 
 
-class Feed:
+class Feed(Table):
     """The log of what happens in the store: the newest 10,000 events, in the order of commits. Triggers write it."""
-
-    def __init__(self, database: Database) -> None:
-        self.database = database
 
     async def newest(self) -> int:
         """Return the number of the last event; 0 if there is none."""
-        row = await self.database.quick(FEED_NEWEST)
+        row = await self._db.quick(FEED_NEWEST)
         return (row and row[0]) or 0
 
     async def knows(self, cursor: int) -> bool:
         """Return whether all events after `cursor` are still here."""
-        return bool(await self.database.value(FEED_KNOWS, cursor=cursor))
+        return bool(await self._db.value(FEED_KNOWS, cursor=cursor))

@@ -12,18 +12,14 @@ from uuid import uuid4
 from ..core.config.root import Config
 from ..core.errors import ConfigError, Conflict, NotFound
 from ..core.records import Limits, check_id
-from .database import ConstraintRefused, Database, read
+from .database import ConstraintRefused, Table, read
 from .opening import opened
 
-KEY_NEW = """
-INSERT INTO keys
-    (key_id, key_hash, name, role, scope, evaluator, requests_per_minute, tokens_per_minute, concurrent, recording,
-     created_at)
-VALUES (
-    :key_id, :key_hash, :name, :role, :scope, :evaluator, :requests_per_minute, :tokens_per_minute, :concurrent,
-    :recording, :created_at
-)
-"""
+_NEW = (
+    "key_id", "key_hash", "name", "role", "scope", "evaluator", "requests_per_minute", "tokens_per_minute",
+    "concurrent", "recording", "created_at",
+)  # fmt: skip
+KEY_NEW = f"INSERT INTO keys ({', '.join(_NEW)}) VALUES (:{', :'.join(_NEW)})"
 KEY_REVOKE = "UPDATE keys SET revoked_at = :at WHERE name = :name AND revoked_at IS NULL RETURNING *"
 
 Role = Literal["agent", "admin", "rollout"]
@@ -76,25 +72,15 @@ class StoredKey:
         return Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrent)
 
 
-class Keyring:
+class Keyring(Table):
     """The table of keys. It has few rows and is read entirely."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
 
     async def all(self) -> list[StoredKey]:
         """Return all keys, also revoked ones, oldest first."""
         return await self._db.records(StoredKey, "SELECT * FROM keys ORDER BY created_at, key_id")
 
     async def create(
-        self,
-        name: str,
-        role: Role,
-        limits: Limits,
-        *,
-        recording: bool,
-        scope: Scope = "all",
-        evaluator: bool = False,
+        self, name: str, role: Role, limits: Limits, *, recording: bool, scope: Scope = "all", evaluator: bool = False
     ) -> tuple[str, StoredKey]:
         """Make a key, which only the caller ever sees; Conflict if a live one has this name."""
         key = new_key(role)
@@ -111,8 +97,7 @@ class Keyring:
     async def revoke(self, name: str) -> StoredKey:
         """End a key and the rollout keys that it asked for; NotFound if no live key has this name."""
         row = {"name": name, "at": time.time()}
-        revoked = await self._db.write(lambda db: db.one(KEY_REVOKE, row))
-        if revoked is None:
+        if (revoked := await self._db.write(lambda db: db.one(KEY_REVOKE, row))) is None:
             raise NotFound(f"no live key is named {name!r}")
         return read(StoredKey, revoked)
 

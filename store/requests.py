@@ -20,6 +20,7 @@ from array import array
 from bisect import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..core.http import LARGE
@@ -111,12 +112,13 @@ def newest_parents(known: Mapping[str, Parent], calls: Sequence[ModelCall]) -> d
     return dict([*{**known, **more}.items()][-PARENTS:])
 
 
-def full_calls(calls: Iterable[Json], known: Mapping[str, Parent] | None = None, *, prompts: bool = True) -> list[Json]:
+def full_calls(
+    calls: Iterable[Json], known: Mapping[str, Parent] = MappingProxyType({}), *, prompts: bool = True
+) -> list[Json]:
     """Return a rollout's short calls with full requests, which share their messages in memory.
 
     `known`: calls that were read before. Without `prompts` these stay short: all of them in full take much memory.
     """
-    known = known or {}
     requests, found = {call_id: parent.request for call_id, parent in known.items()}, []
     tokens = dict[str, tuple[Any, Any]]()  # prompt, which is the call's own, and answer
     for call in calls:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..core.errors import Conflict, LightningError, NotFound
 from ..core.json_text import dumps
 from ..core.records import OPERATOR, Mode, Rollout, RolloutName, RolloutStatus, Sender
 from .conversations import forget_conversations
-from .database import Database, Transaction, all_in_passing
+from .database import Database, Table, Transaction, all_in_passing
 from .rewards import count_returns
 
 log = logging.getLogger(__name__)
@@ -67,29 +67,23 @@ ROLLOUT_OF_ANOTHER_KEY = """
 SELECT rollout_id FROM rollouts
 WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND key_id IS NOT :key_id LIMIT 1
 """
-ROLLOUTS_PAGE = """
-SELECT rollouts.* FROM rollouts
-WHERE rollouts.n < :cursor {filters}
-ORDER BY rollouts.n DESC LIMIT :limit
-"""
-ROLLOUTS_PAGE_OF_AGENT = """
-SELECT rollouts.* FROM rollout_agents CROSS JOIN rollouts ON rollouts.n = rollout_agents.n
-WHERE rollout_agents.agent = :agent AND rollout_agents.n < :cursor {filters}
-ORDER BY rollout_agents.n DESC LIMIT :limit
-"""
+ROLLOUTS_PAGE = "SELECT rollouts.* FROM {source} WHERE {n} < :cursor {filters} ORDER BY {n} DESC LIMIT :limit"
+# What a page is read off, by the first of these that is filtered by; and the number by which it is in order.
+SOURCES = {
+    "prefix": ("rollouts INDEXED BY sqlite_autoindex_rollouts_1", "+rollouts.n"),  # the index on ids
+    "agent": (
+        "rollout_agents CROSS JOIN rollouts ON rollout_agents.agent = :agent AND rollouts.n = rollout_agents.n",
+        "rollout_agents.n",
+    ),
+}
 ROLLOUT_FILTERS = {
     "status": "AND status = :status",
     "task_id": "AND task_id = :task_id",
     "mode": "AND mode = :mode",
     "key_id": "AND rollouts.key_id = :key_id",
-    "agent": "",  # ROLLOUTS_PAGE_OF_AGENT
+    "prefix": "AND rollout_id >= :prefix AND rollout_id < :prefix_end",
+    "agent": "AND EXISTS (SELECT 1 FROM rollout_agents AS a WHERE a.agent = :agent AND a.n = rollouts.n)",
 }
-# Newest first of those whose ids begin alike, by the index on ids.
-ROLLOUTS_PAGE_OF_PREFIX = """
-SELECT rollouts.* FROM rollouts INDEXED BY sqlite_autoindex_rollouts_1
-WHERE rollout_id >= :prefix AND rollout_id < :prefix_end AND +rollouts.n < :cursor {filters}
-ORDER BY +rollouts.n DESC LIMIT :limit
-"""
 _LOOKED_AT = "SELECT n, {fits} AS fits FROM ({page}) AS found ORDER BY n DESC"
 ROLLOUTS_OF_NUMBERS = (
     "SELECT * FROM rollouts WHERE n IN (SELECT CAST(value AS BIGINT) FROM json_each(:numbers)) ORDER BY n DESC"
@@ -97,7 +91,6 @@ ROLLOUTS_OF_NUMBERS = (
 # `version`: that it began with. `step`: that took it. `key`: the name of the key that it was opened with. `model`: of
 # one of its calls. `text`: anywhere in requests and answers, in any case of ASCII.
 SEARCHED = {
-    "prefix": "TRUE",
     "min_reward": "reward >= :min_reward",
     "max_reward": "reward <= :max_reward",
     "since": "created_at >= :since",
@@ -195,11 +188,8 @@ class RolloutKey:
     evidence: bool = False
 
 
-class Rollouts:
+class Rollouts(Table):
     """The tables of rollouts, their keys and the models chosen for them."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
 
     async def open(
         self,
@@ -225,9 +215,9 @@ class Rollouts:
         same: dict[str, Any] = {
             "metadata": dumps(metadata), "policy_version": policy_version, "model": model, "may_reward": may_reward,
             "sibling_of": sibling_of, "first": names[0][0].rollout_id if grouped else None, "at": time.time(),
+            "key_id": key_id, "evidence": evidence,
         }  # fmt: skip
-        by = {"key_id": key_id, "evidence": evidence}
-        opened = [name._asdict() | same | by | {"key_hash": key_hash} for name, key_hash in names]
+        opened = [name._asdict() | same | {"key_hash": key_hash} for name, key_hash in names]
         first = [(ROLLOUT_FIRST, [same])] if grouped else []
         size = len(opened) * (len(same["metadata"]) + ROLLOUT_SIZE)
         await self._db.commit([(ROLLOUT_OPEN, opened), *first, (ROLLOUT_KEY, opened)], size)
@@ -235,8 +225,7 @@ class Rollouts:
     async def get(self, rollout_id: str) -> Rollout:
         """Return the rollout with this id; raise NotFound if there is none."""
         statement = "SELECT * FROM rollouts WHERE rollout_id = :rollout_id"
-        rollout = await self._db.record(Rollout, statement, rollout_id=rollout_id)
-        if rollout is None:
+        if (rollout := await self._db.record(Rollout, statement, rollout_id=rollout_id)) is None:
             raise NotFound(f"no rollout {rollout_id!r}", param="rollout_id")
         return rollout
 
@@ -256,8 +245,8 @@ class Rollouts:
     async def of_another_key(self, rollout_ids: Iterable[str], key_id: str | None) -> str | None:
         """Return one of these rollouts that was not opened with this key, or None if there is none."""
         ids = dumps([*rollout_ids])
-        found: str | None = await self._db.value(ROLLOUT_OF_ANOTHER_KEY, rollout_ids=ids, key_id=key_id)
-        return found
+        row = await self._db.one(ROLLOUT_OF_ANOTHER_KEY, {"rollout_ids": ids, "key_id": key_id})
+        return None if row is None else row["rollout_id"]
 
     async def page(
         self, filters: Mapping[str, Any], limit: int, cursor: int | None = None
@@ -267,25 +256,20 @@ class Rollouts:
         `filters`: of ROLLOUT_FILTERS, and of SEARCHED, which no index knows: with one of these a bounded number of
         rollouts is looked at. The page may be short, or empty, and not be the last.
         """
-        chunk, most = (TEXT_CHUNK, MOST_TEXTS) if "text" in filters else (CHUNK, MOST)
+        chunk, left = (TEXT_CHUNK, MOST_TEXTS) if "text" in filters else (CHUNK, MOST)
         chunk = chunk if filters.keys() & SEARCHED.keys() else limit + 1
         statement, values = page_statement(filters)
-        numbers, looked, until, following = list[int](), 0, time.monotonic() + MOST_S, cursor
-        while True:
-            asked = {**values, "cursor": following or ALL, "limit": chunk}
-            rows = await self._db.all(statement, asked)
+        numbers, until, following = list[int](), time.monotonic() + MOST_S, cursor or ALL
+        while following and left > 0 and len(numbers) <= limit and time.monotonic() < until:
+            rows = await self._db.all(statement, {**values, "cursor": following, "limit": chunk})
             numbers += [row["n"] for row in rows if row["fits"]]
-            looked += len(rows)
-            following = rows[-1]["n"] if len(rows) == chunk else None
-            if len(numbers) > limit:
-                numbers, following = numbers[:limit], numbers[limit - 1]
-                break
-            if following is None or looked >= most or time.monotonic() > until:
-                break
-        return await self._db.records(Rollout, ROLLOUTS_OF_NUMBERS, numbers=dumps(numbers)), following
+            left -= len(rows)
+            following = rows[-1]["n"] if len(rows) == chunk else 0
+        if len(numbers) > limit:
+            numbers, following = numbers[:limit], numbers[limit - 1]
+        return await self._db.records(Rollout, ROLLOUTS_OF_NUMBERS, numbers=dumps(numbers)), following or None
 
     async def counts(self) -> dict[tuple[str, str], int]:
-        """Count rollouts by (mode, status)."""
         return {(r["mode"], r["status"]): r["rollouts"] for r in await self._db.all(ROLLOUT_COUNTS)}
 
     async def active(self, since: float) -> int:
@@ -356,12 +340,6 @@ class Rollouts:
 
 def page_statement(filters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the statement that looks at a page's rollouts, and its parameters but `cursor` and `limit`."""
-    own = " ".join(text for name, text in ROLLOUT_FILTERS.items() if name in filters)
-    page = ROLLOUTS_PAGE_OF_AGENT if "agent" in filters else ROLLOUTS_PAGE
-    if "prefix" in filters:
-        page = ROLLOUTS_PAGE_OF_PREFIX
-        if "agent" in filters:
-            own += " AND EXISTS (SELECT 1 FROM rollout_agents AS a WHERE a.agent = :agent AND a.n = rollouts.n)"
     text = filters.get("text", "")
     values = {
         **filters,
@@ -371,7 +349,14 @@ def page_statement(filters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         "escaped": None if text.isascii() else _pattern(json.dumps(text)),
     }
     fits = " AND ".join(condition for name, condition in SEARCHED.items() if name in filters)
-    return _LOOKED_AT.format(fits=fits or "TRUE", page=page.format(filters=own)), values
+    return _LOOKED_AT.format(fits=fits or "TRUE", page=page_of(filters)), values
+
+
+def page_of(filters: Collection[str]) -> str:
+    """Return the statement of a page's rollouts, before SEARCHED."""
+    source, n = next((where for name, where in SOURCES.items() if name in filters), ("rollouts", "rollouts.n"))
+    own = " ".join(text for name, text in ROLLOUT_FILTERS.items() if name in filters)
+    return ROLLOUTS_PAGE.format(source=source, n=n, filters=own)
 
 
 def _pattern(string: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.json_text import dumps
 from ..core.records import CollapseSign, PolicyVersion, Rollout
-from .database import Database, Transaction
+from .database import Database, Table, Transaction
 from .rollouts import ALL, LOOK
 from .versions import PolicyVersions
 
@@ -46,7 +46,6 @@ STEP_RELEASE = (
     "UPDATE rollouts SET dropped = NULL, dropped_by = NULL WHERE dropped_by = :step",
     "DELETE FROM steps WHERE step = :step",
 )
-STEP_UNDER_WAY = "SELECT created_at FROM steps WHERE status = 'claimed' ORDER BY step LIMIT 1"
 # Not the newest, nor those of versions that have files.
 OLD_CHECKPOINTS = """
 SELECT step, checkpoint FROM steps
@@ -153,11 +152,11 @@ class Collapse:
         )
 
 
-class TrainingSteps:
+class TrainingSteps(Table):
     """The table of training steps."""
 
     def __init__(self, database: Database, versions: PolicyVersions) -> None:
-        self._db = database
+        super().__init__(database)
         self._versions = versions
 
     async def claim(
@@ -174,14 +173,12 @@ class TrainingSteps:
         """
 
         async def work(db: Transaction) -> int:
-            (row,) = await db.all(STEP_NEW, {"base": base, "at": time.time()})
-            step = int(row["step"])
-            claimed = [{"step": step, "rollout_id": rollout_id} for rollout_id in rollout_ids]
-            await db.many(CLAIM, claimed)
-            await db.many(CREDIT_FORGET, claimed)
+            ((step,),) = await db.all(STEP_NEW, {"base": base, "at": time.time()})
+            for statement in (CLAIM, CREDIT_FORGET):
+                await db.many(statement, [{"step": step, "rollout_id": rollout_id} for rollout_id in rollout_ids])
             await db.many(CREDIT, [asdict(call) | {"step": step} for call in credit])
             await _drop(db, dropped, groups, step)
-            return step
+            return int(step)
 
         return await self._db.write(work)
 
@@ -191,17 +188,17 @@ class TrainingSteps:
 
     async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
         """Commit a step whose checkpoint is complete: its rollouts are never offered again."""
-        row = {"checkpoint": checkpoint, "metrics": dumps(metrics), "at": time.time()}
-        await self._db.execute(STEP_TRAINED, step=step, **row)
+        row = {"step": step, "checkpoint": checkpoint, "metrics": dumps(metrics), "at": time.time()}
+        await self._db.commit([(STEP_TRAINED, [row])])
 
     async def release_unfinished(self) -> list[int]:
         """Undo the steps that a killed trainer left unfinished, and return their numbers."""
 
         async def work(db: Transaction) -> list[int]:
-            steps = [dict(row) for row in await db.all("SELECT step FROM steps WHERE status = 'claimed'")]
+            steps = [step for (step,) in await db.all("SELECT step FROM steps WHERE status = 'claimed'")]
             for statement in STEP_RELEASE:
-                await db.many(statement, steps)
-            return [row["step"] for row in steps]
+                await db.many(statement, [{"step": step} for step in steps])
+            return steps
 
         return await self._db.write(work)
 
@@ -221,7 +218,6 @@ class TrainingSteps:
         await self._versions.set_live(0)
 
     async def rollouts_of(self, step: int) -> list[Rollout]:
-        """Return the rollouts that a step took."""
         statement = "SELECT * FROM rollouts WHERE step = :step ORDER BY task_id, n"
         return await self._db.records(Rollout, statement, step=step)
 
@@ -236,8 +232,8 @@ class TrainingSteps:
 
     async def under_way_since(self) -> float | None:
         """Return when the step under way began (Unix time); None if none is."""
-        began: float | None = await self._db.value(STEP_UNDER_WAY)
-        return began
+        step = await self._db.record(Step, "SELECT * FROM steps WHERE status = 'claimed' ORDER BY step LIMIT 1")
+        return step and step.created_at
 
     async def _trained(self, rest: str, **params: object) -> list[Step]:
         return await self._db.records(Step, f"SELECT * FROM steps WHERE status = 'trained' {rest}", **params)
@@ -258,13 +254,11 @@ class TrainingSteps:
         return steps
 
     async def last(self) -> Step | None:
-        """Return the newest finished step."""
         return next(iter(await self.newest(1)), None)
 
     async def first(self, limit: int) -> list[Step]:
         """Return the first RL steps that changed the policy, oldest first."""
-        found: list[Step] = []
-        after, rest = 0, "AND step > :after ORDER BY step LIMIT :limit"
+        found, after, rest = list[Step](), 0, "AND step > :after ORDER BY step LIMIT :limit"
         while len(found) < limit and (steps := await self._trained(rest, after=after, limit=LOOK)):
             # Others are of other methods, or have changed nothing.
             found += [s for s in steps if s.metrics.get("method") is None and s.metrics.get("skipped") == 0]
@@ -281,16 +275,13 @@ class TrainingSteps:
         return Collapse.of(await self.last(), await self._versions.live())
 
     async def update_metrics(self, step: int, metrics: dict[str, Any]) -> None:
-        """Replace the metrics of a step."""
         await self._db.execute(STEP_METRICS, step=step, metrics=dumps(metrics))
 
     async def old_checkpoints(self, keep: int) -> list[tuple[int, str]]:
         """Return steps and checkpoints that are not among the newest `keep`, and of no version that has files."""
-        rows = await self._db.all(OLD_CHECKPOINTS, {"newer": keep - 1})
-        return [(row["step"], row["checkpoint"]) for row in rows]
+        return [(step, path) for step, path in await self._db.all(OLD_CHECKPOINTS, {"newer": keep - 1})]
 
     async def forget_checkpoint(self, step: int) -> None:
-        """Note that a step's checkpoint is gone."""
         await self._db.execute("UPDATE steps SET checkpoint = NULL WHERE step = :step", step=step)
 
 

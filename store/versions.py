@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..core.config.server import StoreConfig
 from ..core.errors import NotFound
 from ..core.json_text import dumps
 from ..core.records import Mode, PolicyVersion, PublishMode, VersionStatus
-from .database import Database, Transaction, read
-from .opening import first_value
+from .database import Database, Table, Transaction, read
 from .rewards import FAILED_HELD_OUT
 
 VERSION_LIVE_NOW = """
@@ -27,12 +25,6 @@ INSERT INTO policy_versions (version, status, publish, step, created_at, metrics
 SELECT MAX(version) + 1, 'publishing', :publish, :step, :at, :metrics FROM policy_versions
 RETURNING version
 """
-VERSION_OF_OTHERS = """
-INSERT INTO policy_versions (version, status, created_at) VALUES (:version, 'ready', :at) ON CONFLICT DO NOTHING
-"""
-VERSION_SAVED = """
-UPDATE policy_versions SET path = :path, served_model = :served_model, adapters = :adapters WHERE version = :version
-"""
 VERSION_VERIFIED = "UPDATE policy_versions SET verified = 1 WHERE version = :version"
 GO_LIVE = (
     "INSERT INTO policy_log (version, at) VALUES (:version, :at)",
@@ -40,12 +32,11 @@ GO_LIVE = (
     "UPDATE policy_versions SET status = 'ready' WHERE status = 'live' AND version <> :version",
 )
 STEP_PUBLISHED = "UPDATE steps SET version = :version WHERE step = :step"
-VERSION_FAILED = "UPDATE policy_versions SET status = 'failed', error = :error WHERE version = :version"
-STEP_UNPUBLISHED = """
-UPDATE steps SET version = NULL
-WHERE step = (SELECT step FROM policy_versions WHERE version = :version) AND version = :version
-"""
-VERSION_FORGET = "DELETE FROM policy_versions WHERE version = :version AND status = 'publishing'"
+VERSION_FAILED = (
+    "UPDATE policy_versions SET status = 'failed', error = :error WHERE version = :version",
+    "UPDATE steps SET version = NULL WHERE step = (SELECT step FROM policy_versions WHERE version = :version)"
+    " AND version = :version",
+)
 # Whoever makes a version live decides about the one that is tested, and about the one that waits.
 VERSION_UNTESTED = "UPDATE policy_versions SET status = 'ready' WHERE status IN ('candidate', 'waiting')"
 # Of merged weights that another version took the place of. A live one may still be verified.
@@ -79,11 +70,8 @@ INSERT INTO probes (version, model, answer, at) VALUES (:version, :model, :answe
 ON CONFLICT (version) DO UPDATE SET model = excluded.model, answer = excluded.answer, at = excluded.at, problem = NULL
 WHERE probes.model <> excluded.model
 """
-PROBE_PROBLEM = "UPDATE probes SET problem = :problem, at = :at WHERE version = :version"
 
-PARENTS = """
-SELECT policy_versions.version, steps.base FROM policy_versions JOIN steps ON steps.step = policy_versions.step
-"""
+PARENTS = "SELECT policy_versions.version, steps.base FROM policy_versions JOIN steps USING (step)"
 # From a version back to the versions that it was trained on from, as far as the second one, and no older ones.
 LINE = """
 WITH RECURSIVE line (version, step, base, status, created_at) AS (
@@ -100,8 +88,7 @@ SELECT version, base, status, created_at FROM line
 
 _BY_TASK = """
 SELECT policy_version AS version, mode, task_id, AVG({value}) AS mean, COUNT(*) AS rollouts,
-    AVG({value} * {value}) AS square, COUNT(reward) AS rewarded, NULL AS tokens, NULL AS latency_ms
-FROM {rollouts}
+    AVG({value} * {value}) AS square, COUNT(reward) AS rewarded, NULL AS tokens, NULL AS latency_ms FROM {rollouts}
 WHERE policy_version IN (SELECT CAST(value AS BIGINT) FROM json_each(:versions)) AND foreign_calls = 0
     AND COALESCE(reward, {value}) IS NOT NULL AND {value} IS NOT NULL GROUP BY policy_version, mode, task_id
 """
@@ -184,35 +171,34 @@ class VersionReward(MeanReward):
     The interval is over tasks, or over the rollouts of a single one.
     """
 
-    low: float | None
-    high: float | None
+    low: float | None = None
+    high: float | None = None
 
     @classmethod
     def of(cls, means: Sequence[TaskMean]) -> VersionReward:
         """Return the reward of a version in one mode. `means`: of all its tasks, at least one."""
-        rollouts, alone = sum(one.rollouts for one in means), len(means) == 1
-        units = [(one, one.rollouts if one.task_id is None or alone else 1) for one in means]
-        count = sum(n for _, n in units)
-        mean = means[0].mean if alone else math.fsum(n * one.mean for one, n in units) / count
+        rollouts = sum(one.rollouts for one in means)
+        units = [1 if one.task_id is not None and len(means) > 1 else one.rollouts for one in means]
+        count = sum(units)
+        mean = math.fsum(n * one.mean for one, n in zip(means, units, strict=True)) / count
         if count == 1:
-            return cls(mean, rollouts, None, None)
-        # A task counts by its mean; one by one, rollouts spread around theirs.
-        squares = math.fsum(n * ((one.mean - mean) ** 2 + (max(one.square - one.mean**2, 0) if n > 1 else 0))
-                            for one, n in units)  # fmt: skip
+            return cls(mean, rollouts)
+        squares = 0.0
+        for one, n in zip(means, units, strict=True):  # a task counts by its mean; rollouts spread around theirs
+            squares += n * (one.mean - mean) ** 2 + (n * max(one.square - one.mean**2, 0) if n > 1 else 0)
         freedom = count - 1
         half = 1.96 * math.sqrt(squares / freedom / count * (freedom + FEW) / freedom)
         return cls(mean, rollouts, mean - half, mean + half)
 
 
-class PolicyVersions:
+class PolicyVersions(Table):
     """The table of policy versions. `set_live` is the commit that moves the alias."""
 
     def __init__(self, database: Database) -> None:
-        self._db = database
+        super().__init__(database)
         self._live: tuple[int, PolicyVersion] | None = None  # since which row of the log; the version
 
     async def live(self) -> PolicyVersion:
-        """Return the version that the alias stands for."""
         (version,) = await self._db.records(PolicyVersion, VERSION_LIVE_NOW)
         return version
 
@@ -223,7 +209,7 @@ class PolicyVersions:
         if self._live is None or self._live[0] != since["n"]:
             row = await self._db.quick(VERSION_LIVE_NOW)
             assert row is not None
-            self._live = (since["n"], read(PolicyVersion, row))
+            self._live = since["n"], read(PolicyVersion, row)
         return self._live[1]
 
     async def _where(self, condition: str, **params: object) -> list[PolicyVersion]:
@@ -231,7 +217,6 @@ class PolicyVersions:
         return await self._db.records(PolicyVersion, statement, **params)
 
     async def all(self) -> list[PolicyVersion]:
-        """Return every version, by number."""
         return await self._where("TRUE")
 
     async def is_new(self) -> bool:
@@ -240,25 +225,22 @@ class PolicyVersions:
 
     async def get(self, version: int) -> PolicyVersion:
         """Return the version of this number; NotFound if there is none."""
-        for found in await self._where("version = :version", version=version):
-            return found
+        if found := await self._where("version = :version", version=version):
+            return found[0]
         raise NotFound(f"no policy version {version}", param="version")
 
     async def named(self, model: str) -> int | None:
         """Return the version that vLLM serves under this name, itself or an adapter of it; None if there is none."""
         # Adapters of agents are served under the version's own name with a point and theirs.
         names = [model, *(model[: point.start()] for point in re.finditer(r"\.", model))]
-        versions = await self._where(
-            "served_model IN (SELECT CAST(value AS TEXT) FROM json_each(:names))", names=dumps(names)
-        )
+        served = "served_model IN (SELECT CAST(value AS TEXT) FROM json_each(:names))"
+        versions = await self._where(served, names=dumps(names))
         return next((one.version for one in versions if model in one.served_models), None)
 
     async def with_files(self) -> list[PolicyVersion]:
-        """Return the versions whose files are there, by number."""
         return await self._where("path IS NOT NULL")
 
     async def of_status(self, status: VersionStatus) -> list[PolicyVersion]:
-        """Return the versions of a status, by number."""
         return await self._where("status = :status", status=status)
 
     async def never_verified(self) -> frozenset[int]:
@@ -282,14 +264,20 @@ class PolicyVersions:
 
     async def reserve(self, versions: Iterable[int]) -> None:
         """Reserve the numbers of versions that imported rollouts were sampled by; their files are not here."""
-        await self._db.commit([(VERSION_OF_OTHERS, [{"version": v, "at": time.time()} for v in versions])])
+        other = "INSERT INTO policy_versions (version, status, created_at) VALUES (:version, 'ready', :at)"
+        rows = [{"version": version, "at": time.time()} for version in versions]
+        await self._db.commit([(f"{other} ON CONFLICT DO NOTHING", rows)])
 
     async def saved(
         self, version: int, path: str, served_model: str | None, adapters: Mapping[str, str] | None = None
     ) -> None:
         """Note that the version's files are complete, and the names that it and its further adapters are served as."""
-        names = {"served_model": served_model, "adapters": dumps(adapters or {})}
-        await self._db.execute(VERSION_SAVED, version=version, path=path, **names)
+        statement = (
+            "UPDATE policy_versions SET path = :path, served_model = :served_model, adapters = :adapters"
+            " WHERE version = :version"
+        )
+        row = {"version": version, "path": path, "served_model": served_model, "adapters": dumps(adapters or {})}
+        await self._db.commit([(statement, [row])])
 
     async def set_live(self, version: int, step: int | None = None, *, verified: bool = False) -> None:
         """Make the version live: the alias stands for it from now on. No other is tested, or waits for it."""
@@ -302,17 +290,17 @@ class PolicyVersions:
         await self._db.write(alone)
 
     async def verified(self, version: int) -> None:
-        """Note that vLLM was seen to serve these weights."""
         await self._db.execute(VERSION_VERIFIED, version=version)
 
     async def failed(self, version: int, error: str) -> None:
         """Note why the version did not go live; it never will."""
         row = {"version": version, "error": error}
-        await self._db.commit([(VERSION_FAILED, [row]), (STEP_UNPUBLISHED, [row])])
+        await self._db.commit([(statement, [row]) for statement in VERSION_FAILED])
 
     async def forget_unfinished(self, version: int) -> None:
         """Delete a version whose publishing was broken off."""
-        await self._db.execute(VERSION_FORGET, version=version)
+        unfinished = "DELETE FROM policy_versions WHERE version = :version AND status = 'publishing'"
+        await self._db.execute(unfinished, version=version)
 
     async def forget_files(self, version: int) -> None:
         """Note that the version's files are gone: it cannot be promoted any more."""
@@ -364,7 +352,6 @@ class PolicyVersions:
         await self._db.execute(DECIDE, mode=mode, by=by, asked=configured, at=time.time())
 
     async def probed(self, version: int) -> Probed | None:
-        """Return the version's first answer; None if it was never probed."""
         return await self._db.record(Probed, "SELECT * FROM probes WHERE version = :version", version=version)
 
     async def keep_answer(self, version: int, model: str, answer: list[Any]) -> None:
@@ -373,23 +360,10 @@ class PolicyVersions:
 
     async def keep_problem(self, version: int, problem: str | None) -> None:
         """Keep the time and the result of the newest comparison with the first answer."""
-        await self._db.execute(PROBE_PROBLEM, version=version, problem=problem, at=time.time())
+        statement = "UPDATE probes SET problem = :problem, at = :at WHERE version = :version"
+        await self._db.execute(statement, version=version, problem=problem, at=time.time())
 
     async def problem(self, version: int) -> str | None:
         """Return why its server does not seem to serve this version; None if it does, or that is not known."""
-        problem: str | None = await self._db.value(
-            "SELECT problem FROM probes WHERE version = :version", version=version
-        )
-        return problem
-
-
-def kept_mode(config: StoreConfig) -> PublishMode | None:
-    """Return the mode that the store has, at once and without making one; None where nothing is decided."""
-    mode: PublishMode | None = first_value(config, DECIDED)
-    return mode
-
-
-def newest_checkpoint(config: StoreConfig) -> str | None:
-    """Return the directory of the newest checkpoint, read likewise; None where nothing was published."""
-    checkpoint: str | None = first_value(config, NEWEST_CHECKPOINT)
-    return checkpoint
+        probed = await self.probed(version)
+        return probed and probed.problem

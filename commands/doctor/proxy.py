@@ -15,9 +15,9 @@ from ...core.config.root import Config
 from ...core.config.server import StoreConfig
 from ...core.errors import StoreUnavailable
 from ...serving.mode import publish_mode
-from ...store.opening import opened
+from ...store.opening import first_value, opened
 from ...store.sqlite.database import ROOM, has_room
-from ...store.versions import kept_mode
+from ...store.versions import DECIDED
 from ..api_client import ApiClient, ApiError, ProxyNotThere
 from .checks import Check, failed, ok, warning
 
@@ -86,7 +86,7 @@ async def check_proxy(api: ApiClient, store: StoreConfig) -> Check:
 
 async def check_publish(config: Config, api: ApiClient) -> list[Check]:
     """Return the problem if proxy, store and this configuration do not publish in the same mode."""
-    mode, kept, policy = publish_mode(config), kept_mode(config.store), await api.policy()
+    mode, kept, policy = publish_mode(config), first_value(config.store, DECIDED), await api.policy()
     others = {"the running proxy": policy["publish"], "the store": kept}
     if wrong := [f"{name} has {other}" for name, other in others.items() if other not in (None, mode)]:
         fix = "give proxy, trainer and vLLM the same policy.publish, and start all of them again"

@@ -225,13 +225,13 @@ class FeedEvents(Feed):
 
         Events of deleted records are left out, and all but the last about one record.
         """
-        rows = await self.database.all(AFTER, {"cursor": cursor, "limit": limit})
+        rows = await self._db.all(AFTER, {"cursor": cursor, "limit": limit})
         last = {(row["kind"], str(row["ref"])): row["n"] for row in rows}
         found: list[Happened] = []
         for kind, statement in _ROWS.items():
             if not (refs := [ref for one, ref in last if one == kind]):
                 continue
-            happened = await self.database.all(statement, {"refs": dumps(refs)})
+            happened = await self._db.all(statement, {"refs": dumps(refs)})
             found += [_happened(last[kind, str(row["ref"])], kind, row) for row in happened]
         return sorted(found, key=lambda one: one.n), rows[-1]["n"] if rows else cursor
 

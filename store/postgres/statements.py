@@ -17,6 +17,8 @@ _LISTED = r"SELECT CAST\(value AS (TEXT|BIGINT)\) FROM json_each\((:\w+)\)"
 _WORDS = (
     (re.compile(r"\bCROSS JOIN\b(?! LATERAL)"), "JOIN"),
     (re.compile(r"\s+INDEXED BY \w+"), ""),
+    (re.compile(r"\bgroup_concat\("), "string_agg("),
+    (re.compile(r"\binstr\("), "strpos("),
     (re.compile(r"\bIS NOT (?=:|excluded\b)"), "IS DISTINCT FROM "),
     (re.compile(r"\bIS (?=:)"), "IS NOT DISTINCT FROM "),
     (re.compile(r"(:\w+) IS NULL\b"), r"\1::TEXT IS NULL"),  # only texts are asked so

@@ -9,7 +9,7 @@ import pytest
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.store.database import Database, Sql
 from lightning_proxy.store.opening import opened
-from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT, page_statement
+from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, page_of, page_statement
 from support.postgres import Server, postgres_server
 from support.statements import statements
 
@@ -52,8 +52,7 @@ def test_parameters_get_numbers_and_few_words_change(sql: str, text: str, names:
 
 
 async def test_every_statement_of_the_store_is_one_for_postgresql(server: Server, database: Database) -> None:
-    pages = {f"page by {name}": ROLLOUTS_PAGE.format(filters=ROLLOUT_FILTERS[name]) for name in ROLLOUT_FILTERS}
-    pages["page by agent"] = ROLLOUTS_PAGE_OF_AGENT.format(filters="")
+    pages = {f"page by {name}": page_of([name]) for name in ROLLOUT_FILTERS}
     wanted = {"min_reward": 0.0, "max_reward": 1.0, "since": 0.0, "text": "ä", "prefix": "r"}
     pages["search"] = page_statement({"agent": "a", "status": "ok", "task_id": "t"} | wanted)[0]
     pages["search by text"] = page_statement({"text": "x"})[0]

@@ -17,11 +17,7 @@ from lightning_proxy.store.calls import TOOL_RESULT
 from lightning_proxy.store.conversations import CONVERSATION_TAKE
 from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import open_database
-from lightning_proxy.store.rollouts import (
-    ROLLOUT_FILTERS,
-    ROLLOUTS_PAGE,
-    ROLLOUTS_PAGE_OF_PREFIX,
-)
+from lightning_proxy.store.rollouts import page_of
 from lightning_proxy.store.versions import PINNED_VERSIONS
 from support.paths import TOPS
 from support.statements import pages, statements
@@ -131,8 +127,7 @@ async def test_the_call_of_a_result_is_found_by_its_place_or_its_id(database: Da
 
 @pytest.mark.parametrize(("filters", "index"), [("mode", "rollouts_by_mode"), ("mode status", "rollouts_by_mode_and")])
 async def test_a_rare_mode_is_found_without_looking_at_the_others(database: Database, filters: str, index: str) -> None:
-    page = ROLLOUTS_PAGE.format(filters=" ".join(ROLLOUT_FILTERS[name] for name in filters.split()))
-    assert f"USING INDEX {index}" in (await plan(database, page))[0]
+    assert f"USING INDEX {index}" in (await plan(database, page_of(filters.split())))[0]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +151,7 @@ async def test_a_standstill_is_read_off_the_rollouts_that_were_dropped(database:
 
 
 async def test_a_beginning_of_an_id_is_read_off_the_index_of_ids(database: Database) -> None:
-    steps = await plan(database, ROLLOUTS_PAGE_OF_PREFIX.format(filters=""))
+    steps = await plan(database, page_of(["prefix"]))
     assert "rowid" not in steps[0] and "(rollout_id>? AND rollout_id<?)" in steps[0]
 
 

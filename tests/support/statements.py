@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_proxy import store
 from lightning_proxy.store.reports import NEWEST
-from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, ROLLOUTS_PAGE, ROLLOUTS_PAGE_OF_AGENT
+from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, page_of
 
 TEMPLATE = re.compile(r"\{\w+\}")
 ORDINARY = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH RECURSIVE)\s")
@@ -18,11 +18,8 @@ ORDINARY = re.compile(r"\s*(SELECT|INSERT|UPDATE|DELETE|WITH RECURSIVE)\s")
 
 def pages() -> dict[str, str]:
     """The statements that are put together when they are run, by what they filter."""
-    found = {
-        f"page by {name or 'nothing'}": ROLLOUTS_PAGE.format(filters=ROLLOUT_FILTERS.get(name, ""))
-        for name in ("", "status", "task_id", "mode", "key_id")
-    } | {"page by agent": ROLLOUTS_PAGE_OF_AGENT.format(filters="")}
-    return found | {
+    names = ("", "status", "task_id", "mode", "key_id", "agent")
+    return {f"page by {name or 'nothing'}": page_of([name]) for name in names} | {
         f"tasks by {name or 'nothing'}": NEWEST.format(filters=ROLLOUT_FILTERS.get(name, ""))
         for name in ("", "mode", "task_id", "key_id")
     }
