@@ -112,13 +112,13 @@ def formed(members: Iterable[Member], grouping: Grouping) -> list[Group]:
 def _groups(pool: Pool, members: Sequence[Member], grouping: Grouping) -> Iterator[Group]:
     after, late = 0, members[0].late
     for part in [members] if pool.group_id else _parts(members, grouping):
-        ended = [member for member in part if member.has_ended]
-        since = [m.since for m in ended if m.since is not None and grouping.is_rewarded(m)]
+        since = [m.since for m in part if m.has_ended and m.since is not None and grouping.is_rewarded(m)]
         awaited = tuple(member.n for member in part if not member.has_ended)
-        complete = late or not awaited if pool.group_id else len(ended) >= grouping.size
+        ended = len(part) - len(awaited)
+        complete = late or not awaited if pool.group_id else ended >= grouping.size
         last = NO_END if pool.group_id else part[-1].n
         if since:
-            yield Group(pool, len(since), len(ended), min(since), complete, after, last, awaited, late)
+            yield Group(pool, len(since), ended, min(since), complete, after, last, awaited, late)
         after = last
 
 

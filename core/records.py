@@ -204,12 +204,11 @@ class ModelCall(CallFields):
 
     @property
     def is_decision(self) -> bool:
-        """Return whether the agent was answered and did not send the same request again."""
+        """The agent was answered and did not send the same request again."""
         return self.status == "ok" and self.superseded_by is None
 
     @property
     def row_token_ids(self) -> tuple[int, ...]:
-        """Return the token ids of prompt and answer."""
         return self.prompt_token_ids + self.response_token_ids
 
     @property

@@ -266,7 +266,7 @@ class Calls(Table):
                 return False
             row |= dict(found)
             for statement in MOVED:
-                await db.run(statement, row)
+                await db.all(statement, row)
             return bool(row["place"] < row["seq"])
 
         return await self._db.write(work)
@@ -366,7 +366,7 @@ class Events(Table):
         row = rollout._asdict() | {"pin": None, "at": time.time() if at is None else at, "comes_last": at is None}
 
         async def work(db: Transaction) -> Answer:
-            await db.run(ROLLOUT_SEEN, row)
+            await db.all(ROLLOUT_SEEN, row)
             recorded = await db.many(EVENT, [
                 row | fields_of(event) | {name: dumps_or_none(getattr(event, name)) for name in EVENT_JSON}
                 | {"agent": event.agent or rollout.agent} for event in events

@@ -12,7 +12,6 @@ from contextvars import ContextVar
 from functools import cache
 from typing import Any, Protocol, TypeVar, get_origin, get_type_hints
 
-from ..core.config.server import StoreConfig
 from ..core.errors import StoreUnavailable
 from ..core.http import in_thread_if_large
 from ..core.json_text import loads, loads_rounded
@@ -43,14 +42,12 @@ class Writing:
         self._logged = False
 
     def failed(self, why: str) -> None:
-        """Note that a record could not be written."""
         self.why, self._at = why, time.monotonic()
         if self._at >= self._logged_at + TELL_S:
             self._logged_at, self._logged = self._at, True
             log.error("records cannot be written, and requests that need one are refused (503): %s", why)
 
     def succeeded(self) -> None:
-        """Note that a record was written, or could be."""
         if self._logged:
             log.warning("records can be written again")
         self.why, self._logged = None, False
@@ -92,7 +89,7 @@ class Reads(ABC):
 
     @abstractmethod
     async def all(self, sql: str, params: Params | None = None) -> Sequence[Row]:
-        """Return all rows of a statement."""
+        """Return all rows of a statement: of one that writes, those that it is RETURNING."""
 
     async def one(self, sql: str, params: Params | None = None) -> Row | None:
         """Return the first row of a statement, or None without one."""
@@ -102,10 +99,6 @@ class Reads(ABC):
 
 class Transaction(Reads):
     """Statements of one transaction. Their work awaits nothing else: SQLite does it in a thread without a loop."""
-
-    @abstractmethod
-    async def run(self, sql: str, params: Params | None = None) -> int:
-        """Run a statement that writes; return how many rows it has written."""
 
     @abstractmethod
     async def many(self, sql: str, rows: Sequence[Params]) -> Sequence[Row]:
@@ -126,14 +119,6 @@ class Database(Reads):
 
     async def look_for_damage(self) -> None:
         """Look through the store once; note in `damage` and in the log what is wrong. A server does so by itself."""
-
-    @classmethod
-    @abstractmethod
-    async def open(cls, config: StoreConfig, *, to_write: bool) -> Database:
-        """Open the store, making its tables as needed. Raise StoreUnavailable when that cannot be done.
-
-        Without `to_write` nothing can be written, and a store that has not all tables is StoreUnavailable, too.
-        """
 
     @abstractmethod
     async def close(self) -> None:

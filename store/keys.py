@@ -103,7 +103,7 @@ class Keyring(Table):
 
     async def purge(self) -> int:
         """Delete the revoked keys and return how many there were."""
-        return await self._db.write(lambda db: db.run("DELETE FROM keys WHERE revoked_at IS NOT NULL"))
+        return len(await self._db.write(lambda db: db.all("DELETE FROM keys WHERE revoked_at IS NOT NULL RETURNING 1")))
 
 
 async def require_keys(config: Config) -> None:

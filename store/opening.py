@@ -19,24 +19,20 @@ async def open_database(config: StoreConfig, *, to_write: bool = True) -> Databa
 
     Without `to_write` nothing can be written, and a store that has not all tables is StoreUnavailable, too.
     """
-    return await (_postgres() if config.is_postgres else SqliteDatabase).open(config, to_write=to_write)
-
-
-def _postgres() -> type[Database]:
+    if not config.is_postgres:
+        return await SqliteDatabase.open(config, to_write=to_write)
     try:
         from .postgres.database import PostgresDatabase
     except ModuleNotFoundError as error:
         if error.name != "asyncpg":
             raise
-        raise StoreUnavailable(
-            "store.url postgresql://… needs asyncpg: pip install 'lightning-proxy[postgres]'"
-        ) from None
-    return PostgresDatabase
+        asyncpg = "store.url postgresql://… needs asyncpg: pip install 'lightning-proxy[postgres]'"
+        raise StoreUnavailable(asyncpg) from None
+    return await PostgresDatabase.open(config, to_write=to_write)
 
 
 @asynccontextmanager
 async def opened(config: StoreConfig, *, to_write: bool = True) -> AsyncIterator[Database]:
-    """Yield the store of a configuration, and close it at the end."""
     database = await open_database(config, to_write=to_write)
     try:
         yield database

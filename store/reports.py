@@ -12,7 +12,7 @@ from typing import Any
 from ..core.json_text import dumps, loads_or_none
 from ..core.prices import Used, used
 from ..core.records import CallStatus
-from .database import Database, Row, read
+from .database import Row, Table, read
 from .rollouts import ROLLOUT_FILTERS
 
 NEWEST_ROLLOUTS = 20_000  # rollouts that are looked at
@@ -50,11 +50,11 @@ FROM rollouts CROSS JOIN calls ON calls.rollout_id = rollouts.rollout_id
      LEFT JOIN call_credit ON call_credit.n = rollouts.n AND call_credit.seq = calls.seq
 WHERE rollouts.rollout_id = :rollout_id ORDER BY calls.seq
 """
-# Itself first. Those that a step compared with it, or that were opened with it, or, one by one, of its task since its
-# last step. `:key_id`: only those that were opened with this key.
+# Of too many siblings, itself is one. Those that a step compared with it, or that were opened with it, or, one by one,
+# of its task since its last step. `:key_id`: only those that were opened with this key.
 COMPARED_WITH = """
 WITH wanted AS (SELECT n, group_id, task_id, mode, step FROM rollouts WHERE rollout_id = :rollout_id)
-SELECT rollout_id, n, reward, step, dropped,
+SELECT * FROM (SELECT rollout_id, n, reward, step, dropped,
        (SELECT advantage FROM call_credit WHERE call_credit.n = rollouts.n ORDER BY seq LIMIT 1) AS advantage
 FROM rollouts
 WHERE n IN (
@@ -68,7 +68,8 @@ WHERE n IN (
         ORDER BY one.n DESC LIMIT :limit
     ) AS recent
 ) AND (rollout_id = :rollout_id OR :key_id IS NULL OR key_id = :key_id)
-ORDER BY rollout_id <> :rollout_id, n LIMIT :limit
+ORDER BY rollout_id <> :rollout_id, n
+LIMIT :limit) AS compared ORDER BY n
 """
 Words = tuple[str | None, str | None]  # the first ones of a rollout's question, and of its answer
 WordsIn = Callable[[str | None, str | None], Words]
@@ -101,11 +102,8 @@ class RecentTraffic:
     response_tokens: int
 
 
-class Reports:
+class Reports(Table):
     """Reads what lists and the status show of the newest rollouts and calls."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
 
     async def newest_rollouts(self, filters: dict[str, Any]) -> Sequence[Row]:
         """Return the newest `NEWEST_ROLLOUTS` rollouts: `at` is when one ended, or began if it has not ended.
@@ -159,11 +157,8 @@ class ComparedRollout:
     dropped: str | None
 
 
-class Credit:
+class Credit(Table):
     """Reads how calls were trained. `TrainingSteps.claim` writes it."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
 
     async def of(self, rollout_id: str) -> Sequence[Row]:
         """Return the rollout's calls, in order, and how each was trained (`CallCredit`): all None if it was not.
@@ -180,5 +175,4 @@ class Credit:
         With `key_id`, only siblings that were opened with this key. At most `SIBLINGS` rollouts.
         """
         values = {"rollout_id": rollout_id, "key_id": key_id, "siblings": siblings, "limit": SIBLINGS}
-        rows = await self._db.all(COMPARED_WITH, values)
-        return [read(ComparedRollout, row) for row in sorted(rows, key=lambda row: int(row["n"]))]
+        return await self._db.records(ComparedRollout, COMPARED_WITH, **values)

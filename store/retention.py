@@ -114,9 +114,8 @@ class Keeper:
         """Delete rollouts that `store.retention` no longer allows, and give the space back to the disk."""
         now = time.time()
         await self._forget_old(IDEMPOTENT_FORGET, now - IDEMPOTENCY_S)
-        counts = await self._db.one(CONVERSATION_COUNTS)
-        assert counts is not None
-        for statement, count in ((POINTS_FORGET, counts["points"]), (TIPS_FORGET, counts["tips"])):
+        ((points, tips),) = await self._db.all(CONVERSATION_COUNTS)
+        for statement, count in ((POINTS_FORGET, points), (TIPS_FORGET, tips)):
             await self._forget_old(statement, now, count - CONVERSATIONS)
             await self._forget_old(statement, now - CONVERSATION_S)
         if (days := self._retention.max_age_days) is not None:
@@ -143,19 +142,19 @@ class Keeper:
         With `waiting`, only those that do, or do not, wait for the trainer.
         """
         over = {"before": before, "quiet": min(before, time.time() - ABANDONED_S)}
-        after, params = 0, {"limit": LOOK, **over, **self._waiting}
+        params = {"after": 0, "limit": LOOK, **over, **self._waiting}
         while (await read_pages(self._db)).used > limit:
-            rows = await self._db.all(ROLLOUTS_OVER, {"after": after, **params})
-            for row in rows:
-                if row["is_over"] and waiting in (None, bool(row["waits"])):
+            rows = await self._db.all(ROLLOUTS_OVER, params)
+            for n, _, is_over, waits in rows:
+                if is_over and waiting in (None, bool(waits)):
                     if limit and (await read_pages(self._db)).used <= limit:
                         return
-                    for gone in await all_in_passing(self._db, ROLLOUT_FORGET, {"n": row["n"], **over}):
-                        self._on_delete(gone["rollout_id"], reason)
+                    for (rollout_id,) in await all_in_passing(self._db, ROLLOUT_FORGET, {"n": n, **over}):
+                        self._on_delete(rollout_id, reason)
             # A rollout may be of a clock that was ahead.
             if not rows or before <= rows[-1]["created_at"] <= time.time():
                 return
-            after = rows[-1]["n"]
+            params["after"] = rows[-1]["n"]
 
     async def _forget_old(self, statement: str, before: float, most: int = ALL) -> None:
         """Run a DELETE of `LOOK` rows until none is left or `most` rows are deleted."""
@@ -190,8 +189,8 @@ async def over_bound(database: Database, retention: RetentionConfig) -> str | No
 async def fold_counts(db: Transaction) -> None:
     """Sum up the changes of how many rollouts there are, if there are any."""
     counts = Counter[tuple[str, str]]()
-    for row in await db.all(COUNT_CHANGES_FOLD):
-        counts[row["mode"], row["status"]] += row["rollouts"]
+    for mode, status, rollouts in await db.all(COUNT_CHANGES_FOLD):
+        counts[mode, status] += rollouts
     await db.many(COUNT_CHANGE, [{"mode": m, "status": s, "rollouts": n} for (m, s), n in counts.items()])
 
 
@@ -202,6 +201,5 @@ async def read_pages(database: Database) -> Pages:
 
 async def read_totals(database: Database) -> dict[str, Any]:
     """Count calls and rewards one by one, and return when the oldest rollout was opened."""
-    row = await database.one(STORE_TOTALS)
-    assert row is not None
+    (row,) = await database.all(STORE_TOTALS)
     return dict(row)

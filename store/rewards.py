@@ -23,15 +23,14 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
-
-import orjson
 
 from ..core.errors import Conflict, NotFound, StoreUnavailable
 from ..core.json_text import dumps, loads
 from ..core.records import OPERATOR, Reward, RolloutStatus, Sender
 from ..core.returns import Earned, Rules, earned
-from .database import LOOK_S, Database, Row, Transaction, in_passing
+from .database import LOOK_S, Row, Table, Transaction, in_passing
 
 REWARD = """
 INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, key_id, evidence, created_at)
@@ -76,7 +75,9 @@ UPDATE returns SET weights = :weights, failed = :failed, low = :low, high = :hig
 WHERE n = 1
 """
 COUNTED_TO = "UPDATE returns SET stale_to = :to WHERE n = 1"
-STALE = "SELECT n, rollout_id FROM rollouts WHERE n <= :n ORDER BY n DESC LIMIT :limit"
+STALE = """
+SELECT n, rollout_id FROM rollouts WHERE n <= (SELECT stale_to FROM returns) ORDER BY n DESC LIMIT :limit
+"""
 _PLAIN = "(SELECT evaluated FROM returns) = 0"
 _IS_TRUSTED = f"({{0}} = 1 OR (owner IS NULL AND {_PLAIN}))"
 OPENED_BY_TRUSTED = _IS_TRUSTED.format("rollouts.evidence")
@@ -112,7 +113,7 @@ SELECT rollout_id, trusted_reward FROM rollouts
 WHERE rollout_id IN (SELECT CAST(value AS TEXT) FROM json_each(:rollout_ids)) AND trusted_reward IS NOT NULL
 """
 NEWEST_REWARDS = """
-SELECT COUNT(rewarded_at) AS rewards, COUNT(trusted_reward) AS counted
+SELECT COUNT(rewarded_at), COUNT(trusted_reward), (SELECT evaluated FROM returns)
 FROM rewards JOIN rollouts ON rollouts.rollout_id = rewards.rollout_id
 WHERE reward_id > (SELECT MAX(reward_id) FROM rewards) - 200
 """
@@ -147,11 +148,8 @@ class Uncounted:
     story: str
 
 
-class Rewards:
+class Rewards(Table):
     """The table of rewards, in which nothing is ever changed, and the rules by which the store counts returns."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
 
     async def of(self, rollout_id: str) -> list[Reward]:
         """Return all rewards ever posted for a rollout, oldest first."""
@@ -170,7 +168,7 @@ class Rewards:
     async def changed(self, reward_ids: Sequence[int]) -> list[str]:
         """Return the rollouts of rewards that came in the place of earlier ones. `reward_ids`: those of one post."""
         span = {"first": min(reward_ids, default=0), "last": max(reward_ids, default=0)}
-        return [row["rollout_id"] for row in await self._db.all(CHANGED, span)]
+        return [rollout_id for (rollout_id,) in await self._db.all(CHANGED, span)]
 
     async def post(
         self, rewards: Sequence[Reward], key: str | None = None, body: bytes = b"", by: Sender = OPERATOR
@@ -193,29 +191,26 @@ class Rewards:
 
     async def uncounted(self) -> Uncounted | None:
         """Return that none of the newest rewards acts on everybody, and what to do; None if one does."""
-        row, rules = await self._db.one(NEWEST_REWARDS), await self._db.one(RULES)
-        assert row is not None and rules is not None  # one counts, and the schema has the other
-        if not row["rewards"] or row["counted"]:
+        ((rewards, counted, evaluated),) = await self._db.all(NEWEST_REWARDS)
+        if not rewards or counted:
             return None
-        why = "an evaluator's came before" if rules["evaluated"] else "their keys see their own rollouts alone"
-        return Uncounted(
-            row["rewards"],
-            f"none of the newest {row['rewards']} acts on all, as {why}. They are trained on, but nothing watches for "
-            "a falling reward. Reward with an admin's key, or one of `keys create NAME --evaluator` (docs/keys.md)",
-        )
+        why = "an evaluator's came before" if evaluated else "their keys see their own rollouts alone"
+        return Uncounted(rewards, (
+            f"none of the newest {rewards} acts on all, as {why}. They are trained on, but nothing watches for "
+            "a falling reward. Reward with an admin's key, or one of `keys create NAME --evaluator` (docs/keys.md)"
+        ))  # fmt: skip
 
     async def rules(self) -> Rules:
-        """Return the rules that hold now."""
         return _read_rules(await self._db.quick(RULES))
 
     async def adopt(self, rules: Rules) -> None:
         """Count by these rules from now on. `recount` brings existing returns up to date."""
 
         async def work(db: Transaction) -> None:
+            low, high = rules.within
+            adopted = {"weights": dumps({**rules.weights}), "failed": rules.failed, "low": low, "high": high}
             if _read_rules(await db.one(RULES)) != rules:
-                low, high = rules.within
-                adopted = {"weights": dumps({**rules.weights}), "failed": rules.failed, "low": low, "high": high}
-                await db.run(ADOPT, adopted)
+                await db.all(ADOPT, adopted)
 
         if await self.rules() != rules:
             await self._db.write(work)
@@ -240,27 +235,24 @@ class Rewards:
 
 async def post_rewards(db: Transaction, rewards: Sequence[Reward], by: Sender = OPERATOR) -> Answer:
     """Record rewards in a transaction that is under way, and return an answer for each. Raise NotFound."""
-    at, sent = time.time(), by._asdict()
+    rows = [asdict(one) | by._asdict() | {"at": time.time()} for one in rewards]
     ids = sorted({one.rollout_id for one in rewards})
-    call_ids = [one.call_id for one in rewards if one.call_id is not None]
-    known = {tuple(row) for row in await db.all(KNOWN, {"rollout_ids": dumps(ids), "call_ids": dumps(call_ids)})}
+    named = {"rollout_ids": dumps(ids), "call_ids": dumps([one.call_id for one in rewards if one.call_id])}
+    known = {tuple(row) for row in await db.all(KNOWN, named)}
     for one in rewards:
         if (one.rollout_id, None) not in known:
             raise NotFound(f"no rollout {one.rollout_id!r}", param="rollout_id")
         if (one.rollout_id, one.call_id) not in known:
             raise NotFound(f"rollout {one.rollout_id!r} has no call {one.call_id!r}", param="call_id")
-    rows = [asdict(one) | sent | {"at": at} for one in rewards]
-    recorded = await db.many(REWARD, rows)
+    recorded = [reward_id for (reward_id,) in await db.many(REWARD, rows)]
     if by.evidence and {one.name for one in rewards} & _read_rules(await db.one(RULES)).weights.keys():
-        await db.run(EVALUATED, sent)
+        await db.all(EVALUATED, by._asdict())
     await count_returns(db, ids)
-    rows.sort(key=lambda row: str(row["rollout_id"]))  # as recorders do
-    await db.many(ROLLOUT_COMPLETE, [row for row in rows if row["final"]])
-    await db.many(ROLLOUT_OFFER_AGAIN, [row for row in rows if row["retrain"]])
-    return [
-        {"reward_id": row["reward_id"], "rollout_id": one.rollout_id, "status": "recorded"}
-        for row, one in zip(recorded, rewards, strict=True)
-    ]
+    for statement, wanted in ((ROLLOUT_COMPLETE, "final"), (ROLLOUT_OFFER_AGAIN, "retrain")):
+        # In the order in which recorders lock rollouts.
+        await db.many(statement, sorted((row for row in rows if row[wanted]), key=itemgetter("rollout_id")))
+    status = {"status": "recorded"}
+    return [{"reward_id": n, "rollout_id": one.rollout_id} | status for n, one in zip(recorded, rewards, strict=True)]
 
 
 async def count_returns(db: Transaction, rollout_ids: Iterable[str]) -> None:
@@ -278,17 +270,15 @@ async def count_returns(db: Transaction, rollout_ids: Iterable[str]) -> None:
         if trusted is None and found.returned is None and rows[0]["failed_held_out"]:
             trusted = 0.0
         at = min((row["created_at"] for row in rows if row["name"] in rules.weights), default=None)
-        returns = {"own": found.own, "reward": found.returned, "trusted": trusted}
-        counted.append({"rollout_id": rollout_id, "at": at, **returns})
+        returns = {"own": found.own, "reward": found.returned, "trusted": trusted, "at": at}
+        counted.append({"rollout_id": rollout_id, **returns})
     await db.many(RETURN, counted)
 
 
 async def _count_some(db: Transaction) -> None:
-    row = await db.one(RULES)
-    assert row is not None
-    rollouts = await db.all(STALE, {"n": row["stale_to"], "limit": COUNTED_AT_ONCE})
+    rollouts = await db.all(STALE, {"limit": COUNTED_AT_ONCE})
     await count_returns(db, (rollout["rollout_id"] for rollout in rollouts))
-    await db.run(COUNTED_TO, {"to": rollouts[-1]["n"] - 1 if len(rollouts) == COUNTED_AT_ONCE else 0})
+    await db.all(COUNTED_TO, {"to": rollouts[-1]["n"] - 1 if len(rollouts) == COUNTED_AT_ONCE else 0})
 
 
 def _read_rules(row: Row | None) -> Rules:
@@ -302,14 +292,14 @@ async def answer_once(db: Transaction, key: str | None, body: bytes, work: Calla
         return await work()
     body_hash = hashlib.sha256(body).hexdigest()
     row = await db.one("SELECT body_hash, answer FROM idempotency WHERE key = :key", {"key": key})
-    if row is not None:
-        if row["body_hash"] != body_hash:
-            raise Conflict("this Idempotency-Key was used for another body; use a new key", param="Idempotency-Key")
-        earlier: Answer = orjson.loads(row["answer"])
-        return earlier
-    answer = await work()
-    await db.run(
-        "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key, :body_hash, :answer, :at)",
-        {"key": key, "body_hash": body_hash, "answer": orjson.dumps(answer).decode(), "at": time.time()},
-    )
-    return answer
+    if row is None:
+        answer = await work()
+        await db.all(
+            "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key, :body_hash, :answer, :at)",
+            {"key": key, "body_hash": body_hash, "answer": dumps(answer), "at": time.time()},
+        )
+        return answer
+    if row["body_hash"] != body_hash:
+        raise Conflict("this Idempotency-Key was used for another body; use a new key", param="Idempotency-Key")
+    earlier: Answer = loads(row["answer"])
+    return earlier

@@ -118,11 +118,11 @@ WHERE policy_version = :version AND COALESCE(reward, trusted_reward) IS NOT NULL
 """
 ROLLOUT_END = """
 UPDATE rollouts SET status = :status, reason = :reason, ended_at = :at, end_counts = :evidence
-WHERE rollout_id = :rollout_id AND status = 'running'
+WHERE rollout_id = :rollout_id AND status = 'running' RETURNING n
 """
 ROLLOUT_DELETE = """
 DELETE FROM rollouts WHERE rollout_id = :rollout_id AND status <> 'running'
-   AND NOT EXISTS (SELECT 1 FROM steps WHERE steps.step = rollouts.step AND steps.status = 'claimed')
+   AND NOT EXISTS (SELECT 1 FROM steps WHERE steps.step = rollouts.step AND steps.status = 'claimed') RETURNING n
 """
 ROLLOUTS_ACTIVE = """
 SELECT COUNT(*) AS rollouts FROM rollouts WHERE status = 'running' AND (created_at > :since OR EXISTS (
@@ -286,7 +286,7 @@ class Rollouts(Table):
         row = {"rollout_id": rollout_id, "status": status, "reason": reason, "at": time.time(), "evidence": by.evidence}
 
         async def work(db: Transaction) -> None:
-            if await db.run(ROLLOUT_END, row):
+            if await db.all(ROLLOUT_END, row):
                 await count_returns(db, [rollout_id])  # a failed one may count for something
 
         await self._db.write(work)
@@ -302,7 +302,7 @@ class Rollouts(Table):
         """
         if (await self.get(rollout_id)).status == "running":
             raise Conflict(f"rollout {rollout_id!r} is running: end it first", param="status")
-        if not await self._db.write(lambda db: db.run(ROLLOUT_DELETE, {"rollout_id": rollout_id})):
+        if not await self._db.write(lambda db: db.all(ROLLOUT_DELETE, {"rollout_id": rollout_id})):
             raise Conflict(f"rollout {rollout_id!r} is being trained on: try again after the step", param="status")
         await forget_conversations(self._db, rollout_id)
         await self._db.forget_deleted()
@@ -324,11 +324,11 @@ class Rollouts(Table):
             return
 
         async def work(db: Transaction) -> None:
-            await db.run("DELETE FROM reward_function")
+            await db.all("DELETE FROM reward_function")
             if function is None:
-                await db.run("DELETE FROM awaiting_rewards")
+                await db.all("DELETE FROM awaiting_rewards")
             else:
-                await db.run("INSERT INTO reward_function VALUES (:function)", {"function": function})
+                await db.all("INSERT INTO reward_function VALUES (:function)", {"function": function})
 
         await self._db.write(work)
 

@@ -206,9 +206,9 @@ class TrainingSteps(Table):
         """Write an epoch's last metrics and, if `offer`, offer all trained rollouts again: both or neither."""
 
         async def work(db: Transaction) -> None:
-            await db.run(STEP_METRICS, {"step": step, "metrics": dumps(metrics)})
+            await db.all(STEP_METRICS, {"step": step, "metrics": dumps(metrics)})
             for statement in OFFER_ALL if offer else ():
-                await db.run(statement)
+                await db.all(statement)
 
         await self._db.write(work)
 
@@ -233,7 +233,7 @@ class TrainingSteps(Table):
     async def under_way_since(self) -> float | None:
         """Return when the step under way began (Unix time); None if none is."""
         step = await self._db.record(Step, "SELECT * FROM steps WHERE status = 'claimed' ORDER BY step LIMIT 1")
-        return step and step.created_at
+        return None if step is None else step.created_at
 
     async def _trained(self, rest: str, **params: object) -> list[Step]:
         return await self._db.records(Step, f"SELECT * FROM steps WHERE status = 'trained' {rest}", **params)

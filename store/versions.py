@@ -285,7 +285,7 @@ class PolicyVersions(Table):
 
         async def alone(db: Transaction) -> None:  # or two at once could both be left live
             for statement in statements:
-                await db.run(statement, {"version": version, "at": time.time(), "step": step})
+                await db.all(statement, {"version": version, "at": time.time(), "step": step})
 
         await self._db.write(alone)
 

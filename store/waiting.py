@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple
 
 from ..core.groups import NO_END, Group, Grouping, Member, formed
 from ..core.http import in_thread_if_large
 from ..core.json_text import dumps
 from ..core.records import Rollout
-from .database import Database, Feed, read
+from .database import Feed, Table, read
 
 # Whether an ended rollout has a reward. `:failed`: failed ones count for something (`trainer.failed_rollouts`).
 HAS_REWARD = "CASE status WHEN 'completed' THEN rewarded_at IS NOT NULL WHEN 'failed' THEN :failed ELSE FALSE END"
@@ -82,7 +83,8 @@ SELECT rollout_id, owner FROM rollouts WHERE rollout_id IN (SELECT CAST(value AS
 """
 _EARLIER = f"""
 SELECT * FROM rollouts WHERE {{task}} n < (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
-    AND mode <> 'eval' AND {HAS_REWARD} AND {IS_OWN} AND owner IS :owner
+    AND mode <> 'eval' AND {HAS_REWARD} AND {IS_OWN}
+    AND COALESCE(owner, '') = COALESCE((SELECT owner FROM rollouts WHERE rollout_id = :rollout_id), '')
 ORDER BY n DESC LIMIT :limit
 """
 EARLIER, EARLIER_OF_TASK = _EARLIER.format(task=""), _EARLIER.format(task="task_id = :task_id AND")
@@ -129,12 +131,8 @@ class Siblings(NamedTuple):
     before: list[Rollout]
 
 
-class Waiting:
+class Waiting(Table):
     """Reads rollouts that wait for training; `store.steps` takes them."""
-
-    def __init__(self, database: Database) -> None:
-        self._db = database
-        self._feed = Feed(database)
 
     async def groups(
         self, failed: bool = False, grouping: Grouping | None = None, tasks: Collection[str] | None = None
@@ -143,18 +141,20 @@ class Waiting:
 
         Without a `grouping`, those of a task that were opened one by one are one group.
         """
-        grouping = grouping or Grouping(failed=failed)
         statements = (MEMBERS_ENDED, MEMBERS_RUNNING) if tasks is None else (MEMBERS_ENDED_OF, MEMBERS_RUNNING_OF)
         some = {"tasks": dumps([*(tasks or ())])}
         rows = [row for statement in statements for row in await self._db.all(statement, some)]
-        size = ROW_SIZE * len(rows)
-        found = await in_thread_if_large(size, lambda: formed((Member(*row) for row in rows), grouping))
-        return sorted(found, key=lambda group: group.oldest)
+
+        def found() -> list[Group]:
+            return formed((Member(*row) for row in rows), grouping or Grouping(failed=failed))
+
+        return sorted(await in_thread_if_large(ROW_SIZE * len(rows), found), key=attrgetter("oldest"))
 
     async def changed(self, cursor: int | None) -> tuple[int, set[str] | None]:
         """Return a cursor, and the tasks whose groups may have changed after the last; None: all."""
-        newest = await self._feed.newest()
-        if cursor is None or not await self._feed.knows(cursor):
+        feed = Feed(self._db)
+        newest = await feed.newest()
+        if cursor is None or not await feed.knows(cursor):
             return newest, None
         rows = await self._db.all(CHANGED, {"cursor": cursor, "newest": newest}) if newest > cursor else ()
         return newest, {row["task_id"] for row in rows}
@@ -170,23 +170,21 @@ class Waiting:
 
     async def lone(self, failed: bool = False, limit: int = NO_END) -> Group | None:
         """Return rewarded rollouts without a task as a group, if there are any; at most so many are counted."""
-        row = await self._db.one(CLAIMABLE_LONE, {"failed": failed, "limit": limit})
-        assert row is not None  # it counts
-        return Group(None, row["rewarded"], row["rewarded"], row["oldest"]) if row["rewarded"] else None
+        ((rewarded, oldest),) = await self._db.all(CLAIMABLE_LONE, {"failed": failed, "limit": limit})
+        return Group(None, rewarded, rewarded, oldest) if rewarded else None
 
     async def lone_rollouts(self, limit: int, failed: bool = False) -> list[Rollout]:
-        """Return rewarded rollouts without a task, in the order in which they ended."""
         return await self._db.records(Rollout, LONE, limit=limit, failed=failed)
 
     async def count(self, *, lone: bool, failed: bool = False) -> int:
         """Count the rewarded rollouts that no step has taken; those without a task only if `lone`."""
         of_nothing = await self.lone(failed) if lone else None
-        return int(await self._db.value(WAITING_COUNT, failed=failed)) + (of_nothing.rewarded if of_nothing else 0)
+        of_tasks: int = await self._db.value(WAITING_COUNT, failed=failed)
+        return of_tasks + (of_nothing.rewarded if of_nothing else 0)
 
     async def owners(self, rollout_ids: Iterable[str]) -> dict[str, str | None]:
         """Return the owners of rollouts: the key that sees only its own; None for all others, which share groups."""
-        rows = await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})
-        return dict(map(tuple, rows))
+        return dict(map(tuple, await self._db.all(OWNERS, {"rollout_ids": dumps([*rollout_ids])})))
 
     async def unrewarded(self, rollouts: Iterable[Rollout]) -> tuple[int, dict[str, int]]:
         """Count the completed ones that have no reward that counts, and by name the rewards that were posted for them.
@@ -194,9 +192,9 @@ class Waiting:
         Those that were dropped, or that a reward function is to be asked about, are none of them.
         """
         missing = [r.rollout_id for r in rollouts if r.status == "completed" and r.reward is None and not r.dropped]
-        rows = await self._db.all(NAMES_OF_REWARDS, {"rollout_ids": dumps(missing)})
-        names = Counter(row["name"] for row in rows if row["name"] is not None)
-        return len({row["rollout_id"] for row in rows}), dict(names.most_common())
+        rows = [tuple(row) for row in await self._db.all(NAMES_OF_REWARDS, {"rollout_ids": dumps(missing)})]
+        names = Counter(name for _, name in rows if name is not None)
+        return len({rollout_id for rollout_id, _ in rows}), dict(names.most_common())
 
     async def standstill(self, batch: int) -> Standstill | None:
         """Return the rollouts dropped in a row for equal rewards, once they make BATCHES batches; else None.
@@ -221,6 +219,5 @@ class Waiting:
         Rollouts of keys that see only their own are compared among themselves.
         """
         statement = EARLIER if task_id is None else EARLIER_OF_TASK
-        owner = (await self.owners([rollout_id])).get(rollout_id)
-        params = {"rollout_id": rollout_id, "limit": limit, "failed": failed, "owner": owner, "task_id": task_id}
+        params = {"rollout_id": rollout_id, "limit": limit, "failed": failed, "task_id": task_id}
         return await self._db.records(Rollout, statement, **params)

@@ -19,7 +19,7 @@ Used = tuple[int, int]  # tokens read and written
 SPOKEN_ABOUT = """
 INSERT INTO rewarder_spoken (n, rewarder)
 SELECT n, :rewarder FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
-ON CONFLICT DO NOTHING
+ON CONFLICT DO NOTHING RETURNING n
 """
 _ALL_SPOKE = """
 (SELECT COUNT(*) FROM rewarder_spoken
@@ -157,10 +157,10 @@ class Spoken:
             recorded: list[Reward] = []
             for rollout_id, rewards in given.items():
                 about = {"rollout_id": rollout_id, "rewarder": rewarder, **self._all}
-                if await db.run(SPOKEN_ABOUT, about) == 0:
+                if not await db.all(SPOKEN_ABOUT, about):
                     continue
                 recorded += rewards
-                await db.run(AWAITED_NO_MORE, about)
+                await db.all(AWAITED_NO_MORE, about)
             await post_rewards(db, recorded)
             return recorded
 
@@ -265,7 +265,7 @@ class PeopleTable:
         async def work(db: Transaction) -> None:
             if await db.one(GIVEN, row) is None:
                 raise NotFound(f"rollout {rollout_id!r} has no reward {reward_id} named {HUMAN} that this key gave")
-            await db.run(TAKE_BACK, row)
+            await db.all(TAKE_BACK, row)
             await count_returns(db, [rollout_id])
 
         await self._db.write(work)

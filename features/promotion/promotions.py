@@ -35,6 +35,7 @@ INSERT INTO promotions (version, against, status, began_at) VALUES (:version, :a
 """
 BEGUN = """
 UPDATE policy_versions SET status = 'candidate', verified = 1 WHERE version = :version AND status = 'waiting'
+RETURNING version
 """
 REJECTED = "UPDATE policy_versions SET status = 'rejected', error = :reason WHERE version = :version"
 WITHDRAWN = "UPDATE policy_versions SET status = 'rejected', error = :withdrawn WHERE status = 'waiting'"
@@ -85,7 +86,7 @@ FROM promotion_rollouts JOIN rollouts USING (rollout_id) WHERE {IS_EVIDENCE}
 FOUND = "UPDATE promotions SET evidence = :evidence WHERE n = :n AND status = 'testing' AND evidence <> :evidence"
 PROMOTION_DECIDED = """
 UPDATE promotions SET status = :outcome, reason = :reason, evidence = :evidence, decided_at = :at
-WHERE n = :n AND status = 'testing'
+WHERE n = :n AND status = 'testing' RETURNING n
 """
 END = "UPDATE promotions SET status = 'ended', decided_at = :at, reason = :reason WHERE status = 'testing'"
 Outcome = Literal["promoted", "rejected"]
@@ -204,9 +205,9 @@ class Promotions:
             live = await db.one(LIVE_NOW)
             if await db.one(TESTING) is not None or live is None or live["version"] != against:
                 raise Conflict(f"policy version {version} cannot be tested now: another version was made live")
-            if not await db.run(BEGUN, row):
+            if not await db.all(BEGUN, row):
                 raise Conflict(f"policy version {version} does not wait for its test any more")
-            await db.run(PROMOTION_BEGIN, row)
+            await db.all(PROMOTION_BEGIN, row)
 
         await self._db.write(work)
 
@@ -232,8 +233,8 @@ class Promotions:
             if not is_tested or done is None or place is None or done["rollouts"] >= most:
                 return test.against
             chosen = choose(of_task["task_id"], place["place"])
-            await db.run(ROLLOUT_SEEN, row | {"pin": chosen.version})
-            await db.run(ASSIGN, of_task | chosen._asdict())
+            await db.all(ROLLOUT_SEEN, row | {"pin": chosen.version})
+            await db.all(ASSIGN, of_task | chosen._asdict())
             return chosen.version
 
         return await self._db.write(work)
@@ -267,10 +268,10 @@ class Promotions:
         decided = GO_LIVE if outcome == "promoted" else (REJECTED, WITHDRAWN)
 
         async def work(db: Transaction) -> bool:
-            if not await db.run(PROMOTION_DECIDED, row):
+            if not await db.all(PROMOTION_DECIDED, row):
                 return False
             for statement in decided:
-                await db.run(statement, row)
+                await db.all(statement, row)
             return True
 
         return await self._db.write(work)

@@ -214,7 +214,7 @@ class PromptTable:
         row["metrics"] = dumps({**(metrics or {})})
 
         async def work(db: Transaction) -> int:
-            await db.run(PROMPT_NEW, row | {"agent": agent, "role": role or "system"})
+            await db.all(PROMPT_NEW, row | {"agent": agent, "role": role or "system"})
             (kept,) = await db.all(PROMPT_OF_NAME, row)
             if role is not None and (kept["agent"], kept["role"]) != (agent, role):
                 raise Conflict(
@@ -315,7 +315,7 @@ class PromptTable:
 
 
 async def _make_live(db: Transaction, name: str, version: int) -> None:
-    await db.run(PROMPT_LOG, {"name": name, "version": version})
+    await db.all(PROMPT_LOG, {"name": name, "version": version})
 
 
 def _version(row: Row) -> PromptVersion:

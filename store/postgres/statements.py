@@ -30,8 +30,6 @@ _WORDS = (
     (re.compile(r"\bLIKE (:\w+)"), r"""ILIKE \1 COLLATE "C" """),
 )
 
-NO_PARAMS: Params = {}
-
 
 class Numbered(NamedTuple):
     """A statement for PostgreSQL, and the names of its parameters in the order of their numbers."""
@@ -65,12 +63,7 @@ class PostgresTransaction(Transaction):
 
     async def all(self, sql: str, params: Params | None = None) -> list[asyncpg.Record]:
         statement = translated(sql)
-        return await self._connection.fetch(statement.text, *_values(statement, params or NO_PARAMS))
-
-    async def run(self, sql: str, params: Params | None = None) -> int:
-        statement = translated(sql)
-        done: str = await self._connection.execute(statement.text, *_values(statement, params or NO_PARAMS))
-        return int(done.rsplit(" ", 1)[1])  # such as "UPDATE 3"
+        return await self._connection.fetch(statement.text, *_values(statement, params or {}))
 
     async def many(self, sql: str, rows: Sequence[Params]) -> list[asyncpg.Record]:
         if len(rows) < 2:

@@ -326,9 +326,6 @@ class SqliteTransaction(Transaction):
     async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
         return self._connection.execute(sql, params or {}).fetchall()
 
-    async def run(self, sql: str, params: Params | None = None) -> int:
-        return self._connection.execute(sql, params or {}).rowcount
-
     async def many(self, sql: str, rows: Sequence[Params]) -> list[sqlite3.Row]:
         return [row for params in rows for row in await self.all(sql, params)]
 

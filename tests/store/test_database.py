@@ -76,7 +76,7 @@ async def test_what_is_written_at_once_and_in_the_thread_is_written_in_turn(
     database: SqliteDatabase,
 ) -> None:
     async def append(db: Transaction) -> int:
-        await db.run("INSERT INTO policy_log (version, at) VALUES (0, 1)")
+        await db.all("INSERT INTO policy_log (version, at) VALUES (0, 1)")
         time.sleep(0.002)  # others come meanwhile
         (row,) = await db.all("SELECT COUNT(*) AS n FROM policy_log WHERE at = 1")
         return int(row["n"])
@@ -89,7 +89,7 @@ async def test_what_is_written_at_once_and_in_the_thread_is_written_in_turn(
 
 async def test_a_write_whose_caller_is_gone_ends_before_the_next_one(database: SqliteDatabase) -> None:
     async def slow(db: Transaction) -> None:
-        await db.run(AT, {"at": 1})
+        await db.all(AT, {"at": 1})
         time.sleep(0.1)
 
     leaving = asyncio.create_task(database.write(slow))
@@ -101,7 +101,7 @@ async def test_a_write_whose_caller_is_gone_ends_before_the_next_one(database: S
 
 async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done(database: SqliteDatabase) -> None:
     async def fails(db: Transaction) -> None:
-        await db.run(AT, {"at": 1})
+        await db.all(AT, {"at": 1})
         raise ValueError
 
     with pytest.raises(ValueError):
@@ -177,7 +177,7 @@ async def test_only_its_owner_reads_a_new_store(tmp_path: Path) -> None:
 
 async def test_a_transaction_that_waits_for_something_else_is_undone(database: SqliteDatabase) -> None:
     async def waits(db: Transaction) -> None:
-        await db.run(AT, {"at": 1})
+        await db.all(AT, {"at": 1})
         await asyncio.sleep(0)
 
     with pytest.raises(RuntimeError, match="awaited something else"):

@@ -95,7 +95,7 @@ def test_what_needs_a_file_says_so() -> None:
 
 async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done(database: Database) -> None:
     async def fails(db: Transaction) -> None:
-        await db.run(AT, {"at": 1.0})
+        await db.all(AT, {"at": 1.0})
         raise ValueError
 
     with pytest.raises(ValueError):
@@ -108,13 +108,13 @@ async def test_a_write_that_fails_leaves_nothing_behind_and_the_next_one_is_done
 
 async def test_a_write_whose_caller_is_gone_ends(database: Database) -> None:
     async def slow(db: Transaction) -> None:
-        await db.run(AT, {"at": 1.0})
+        await db.all(AT, {"at": 1.0})
         await db.all("SELECT pg_sleep(0.2)::TEXT")
 
     leaving = asyncio.create_task(database.write(slow))
     await asyncio.sleep(0.1)
     leaving.cancel()
-    await database.write(lambda db: db.run("UPDATE policy_log SET at = at + 2"))
+    await database.write(lambda db: db.all("UPDATE policy_log SET at = at + 2"))
     assert [row["at"] for row in await database.all("SELECT at FROM policy_log")] == [3.0]
 
 
@@ -180,7 +180,7 @@ async def test_what_was_begun_alone_is_not_written_once_the_lock_is_lost(config:
     async with opened(config) as database:
 
         async def work(db: Transaction) -> None:
-            await db.run(AT, {"at": 1.0})
+            await db.all(AT, {"at": 1.0})
             await database.all(END_LOCKS)
             await asyncio.sleep(0.1)
 
@@ -268,7 +268,7 @@ async def test_a_feed_misses_nothing_that_is_committed_late(config: StoreConfig)
         started = asyncio.Event()
 
         async def late(db: Transaction) -> None:
-            await db.run("INSERT INTO rewards (rollout_id, name, value, final, created_at) VALUES ('r', 'n', 1, 0, 0)")
+            await db.all("INSERT INTO rewards (rollout_id, name, value, final, created_at) VALUES ('r', 'n', 1, 0, 0)")
             started.set()
             await db.all("SELECT pg_sleep(0.3)::TEXT")
 

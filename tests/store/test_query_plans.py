@@ -43,7 +43,7 @@ WHOLE = {
     "SELECT * FROM steps WHERE status = 'trained' ORDER BY step", "SELECT * FROM policy_versions ORDER BY version",
     "PARENTS", "STEPS_AFTER",
     "UNTRAINABLE", "RECENT_CALLS", "TIPS_OF", "POINTS_OF", "CONVERSATION_COUNTS", "STORE_TOTALS", "LABELS",
-    "PAGES", "MEMBERS_ENDED", "MEMBERS_RUNNING", "DELETE FROM keys WHERE revoked_at IS NOT NULL",
+    "PAGES", "MEMBERS_ENDED", "MEMBERS_RUNNING", "DELETE FROM keys WHERE revoked_at IS NOT NULL RETURNING 1",
     "SELECT COUNT(*), COALESCE(MAX(ended_at), 0) FROM rollouts WH", "tasks by nothing", "UNLEARNED",
 }  # fmt: skip
 # Sort what belongs to a few steps, one test, rollout or tool-call id, a page of tasks, the newest calls or rollouts, or

@@ -105,7 +105,7 @@ async def test_the_group_is_offered_to_the_trainer_again_once_all_of_it_is_score
         async with system.store() as store:
             for rollout_id in ("a", "b"):
                 await store.database.write(
-                    lambda db, one=rollout_id: db.run(
+                    lambda db, one=rollout_id: db.all(
                         "UPDATE rollouts SET step = 1 WHERE rollout_id = :one", {"one": one}
                     )
                 )
