@@ -96,7 +96,6 @@ class Grouping:
         return cls(config.group_size, config.failed_reward is not None, config.group_timeout_s)
 
     def is_rewarded(self, member: Member) -> bool:
-        """Return whether a rollout that has ended has a reward, or counts for something without one."""
         return member.status == "completed" or (member.status == "failed" and self.failed)
 
 

@@ -54,7 +54,6 @@ class Earned:
 
 
 def return_of(own: float | None, calls: Iterable[float]) -> float | None:
-    """Return the return of a rollout with this reward of its own, and these of its calls."""
     if own is not None:
         return own
     values = [*calls]

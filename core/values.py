@@ -79,7 +79,6 @@ def named_error(body: Json) -> Any:
 
 
 def message_of_error(error: Any) -> str:
-    """Return an error's message, for the record."""
     if isinstance(error, dict):
         message = next((error[name] for name in _MESSAGES if error.get(name)), None)
         error = dumps(error) if message is None else message

@@ -299,7 +299,6 @@ class Calls(Table):
         return ended
 
     async def under_way(self, since: float) -> int:
-        """Count the calls that began after `since` and have not ended."""
         statement = "SELECT COUNT(*) FROM calls WHERE status = 'incomplete' AND started_at > :since"
         return int(await self._db.value(statement, since=since))
 

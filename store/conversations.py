@@ -105,7 +105,6 @@ class ConversationIndex(Table):
         return taken or there["exact"] or there["loose"]
 
     async def add(self, origins: Sequence[dict[str, Any]]) -> None:
-        """Store digests of what only one rollout has in it."""
         await self._db.commit([(CONVERSATION_ORIGIN, origins)])
 
     async def take(

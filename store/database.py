@@ -75,8 +75,6 @@ class Sql(str):
 
 
 class Row(Protocol):
-    """A row that was read. Its columns are found by name or place."""
-
     def __getitem__(self, column: Any, /) -> Any: ...
 
     def __iter__(self) -> Iterator[Any]: ...
@@ -92,7 +90,6 @@ class Reads(ABC):
         """Return all rows of a statement: of one that writes, those that it is RETURNING."""
 
     async def one(self, sql: str, params: Params | None = None) -> Row | None:
-        """Return the first row of a statement, or None without one."""
         rows = await self.all(sql, params)
         return rows[0] if rows else None
 
@@ -137,17 +134,14 @@ class Database(Reads):
         return row[0] if (row := await self.one(sql, params)) else None
 
     async def record(self, kind: type[T], sql: str, **params: object) -> T | None:
-        """Return the record in a query's first row, or None without one."""
         return read(kind, row) if (row := await self.one(sql, params)) else None
 
     async def records(self, kind: type[T], sql: str, **params: object) -> list[T]:
-        """Return the records in a query's rows."""
         rows = await self.all(sql, params)
         size = sum(len(value) for row in rows for value in row if isinstance(value, str))
         return await in_thread_if_large(size, lambda: [read(kind, row) for row in rows])
 
     async def execute(self, sql: str, **params: object) -> None:
-        """Commit one statement that writes."""
         await self.commit([(sql, [params])])
 
     @abstractmethod

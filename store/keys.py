@@ -30,7 +30,6 @@ ROLLOUT_KEY_PREFIX = KEY_PREFIX + "rollout-"
 
 
 def new_key(role: Role) -> str:
-    """Make a key of 256 random bits, with a prefix for its kind."""
     return f"{KEY_PREFIX}{role}-{secrets.token_urlsafe(32)}"
 
 
@@ -102,7 +101,6 @@ class Keyring(Table):
         return read(StoredKey, revoked)
 
     async def purge(self) -> int:
-        """Delete the revoked keys and return how many there were."""
         return len(await self._db.write(lambda db: db.all("DELETE FROM keys WHERE revoked_at IS NOT NULL RETURNING 1")))
 
 

@@ -128,7 +128,6 @@ class Reports(Table):
         return found
 
     async def traffic(self, newest: int) -> RecentTraffic:
-        """Sum up the newest calls, at most so many."""
         rows = await self._db.all(RECENT_CALLS, {"newest": newest})
         tokens = (used(loads_or_none(row["usage"])) or Used(output=row["tokens"] or 0) for row in rows)
 

@@ -39,7 +39,6 @@ Json = dict[str, Any]
 
 
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Count the leading elements that `a` and `b` share."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:  # the usual case, at the speed of one comparison
         return length
@@ -56,7 +55,6 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 def same_prefix(a: list[Any], b: list[Any]) -> int:
-    """Count the leading elements that are the same JSON in `a` and `b`."""
     for i, (one, other) in enumerate(zip(a, b, strict=False)):
         if one is not other and not is_same(one, other):
             return i
@@ -137,7 +135,6 @@ def full_calls(
 
 
 def begun(before: Any, shared: int, own: Any) -> Any:
-    """Return the first so many of an earlier field, followed by this one."""
     return dict(islice(before.items(), shared)) | own if isinstance(before, dict) else before[:shared] + own
 
 

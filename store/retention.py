@@ -78,8 +78,6 @@ OnDelete = Callable[[str, str], None]  # rollout id, and why: age or size
 
 
 class Pages(NamedTuple):
-    """The file's size and its free part, in bytes."""
-
     bytes: int
     free: int
 
@@ -100,7 +98,6 @@ class Keeper:
         self._problem: str | None = None
 
     async def run(self, every_s: float = EVERY_S) -> None:
-        """Tidy up every minute, until cancelled."""
         while True:
             try:
                 async with self._db.lock("keeper") as ours:
@@ -187,7 +184,6 @@ async def over_bound(database: Database, retention: RetentionConfig) -> str | No
 
 
 async def fold_counts(db: Transaction) -> None:
-    """Sum up the changes of how many rollouts there are, if there are any."""
     counts = Counter[tuple[str, str]]()
     for mode, status, rollouts in await db.all(COUNT_CHANGES_FOLD):
         counts[mode, status] += rollouts

@@ -195,9 +195,7 @@ class Rollouts(Table):
         self,
         names: Sequence[tuple[RolloutName, str]],
         metadata: dict[str, Any],
-        key_id: str | None = None,
         *,
-        evidence: bool = True,
         policy_version: int | None = None,
         model: str | None = None,
         may_reward: bool = True,
@@ -206,16 +204,13 @@ class Rollouts(Table):
         """Open rollouts with this metadata, each with the hash of its own key.
 
         Those of a task are a group if they are several, or belong to the group of the rollout `sibling_of`. Unless they
-        `may_reward`, these keys may only call the model.
-
-        `key_id`: the stored key that requested them; `evidence`: it gives evidence (`Sender`). `policy_version`,
-        `model`: what answers the alias in them, if not the live version.
+        `may_reward`, these keys may only call the model. `policy_version`, `model`: what answers the alias in them, if
+        not the live version.
         """
         grouped = len(names) > 1 and sibling_of is None and all(name.task_id is not None for name, _ in names)
         same: dict[str, Any] = {
             "metadata": dumps(metadata), "policy_version": policy_version, "model": model, "may_reward": may_reward,
             "sibling_of": sibling_of, "first": names[0][0].rollout_id if grouped else None, "at": time.time(),
-            "key_id": key_id, "evidence": evidence,
         }  # fmt: skip
         opened = [name._asdict() | same | {"key_hash": key_hash} for name, key_hash in names]
         first = [(ROLLOUT_FIRST, [same])] if grouped else []
@@ -223,7 +218,6 @@ class Rollouts(Table):
         await self._db.commit([(ROLLOUT_OPEN, opened), *first, (ROLLOUT_KEY, opened)], size)
 
     async def get(self, rollout_id: str) -> Rollout:
-        """Return the rollout with this id; raise NotFound if there is none."""
         statement = "SELECT * FROM rollouts WHERE rollout_id = :rollout_id"
         if (rollout := await self._db.record(Rollout, statement, rollout_id=rollout_id)) is None:
             raise NotFound(f"no rollout {rollout_id!r}", param="rollout_id")
@@ -239,7 +233,6 @@ class Rollouts(Table):
         return (None, None) if row is None else (row["alias_model"], row["policy_version"])
 
     async def of_key(self, key_hash: str) -> RolloutKey | None:
-        """Return the rollout's key with this hash, as its rollout is now; None if there is none."""
         return await self._db.record(RolloutKey, ROLLOUT_OF_KEY, key_hash=key_hash)
 
     async def of_another_key(self, rollout_ids: Iterable[str], key_id: str | None) -> str | None:
@@ -353,7 +346,6 @@ def page_statement(filters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def page_of(filters: Collection[str]) -> str:
-    """Return the statement of a page's rollouts, before SEARCHED."""
     source, n = next((where for name, where in SOURCES.items() if name in filters), ("rollouts", "rollouts.n"))
     own = " ".join(text for name, text in ROLLOUT_FILTERS.items() if name in filters)
     return ROLLOUTS_PAGE.format(source=source, n=n, filters=own)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import resources
+from operator import attrgetter
 from typing import Literal, NamedTuple
 
 from ..core.errors import OtherSchema
@@ -32,9 +33,7 @@ _TRIGGER = re.compile(r"CREATE TRIGGER (\w+) (AFTER .*? ON \w+)(?:\s+WHEN (.*?))
 
 
 class Part(NamedTuple):
-    """The tables of the core (`store`) or of a feature, by its `name`."""
-
-    name: str
+    name: str  # `store`, or that of a feature
     number: int
     script: str
 
@@ -44,7 +43,7 @@ def parts(database: Literal["sqlite", "postgres"]) -> tuple[Part, ...]:
     """Return all tables as a database takes them, the core's first."""
     found = []
     package = resources.files("lightning_proxy")
-    for folder in [package / "store", *(package / "features").iterdir()]:
+    for folder in [package / "store", *sorted((package / "features").iterdir(), key=attrgetter("name"))]:
         if (file := folder / "schema.sql").is_file():
             script, own = file.read_text(), folder / f"{database}.sql"
             number = int(script.split(maxsplit=3)[2])  # "-- schema 1"
@@ -52,7 +51,7 @@ def parts(database: Literal["sqlite", "postgres"]) -> tuple[Part, ...]:
             script += own.read_text() if own.is_file() else ""
             script += f"INSERT INTO schema_numbers VALUES ('{folder.name}', {number});\n"
             found.append(Part(folder.name, number, script))
-    return tuple(sorted(found, key=lambda part: (part.name != "store", part.name)))
+    return tuple(found)
 
 
 def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int]) -> list[str]:
@@ -79,14 +78,13 @@ def require_all(where: str, missing: Collection[str]) -> None:
 
 
 def _for_postgres(script: str) -> str:
+    def trigger(found: re.Match[str]) -> str:
+        name, event, condition, statements = found.groups("TRUE")
+        return (
+            f"CREATE FUNCTION {name}() RETURNS TRIGGER LANGUAGE plpgsql AS $$ BEGIN\n{statements}\nRETURN NULL;\n"
+            f"END $$;\nCREATE TRIGGER {name} {event} FOR EACH ROW WHEN ({condition}) EXECUTE FUNCTION {name}();"
+        )
+
     for word, other in _FOR_POSTGRES:
         script = re.sub(word, other, script)
-    return _TRIGGER.sub(_postgres_trigger, script)
-
-
-def _postgres_trigger(trigger: re.Match[str]) -> str:
-    name, event, condition, statements = trigger.groups("TRUE")
-    return (
-        f"CREATE FUNCTION {name}() RETURNS TRIGGER LANGUAGE plpgsql AS $$ BEGIN\n{statements}\nRETURN NULL;\nEND $$;\n"
-        f"CREATE TRIGGER {name} {event} FOR EACH ROW WHEN ({condition}) EXECUTE FUNCTION {name}();"
-    )
+    return _TRIGGER.sub(trigger, script)

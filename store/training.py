@@ -153,8 +153,6 @@ class Collapse:
 
 
 class TrainingSteps(Table):
-    """The table of training steps."""
-
     def __init__(self, database: Database, versions: PolicyVersions) -> None:
         super().__init__(database)
         self._versions = versions
@@ -227,7 +225,6 @@ class TrainingSteps(Table):
         return data
 
     async def took_any(self) -> bool:
-        """Return whether any rollout is taken; none is after `end_epoch` has offered all again."""
         return await self._db.one("SELECT 1 FROM rollouts WHERE step IS NOT NULL LIMIT 1") is not None
 
     async def under_way_since(self) -> float | None:
@@ -239,7 +236,6 @@ class TrainingSteps(Table):
         return await self._db.records(Step, f"SELECT * FROM steps WHERE status = 'trained' {rest}", **params)
 
     async def all(self) -> list[Step]:
-        """Return all finished steps, oldest first."""
         return await self._trained("ORDER BY step")
 
     async def newest(self, limit: int, before: int | None = None, *, brief: bool = False) -> list[Step]:
@@ -266,12 +262,10 @@ class TrainingSteps(Table):
         return found[:limit]
 
     async def of_version(self, version: int) -> Step | None:
-        """Return the step that a policy version was published from; None for the base model."""
         statement = "SELECT * FROM steps WHERE step = (SELECT step FROM policy_versions WHERE version = :version)"
         return await self._db.record(Step, statement, version=version)
 
     async def collapse(self) -> Collapse | None:
-        """Return why publication is stopped, or None if it is not."""
         return Collapse.of(await self.last(), await self._versions.live())
 
     async def update_metrics(self, step: int, metrics: dict[str, Any]) -> None:

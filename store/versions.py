@@ -220,11 +220,9 @@ class PolicyVersions(Table):
         return await self._where("TRUE")
 
     async def is_new(self) -> bool:
-        """Return whether nothing was ever published from this store."""
         return await self._db.one("SELECT 1 FROM policy_versions WHERE publish IS NOT NULL LIMIT 1") is None
 
     async def get(self, version: int) -> PolicyVersion:
-        """Return the version of this number; NotFound if there is none."""
         if found := await self._where("version = :version", version=version):
             return found[0]
         raise NotFound(f"no policy version {version}", param="version")
@@ -257,7 +255,6 @@ class PolicyVersions(Table):
         return await self._db.record(PolicyVersion, VERSION_BEFORE, version=version)
 
     async def new(self, publish: PublishMode, step: int, metrics: dict[str, Any]) -> int:
-        """Reserve the next version number, in the state `publishing`."""
         row = {"publish": publish, "step": step, "at": time.time(), "metrics": dumps(metrics)}
         (made,) = await self._db.write(lambda db: db.all(VERSION_NEW, row))
         return int(made["version"])
@@ -298,7 +295,6 @@ class PolicyVersions(Table):
         await self._db.commit([(statement, [row]) for statement in VERSION_FAILED])
 
     async def forget_unfinished(self, version: int) -> None:
-        """Delete a version whose publishing was broken off."""
         unfinished = "DELETE FROM policy_versions WHERE version = :version AND status = 'publishing'"
         await self._db.execute(unfinished, version=version)
 
@@ -344,7 +340,6 @@ class PolicyVersions(Table):
         return [one for one in found if one.mode != "eval" or one.version in evaluated]
 
     async def mode(self) -> Decided | None:
-        """Return how new weights are published; None before that is decided."""
         return await self._db.record(Decided, DECIDED)
 
     async def decide_mode(self, mode: PublishMode, by: str, *, configured: bool) -> None:

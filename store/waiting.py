@@ -160,7 +160,6 @@ class Waiting(Table):
         return newest, {row["task_id"] for row in rows}
 
     async def siblings(self, group: Group) -> Siblings:
-        """Return the siblings of a group, each in the order in which they were opened."""
         assert group.pool is not None
         values = group.pool._asdict() | {"after": group.after, "last": group.last, "awaited": dumps([*group.awaited])}
         found = Siblings([], [], [])

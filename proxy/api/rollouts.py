@@ -77,10 +77,11 @@ async def open_rollouts(request: ControlRequest, body: RolloutsBody) -> list[Ope
         await plugin.check_rollouts(p.store, fields)
     metadata = await in_thread_if_large(len(await request.body()), partial(_metadata, p, body))
     keys = {uuid4().hex: new_key("rollout") for _ in range(body.n)}
-    hashed = [(RolloutName(name, body.task_id, None, body.mode), hash_key(key)) for name, key in keys.items()]
+    one = RolloutName("", body.task_id, mode=body.mode, key_id=caller.key_id, evidence=caller.evidence)
+    hashed = [(one._replace(rollout_id=name), hash_key(key)) for name, key in keys.items()]
     await p.store.rollouts.open(
-        hashed, metadata, caller.key_id, policy_version=body.policy_version, model=body.model,
-        may_reward=body.may_reward, evidence=caller.evidence, sibling_of=body.sibling_of,
+        hashed, metadata, policy_version=body.policy_version, model=body.model, may_reward=body.may_reward,
+        sibling_of=body.sibling_of,
     )  # fmt: skip
     for plugin, fields in added:
         await plugin.rollouts_opened(p.store, [*keys], fields)

@@ -15,19 +15,7 @@ from ...core.config.server import StoreConfig
 from ...core.errors import StoreUnavailable
 from ...core.json_text import dumps
 from ..calls import CALL_END, CALL_START
-from ..database import (
-    HURRIED,
-    SMALL,
-    ConstraintRefused,
-    Database,
-    Params,
-    Row,
-    Runs,
-    Transaction,
-    Work,
-    Writing,
-)
-from ..rollouts import ROLLOUT_SEEN
+from ..database import HURRIED, SMALL, ConstraintRefused, Database, Params, Row, Runs, Transaction, Work, Writing
 from ..schema import NUMBERS, missing_parts, parts, require_all
 from .statements import PostgresTransaction
 
@@ -47,7 +35,6 @@ SESSION = {
 }  # fmt: skip
 AGAIN_S = 0.05  # until the next attempt
 
-BEGIN = "BEGIN"
 # Whoever reads before it writes has the store to itself, but for the recorders: they only add, and end what they added.
 BEGIN_ALONE = "BEGIN; SELECT pg_advisory_xact_lock(hashtextextended(current_schema() || ':write', 0))"
 HOLD_ROLLOUTS = """
@@ -100,8 +87,7 @@ class PostgresDatabase(Database):
 
     @classmethod
     async def open(cls, config: StoreConfig, *, to_write: bool) -> PostgresDatabase:
-        settings = SESSION | {"application_name": "lightning-proxy"}
-        settings["lock_timeout"] = f"{config.busy_timeout_s:g}s"
+        settings = SESSION | {"application_name": "lightning-proxy", "lock_timeout": f"{config.busy_timeout_s:g}s"}
         settings |= {} if to_write else {"default_transaction_read_only": "on"}
         pool = None
         try:
@@ -117,7 +103,7 @@ class PostgresDatabase(Database):
         except BaseException as error:
             if pool is not None:
                 await pool.close()
-            if not isinstance(error, OSError | ValueError | asyncpg.PostgresError | asyncpg.InterfaceError):
+            if not isinstance(error, (ValueError, *LOST)):
                 raise
             message = str(error).partition("\n")[0] or type(error).__name__
             raise StoreUnavailable(f"store {config.where} cannot be opened: {message}") from error
@@ -139,11 +125,10 @@ class PostgresDatabase(Database):
             if len(ids) > 1:
                 await db.all(HOLD_ROLLOUTS, {"ids": dumps(ids)})
             for statement, rows in runs:
-                column = "rollout_id" if statement == ROLLOUT_SEEN else "digest"
-                await db.many(statement, sorted(rows, key=lambda row: str(row.get(column, ""))))
+                await db.many(statement, sorted(rows, key=lambda r: (r.get("digest", b""), r.get("rollout_id", ""))))
 
         try:
-            await self._to_the_end(work, BEGIN, self._patience(hurried=True) + size / BYTES_A_SECOND)
+            await self._to_the_end(work, "BEGIN", self._patience(hurried=True) + size / BYTES_A_SECOND)
         except OutcomeUnknown:
             # With one call of a commit, all of the commit is in the store.
             recorded = [(RECORDED[statement], rows[0]) for statement, rows in runs if statement in RECORDED]
@@ -186,7 +171,6 @@ class PostgresDatabase(Database):
                 async with self._connection(seconds) as connection:
                     if begin is None:
                         return await work(PostgresTransaction(connection))
-                    require_held()
                     await connection.execute(begin)
                     done = await work(PostgresTransaction(connection))
                     require_held()

@@ -40,7 +40,6 @@ class Numbered(NamedTuple):
 
 @cache
 def translated(sql: str) -> Numbered:
-    """Return a statement of the store as PostgreSQL takes it."""
     if isinstance(sql, Sql):
         sql = sql.postgres
     for word, other in _WORDS:

@@ -209,7 +209,6 @@ class SqliteDatabase(Database):
 
 
 def has_room(directory: Path) -> bool:
-    """Return whether the disk of a directory has room for some records."""
     try:
         with TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, ROOM)
@@ -292,7 +291,6 @@ def _in_transaction(work: Job[T], connection: sqlite3.Connection) -> T:
 
 
 def _write_the_same(connection: sqlite3.Connection) -> None:
-    """Write a page that changes nothing."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     connection.execute(f"PRAGMA user_version = {version}")
 

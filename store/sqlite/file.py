@@ -23,7 +23,6 @@ def make_private(path: Path) -> None:
 
 
 def is_sqlite(path: Path) -> bool:
-    """Return whether the file is an SQLite database."""
     with path.open("rb") as file:
         return file.read(16) == b"SQLite format 3\0"
 
@@ -78,7 +77,6 @@ def rename_store(part: Path, target: Path) -> None:
 
 
 def remove_store(path: Path) -> None:
-    """Remove the file and SQLite's files beside it."""
     for suffix in FILES:
         path.with_name(path.name + suffix).unlink(missing_ok=True)
 

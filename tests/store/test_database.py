@@ -167,7 +167,7 @@ async def test_the_log_is_cut_off_also_where_a_checkpoint_is_under_way(
 async def test_only_its_owner_reads_a_new_store(tmp_path: Path) -> None:
     path = tmp_path / "s.db"
     async with opened(StoreConfig(url=f"sqlite:///{path}")) as database:
-        await Store(database).rollouts.open([(RolloutName("r"), "hash")], {}, None)
+        await Store(database).rollouts.open([(RolloutName("r"), "hash")], {})
         assert {file.name: file.stat().st_mode & 0o077 for file in tmp_path.iterdir()} == {
             "s.db": 0, "s.db-wal": 0, "s.db-shm": 0
         }  # fmt: skip

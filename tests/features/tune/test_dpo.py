@@ -312,7 +312,7 @@ def test_a_step_takes_nearly_as_many_pairs_as_it_may(base: Path, tmp_path: Path,
 async def test_no_pair_is_made_of_two_tenants_rollouts(traffic: Traffic) -> None:
     for name, reward in (("a", 1.0), ("b", 0.0)):
         _, key = await traffic.store.keys.create(name, "agent", Limits(), recording=True, scope="own")
-        await traffic.store.rollouts.open([(RolloutName(name, "t"), f"hash of {name}")], {}, key.key_id)
+        await traffic.store.rollouts.open([(RolloutName(name, "t", key_id=key.key_id), f"hash of {name}")], {})
         await traffic.rollout(name, "t", reward)
     with pytest.raises(NothingToLearn, match="in none of 2 tasks"):
         await PairReader(TrainerConfig(), traffic.store, 100).read()

@@ -37,7 +37,7 @@ async def own_key(traffic: Traffic, name: str) -> str:
 async def of_key(traffic: Traffic, key_id: str | None, task: str | None, *names: str) -> None:
     """Open rollouts one by one with a key."""
     for name in names:
-        await traffic.store.rollouts.open([(RolloutName(name, task), f"hash of {name}")], {}, key_id)
+        await traffic.store.rollouts.open([(RolloutName(name, task, key_id=key_id), f"hash of {name}")], {})
 
 
 @pytest.mark.parametrize("together", [True, False])
