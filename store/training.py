@@ -115,14 +115,6 @@ class CallCredit:
 
 
 @dataclass(frozen=True, slots=True)
-class ComparedGroup:
-    """Siblings of a task that are compared with each other; some may still be running."""
-
-    task_id: str
-    rollout_ids: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
 class Collapse:
     """The reason why publishing stopped at `at` (Unix time). It resumes when somebody makes a version live.
 
@@ -162,7 +154,7 @@ class TrainingSteps(Table):
         rollout_ids: Sequence[str],
         base: int,
         dropped: Mapping[str, Sequence[str]] = MappingProxyType({}),
-        groups: Sequence[ComparedGroup] = (),
+        groups: Sequence[Sequence[str]] = (),
         credit: Sequence[CallCredit] = (),
     ) -> int:
         """Give rollouts to a new step and return its number. `dropped`, `groups` as in `drop`; undone with the step.
@@ -180,8 +172,11 @@ class TrainingSteps(Table):
 
         return await self._db.write(work)
 
-    async def drop(self, dropped: Mapping[str, Sequence[str]], groups: Sequence[ComparedGroup] = ()) -> None:
-        """Never offer these rollouts again. `dropped`: ids by reason; `groups`: those that were compared."""
+    async def drop(self, dropped: Mapping[str, Sequence[str]], groups: Sequence[Sequence[str]] = ()) -> None:
+        """Never offer these rollouts again. `dropped`: ids by reason; `groups`: of siblings that were compared, by ids.
+
+        Some of a group may still be running.
+        """
         await self._db.write(lambda db: _drop(db, dropped, groups, None))
 
     async def trained(self, step: int, checkpoint: str | None, metrics: dict[str, Any]) -> None:
@@ -202,13 +197,8 @@ class TrainingSteps(Table):
 
     async def end_epoch(self, step: int, metrics: dict[str, Any], offer: bool) -> None:
         """Write an epoch's last metrics and, if `offer`, offer all trained rollouts again: both or neither."""
-
-        async def work(db: Transaction) -> None:
-            await db.all(STEP_METRICS, {"step": step, "metrics": dumps(metrics)})
-            for statement in OFFER_ALL if offer else ():
-                await db.all(statement)
-
-        await self._db.write(work)
+        ended = (STEP_METRICS, [{"step": step, "metrics": dumps(metrics)}])
+        await self._db.commit([ended, *((statement, [{}]) for statement in OFFER_ALL if offer)])
 
     async def forget_all(self) -> None:
         """Forget all training: nothing was trained on or published, and the base model is live."""
@@ -280,9 +270,9 @@ class TrainingSteps(Table):
 
 
 async def _drop(
-    db: Transaction, dropped: Mapping[str, Sequence[str]], groups: Sequence[ComparedGroup], step: int | None
+    db: Transaction, dropped: Mapping[str, Sequence[str]], groups: Sequence[Sequence[str]], step: int | None
 ) -> None:
     for reason, rollout_ids in dropped.items():
         await db.many(DROP, [{"rollout_id": r, "reason": reason, "step": step} for r in rollout_ids])
     for group in groups:
-        await db.many(GROUP_JOIN, [{"first": group.rollout_ids[0], "rollout_id": r} for r in group.rollout_ids])
+        await db.many(GROUP_JOIN, [{"first": group[0], "rollout_id": r} for r in group])

@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from lightning_proxy.store.store import Store
-from lightning_proxy.store.training import CallCredit, ComparedGroup
+from lightning_proxy.store.training import CallCredit
 
 Json = dict[str, Any]
 EQUAL = "all rewards of the group are equal"
@@ -45,7 +45,7 @@ class Learning:
             await self.rollout(name, f"sum-{task}", solved, mode="eval")
         equal = [group for group in groups if len({reward for _, reward in group}) == 1]
         taken = [group for group in groups if group not in equal]
-        compared = [ComparedGroup(f"multiply-{i}", [name for name, _ in group]) for i, group in enumerate(groups)]
+        compared = [[name for name, _ in group] for group in groups]
         credit = [one for group in taken for one in _credit(group)]
         names = [name for group in taken for name, _ in group]
         dropped = {EQUAL: [name for group in equal for name, _ in group]}

@@ -18,7 +18,7 @@ from ...core.errors import NotFound, UpstreamTimeout, UpstreamUnreachable
 from ...core.groups import Group
 from ...core.records import ModelCall, Rollout
 from ...store.store import Store
-from ...store.training import CallCredit, ComparedGroup
+from ...store.training import CallCredit
 from ...store.waiting import EQUAL_REWARDS
 from ..credit.agents import RollCall, TrainedAgents
 from ..credit.air import air_rewards
@@ -114,7 +114,7 @@ class Collector:
         take.counts["groups"] += 1
         take.counts["groups_incomplete"] += not group.complete
         ids = [rollout.rollout_id for rollout in (*siblings, *awaited)]
-        take.groups += [ComparedGroup(group.task_id, ids)] if siblings else []
+        take.groups += [ids] if siblings else []
         members = await self._trainable(take, siblings)
         known = [s for rollout in before if self._has_reward(rollout) and (s := await self._sibling(rollout))]
         known = [s for s in known if self._unfit(s.calls, base) in (None, STALE)]
@@ -247,7 +247,7 @@ class Collector:
             rollout_ids=rollout_ids,
             metrics={
                 **seen.metrics(),
-                "groups_trained": float(sum(not {*rollout_ids}.isdisjoint(one.rollout_ids) for one in take.groups)),
+                "groups_trained": float(sum(not {*rollout_ids}.isdisjoint(one) for one in take.groups)),
                 "rollouts_trained": float(len(rollout_ids)),
                 **staleness_metrics(take.staleness),
                 **sample_metrics(take.samples),
@@ -398,7 +398,7 @@ class Take:
     rollouts: list[Rollout] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)
     dropped: dict[str, list[str]] = field(default_factory=dict)
-    groups: list[ComparedGroup] = field(default_factory=list)
+    groups: list[list[str]] = field(default_factory=list)
     credit: list[CallCredit] = field(default_factory=list)
     compared: int = 0  # rollouts, the loss's divisor
     compared_by_adapter: Counter[str] = field(default_factory=Counter)

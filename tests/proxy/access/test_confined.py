@@ -17,7 +17,6 @@ from lightning_proxy.store.database import ConstraintRefused
 from lightning_proxy.store.keys import Keyring, Scope
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.rollouts import ROLLOUT_SEEN
-from lightning_proxy.store.training import ComparedGroup
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
 AGENT = {"Authorization": "Bearer agent"}
@@ -232,7 +231,7 @@ async def test_siblings_of_another_key_are_not_shown_and_a_rollouts_own_key_sees
         third, _ = await open_one(system, theirs, task_id="t")
         async with system.store() as store:
             both = [first, second, third]
-            await store.steps.claim(both, 0, groups=[ComparedGroup("t", both)])
+            await store.steps.claim(both, 0, groups=[both])
         for key, seen in ((AGENT, both), (mine, [first, second]), (own, [first])):
             status, answer = await system.call("GET", f"/rollouts/{first}/rows", **key)
             assert (status, [sibling["rollout_id"] for sibling in answer["group"]]) == (200, seen)
