@@ -12,6 +12,7 @@ A name of weight 0 counts as a reward of 0; other names do not count. Rewards of
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -62,19 +63,12 @@ def return_of(own: float | None, calls: Iterable[float]) -> float | None:
 
 def earned(rewards: Iterable[Reward], rules: Rules, status: RolloutStatus = "completed") -> Earned:
     """Return the rewards of a rollout with this status. Oldest first: the newest of a call and name counts."""
-    newest: dict[str | None, dict[str, float]] = {}
-    for reward in rewards:
-        newest.setdefault(reward.call_id, {})[reward.name] = reward.value
-    found = {call_id: weighted(values, rules) for call_id, values in newest.items()}
-    own = found.pop(None, None)
-    if own is None and status == "failed":
-        own = rules.failed
-    return Earned(own, {call_id: value for call_id, value in found.items() if call_id and value is not None})
-
-
-def weighted(values: Mapping[str, float], rules: Rules) -> float | None:
-    """Return the weighted sum of rewards by name, in whatever order; None if none of the names counts."""
     (low, high), weights = rules.within, rules.weights
-    cut = {name: max(low, min(value, high)) for name, value in values.items() if name in weights}
-    counted = [max(-LARGEST, min(weights[name] * value, LARGEST)) for name, value in cut.items()]
-    return math.fsum(counted) if counted else None
+    newest = defaultdict[str | None, dict[str, float]](dict)
+    for reward in rewards:
+        if reward.name in weights:
+            value = weights[reward.name] * max(low, min(reward.value, high))
+            newest[reward.call_id][reward.name] = max(-LARGEST, min(value, LARGEST))
+    found = {call_id: math.fsum(values.values()) for call_id, values in newest.items()}
+    own = found.pop(None, rules.failed if status == "failed" else None)
+    return Earned(own, {call_id: value for call_id, value in found.items() if call_id is not None})

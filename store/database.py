@@ -63,6 +63,12 @@ class ConstraintRefused(Exception):
     """A constraint of the schema refuses a row. Nothing of its transaction was written."""
 
 
+def unavailable(what: str, why: object) -> StoreUnavailable:
+    """Return the error of a store that cannot be `what`: "written", "read" or "reached"."""
+    nothing = "; nothing was recorded, try again" if what == "written" else ""
+    return StoreUnavailable(f"the store cannot be {what}: {why}{nothing}")
+
+
 class Sql(str):
     """A statement that the two databases need different texts for: itself SQLite's, and `postgres`."""
 

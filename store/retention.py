@@ -127,10 +127,8 @@ class Keeper:
 
     def _log_change(self, problem: str | None) -> None:
         """Log a problem once, not every minute, and when it is over."""
-        if problem is not None and self._problem is None:
-            log.warning("%s", problem)
-        elif problem is None and self._problem is not None:
-            log.warning("the store is within store.retention again")
+        if (problem is None) != (self._problem is None):
+            log.warning("%s", problem or "the store is within store.retention again")
         self._problem = problem
 
     async def _delete(self, before: float, reason: str, waiting: bool | None = None, limit: float = 0.0) -> None:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from ..core.errors import Conflict, NotFound, StoreUnavailable
 from ..core.json_text import dumps, loads
-from ..core.records import OPERATOR, Reward, RolloutStatus, Sender
+from ..core.records import OPERATOR, Reward, Sender
 from ..core.returns import Earned, Rules, earned
 from .database import LOOK_S, Row, Table, Transaction, in_passing
 
@@ -263,15 +263,16 @@ async def count_returns(db: Transaction, rollout_ids: Iterable[str]) -> None:
         posted[row["rollout_id"]].append(row)
     counted = []
     for rollout_id, rows in posted.items():
-        given = [(Reward(rollout_id, r["value"], r["call_id"], r["name"]), r["counts"]) for r in rows if r["name"]]
-        found = earned((reward for reward, _ in given), rules, rows[0]["status"])
-        end: RolloutStatus = rows[0]["status"] if rows[0]["end_counts"] else "completed"
-        trusted = earned((reward for reward, counts in given if counts), rules, end).returned
-        if trusted is None and found.returned is None and rows[0]["failed_held_out"]:
+        given = [(Reward(rollout_id, row["value"], row["call_id"], row["name"]), row["counts"]) for row in rows]
+        ended, end_counts, failed_held_out = (rows[0][name] for name in ("status", "end_counts", "failed_held_out"))
+        found = earned((reward for reward, _ in given), rules, ended)
+        trusted = earned((one for one, counts in given if counts), rules, ended if end_counts else "completed").returned
+        if trusted is None and found.returned is None and failed_held_out:
             trusted = 0.0
         at = min((row["created_at"] for row in rows if row["name"] in rules.weights), default=None)
-        returns = {"own": found.own, "reward": found.returned, "trusted": trusted, "at": at}
-        counted.append({"rollout_id": rollout_id, **returns})
+        counted.append({
+            "rollout_id": rollout_id, "own": found.own, "reward": found.returned, "trusted": trusted, "at": at
+        })  # fmt: skip
     await db.many(RETURN, counted)
 
 

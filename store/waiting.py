@@ -134,19 +134,17 @@ class Siblings(NamedTuple):
 class Waiting(Table):
     """Reads rollouts that wait for training; `store.steps` takes them."""
 
-    async def groups(
-        self, failed: bool = False, grouping: Grouping | None = None, tasks: Collection[str] | None = None
-    ) -> list[Group]:
+    async def groups(self, grouping: Grouping = Grouping(), tasks: Collection[str] | None = None) -> list[Group]:
         """Return the groups, of all tasks or of some, with at least one rollout to train on, the longest waiting first.
 
-        Without a `grouping`, those of a task that were opened one by one are one group.
+        By default, those of a task that were opened one by one are one group.
         """
         statements = (MEMBERS_ENDED, MEMBERS_RUNNING) if tasks is None else (MEMBERS_ENDED_OF, MEMBERS_RUNNING_OF)
         some = {"tasks": dumps([*(tasks or ())])}
         rows = [row for statement in statements for row in await self._db.all(statement, some)]
 
         def found() -> list[Group]:
-            return formed((Member(*row) for row in rows), grouping or Grouping(failed=failed))
+            return formed((Member(*row) for row in rows), grouping)
 
         return sorted(await in_thread_if_large(ROW_SIZE * len(rows), found), key=attrgetter("oldest"))
 

@@ -15,7 +15,19 @@ from ...core.config.server import StoreConfig
 from ...core.errors import StoreUnavailable
 from ...core.json_text import dumps
 from ..calls import CALL_END, CALL_START
-from ..database import HURRIED, SMALL, ConstraintRefused, Database, Params, Row, Runs, Transaction, Work, Writing
+from ..database import (
+    HURRIED,
+    SMALL,
+    ConstraintRefused,
+    Database,
+    Params,
+    Row,
+    Runs,
+    Transaction,
+    Work,
+    Writing,
+    unavailable,
+)
 from ..schema import NUMBERS, missing_parts, parts, require_all
 from .statements import PostgresTransaction
 
@@ -291,12 +303,11 @@ def raise_ours(error: Exception, what: str, *, unknown: bool = False) -> NoRetur
         raise ConstraintRefused(str(error)) from error
     if not is_away(error) and (not isinstance(error, asyncpg.PostgresError) or isinstance(error, OURS)):
         raise error
-    nothing = "; nothing was recorded, try again" if what == "written" else ""
     silent = "the server does not answer in time" if isinstance(error, TimeoutError) else type(error).__name__
     message = str(error).partition("\n")[0] or silent
     if unknown:
         raise OutcomeUnknown(f"the store cannot be {what}: {message}; whether it was recorded is not known") from error
-    raise StoreUnavailable(f"the store cannot be {what}: {message}{nothing}") from error
+    raise unavailable(what, message) from error
 
 
 _held: ContextVar[tuple[str, asyncpg.Connection] | None] = ContextVar("held", default=None)

@@ -18,7 +18,7 @@ from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from ...core.config.server import StoreConfig
 from ...core.errors import StoreUnavailable
-from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Transaction, Work, Writing
+from ..database import SMALL, ConstraintRefused, Database, Params, Runs, Transaction, Work, Writing, unavailable
 from .file import connect_to_read, lock_file, make_private, make_tables, missing_in, only_read
 
 log = logging.getLogger(__name__)
@@ -121,11 +121,9 @@ class SqliteDatabase(Database):
             self._damaged(str(error))
         if type(error) not in FAULTS:
             raise error
-        nothing = ""
         if what == "written":
             self._writes.failed(str(error))
-            nothing = "; nothing was recorded, try again"
-        raise StoreUnavailable(f"the store cannot be {what}: {error}{nothing}") from error
+        raise unavailable(what, error) from error
 
     def _damaged(self, how: str) -> None:
         if self.damage is None:
