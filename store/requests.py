@@ -74,12 +74,12 @@ def shrink_request(request: Json, parent: Json | None) -> Json:
 
 def _shared(value: Any, before: Any) -> int:
     """How many leading items or characters a value shares with the one before; of an object all members or none."""
-    if type(value) is not type(before) or not isinstance(value, list | dict | str):
+    if isinstance(value, dict):
+        return len(value) if is_same(value, before) and len(encode(value)) >= LARGE_OBJECT else 0
+    if type(value) is not type(before) or not isinstance(value, list | str):
         return 0
     if isinstance(value, list):
         return same_prefix(value, before)
-    if isinstance(value, dict):
-        return len(value) if is_same(value, before) and len(encode(value)) >= LARGE_OBJECT else 0
     count = len(before)
     if not value.startswith(before):
         count = bisect(range(1, count + 1), False, key=lambda length: not value.startswith(before[:length]))
