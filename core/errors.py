@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-# By HTTP status, the type that OpenAI's API gives an error; "server_error" of others.
-TYPES = dict.fromkeys((400, 405, 408, 413, 415, 422, 426, 501), "invalid_request_error") | {
+# By HTTP status, the type that OpenAI's API gives an error. Of others it is that of 400, or of 500.
+TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     409: "conflict_error",
     429: "rate_limit_error",
+    501: "invalid_request_error",
     502: "upstream_error",
     504: "upstream_error",
 }
@@ -33,7 +34,7 @@ class LightningError(Exception):
 
     def body(self) -> dict[str, object]:
         """Return the error in OpenAI's shape."""
-        kind = self.type or TYPES.get(self.status, "server_error")
+        kind = self.type or TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 

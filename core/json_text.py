@@ -202,13 +202,11 @@ def loads_in_turns(text: str | bytes, constant: Callable[[str], Any] = _refuse) 
     """
     try:
         text = text if isinstance(text, str) else text.decode()
-        return json.loads(text, object_hook=_itself, parse_int=_int, parse_float=_float, parse_constant=constant)
+        return json.loads(
+            text, object_hook=lambda value: value, parse_int=_int, parse_float=_float, parse_constant=constant
+        )
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def _itself(value: dict[str, Any]) -> dict[str, Any]:
-    return value
 
 
 def _int(digits: str) -> int | Number:

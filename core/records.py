@@ -25,12 +25,12 @@ SAMPLING = (
     "logit_bias",
 )  # fmt: skip
 
-_ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+ID = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 
 
 def check_id(value: str, what: str) -> str:
     """Return `value` if it is a valid id; raise InvalidRequest naming `what` otherwise."""
-    if not _ID.fullmatch(value):
+    if not ID.fullmatch(value):
         problem = f"{what} must be 1 to 200 characters of A-Z a-z 0-9 . _ : -, got {value[:60]!r}"
         raise InvalidRequest(problem, param=what)
     return value
@@ -160,7 +160,7 @@ class CallFields:
 
     `policy_versions`: all that were live while it ran, in order; several only where weights are replaced in place.
     `superseded_by`: the call that sent the same request again. `extends`: the earlier call whose tokens, prompt and
-    answer, this prompt begins with.
+    answer, this prompt begins with. `request_of`, `prompt_of`: as in store/requests.py; None where all is there.
     """
 
     call_id: str
@@ -187,16 +187,16 @@ class CallFields:
     started_at: float
     ttft_ms: float | None
     latency_ms: float | None
+    request_of: dict[str, Any] | None = None
+    prompt_of: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCall(CallFields):
-    """A call read back from the store. `request_of`, `prompt_of`: as in store/requests.py; None where all is there."""
+    """A call read back from the store."""
 
     rollout_id: str
     choices: tuple[Choice, ...]
-    request_of: dict[str, Any] | None = None
-    prompt_of: dict[str, Any] | None = None
 
     @property
     def response_token_ids(self) -> tuple[int, ...]:

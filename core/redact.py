@@ -47,12 +47,9 @@ def _token(hint: str, then: str, inside: str = "A-Za-z0-9") -> SecretShape:
     begin = re.escape(hint)
     escapes = (r"\\[bfnrt]", r"\\u[0-9A-Fa-f]{4}", "%[0-9A-Fa-f]{2}")
     escaped = "|".join(f"(?<={escape}{begin})" for escape in escapes)
-    return SecretShape(hint, re.compile(f"{begin}(?:(?<![{inside}]{begin})|{escaped}){then}"), _unless_words)
-
-
-def _unless_words(found: re.Match[str]) -> str:
-    """Words joined by hyphens are no key. To ask here and not in the pattern keeps the pattern linear."""
-    return MASK if re.search("[0-9A-Z]", found[0]) else found[0]
+    pattern = re.compile(f"{begin}(?:(?<![{inside}]{begin})|{escaped}){then}")
+    # Words joined by hyphens are no key. To ask here and not in the pattern keeps the pattern linear.
+    return SecretShape(hint, pattern, lambda found: MASK if re.search("[0-9A-Z]", found[0]) else found[0])
 
 
 # One that is cut off is a key still.

@@ -8,14 +8,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PlainSerializer, field_validator
+from pydantic import Field, field_validator
 
 from ..errors import ConfigError, Unprocessable
 from .section import Above0, Number, Seconds, Section, check_url
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?")
 DEFAULT_RANGE = (-10_000.0, 10_000.0)
-Range = Annotated[tuple[Number, Number], PlainSerializer(list, when_used="json")]
 
 
 class RolloutsConfig(Section):
@@ -26,7 +25,7 @@ class RewardsConfig(Section):
     function: str | None = None
     timeout_s: Seconds = 30.0
     processes: Annotated[int, Field(ge=1, le=64)] = 1
-    range: Range = DEFAULT_RANGE
+    range: tuple[Number, Number] = DEFAULT_RANGE
 
     def require(self, value: float, param: str = "reward") -> None:
         """Raise Unprocessable for a reward that is outside of `range`."""

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, SecretStr, field_validator
 
@@ -100,10 +99,7 @@ class StoreConfig(Section):
     @property
     def where(self) -> str:
         """Return the store's place as a person may see it: a file, or a URL without its password."""
-        if not self.is_postgres:
-            return str(self.path.expanduser().absolute())
-        parts = urlsplit(self.url)
-        return f"postgresql://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        return shown(self.url) if self.is_postgres else str(self.path.expanduser().absolute())
 
     def faults(self) -> Iterator[str]:
         if self.is_postgres and self.retention.max_gib is not None:

@@ -11,9 +11,9 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field, ValidationError
 
 from ...core.errors import Unprocessable
-from ...proxy.api.bodies import PathId, RewardBody, ValueBody
+from ...proxy.api.bodies import PathId
 from ...proxy.api.requests import ControlRequest, UserRoute
-from ...proxy.api.rollouts import post_events, post_reward
+from ...proxy.api.rollouts import RewardBody, ValueBody, post_events, post_reward
 from ...proxy.hooks import ProxyPlugin
 
 router = APIRouter(tags=["agl"], route_class=UserRoute)

@@ -14,8 +14,8 @@ from ...core.errors import StoreUnavailable
 from ...core.json_text import dumps, encode
 from ...core.records import CallStart, RolloutName
 from ...core.redact import MASK, Redactor
-from ...proxy.api.bodies import Id, RolloutsBody
-from ...proxy.api.rollouts import RolloutDetail
+from ...proxy.api.bodies import Id
+from ...proxy.api.rollouts import RolloutDetail, RolloutsBody
 from ...proxy.gateway.call import Question
 from ...proxy.gateway.recorder import Statement
 from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from ...core.errors import RateLimited
 from ...core.json_text import dumps
+from ...core.prices import used
 from ...core.records import CallEnd, Limits
 
 SECONDS = 60.0
@@ -25,17 +26,15 @@ class Bucket:
     What a request costs may be known only when it has ended; until that is refilled the bucket is below zero.
     """
 
-    def __init__(self, per_minute: int, now: float) -> None:
+    def __init__(self, per_minute: int) -> None:
         self.per_minute = per_minute
-        self._left = float(per_minute)
-        self._at = now
+        self._full_at = -math.inf
 
     def left(self, now: float) -> float:
-        refilled = max(now - self._at, 0.0) * self.per_minute / SECONDS
-        return min(self._left + refilled, float(self.per_minute))
+        return self.per_minute - max(self._full_at - now, 0.0) * self.per_minute / SECONDS
 
     def take(self, amount: float, now: float) -> None:
-        self._left, self._at = self.left(now) - amount, now
+        self._full_at = max(self._full_at, now) + amount * SECONDS / self.per_minute
 
     def wait(self, now: float) -> float:
         """Return the seconds until the bucket holds a token again, or 0 if it holds one now."""
@@ -49,9 +48,8 @@ class Limiter:
         self._clock = clock
         self._concurrent = limits.concurrent
         self._running = 0
-        now = clock()
-        self._requests = Bucket(limits.requests_per_minute, now) if limits.requests_per_minute else None
-        self._tokens = Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
+        self._requests = Bucket(limits.requests_per_minute) if limits.requests_per_minute else None
+        self._tokens = Bucket(limits.tokens_per_minute) if limits.tokens_per_minute else None
 
     def enter(self, *, answers: bool = True, reads: bool = False) -> None:
         """Count a request in. Raise RateLimited, and count nothing, if a limit is reached.
@@ -90,17 +88,15 @@ class Limiter:
 
 
 def _tokens(end: CallEnd, request_bytes: int) -> float:
-    """How many tokens prompt and answer have, by the names of OpenAI's or Anthropic's API; what is no count is none.
+    """How many tokens prompt and answer have.
 
     A streamed answer may come without usage: then there is a token for every `BYTES_A_TOKEN` of request and answer.
     """
-    if end.usage is None:
-        seen = len(end.prompt_token_ids) + sum(len(choice.token_ids) for choice in end.choices)
-        answered = end.response is not None and end.http_status == 200
-        return seen or (answered and (request_bytes + len(dumps(end.response))) / BYTES_A_TOKEN)
-    names = (("prompt_tokens", "input_tokens"), ("completion_tokens", "output_tokens"))
-    found = (next((end.usage[name] for name in pair if name in end.usage), 0) for pair in names)
-    return sum(float(count) for count in found if isinstance(count, int) and 0 < count < 2**53)
+    if (counted := used(end.usage)) is not None:
+        return counted.input + counted.output
+    seen = len(end.prompt_token_ids) + sum(len(choice.token_ids) for choice in end.choices)
+    answered = end.response is not None and end.http_status == 200
+    return seen or (answered and (request_bytes + len(dumps(end.response))) / BYTES_A_TOKEN)
 
 
 Kind = Literal["policy", "version", "step", "status"]

@@ -18,7 +18,7 @@ from ...core.statistics import bootstrap_mean, mean_and_spread
 from ...serving.swap import Swap, obstacle
 from ...store.training import Collapse, Step
 from ...store.versions import MeanReward, TaskMean
-from .bodies import Cursor, Limit, Listed, Page, PromoteBody
+from .bodies import Body, Cursor, Integer, Limit, Listed, Page
 from .requests import AdminRoute, ControlRequest, Parts, UserRoute
 
 NO_SERVER = "no upstream of kind vllm is configured"
@@ -172,6 +172,10 @@ async def compare(
         await store.versions.get(version)
     means = await store.versions.task_means((a, b), request.caller.sees, costs=costs)
     return await asyncio.to_thread(compared, means, a, b, mode)
+
+
+class PromoteBody(Body):
+    version: Integer
 
 
 @admins.post("/promote", response_model=PolicyVersion)

@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from fastapi import APIRouter, Query
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from ...core.errors import Forbidden, TooLarge, Unprocessable
 from ...core.http import in_thread_if_large
@@ -25,33 +25,49 @@ from ...store.reports import ComparedRollout, Summary
 from ..gateway.relay import DataPath, name_rollout
 from ..hooks import ProxyPlugin
 from .bodies import (
+    INTEGER,
     Body,
     Count,
     Cursor,
-    EndBody,
-    EventBody,
-    EventList,
     Finite,
     Id,
+    Integer,
     Limit,
     Listed,
     Name,
     Page,
     PathId,
-    RewardBody,
-    RewardList,
-    RolloutsBody,
 )
 from .requests import AdminRoute, AgentRoute, ControlRequest, OwnKey, Parts, UserRoute
 from .views import Call, RewardSeen, rollout_detail, transitions, words_in
 
 Requests = Literal["short", "whole"]
 SHOWN = 32  # rewards of a task
+Comment = Annotated[str | None, Field(max_length=10_000)]
+Flag = Annotated[bool, Field(strict=True)]
 
 rewards = APIRouter(tags=["rewards"], route_class=AgentRoute)
 tasks = APIRouter(tags=["tasks"], route_class=UserRoute)
 router = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=UserRoute)
 admins = APIRouter(prefix="/rollouts", tags=["rollouts"], route_class=AdminRoute)
+
+
+class RolloutsBody(Body, extra="allow", json_schema_extra={"additionalProperties": False}):
+    """Opens `n` sibling rollouts of one task. With `n` 0 it only checks that the model can be had.
+
+    `policy_version` or `model`: what answers the policy's alias in them, if not the live version. Without
+    `may_reward` their keys may only call the model.
+    `sibling_of`: a rollout whose task and group they join, as one that is begun anew joins that of the one it replaces.
+    """
+
+    task_id: Id | None = None
+    mode: Literal["train", "eval"] = "train"
+    metadata: dict[str, Any] = Field({})
+    n: Annotated[int, Field(strict=True, ge=0, le=1000), INTEGER] = 1
+    may_reward: Flag = True
+    sibling_of: Id | None = None
+    policy_version: Integer | None = None
+    model: Name | None = None
 
 
 @dataclass
@@ -281,6 +297,32 @@ async def get_rows(request: ControlRequest, rollout_id: PathId) -> dict[str, Any
     }
 
 
+class ValueBody(Body):
+    """A state, in which the agent takes the actions that follow, or a note, which is no part of the transitions."""
+
+    kind: Literal["state", "note"]
+    agent: Id | None = None
+    name: Name | None = None
+    value: Any
+
+
+class ActionBody(Body):
+    """An action that the agent took without a model, and its result."""
+
+    kind: Literal["action"]
+    agent: Id | None = None
+    name: Name
+    arguments: Any = None
+    result: Any = None
+    is_error: Flag = False
+
+
+EventBody = Annotated[ValueBody | ActionBody, Field(discriminator="kind")]
+
+
+EventList = Annotated[list[EventBody], Field(max_length=1000)]
+
+
 class EventRecorded(BaseModel):
     event_id: int
     rollout_id: str
@@ -303,6 +345,11 @@ async def post_events(request: ControlRequest, rollout_id: PathId, body: EventBo
     return answer if isinstance(body, list) else answer[0]
 
 
+class EndBody(Body):
+    status: Literal["completed", "failed", "discarded"]
+    reason: Comment = None
+
+
 @router.post("/{rollout_id}/end")
 async def end_rollout(request: ControlRequest, rollout_id: PathId, body: EndBody) -> Rollout:
     """End a rollout without a reward."""
@@ -317,6 +364,32 @@ async def delete_rollout(request: ControlRequest, rollout_id: PathId) -> None:
     await request.parts.store.rollouts.delete(rollout_id)
     request.parts.forget(rollout_id, "request")
     request.caller.log_change(f"rollout {rollout_id} was deleted")
+
+
+MOST_REWARDS = 10_000  # in one list
+
+
+class RewardBody(Body):
+    """One reward. `final` defaults to true without `call_id`, to false with it."""
+
+    rollout_id: Id
+    reward: Annotated[Finite, Field(strict=True)]
+    call_id: Id | None = None
+    name: Name = "reward"
+    source: Annotated[str, Field(max_length=200)] | None = None
+    comment: Comment = None
+    final: Flag | None = None
+    retrain: Flag = False
+
+
+def _not_too_many(rewards: Any) -> Any:
+    """Refuse a list that is too long before any reward in it is looked at."""
+    if isinstance(rewards, list) and len(rewards) > MOST_REWARDS:
+        raise TooLarge(f"{len(rewards)} rewards in one list; post at most {MOST_REWARDS} at once")
+    return rewards
+
+
+RewardList = Annotated[list[RewardBody], BeforeValidator(_not_too_many)]
 
 
 class Rewarded(BaseModel):

@@ -6,13 +6,12 @@ no decisions, and moves text that others share with them. `words_in` has the fir
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ...core.config.section import feature_sections
 from ...core.json_text import fields_of, loads_or_none
@@ -22,31 +21,15 @@ from ...store.requests import begun
 from ..dialects.transcript import messages_answered, messages_in, text
 
 
-class RequestOf(BaseModel):
-    """What a request takes from an earlier call's: of each field named here, the first so many.
-
-    That is items of a list, characters (Unicode code points) of a text, members of an object of the full field there.
-    The request itself has what comes after them.
-    """
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, int]
-    call_id: str
-
-
-class PromptOf(BaseModel):
-    """What a prompt takes from an earlier call: the first so many of its tokens, prompt and answer."""
-
-    call_id: str
-    tokens: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call(CallFields):
-    """A call. What `request` and `prompt_token_ids` have comes after `request_of` and `prompt_of`, if there are any."""
+    """A call. What `request` and `prompt_token_ids` have comes after `request_of` and `prompt_of`, if there are any.
 
-    request_of: RequestOf | None
-    prompt_of: PromptOf | None
+    `request_of`: what the request takes from that of the earlier call `call_id`, of each field named here the first so
+    many: items of a list, characters (Unicode code points) of a text, members of an object of the full field there.
+    `prompt_of`: the prompt takes so many `tokens` of those of the call `call_id`, prompt and answer.
+    """
+
     response_token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None
@@ -92,8 +75,11 @@ def rollout_detail(
 
 def call_fields(calls: Sequence[ModelCall]) -> list[dict[str, Any]]:
     """Return what features say of each of a rollout's calls, which are all of it, in order."""
-    said = [feature.call_fields(calls) for feature in feature_sections().values()]
-    return [dict(ChainMap(*more)) for more in zip(*said, strict=True)] if said else [{} for _ in calls]
+    made: list[dict[str, Any]] = [{} for _ in calls]
+    for feature in feature_sections().values():
+        for own, more in zip(made, feature.call_fields(calls), strict=True):
+            own.update(more)
+    return made
 
 
 def call_view(call: ModelCall) -> dict[str, Any]:

@@ -129,8 +129,7 @@ async def test_a_plugin_adds_fields_to_bodies_and_answers_of_the_core(
         """
         from pydantic import BaseModel
         from lightning_proxy.core.errors import Unprocessable
-        from lightning_proxy.proxy.api.bodies import RolloutsBody
-        from lightning_proxy.proxy.api.rollouts import RolloutDetail
+        from lightning_proxy.proxy.api.rollouts import RolloutDetail, RolloutsBody
         from lightning_proxy.proxy.plugins import ProxyPlugin
 
         class Label(BaseModel):

@@ -124,7 +124,7 @@ def test_a_keys_own_limits_win_over_the_default() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 500)), max_size=50), st.integers(1, 1000))
 def test_a_bucket_never_gives_more_than_it_was_filled_with(steps: list[tuple[float, int]], per_minute: int) -> None:
-    now, taken, bucket = 0.0, 0, Bucket(per_minute, 0.0)
+    now, taken, bucket = 0.0, 0, Bucket(per_minute)
     for seconds, amount in steps:
         now += seconds
         if bucket.wait(now) == 0:
