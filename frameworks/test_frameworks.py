@@ -74,8 +74,11 @@ async def test_an_agent_of_this_framework(
         await asyncio.gather(*(run(command, tmp_path / f"home-{n}") for n, run in enumerate(others, 1)))
         rollouts = await stored(session)
 
-    # Not the proxy's own questions, by which it gets to know the chat template.
-    served = [body for bodies in model.asked.values() for body in bodies if body.get("max_tokens") != 1]
+    # Without the proxy's own questions, by which it gets to know the chat template.
+    asked_by = {
+        shown: [body for body in bodies if body.get("max_tokens") != 1] for shown, bodies in model.asked.items()
+    }
+    served = [body for bodies in asked_by.values() for body in bodies]
     recorded = [call for rollout in rollouts.values() for call in rollout["calls"]]
     called = [tool for rollout in rollouts.values() for tool in multiplications(rollout)]
     unnamed = [rollout for name, rollout in rollouts.items() if name not in {run.rollout for run in runs}]
@@ -86,7 +89,7 @@ async def test_an_agent_of_this_framework(
 
     assert [call["status"] for call in recorded] == ["ok"] * len(served)
     for run in runs:
-        asked = model.asked[run.shown]
+        asked = asked_by[run.shown]
         if run.rollout:
             rollout = rollouts[run.rollout]
             assert (rollout["task_id"], len(rollout["calls"]), told(rollout)) == (TASK, len(asked), run.products)
