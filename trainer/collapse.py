@@ -9,8 +9,8 @@ import logging
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import takewhile
 from statistics import NormalDist, fmean
 from typing import Any, NamedTuple
@@ -40,26 +40,6 @@ RELOOK_S = 60  # more rollouts may count by then, even without a new reward
 SETTLED = 0.9  # the share of rollouts that were rewarded within the time to wait for
 
 Metrics = Mapping[str, Any]
-
-
-class Limit(NamedTuple):
-    """The most that a metric may be: the value of `setting`, times this power of the rollouts' staleness.
-
-    The KL divergence of a small change is quadratic in the change. No limit grows past `most`: at 5 nats a token little
-    is left of a policy.
-    """
-
-    setting: str
-    words: str
-    power: int
-    most: float
-
-
-LIMITS: Mapping[CollapseSign, Limit] = {
-    "clip_share": Limit("max_clip_share", "the share of clipped tokens", 1, MOST_CLIPPED),
-    "kl": Limit("max_kl", "the KL divergence of the samplers from the policy", 2, 5.0),
-    "kl_base": Limit("max_kl_base", "the KL divergence from the base model", 0, math.inf),
-}
 
 
 class Sign(NamedTuple):
@@ -104,23 +84,23 @@ def kept(line: Sequence[int]) -> set[int]:
 
 def reward_sign(scored: Sequence[Scored], line: Sequence[int], config: CollapseConfig) -> Sign | None:
     """Return the greatest drop of the reward along a line of versions, newest first. `scored` is as opened."""
-    drops = [
-        (drop(*([s for s in scored if s.version in part] for part in (line[newest:], line[:newest]))), line[newest - 1])
-        for newest in SPLITS
-        if newest < len(line)
-    ]
-    drops = [(found, since) for found, since in drops if found.compared >= MIN_COMPARED]
-    signs: list[tuple[bool, float, Sign]] = []
-    for found, since in drops:
-        sigmas = of_several(found.sigmas, len(drops))
-        if sigmas >= config.reward_warn:
-            what = (
-                f"the reward fell from {found.before:.3g} to {found.after:.3g} with policy version {since} "
-                f"({sigmas:.1f} sigmas, {found.compared} compared with {found.compared})"
-            )
-            collapsed = sigmas >= config.reward_stop and found.share >= config.min_drop
-            signs.append((collapsed, sigmas, Sign("reward", what, since, collapsed)))
-    return max(signs)[2] if signs else None
+    drops: list[tuple[int, Drop]] = []
+    for newest in (n for n in SPLITS if n < len(line)):
+        before, after = ([one for one in scored if one.version in part] for part in (line[newest:], line[:newest]))
+        if (fallen := drop(before, after)).compared >= MIN_COMPARED:
+            drops.append((line[newest - 1], fallen))
+    found: Sign | None = None
+    greatest = False, config.reward_warn
+    for since, fallen in drops:
+        sigmas = of_several(fallen.sigmas, len(drops))
+        collapsed = sigmas >= config.reward_stop and fallen.share >= config.min_drop
+        if (collapsed, sigmas) >= greatest:
+            greatest = collapsed, sigmas
+            found = Sign("reward", (
+                f"the reward fell from {fallen.before:.3g} to {fallen.after:.3g} with policy version {since} "
+                f"({sigmas:.1f} sigmas, {fallen.compared} compared with {fallen.compared})"
+            ), since, collapsed)  # fmt: skip
+    return found
 
 
 def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
@@ -135,30 +115,34 @@ def drop(before: Sequence[Scored], after: Sequence[Scored]) -> Drop:
     Zeger 1986, Biometrika 73:13), where a group is the rollouts of one task that began with one version. It is 0 where
     there are too few groups to tell.
     """
-    of_alone, of_alike, pairs, lowest = 0.0, 0.0, list[tuple[float, float]](), math.inf
-    groups: list[tuple[Any, Any, list[int]]] = []  # residuals, sides and versions of a task's rewards
+    first, second = list[float](), list[float]()
+    of_alone = of_alike = between = 0.0
+    groups: list[tuple[Any, Any]] = []  # of a task: the rewards' residuals, negative after, and the groups they are in
     for old, new in _strata(before, after):
-        size = min(len(old), len(new))
+        if not (size := min(len(old), len(new))):
+            continue
         units = [*old[len(old) - size :], *(new[i * len(new) // size] for i in range(size))]
-        rewards, side = np.array([one.reward for one in units]), np.repeat((0.5, -0.5), size)
-        if size:
-            pairs += zip(rewards[:size].tolist(), rewards[size:].tolist(), strict=True)
-            lowest, spread = min(lowest, float(rewards.min())), size / 2 * float(rewards.var(ddof=1))
-            if units[0].task_id is None:
-                of_alone += spread
-            else:
-                of_alike += spread
-                groups.append((rewards - rewards.mean(), side, [one.version for one in units]))
-    compared = len(pairs)
-    first, second = (math.fsum(rewards) / compared for rewards in zip(*pairs, strict=True)) if pairs else (0.0, 0.0)
-    between, freedom = 0.0, -1
-    for residuals, side, versions in groups:
-        sums = np.bincount(np.unique(versions, return_inverse=True)[1], side * residuals - (first - second) / 4)
+        rewards = np.array([one.reward for one in units])
+        first += rewards[:size].tolist()
+        second += rewards[size:].tolist()
+        spread = size / 2 * float(rewards.var(ddof=1))
+        if units[0].task_id is None:
+            of_alone += spread
+        else:
+            of_alike += spread
+            residuals = (rewards - rewards.mean()) * np.repeat((1, -1), size)
+            groups.append((residuals, np.unique([one.version for one in units], return_inverse=True)[1]))
+    if not first:
+        return Drop(0.0, 0.0, 0.0, 0, 0.0)
+    was, now = fmean(first), fmean(second)
+    for residuals, places in groups:
+        sums = np.bincount(places, residuals / 2 - (was - now) / 4)
         between += len(sums) / (len(sums) - 1) * float(sums @ sums)
-        freedom += len(sums) - 1
-    spread = of_alone + max(of_alike, between * (freedom + FEW) / freedom if freedom > 0 else 0.0)
-    sigmas = compared * (first - second) / 2 / math.sqrt(spread) if spread > 0 else 0.0
-    return Drop(sigmas, first, second, compared, (first - second) / (first - lowest) if first > lowest else 0.0)
+    if (freedom := sum(max(places) for _, places in groups) - 1) > 0:
+        of_alike = max(of_alike, between * (freedom + FEW) / freedom)
+    sigmas = len(first) * (was - now) / 2 / math.sqrt(of_alone + of_alike) if of_alone + of_alike > 0 else 0.0
+    lowest = min(*first, *second)
+    return Drop(sigmas, was, now, len(first), (was - now) / (was - lowest) if was > lowest else 0.0)
 
 
 def of_several(sigmas: float, tests: int) -> float:
@@ -167,44 +151,47 @@ def of_several(sigmas: float, tests: int) -> float:
     return -NormalDist().inv_cdf(min(tests * tail, 0.5))
 
 
-def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> Iterator[list[list[Scored]]]:
+def _strata(before: Sequence[Scored], after: Sequence[Scored]) -> list[Sequence[list[Scored]]]:
     """A stratum for each task on both sides (rollouts without a task are one), and one of the other tasks' means."""
-    sides: list[dict[str | None, list[Scored]]] = [defaultdict(list), defaultdict(list)]
-    for side, scored in zip(sides, (before, after), strict=True):
+    tasks: dict[str | None, tuple[list[Scored], list[Scored]]] = defaultdict(lambda: ([], []))
+    for side, scored in enumerate((before, after)):
         for one in scored:
-            side[one.task_id].append(one)
-    shared = sides[0].keys() & sides[1].keys()
-    for task in shared:
-        yield [side[task] for side in sides]
-    yield [
-        [Scored(0, None, fmean(one.reward for one in side[task]), 0.0, 0.0) for task in side if task not in shared]
-        for side in sides
-    ]
+            tasks[one.task_id][side].append(one)
+    means: list[list[Scored]] = [[], []]
+    for sides in (sides for sides in tasks.values() if not all(sides)):
+        rewards = [one.reward for side in sides for one in side]
+        means[not sides[0]].append(Scored(0, None, fmean(rewards), 0.0, 0.0))
+    return [*(sides for sides in tasks.values() if all(sides)), means]
 
 
 # Steps ----------------------------------------------------------------------------------------------------------------
 
 
 def step_signs(steps: Sequence[Measured], first: Sequence[Metrics], config: CollapseConfig) -> list[Sign]:
-    """Return the metrics out of bounds in the newest of `steps` (newest first). `first` are the run's first steps."""
-    signs = [*(_too_high(name, steps, config) for name in LIMITS), _entropy_sign(steps, first, config)]
+    """Return the metrics out of bounds in the newest of `steps` (newest first). `first` are the run's first steps.
+
+    Limits grow with this power of the rollouts' staleness, as the KL divergence of a small change is quadratic in the
+    change; but not past `most`: at 5 nats a token little is left of a policy.
+    """
+    limits: tuple[tuple[CollapseSign, str, float | None, int, float], ...] = (
+        ("clip_share", "the share of clipped tokens", config.max_clip_share, 1, MOST_CLIPPED),
+        ("kl", "the KL divergence of the samplers from the policy", config.max_kl, 2, 5.0),
+        ("kl_base", "the KL divergence from the base model", config.max_kl_base, 0, math.inf),
+    )
+    signs = [_entropy_sign(steps, first, config)]
+    for name, words, limit, power, most in limits:
+        streak, allowed = list[Measured](), 0.0
+        for step in steps if limit else ():
+            staleness = max(1.0, step.metrics.get("staleness_mean", 0.0))
+            at_most = max(limit or 0.0, min((limit or 0.0) * staleness**power, most))
+            if step.metrics.get(name, 0.0) <= at_most:
+                break
+            streak.append(step)
+            allowed = allowed or at_most
+        if streak:
+            what = f"{words} is {streak[0].metrics[name]:.3g}, over {allowed:.3g}"
+            signs.append(_sign(name, what, streak, config))
     return [sign for sign in signs if sign is not None]
-
-
-def _too_high(name: CollapseSign, steps: Sequence[Measured], config: CollapseConfig) -> Sign | None:
-    limit: float | None = getattr(config, LIMITS[name].setting)
-    if limit is None:
-        return None
-
-    def allowed(metrics: Metrics) -> float:
-        grown = limit * max(1.0, metrics.get("staleness_mean", 0.0)) ** LIMITS[name].power
-        return float(max(limit, min(grown, LIMITS[name].most)))
-
-    streak = _streak(steps, lambda metrics: metrics.get(name, 0.0) > allowed(metrics))
-    if not streak:
-        return None
-    now = streak[0].metrics
-    return _sign(name, f"{LIMITS[name].words} is {now[name]:.3g}, over {allowed(now):.3g}", streak, config)
 
 
 def _entropy_sign(steps: Sequence[Measured], first: Sequence[Metrics], config: CollapseConfig) -> Sign | None:
@@ -213,21 +200,14 @@ def _entropy_sign(steps: Sequence[Measured], first: Sequence[Metrics], config: C
     Only rollouts that were sampled since the entropy is low count.
     """
     start = max((metrics["entropy"] for metrics in first if "entropy" in metrics), default=0.0)
-    streak = _streak(steps, lambda metrics: metrics.get("entropy", start) < config.min_entropy * start)
+    streak = list(takewhile(lambda step: step.metrics.get("entropy", start) < config.min_entropy * start, steps))
     since = [s.metrics for i, s in enumerate(streak) if s.metrics.get("staleness_mean", 0.0) < len(streak) - i]
     (old, old_error), (new, new_error) = _mean_reward(first), _mean_reward(since)
     if not new_error < math.inf > old_error or new - old > config.reward_warn * math.hypot(old_error, new_error):
         return None
-    now = streak[0].metrics
-    what = (
-        f"the entropy is {now['entropy']:.3g}, {now['entropy'] / start:.0%} of what it was in the first steps, and the "
-        f"reward is no higher than then ({new:.3g})"
-    )
-    return _sign("entropy", what, streak, config)
-
-
-def _streak(steps: Sequence[Measured], is_bad: Callable[[Metrics], bool]) -> list[Measured]:
-    return list(takewhile(lambda step: is_bad(step.metrics), steps))
+    now = streak[0].metrics["entropy"]
+    what = f"the entropy is {now:.3g}, {now / start:.0%} of what it was in the first steps, and the reward is no higher"
+    return _sign("entropy", f"{what} than then ({new:.3g})", streak, config)
 
 
 def _sign(name: CollapseSign, what: str, streak: Sequence[Measured], config: CollapseConfig) -> Sign:
@@ -295,14 +275,13 @@ class Monitor:
         if found is None and looked_at != self._looked_at:
             self._looked_at = looked_at
             line = _versions(live.version, await self._line(live.version))
-            sign = reward_sign(await self._scored(line[-1]), line, self._config)
-            seen = last.metrics.get("warnings", {})
+            sign, seen = reward_sign(await self._scored(line[-1]), line, self._config), last.metrics.get("warnings", {})
             if sign is not None and (sign.collapsed or sign.name not in seen):
-                metrics = await self._report([sign], live, line)
-                metrics["warnings"] = {**seen, **metrics["warnings"]}
-                await self._store.steps.update_metrics(last.step, last.metrics | metrics)
-                found = Collapse(**metrics["collapse"]) if "collapse" in metrics else None
-        if found is not None and found != self._logged:
+                metrics = last.metrics | await self._report([sign], live, line)
+                metrics["warnings"] = {**seen, sign.name: sign.what}
+                await self._store.steps.update_metrics(last.step, metrics)
+                found = Collapse.of(replace(last, metrics=metrics), live)
+        if found not in (None, self._logged):
             log.error("publication is stopped: %s", found.story)
         self._logged = found
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,12 +37,6 @@ UNPUBLISHED = -1  # in place of a policy version: the trainer's weights were not
 def moved_nothing(metrics: Mapping[str, Any]) -> bool:
     """Return whether a step left the weights as they were: it was skipped, or its learning rate is 0 (warm-up)."""
     return bool(metrics.get("skipped")) or metrics.get("lr") == 0
-
-
-async def _end_of(work: Awaitable[Any]) -> float:
-    """When it has ended, by the performance counter."""
-    await work
-    return time.perf_counter()
 
 
 class TrainingLoop:
@@ -77,7 +71,6 @@ class TrainingLoop:
         self._waited_for: str | None = None  # at the last look: logged when a wait begins
         self._standstill: str | None = None
         self._fresh = True  # nothing has changed the trainer's weights yet
-        self._weights_are_base = True  # the trainer's weights are those of version `base`
         self._free_since = time.perf_counter()
         self.base = 0
 
@@ -89,7 +82,14 @@ class TrainingLoop:
         while not stop.is_set():
             try:
                 await self.resume(stop)
-                await self._train(stop, once)
+                while not stop.is_set() and not await self.is_done():
+                    await self.verify_live(idle=True)
+                    if await self.is_stopped() or not await self._train_when_due(once):
+                        if once:
+                            break
+                        await pause(stop, self._config.poll_s)
+                if not stop.is_set():
+                    await self.verify_live()
                 return
             except Stopped:
                 log.warning("stopped while something was missing: the next start goes on from there")
@@ -97,25 +97,13 @@ class TrainingLoop:
                 log.error("the trainer waits: %s", error)
             await pause(stop)
 
-    async def _train(self, stop: asyncio.Event, once: bool) -> None:
-        while not stop.is_set() and not await self.is_done():
-            trained = False
-            await self.verify_live(idle=True)
-            if not await self.is_stopped():
-                await self.follow_live_version()
-                if self._publisher is not None:
-                    await self._publisher.attend(self.collector.samples_of, stop)
-                trained = await self._train_when_due(once)
-            if not trained and once:
-                break
-            if not trained:
-                await pause(stop, self._config.poll_s)
-        if not stop.is_set():
-            await self.verify_live()
-
     async def _train_when_due(self, once: bool) -> bool:
         """Take a step if the schedule and the rollouts allow one now. `once` asks no schedule."""
-        waits_for = None if self._publisher is None else await self._publisher.waits_for(self.base)
+        publisher, waits_for = self._publisher, None
+        if publisher is not None:
+            await self.follow_live_version()
+            await publisher.attend(self.collector.samples_of, self._stop)
+            waits_for = await publisher.waits_for(self.base)
         if waits_for is None and not once:
             waits_for = await self._schedule.waits_for()
         if waits_for is not None and self._waited_for is None:
@@ -147,8 +135,7 @@ class TrainingLoop:
         batch = await self.collector.next_batch(self.base, fewer=fewer, since=since)
         if batch is None:
             return False
-        if self._weights_are_base and self._publisher is not None:
-            batch = replace(batch, version=self.base)
+        batch = replace(batch, version=await self._version_of_weights())
         metrics: dict[str, Any] = {"wait_s": started - self._free_since, "collect_s": time.perf_counter() - started}
         if self._guide is not None:
             guided = partial(self._guide, batch)
@@ -159,7 +146,6 @@ class TrainingLoop:
     async def conclude(self, batch: Batch, metrics: dict[str, Any]) -> None:
         """Commit, publish and report a step with the trainer's present weights. Raises what `train_once` does."""
         await self._commit(batch.step, metrics)
-        self._weights_are_base &= moved_nothing(metrics)
         if metrics["skipped"]:
             log.error("step %d was skipped: %s; its rollouts are not used", batch.step, metrics["skipped_because"])
         elif "collapse" in metrics:
@@ -169,16 +155,28 @@ class TrainingLoop:
         await self._report(batch.step, metrics)
         self._free_since = time.perf_counter()
 
+    async def _version_of_weights(self) -> int | None:
+        """The version whose weights are the trainer's; None if a step has moved them since, and was not published."""
+        steps = await self._store.steps.newest(LINE)
+        moved = next((s for s in steps if not moved_nothing(s.metrics) and "collapse" not in s.metrics), None)
+        published = moved is None or moved.version is not None or moved.base != self.base
+        return self.base if published and self._publisher is not None else None
+
     async def _step(self, batch: Batch) -> dict[str, Any]:
         """Take the optimizer step, once the live version is verified; return its metrics, and the monitor's.
 
         Raises Stopped, or the PublishError of a version that does not verify: then no weight has moved.
         """
         trainer = self._trainer
-        gradients, verification = in_thread(trainer.forward_backward, batch), self.verify_live()
-        computed, verified = await all_of(map(_end_of, (gradients, verification)))
+
+        async def compute() -> float:
+            await in_thread(trainer.forward_backward, batch)
+            return time.perf_counter()
+
+        computed, _ = await all_of((compute(), self.verify_live()))
+        verify_s = time.perf_counter() - computed
         metrics: dict[str, Any] = {**await in_thread(trainer.optim_step), "reward_by_task": batch.tasks}
-        metrics["verify_s"] = max(0.0, verified - computed)
+        metrics["verify_s"] = verify_s
         if metrics["skipped"]:
             metrics["skipped_because"] = trainer.skipped_because
         if left_out := "; ".join(filter(None, (batch.left_out, trainer.left_out_because))):
@@ -188,7 +186,7 @@ class TrainingLoop:
         for name, what in trainer.warnings.items():
             if what != metrics.get("skipped_because"):  # which is logged as an error
                 log.warning("step %d: %s: %s", batch.step, name, what)
-        if warnings := {**trainer.warnings, **signs.get("warnings", {})}:
+        if warnings := trainer.warnings | signs.get("warnings", {}):
             signs["warnings"] = warnings
         return metrics | signs
 
@@ -215,7 +213,7 @@ class TrainingLoop:
             return
         try:
             metrics |= await publisher.publish(step, samples, scalars(metrics), self.base, self._stop)
-            self.base, self._weights_are_base = metrics["version"], True
+            self.base = metrics["version"]
             await publisher.prune(await self._monitor.keep() | await publisher.background.keep())
         except Superseded as error:
             log.warning("step %d is not published: %s", step, error)
@@ -238,13 +236,14 @@ class TrainingLoop:
             log.warning("step %s was not finished: its rollouts are offered again", released[0])
         if self._publisher is not None:
             await self._publisher.abandon_unfinished()
-        if not (self._checkpoints / "0").is_dir():
-            await in_thread(self._trainer.save, self._checkpoints / "0")
+        if not self._of_step(None).is_dir():
+            await in_thread(self._trainer.save, self._of_step(None))
         last = await self._store.steps.last()
         if last is not None:
             await self._restore(last)
         elif not self._fresh:
-            await self._load(0, self._checkpoints / "0")
+            await in_thread(self._trainer.load, self._of_step(None))
+            self.base = 0
         self._fresh = False
         self._trainer.trackers.begin()  # they keep the learning rate
         log.info("learning rate %g: %s", self._trainer.rate.value, self._trainer.rate.reason)
@@ -253,10 +252,6 @@ class TrainingLoop:
         if last is not None and self._publisher is not None:
             await self._finish_publishing(self._publisher, last)
 
-    async def _load(self, base: int, checkpoint: Path) -> None:
-        await in_thread(self._trainer.load, checkpoint)
-        self.base, self._weights_are_base = base, True
-
     async def _restore(self, last: Step) -> None:
         """Load the checkpoint of the last step, after that of the version whose weights are served."""
         checkpoint, publisher, live = self._of_step(last), self._publisher, await self._store.versions.live()
@@ -264,19 +259,17 @@ class TrainingLoop:
             raise ConfigError(
                 f"the checkpoint of step {last.step} is gone: {checkpoint}; use a new store, or restore it"
             )
-        served = None
+        loaded = None
         if publisher is not None and not publisher.is_of_another_mode(live):
             step = await self._store.steps.of_version(live.version)
             if step is not None and not live.verified:  # the version before it may be the one that is served
                 step = await self._store.steps.of_version(step.base)
-            if (served := self._of_step(step)).is_dir():
-                await in_thread(self._trainer.load, served)
+            if (loaded := self._of_step(step)).is_dir():
+                await in_thread(self._trainer.load, loaded)
                 publisher.remember_served()
-        if served != checkpoint:
+        if loaded != checkpoint:
             await in_thread(self._trainer.load, checkpoint)
         self.base = last.base if last.version is None else last.version
-        moved = next((s for s in await self._store.steps.newest(LINE) if not moved_nothing(s.metrics)), None)
-        self._weights_are_base = moved is None or moved.version is not None or moved.base != self.base
         log.info("resuming after step %d (policy version %d)", last.step, self.base)
 
     def _of_step(self, step: Step | None) -> Path:
@@ -326,7 +319,8 @@ class TrainingLoop:
         if not checkpoint.is_dir():
             raise ConfigError(f"policy version {live.version} is live, but its checkpoint {checkpoint} is gone")
         log.warning("policy version %d is live: training continues from it", live.version)
-        await self._load(live.version, checkpoint)
+        await in_thread(self._trainer.load, checkpoint)
+        self.base = live.version
         log.info("learning rate %g: %s", self._trainer.rate.value, self._trainer.rate.reason)
         if live.verified and not publisher.is_of_another_mode(live):  # else it is told from the one before
             publisher.remember_served()
