@@ -169,16 +169,16 @@ class Publisher:
             return {}
         if self._last is None or self._last.version.version != base:  # made live by hand, or before a restart
             self._last = self._verification(live, await samples_of(await self._store.steps.rollouts_of(step.step)))
-        # Of several servers nothing is known by what they answered.
-        one_server = len(self.vllm.servers) == 1
+        one_server = len(self.vllm.servers) == 1  # of several nothing is known by what they answered
         answered = await self._store.rollouts.rewarded_of(base, SEEN_ROLLOUTS) if one_server else []
-        heard = max((rollout.ended_at or 0.0 for rollout in answered), default=0.0)
-        quiet_at = min(max(heard, live.live_at or 0.0) + QUIET_S, (live.live_at or 0.0) + LONGEST_S)
+        live_at = live.live_at or 0.0
+        heard_at = max(live_at, *(rollout.ended_at or 0.0 for rollout in answered), 0.0)
+        waits = idle and time.time() < min(heard_at + QUIET_S, live_at + LONGEST_S)
         more = [rollout for rollout in answered if rollout.rollout_id not in self._last.seen]
-        if waits := idle and time.time() < quiet_at:
+        if waits:
             more = more[:MORE_ANSWERS]  # a batch that is complete meanwhile waits for no more
-        if waits and len(more) < min(self._config.verify_samples, MORE_ANSWERS):
-            return {}
+            if len(more) < min(self._config.verify_samples, MORE_ANSWERS):
+                return {}
         if not await self._last.by_agents(more, samples_of):
             if waits:
                 return {}
@@ -272,11 +272,10 @@ class Publisher:
         """
         versions = await self._store.versions.with_files()
         passed_by = [v for v in versions if v.live_at is None and v.status in ("ready", "rejected")]
-        others = [v for v in versions if v not in passed_by]
-        kept = keep | {v.version for v in (*others[-self._config.keep_versions :], *passed_by[-1:])}
-        kept |= {v.version for v in versions if v.status in ("live", "waiting", "candidate")}
+        newest = [v for v in versions if v not in passed_by][-self._config.keep_versions :]
         if self._swap.mode == "lora":
-            kept |= await self._store.versions.pinned(time.time() - self._config.pin_timeout_s)
+            keep = keep | await self._store.versions.pinned(time.time() - self._config.pin_timeout_s)
         for version in versions:
-            if version.version not in kept:
+            in_use = version.version in keep or version.status in ("live", "waiting", "candidate")
+            if not in_use and version not in (*newest, *passed_by[-1:]):
                 await self._remove(version)

@@ -129,13 +129,12 @@ class Verification:
         """
         if not self._found:
             return {}
-        moved = [(evidence, by) for evidence, by in self._found if evidence.deviations] or self._found
-        found: dict[str, Any] = {
+        moved = [one for one in self._found if one[0].deviations] or self._found
+        by = [by for _, by in moved if by is not None]
+        return {
             "verify_difference": max(evidence.difference for evidence, _ in self._found),
             "verify_deviations": min(evidence.deviations for evidence, _ in moved),
-        }
-        by = next((by for _, by in moved if by is not None), None)
-        return found if by is None else found | {"verified_by": by}
+        } | ({"verified_by": by[0]} if by else {})
 
     async def load(self, stop: asyncio.Event) -> None:
         """Load the version's adapters and verify them. Load them again if vLLM restarts meanwhile: it forgets them."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ...core.errors import UpstreamTimeout, UpstreamUnreachable
 from ...core.json_text import dumps
@@ -28,6 +28,7 @@ _PARAMETERS = (
 _KEPT = 10_000
 _MESSAGE: Json = {"messages": [{"role": "user", "content": "0"}]}
 _PROMPTS: dict[str, Json] = {"completions": {"prompt": "0"}, "responses": {"input": "0"}}
+_NOT_UNDERSTOOD = "its sampling parameters are not understood"
 _NO_ROUTE = (
     "vLLM does not report its sampling parameters (%s): calls with a grammar are left out, others are taken by their "
     "requests; start it with `lightning-proxy vllm`, or add --enable-scale-out"
@@ -46,11 +47,8 @@ class Vllm(Protocol):
     async def rendered(self, endpoint: str, body: Json) -> Json: ...
 
 
-class Known(NamedTuple):
-    """How an answer was sampled, or why that cannot be computed again."""
-
-    sampling: Sampling | None
-    why: str | None = None
+# How an answer was sampled, or why that cannot be computed again.
+Known = Sampling | str
 
 
 class Sampled:
@@ -64,23 +62,22 @@ class Sampled:
     async def look(self, calls: Iterable[ModelCall]) -> None:
         """Ask vLLM how trainable calls were sampled, unless known. Raise UpstreamUnreachable if a grammar needs it."""
         for call in calls:
-            if call.trainable and (key := self._key(call)) not in self._known:
-                known = await self._ask(call)
-                if known is not None:
-                    self._known[key] = known
+            if call.trainable and (key := self._key(call)) not in self._known and (known := await self._ask(call)):
+                self._known[key] = known
         while len(self._known) > _KEPT:
             self._known.pop(next(iter(self._known)))
 
     def of(self, call: ModelCall) -> Sampling | None:
         """Return how the call's answer was sampled, or None if that cannot be computed again."""
-        return self._of(call).sampling
+        known = self._of(call)
+        return None if isinstance(known, str) else known
 
     def why_not(self, call: ModelCall) -> str | None:
         """Return why the call is left out for how it was sampled; None if it is not, or for something else."""
         if not call.trainable:
             return call.untrainable_reason if is_not_followed(call.untrainable_reason) else None
         known = self._of(call)
-        return known.why or "its sampling parameters are not understood" if known.sampling is None else None
+        return known if isinstance(known, str) else None
 
     def _of(self, call: ModelCall) -> Known:
         return self._known.get(self._key(call)) or _by_request(call)
@@ -123,21 +120,20 @@ def _as_rendered(rendered: Json, call: ModelCall) -> Known:
     if outputs is not None:
         name = constraint(call.request) or "the server's defaults"
         if rendered.get("reasoning_ended") is False:
-            return Known(None, f"{name}: a grammar begins after the model's reasoning, and cannot be replayed")
+            return f"{name}: a grammar begins after the model's reasoning, and cannot be replayed"
         if why := cannot_be_replayed(outputs):
-            return Known(None, f"{name}: its grammar cannot be replayed, for {why}")
-    sampling = sampling_of(parameters)
-    return Known(sampling)
+            return f"{name}: its grammar cannot be replayed, for {why}"
+    return sampling_of(parameters) or _NOT_UNDERSTOOD
 
 
 def _by_request(call: ModelCall) -> Known:
     if name := constraint(call.request):
-        return Known(None, f"{name}: only vLLM knows its grammar, and no vLLM with --enable-scale-out was asked")
-    return Known(sampling_of(call.request))
+        return f"{name}: only vLLM knows its grammar, and no vLLM with --enable-scale-out was asked"
+    return sampling_of(call.request) or _NOT_UNDERSTOOD
 
 
 def _shortened(request: Json) -> Json:
     """The request with the shortest conversation in place of its own, which is not needed here."""
-    placeholders = {"messages": _MESSAGE["messages"], "input": "0"}
-    kept = {name: value for name, value in request.items() if name not in ("system", "previous_response_id")}
-    return {name: placeholders.get(name, value) for name, value in kept.items()}
+    left_out = ("system", "previous_response_id")
+    placeholders = {name: value for name, value in {**_MESSAGE, "input": "0"}.items() if name in request}
+    return {name: value for name, value in request.items() if name not in left_out} | placeholders

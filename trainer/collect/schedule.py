@@ -1,12 +1,11 @@
 """Decides when a training step may begin: at any time, in rounds, or while the machine is idle (`trainer.schedule`).
 
-`rollouts`, `times` and `idle` are pure: they return what the trainer waits for, or None: train.
+`rollouts`, `times` and `idle` are pure, in Unix time: they return what the trainer waits for, or None: train.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from datetime import datetime
 
 import psutil
@@ -19,49 +18,34 @@ from .collector import Collector
 AGO_S = 3600.0  # a call that has no end after this time is not under way: its proxy was killed
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The facts that a schedule decides by. All times are Unix time.
-
-    `waiting` complete rollouts have not been taken by a step, the first of them since `oldest`. The current round began
-    at `round`. An agent's call was last seen under way at `busy_at` (None: never). Other programs use the share `load`
-    of the processors (None: not known yet).
-    """
-
-    now: float
-    waiting: int = 0
-    oldest: float | None = None
-    round: float | None = None
-    busy_at: float | None = None
-    load: float | None = None
-
-    def waited_at(self, moment: float | None) -> bool:
-        """Return whether a rollout has waited since `moment` or longer."""
-        return moment is not None and self.oldest is not None and self.oldest <= moment
+Waiting = tuple[int, float | None]  # so many complete rollouts, the first of them since this time
 
 
-def rollouts(config: ScheduleConfig, facts: Facts) -> str | None:
+def rollouts(config: ScheduleConfig, waiting: Waiting, round: float | None) -> str | None:
     """Train in rounds: one begins when enough rollouts wait, and ends when all of these are trained on."""
-    if facts.waiting >= config.every_rollouts or facts.waited_at(facts.round):
+    count, oldest = waiting
+    if count >= config.every_rollouts or (oldest is not None and round is not None and oldest <= round):
         return None
-    return f"{config.every_rollouts} complete rollouts, {facts.waiting} so far"
+    return f"{config.every_rollouts} complete rollouts, {count} so far"
 
 
-def times(config: ScheduleConfig, facts: Facts) -> str | None:
+def times(config: ScheduleConfig, waiting: Waiting, now: float) -> str | None:
     """Train in rounds: one begins at each time, and ends when all rollouts that waited then are trained on."""
-    if facts.waited_at(last_time(config.at, facts.now)):
+    (count, oldest), round = waiting, last_time(config.at, now)
+    if oldest is not None and round is not None and oldest <= round:
         return None
-    following = datetime.fromtimestamp(next_time(config.at, facts.now))
-    return f"{following:%a %H:%M}, {facts.waiting} complete rollouts so far"
+    return f"{datetime.fromtimestamp(next_time(config.at, now)):%a %H:%M}, {count} complete rollouts so far"
 
 
-def idle(config: ScheduleConfig, facts: Facts) -> str | None:
-    """Train while no agent calls and other programs leave the processors alone. Checked before every step."""
-    quiet = None if facts.busy_at is None else facts.now - facts.busy_at
-    if quiet is not None and quiet < config.idle_s:
-        return f"{config.idle_s:g} s without a call, {max(quiet, 0):.0f} so far"
-    if facts.load is None or facts.load > config.max_load:
-        found = "not measured yet" if facts.load is None else f"now {facts.load:.0%}"
+def idle(config: ScheduleConfig, quiet_s: float | None, load: float | None) -> str | None:
+    """Train while no agent has called for a time, and other programs leave the processors alone.
+
+    `quiet_s`: since the last call (None: nobody ever called). `load`: what others use (None: not known yet).
+    """
+    if quiet_s is not None and quiet_s < config.idle_s:
+        return f"{config.idle_s:g} s without a call, {max(quiet_s, 0):.0f} so far"
+    if load is None or load > config.max_load:
+        found = "not measured yet" if load is None else f"now {load:.0%}"
         return f"other programs to use at most {config.max_load:.0%} of the processors, {found}"
     return None
 
@@ -87,13 +71,15 @@ class Schedule:
         if config.when == "continuous":
             return None
         if config.when == "idle":
-            return idle(config, Facts(now, busy_at=await self._last_busy(now), load=self._load()))
-        facts = Facts(now, *await self._collector.waiting(), self.round)
-        if waits := (times if config.when == "times" else rollouts)(config, facts):
+            busy_at = await self._last_busy(now)
+            return idle(config, None if busy_at is None else now - busy_at, self._load())
+        waiting = await self._collector.waiting()
+        in_time = config.when == "times"
+        if waits := times(config, waiting, now) if in_time else rollouts(config, waiting, self.round):
             self.round = None
-        elif config.when == "times":
+        elif in_time:
             self.round = last_time(config.at, now)
-        elif facts.waiting >= config.every_rollouts:
+        elif waiting[0] >= config.every_rollouts:
             self.round = now
         return waits
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -40,28 +41,23 @@ class RollCall:
     """
 
     def __init__(self, agents: TrainedAgents, others: Mapping[str, Collection[str]] = MappingProxyType({})) -> None:
-        self._agents = agents
-        self._others = others
+        self._agents, self._others = agents, others
         self._seen: set[str] = set()
-        self._missed: set[tuple[str, str]] = set()
+        self._missed = defaultdict[str, set[str]](set)
 
     def look(self, rollouts: Iterable[Sequence[ModelCall]]) -> None:
         """Note the agents of these calls. Warn of configured agents still missing while unnamed agents were seen."""
         self._seen |= {call.agent or NO_NAME for calls in rollouts for call in calls}
-        if any(self._agents.role(name) is None for name in self._seen):
-            self._miss("trainer.agents", self._agents.named, ", so nothing of it is trained")
-        for option, named in self._others.items():
-            if self._seen.difference(named):
-                self._miss(option, named)
-
-    def _miss(self, option: str, named: Iterable[str], what_of_it: str = "") -> None:
-        missing = {name for name in named if name not in self._seen}
-        if {(option, name) for name in missing} - self._missed:
-            self._missed |= {(option, name) for name in missing}
-            log.warning(
-                "%s: no call of %s so far%s; the agents of the rollouts are: %s",
-                option, _listed(missing), what_of_it, _listed(self._seen),
-            )  # fmt: skip
+        trains_all = all(map(self._agents.role, self._seen))
+        for option, named in {"trainer.agents": () if trains_all else self._agents.named, **self._others}.items():
+            missing = {name for name in named if name not in self._seen}
+            if self._seen.difference(named) and missing - self._missed[option]:
+                self._missed[option] |= missing
+                nothing = ", so nothing of it is trained" if option == "trainer.agents" else ""
+                log.warning(
+                    "%s: no call of %s so far%s; the agents of the rollouts are: %s",
+                    option, _listed(missing), nothing, _listed(self._seen),
+                )  # fmt: skip
 
 
 def _listed(names: set[str]) -> str:

@@ -22,7 +22,7 @@ from ...core.errors import ConfigError
 from ...core.records import ModelCall
 from ...core.returns import Rules
 from ..functions import faults, load
-from ..types import RolloutRewards, Sibling, Sifted
+from ..types import RolloutRewards, Sibling
 from .agents import TrainedAgents
 
 # The parts of a request that the model is shown, for calls without token ids.
@@ -55,40 +55,31 @@ def group_credit(group: Sequence[Sibling], config: TrainerConfig) -> list[list[C
     about it, and one baseline for agents of unlike returns makes training unstable (Dr. MAS, arXiv 2602.08847).
     """
     agents = TrainedAgents(config.agents)
-    found: list[list[Credited | None]] = [[None] * len(sibling.calls) for sibling in group]
-    for role in sorted({role for s in group for call in s.calls if (role := agents.role(call.agent))}):
-        own = [[j for j, call in enumerate(s.calls) if agents.role(call.agent) == role] for s in group]
-        for i, values in enumerate(_of_agent(group, own, config, alone=bool(agents.named))):
-            for j, value in zip(own[i], values, strict=True):
-                found[i][j] = _sifted(value, j, group[i].sifted)
-    return found
-
-
-def _sifted(one: Credited, place: int, sifted: Sifted) -> Credited | None:
-    if place in sifted.negative:
-        return one._replace(advantage=-abs(one.advantage))
-    return None if place in sifted.left_out else one
-
-
-def _of_agent(group: Sequence[Sibling], own: Sequence[Sequence[int]], config: TrainerConfig, *, alone: bool) -> Credit:
-    """The credit of an agent's calls, which are at positions `own` of each sibling.
-
-    With `alone`, only siblings in which the agent decided something are compared.
-    """
-    there = [i for i, s in enumerate(group) if not alone or any(s.calls[j].is_decision for j in own[i])]
-    shown = [own[i] if config.agent_credit == "own" else range(len(group[i].calls)) for i in there]
-    credited = _by_strategy([group[i].only(places) for i, places in zip(there, shown, strict=True)], config)
-    found = [[Credited(0.0, 0.0)] * len(places) for places in own]
-    for i, places, values in zip(there, shown, credited, strict=True):
-        found[i] = [values[places.index(j)] for j in own[i]]
+    roles = [[agents.role(call.agent) for call in sibling.calls] for sibling in group]
+    found: list[list[Credited | None]] = [
+        [None if role is None or j in sibling.sifted.left_out else Credited(0.0, 0.0) for j, role in enumerate(own)]
+        for sibling, own in zip(group, roles, strict=True)
+    ]
+    for agent in sorted({role for own in roles for role in own if role}):
+        parts: list[tuple[int, list[int]]] = []  # the siblings that are compared, and the calls that the strategy sees
+        for i, (sibling, own) in enumerate(zip(group, roles, strict=True)):
+            decided = any(call.is_decision and role == agent for call, role in zip(sibling.calls, own, strict=True))
+            if decided or not agents.named:
+                parts.append((i, [j for j, role in enumerate(own) if role == agent or config.agent_credit == "team"]))
+        credited = _by_strategy([group[i].only(places) for i, places in parts], config)
+        for (i, places), values in zip(parts, credited, strict=True):
+            for j, value in zip(places, values, strict=True):
+                if roles[i][j] == agent and found[i][j] is not None:
+                    pushed = value._replace(advantage=-abs(value.advantage))
+                    found[i][j] = pushed if j in group[i].sifted.negative else value
     return found
 
 
 def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
     """Apply `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for agents not named)."""
-    if isinstance(config.credit, str):
-        return _strategy(config.credit)(group, config)
-    found = {name: _strategy(name)(group, config) for name in {*config.credit.values(), "uniform"}}
+    found: dict[str, Credit] = {}
+    for name in {*config.credits.values(), "uniform"}:
+        found[name] = (STRATEGIES.get(name) or partial(by_own_function, name))(group, config)
     return [
         [found[strategy_of(call.agent, config.credit)][i][j] for j, call in enumerate(sibling.calls)]
         for i, sibling in enumerate(group)
@@ -100,11 +91,6 @@ def strategy_of(agent: str | None, credit: str | Mapping[str, str]) -> str:
     if isinstance(credit, str):
         return credit
     return credit.get(agent or "*", credit.get("*", "uniform"))
-
-
-def _strategy(name: str) -> Strategy:
-    """A strategy by name. Other values are a user's own."""
-    return STRATEGIES.get(name) or partial(by_own_function, name)
 
 
 def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
@@ -216,17 +202,13 @@ def own_credit(name: str, group: Sequence[Sibling], config: TrainerConfig) -> li
         raise ConfigError(
             f"{CREDIT} {name}: one list for each of the {len(group)} rollouts is needed, got {found!r:.100}"
         )
-    return [_checked(name, values, sibling) for values, sibling in zip(found, group, strict=True)]
-
-
-def _checked(name: str, values: object, sibling: Sibling) -> list[float]:
-    calls = len(sibling.calls)
-    if not isinstance(values, Sequence) or len(values) != calls:
-        raise ConfigError(f"{CREDIT} {name}: a rollout of {calls} calls needs as many numbers, got {values!r:.100}")
-    for value in values:
-        if not isinstance(value, Real) or not math.isfinite(value):
-            raise ConfigError(f"{CREDIT} {name}: {value!r:.100} is no finite number")
-    return [float(value) for value in values]
+    for values, calls in zip(found, (len(sibling.calls) for sibling in group), strict=True):
+        if not isinstance(values, Sequence) or len(values) != calls:
+            raise ConfigError(f"{CREDIT} {name}: a rollout of {calls} calls needs as many numbers, got {values!r:.100}")
+        for value in values:
+            if not isinstance(value, Real) or not math.isfinite(value):
+                raise ConfigError(f"{CREDIT} {name}: {value!r:.100} is no finite number")
+    return [[*map(float, values)] for values in found]
 
 
 def training_rules(config: TrainerConfig) -> Rules:

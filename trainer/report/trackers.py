@@ -33,26 +33,24 @@ class Trackers:
     """The trackers of a trainer. The run's name, and MLflow's id of it, are kept in a file of the directory."""
 
     def __init__(self, names: Sequence[str], directory: Path) -> None:
-        """Raises ConfigError for a tracker that transformers does not know, or whose package is missing."""
-        _check(names)
-        self._names = names
-        self._file = directory / RUN_FILE
-        known = json.loads(self._file.read_text()) if self._file.is_file() else {}
-        self.run_name: str = known.get("name") or f"{_policy_name(directory)}-{secrets.token_hex(3)}"
-        self._mlflow_id: str | None = known.get("mlflow_id")
-        self._begun = False
-        self._go_on()
+        """Let W&B and MLflow continue the run of this directory, unless their own variables say otherwise.
 
-    def _go_on(self) -> None:
-        """Let W&B and MLflow continue this run, unless their own variables say otherwise."""
-        if "wandb" in self._names:
-            os.environ.setdefault("WANDB_RUN_ID", self.run_name)
-            os.environ.setdefault("WANDB_RESUME", "allow")
-            os.environ.setdefault("WANDB_PROJECT", PROJECT)
-        if "mlflow" in self._names:
-            os.environ.setdefault("MLFLOW_EXPERIMENT_NAME", PROJECT)
-            if self._mlflow_id:
-                os.environ.setdefault("MLFLOW_RUN_ID", self._mlflow_id)
+        Raises ConfigError for a tracker that transformers does not know, or whose package is missing.
+        """
+        _check(names)
+        self._file = directory / RUN_FILE
+        self._known = json.loads(self._file.read_text()) if self._file.is_file() else {}
+        policy = re.sub(r"[^\w-]+", "-", directory.parent.name).strip("-")[:40] or "policy"
+        self.run_name: str = self._known.get("name") or f"{policy}-{secrets.token_hex(3)}"
+        self._begun = False
+        variables: dict[str, str | None] = {}
+        if "wandb" in names:
+            variables |= {"WANDB_RUN_ID": self.run_name, "WANDB_RESUME": "allow", "WANDB_PROJECT": PROJECT}
+        if "mlflow" in names:
+            variables |= {"MLFLOW_EXPERIMENT_NAME": PROJECT, "MLFLOW_RUN_ID": self._known.get("mlflow_id")}
+        for name, value in variables.items():
+            if value:
+                os.environ.setdefault(name, value)
 
     def attach(self, trainer: Any) -> None:
         """Report for this trainer, through its callbacks. TensorBoard keeps one directory over all starts."""
@@ -62,43 +60,41 @@ class Trackers:
                 callback.logging_dir = str(self._file.parent / "tensorboard")
 
     def begin(self) -> None:
-        """Begin or continue the run. Raises ConfigError if a tracker cannot."""
+        """Begin or continue the run, and keep its names for the next start. ConfigError if a tracker cannot."""
         if self._begun:
             return
-        trainer = self._trainer
+        names = self._trainer.args.report_to
         try:
-            trainer.control = trainer.callback_handler.on_train_begin(trainer.args, trainer.state, trainer.control)
+            self._tell("on_train_begin")
         except Exception as error:  # whatever a tracker raises without its key, its server, its disk
-            raise ConfigError(f"trainer.report_to: {', '.join(trainer.args.report_to)}: {_one_line(error)}") from error
+            raise ConfigError(f"trainer.report_to: {', '.join(names)}: {_one_line(error)}") from error
         self._begun = True
-        if trainer.args.report_to:
-            self._keep_names()
+        if names:
+            mlflow = sys.modules.get("mlflow")
+            run = None if mlflow is None else mlflow.active_run()
+            mlflow_id = self._known.get("mlflow_id") if run is None else run.info.run_id
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            self._file.write_text(json.dumps({"name": self.run_name, "mlflow_id": mlflow_id}))
 
     def report(self, metrics: Mapping[str, Any]) -> None:
         """Send the last step's numbers, by the tags of `metric_schema`. A failure is only logged."""
         self.begin()
-        trainer = self._trainer
         try:
-            trainer.control = trainer.callback_handler.on_log(
-                trainer.args, trainer.state, trainer.control, by_tag(metrics)
-            )
+            self._tell("on_log", by_tag(metrics))
         except Exception as error:
-            log.warning("step %d did not reach every tracker: %s", trainer.state.global_step, _one_line(error))
+            step = self._trainer.state.global_step
+            log.warning("step %d did not reach every tracker: %s", step, _one_line(error))
 
     def close(self) -> None:
         """Let the trackers finish their files."""
         if self._begun:
-            trainer = self._trainer
-            trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+            self._tell("on_train_end")
             self._begun = False
 
-    def _keep_names(self) -> None:
-        """Keep the run's names for the next start."""
-        mlflow = sys.modules.get("mlflow")
-        if mlflow is not None and (active := mlflow.active_run()) is not None:
-            self._mlflow_id = active.info.run_id
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_text(json.dumps({"name": self.run_name, "mlflow_id": self._mlflow_id}))
+    def _tell(self, event: str, *about: Any) -> None:
+        trainer = self._trainer
+        tell = getattr(trainer.callback_handler, event)
+        trainer.control = tell(trainer.args, trainer.state, trainer.control, *about)
 
 
 def _check(names: Sequence[str]) -> None:
@@ -115,7 +111,3 @@ def _check(names: Sequence[str]) -> None:
 
 def _one_line(error: Exception) -> str:
     return " ".join((str(error) or type(error).__name__).split())
-
-
-def _policy_name(directory: Path) -> str:
-    return re.sub(r"[^\w-]+", "-", directory.parent.name).strip("-")[:40] or "policy"

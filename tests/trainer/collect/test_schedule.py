@@ -18,7 +18,7 @@ from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 from lightning_proxy.trainer.collect.collector import Collector
-from lightning_proxy.trainer.collect.schedule import Facts, Schedule, idle, rollouts, times
+from lightning_proxy.trainer.collect.schedule import Schedule, idle, rollouts, times
 from support.sections import TrainerConfig
 
 
@@ -28,37 +28,36 @@ def at(text: str) -> float:
 
 def test_a_round_of_rollouts_begins_with_enough_and_takes_all_that_waited_then() -> None:
     config = ScheduleConfig(when="rollouts", every_rollouts=10)
-    assert rollouts(config, Facts(now=50.0, waiting=9, oldest=1.0)) == "10 complete rollouts, 9 so far"
-    assert rollouts(config, Facts(now=50.0, waiting=10, oldest=1.0)) is None
-    assert rollouts(config, Facts(now=70.0, waiting=3, oldest=40.0, round=50.0)) is None
-    assert rollouts(config, Facts(now=70.0, waiting=3, oldest=60.0, round=50.0)) is not None, "those came later"
+    assert rollouts(config, (9, 1.0), None) == "10 complete rollouts, 9 so far"
+    assert rollouts(config, (10, 1.0), None) is None
+    assert rollouts(config, (3, 40.0), 50.0) is None
+    assert rollouts(config, (3, 60.0), 50.0) is not None, "those came later"
 
 
 def test_a_round_at_a_time_of_day_takes_what_waited_then_also_after_a_restart() -> None:
-    config = ScheduleConfig(when="times", at=["02:00"])
-    before = Facts(at("2026-11-20 01:59:59"), 4, oldest=at("2026-11-20 01:00"))
-    assert times(config, before) == "Fri 02:00, 4 complete rollouts so far"
-    assert times(config, Facts(at("2026-11-20 02:00:00"), 4, oldest=at("2026-11-20 01:00"))) is None
-    assert times(config, Facts(at("2026-11-20 09:00"), 4, oldest=at("2026-11-20 01:00"))) is None
-    later = Facts(at("2026-11-20 03:00"), 4, oldest=at("2026-11-20 02:30"))
-    assert times(config, later) == "Sat 02:00, 4 complete rollouts so far"
-    assert times(config, Facts(at("2026-11-20 03:00"))) is not None, "nothing waits"
+    config, four = ScheduleConfig(when="times", at=["02:00"]), (4, at("2026-11-20 01:00"))
+    assert times(config, four, at("2026-11-20 01:59:59")) == "Fri 02:00, 4 complete rollouts so far"
+    assert times(config, four, at("2026-11-20 02:00:00")) is None
+    assert times(config, four, at("2026-11-20 09:00")) is None
+    later = 4, at("2026-11-20 02:30")
+    assert times(config, later, at("2026-11-20 03:00")) == "Sat 02:00, 4 complete rollouts so far"
+    assert times(config, (0, None), at("2026-11-20 03:00")) is not None, "nothing waits"
 
 
 def test_cron_expressions_are_times_too() -> None:
     config = ScheduleConfig(when="times", at=["0 13 * * 6", "30 23 * * 1-5"])
-    friday = Facts(at("2026-11-20 23:00"), 1, oldest=at("2026-11-20 08:00"))
-    assert times(config, friday) == "Fri 23:30, 1 complete rollouts so far"
-    assert times(config, Facts(at("2026-11-21 13:00"), 1, oldest=at("2026-11-21 12:59"))) is None
+    friday = times(config, (1, at("2026-11-20 08:00")), at("2026-11-20 23:00"))
+    assert friday == "Fri 23:30, 1 complete rollouts so far"
+    assert times(config, (1, at("2026-11-21 12:59")), at("2026-11-21 13:00")) is None
 
 
 def test_the_machine_is_idle_without_calls_and_without_other_programs() -> None:
     config = ScheduleConfig(when="idle", idle_s=60.0, max_load=0.5)
-    assert idle(config, Facts(now=100.0, busy_at=50.0, load=0.0)) == "60 s without a call, 50 so far"
-    assert idle(config, Facts(now=110.0, busy_at=50.0, load=0.2)) is None
-    assert idle(config, Facts(now=110.0, load=0.2)) is None, "nobody ever called"
-    assert "now 90%" in str(idle(config, Facts(now=110.0, busy_at=50.0, load=0.9)))
-    assert "not measured" in str(idle(config, Facts(now=110.0, busy_at=50.0)))
+    assert idle(config, 50.0, 0.0) == "60 s without a call, 50 so far"
+    assert idle(config, 60.0, 0.2) is None
+    assert idle(config, None, 0.2) is None, "nobody ever called"
+    assert "now 90%" in str(idle(config, 60.0, 0.9))
+    assert "not measured" in str(idle(config, 60.0, None))
 
 
 @pytest.mark.parametrize(
