@@ -81,10 +81,9 @@ def _sync(path: Path) -> None:
 
 def saved_config(trainer: TrainerConfig, policy: PolicyConfig, weights: str) -> Saved:
     """Return every key of `trainer` and of features by its dotted name, with the policy's model and adapters."""
-    keys = _flat("trainer", trainer)
-    for section in trainer.sections:
-        keys |= _flat(section.name, section)
-    keys |= {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
+    keys: Saved = {"policy.adapters": policy.adapters, ADAPTERS: sorted(policy.adapters)}
+    for name, section in (("trainer", trainer), *((section.name, section) for section in trainer.sections)):
+        keys |= _flat(name, section)
     return keys | {"policy.model": policy.model, WEIGHTS: weights}
 
 
@@ -105,14 +104,11 @@ def config_changes(directory: Path, config: Saved) -> list[str]:
     Raises ConfigError if the checkpoint cannot be used with `config`: it has another rank, other adapters, or another
     base model.
     """
-    before = _read_config(directory)
-    changes = {
-        key: f"{key} {json.dumps(before[key])} → {json.dumps(value)}"
-        for key, value in config.items()
-        if before.get(key, value) != value
-    }
-    if config[RATE] == "auto":  # it keeps the checkpoint's
-        changes.pop(RATE, None)
+    before, changes = _read_config(directory), dict[str, str]()
+    for key, value in config.items():
+        keeps_rate = key == RATE and value == "auto"  # the checkpoint's
+        if before.get(key, value) != value and not keeps_rate:
+            changes[key] = f"{key} {json.dumps(before[key])} → {json.dumps(value)}"
     for key in (*FIXED, *(FIXED_OF_LORA if config["trainer.weights"] == "lora" else ())):
         if key in changes:
             of_model = f" ({changes['policy.model']})" if key == WEIGHTS and "policy.model" in changes else ""
@@ -144,13 +140,13 @@ def read_state(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> dict[str, A
             f"the checkpoint {path} is damaged ({what}): restore it from a backup, or make an earlier policy version "
             "live (lightning-proxy policy promote), or start anew with another store.url and policy.directory"
         ) from None
-    for name in sorted(shapes.keys() | wanted.keys()):
-        if shapes.get(name) != wanted.get(name):
-            raise ConfigError(
-                f"the checkpoint {path} has weights of another shape: {name} is {shapes.get(name, 'missing')} in the "
-                f"checkpoint and {wanted.get(name, 'missing')} in the configuration; restore the earlier values of "
-                "policy.model, policy.adapters, trainer.weights, trainer.lora_rank and trainer.lora_targets"
-            )
+    if other := shapes.items() ^ wanted.items():
+        name = min(other)[0]
+        raise ConfigError(
+            f"the checkpoint {path} has weights of another shape: {name} is {shapes.get(name, 'missing')} in the "
+            f"checkpoint and {wanted.get(name, 'missing')} in the configuration; restore the earlier values of "
+            "policy.model, policy.adapters, trainer.weights, trainer.lora_rank and trainer.lora_targets"
+        )
     return state
 
 

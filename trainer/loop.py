@@ -58,11 +58,10 @@ class TrainingLoop:
         config, self._config = core.config, core.config.trainer
         self._store, self._trainer, self._show, self._guide = core.store, core.engine, core.run.show, hooks.guide
         self._publisher = publisher
-        fitting = config.trainer.model_copy(update={"max_sample_tokens": core.engine.max_tokens})
         sampled = Sampled(None if publisher is None else publisher.vllm, as_chat)
         self.collector = Collector(
-            fitting, core.store, order, config.policy, core.engine.vocabulary, hooks.judge, sampled, hooks.guide,
-            hooks.sift,
+            core.engine.settings, core.store, order, config.policy, core.engine.vocabulary, hooks.judge, sampled,
+            hooks.guide, hooks.sift,
         )  # fmt: skip
         self._schedule = Schedule(config.trainer.schedule, self.collector, core.store)
         self._monitor = Monitor(config.trainer, core.store)
@@ -240,10 +239,10 @@ class TrainingLoop:
             await in_thread(self._trainer.save, self._of_step(None))
         last = await self._store.steps.last()
         if last is not None:
-            await self._restore(last)
+            await self._take_over(last, last.base if last.version is None else last.version)
+            log.info("resuming after step %d (policy version %d)", last.step, self.base)
         elif not self._fresh:
-            await in_thread(self._trainer.load, self._of_step(None))
-            self.base = 0
+            await self._take_over(None, 0)
         self._fresh = False
         self._trainer.trackers.begin()  # they keep the learning rate
         log.info("learning rate %g: %s", self._trainer.rate.value, self._trainer.rate.reason)
@@ -252,25 +251,24 @@ class TrainingLoop:
         if last is not None and self._publisher is not None:
             await self._finish_publishing(self._publisher, last)
 
-    async def _restore(self, last: Step) -> None:
-        """Load the checkpoint of the last step, after that of the version whose weights are served."""
-        checkpoint, publisher, live = self._of_step(last), self._publisher, await self._store.versions.live()
+    async def _take_over(self, step: Step | None, base: int) -> None:
+        """Train on from the weights after a step. Remember those that vLLM serves: the next ones are told from them."""
+        publisher, live = self._publisher, await self._store.versions.live()
+        checkpoint, served = self._of_step(step), None
         if not checkpoint.is_dir():
             raise ConfigError(
-                f"the checkpoint of step {last.step} is gone: {checkpoint}; use a new store, or restore it"
+                f"policy version {base}: its checkpoint {checkpoint} is gone; use a new store, or restore it"
             )
-        loaded = None
         if publisher is not None and not publisher.is_of_another_mode(live):
-            step = await self._store.steps.of_version(live.version)
-            if step is not None and not live.verified:  # the version before it may be the one that is served
-                step = await self._store.steps.of_version(step.base)
-            if (loaded := self._of_step(step)).is_dir():
-                await in_thread(self._trainer.load, loaded)
+            of_live = await self._store.steps.of_version(live.version)
+            if of_live is not None and not live.verified:  # the version before it may be the one that is served
+                of_live = await self._store.steps.of_version(of_live.base)
+            if (served := self._of_step(of_live)).is_dir():
+                await in_thread(self._trainer.load, served)
                 publisher.remember_served()
-        if loaded != checkpoint:
+        if served != checkpoint:
             await in_thread(self._trainer.load, checkpoint)
-        self.base = last.base if last.version is None else last.version
-        log.info("resuming after step %d (policy version %d)", last.step, self.base)
+        self.base = base
 
     def _of_step(self, step: Step | None) -> Path:
         """The checkpoint of a step; without one, of the base model."""
@@ -286,15 +284,15 @@ class TrainingLoop:
         last = await self._store.steps.last() or last  # the monitor may have written into its metrics
         if last.version is None and "collapse" in last.metrics:
             self.base = UNPUBLISHED
-        metrics, reported = dict(last.metrics), "publish_s" in last.metrics
+        metrics = dict(last.metrics)
         done = moved_nothing(metrics) or publisher.is_done(live, last)
         due = not stopped and (not done or publisher.is_of_another_mode(live))
         if due and await publisher.builds_on(self.base, live):
             samples = await self.collector.samples_of(await self._store.steps.rollouts_of(last.step))
             await self._publish(last.step, samples, metrics)
-        elif not reported and last.version is not None:
-            metrics["version"] = last.version
-        if not reported:
+        if last.version is not None:
+            metrics.setdefault("version", last.version)
+        if "publish_s" not in last.metrics:
             await self._report(last.step, metrics)
         elif metrics != last.metrics:
             await self._store.steps.update_metrics(last.step, metrics)
@@ -310,20 +308,13 @@ class TrainingLoop:
     async def follow_live_version(self) -> None:
         """After a promotion or rollback by hand, train on from that version."""
         publisher, live = self._publisher, await self._store.versions.live()
-        if publisher is None:
-            return
+        assert publisher is not None, "without one nothing is live"
         await publisher.warn_of_another_mode()
         if await publisher.builds_on(self.base, live):
             return
-        checkpoint = self._of_step(await self._store.steps.of_version(live.version))
-        if not checkpoint.is_dir():
-            raise ConfigError(f"policy version {live.version} is live, but its checkpoint {checkpoint} is gone")
         log.warning("policy version %d is live: training continues from it", live.version)
-        await in_thread(self._trainer.load, checkpoint)
-        self.base = live.version
+        await self._take_over(await self._store.steps.of_version(live.version), live.version)
         log.info("learning rate %g: %s", self._trainer.rate.value, self._trainer.rate.reason)
-        if live.verified and not publisher.is_of_another_mode(live):  # else it is told from the one before
-            publisher.remember_served()
 
     async def is_stopped(self) -> bool:
         """Return whether a collapse stops publication. With `collapse.action: rollback`, go back first."""
@@ -331,10 +322,10 @@ class TrainingLoop:
         if collapse is None:
             return False
         live = (await self._store.versions.live()).version
-        if self._config.collapse.action != "rollback" or self._publisher is None or collapse.go_back_to >= live:
-            return True
-        await self._publisher.take_back(live, collapse.go_back_to)
-        return False
+        goes_back = self._config.collapse.action == "rollback" and collapse.go_back_to < live
+        if goes_back and self._publisher is not None:
+            await self._publisher.take_back(live, collapse.go_back_to)
+        return not goes_back
 
     async def is_done(self) -> bool:
         """Return whether `trainer.max_steps` are done."""

@@ -53,19 +53,16 @@ class TrainedWeights:
         self.model: PreTrainedModel = model
         self.names: tuple[str, ...] = (DEFAULT_ADAPTER,)
         self._is_lora = config.weights == "lora"
-        self._base: PreTrainedModel | None = (
-            None  # a frozen copy of the full model before training, where one is needed
-        )
+        self._base: PreTrainedModel | None = None  # a frozen copy of the full model, where one is needed
         if self._is_lora:
             self.model = model.get_base_model()
-            # Sorted, because an optimizer's state goes by position.
-            self.names += tuple(sorted(policy.adapters))
-            for name in self.names[1:]:
-                if name in "lora_" or any(name in parameter.split(".") for parameter, _ in model.named_parameters()):
-                    # PEFT finds an adapter's weights by its name among the parts of theirs.
+            parts = {part for name, _ in model.named_parameters() for part in name.split(".")}
+            for name in sorted(policy.adapters):  # an optimizer's state goes by position
+                if name in parts or name in "lora_":  # PEFT finds an adapter's weights by its name among the parts
                     problem = f"{name!r} is also the name of a part of the model; choose another name"
                     raise ConfigError(f"policy.adapters: {problem}")
                 model.add_adapter(name, deepcopy(model.peft_config[DEFAULT_ADAPTER]))
+                self.names += (name,)
             for parameter in self.parameters():
                 parameter.requires_grad_(True)
         elif config.kl_coef or config.kl_metric:
@@ -145,7 +142,7 @@ class TrainedWeights:
 
     def _part(self, value: Tensor, like: Tensor) -> Tensor:
         """This process's part of what process 0 has, sharded `like` this weight; the others may have it on `meta`."""
-        if not self.sharded:
+        if not self.sharded or not value.dim():
             return value
         value = torch.empty_like(value, device=like.device) if value.is_meta else value.to(like.device)
         if isinstance(like, DTensor):
@@ -179,28 +176,24 @@ class TrainedWeights:
         packed: dict[str, Any] = optimizer.state_dict()
         if self._is_lora:
             return packed
-        names = self._names(optimizer)
-        return {names[i]: gathered(m, self.keeps or not self.sharded) for i, m in packed["state"].items()}
+        own, keep = self._ordered(optimizer), self.keeps or not self.sharded
+        return {own[i][0]: gathered(moments, keep) for i, moments in packed["state"].items()}
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
         """Give the optimizer the state from a checkpoint."""
         if not self._is_lora:
-            parameters, names = dict(self.model.named_parameters()), self._names(optimizer)
             moments = {
-                i: {
-                    key: self._part(value, parameters[name]) if value.dim() else value
-                    for key, value in state[name].items()
-                }
-                for i, name in enumerate(names)
+                i: {key: self._part(value, parameter) for key, value in state[name].items()}
+                for i, (name, parameter) in enumerate(self._ordered(optimizer))
                 if name in state
             }
             state = optimizer.state_dict() | {"state": moments}
         optimizer.load_state_dict(state)
 
-    def _names(self, optimizer: Any) -> list[str]:
-        """The names of the optimizer's parameters, in the order that its state dict counts them in."""
-        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        return [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    def _ordered(self, optimizer: Any) -> list[tuple[str, nn.Parameter]]:
+        """The optimizer's parameters with their names, in the order that its state dict counts them in."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return [(names[parameter], parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
     def save(self, directory: Path, tokenizer: PreTrainedTokenizerBase, *, merged: bool) -> None:
         """Write what vLLM loads. `directory` appears atomically, with a marker file; no weight in memory changes.
@@ -219,7 +212,7 @@ class TrainedWeights:
             (self.model if merged else self._model).save_pretrained(str(temporary), state_dict=state)
             if merged:
                 tokenizer.save_pretrained(str(temporary))
-            if merged and not self._is_lora:  # transformers writes the dtype of the model in memory
+                # transformers writes the dtype of the model in memory.
                 config = temporary / "config.json"
                 about = json.loads(config.read_text()) | {"dtype": str(self._dtype).removeprefix("torch.")}
                 config.write_text(json.dumps(about, indent=2) + "\n")
