@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ..core.config.root import Config
 from ..core.errors import ConfigError
@@ -131,11 +131,11 @@ def check(config: Config, run: Run) -> None:
 async def open_plugins(plugins: Sequence[TrainerPlugin], core: TrainerCore) -> AsyncIterator[TrainerHooks]:
     """Open plugins in their order, and close them in reverse. Raise ConfigError if two have the same hook."""
     async with AsyncExitStack() as stack:
-        of_plugins = [await stack.enter_async_context(plugin.opened(core)) for plugin in plugins]
-        hooks = dict[str, Any]()
-        for name in (field.name for field in fields(TrainerHooks)):
-            found = [hook for one in of_plugins if (hook := getattr(one, name)) is not None]
-            if len(found) > 1:
-                raise ConfigError(f"{len(found)} features have the trainer's hook {name}, which only one may have")
-            hooks[name] = found[0] if found else None
-        yield TrainerHooks(**hooks)
+        hooks = TrainerHooks()
+        for plugin in plugins:
+            of_plugin = await stack.enter_async_context(plugin.opened(core))
+            for name in (field.name for field in fields(of_plugin) if getattr(of_plugin, field.name) is not None):
+                if getattr(hooks, name) is not None:
+                    raise ConfigError(f"2 features have the trainer's hook {name}, which only one may have")
+                hooks = replace(hooks, **{name: getattr(of_plugin, name)})
+        yield hooks

@@ -39,7 +39,7 @@ def air_rewards(calls: Sequence[ModelCall], config: AirConfig) -> dict[str, floa
     if not config.enabled:
         return {}
     weights = {name: float(value) for name, value in config if name != "enabled"}
-    seen: set[tuple[str, str]] = set()
+    seen: set[tuple[str, bytes]] = set()
     found: dict[str, float] = {}
     for call in (call for call in calls if call.is_decision):
         if events := list(_events(call, seen)):
@@ -47,7 +47,7 @@ def air_rewards(calls: Sequence[ModelCall], config: AirConfig) -> dict[str, floa
     return found
 
 
-def _events(call: ModelCall, seen: set[tuple[str, str]]) -> Iterator[str]:
+def _events(call: ModelCall, seen: set[tuple[str, bytes]]) -> Iterator[str]:
     """The call's events, by their names in `trainer.air`. Its tool calls (name, arguments) are added to `seen`."""
     if call.finish_reason == "length":
         yield "truncated"
@@ -58,8 +58,10 @@ def _events(call: ModelCall, seen: set[tuple[str, str]]) -> Iterator[str]:
         arguments = _parsed(tool.arguments)
         if not arguments_match(tool, schemas):
             yield "bad_arguments"
-        same = (tool.name, tool.arguments if arguments is None else _canonical(arguments))
-        if same in seen:
+        canonical = (
+            tool.arguments.encode() if arguments is None else orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS)
+        )
+        if (same := (tool.name, canonical)) in seen:
             yield "repeated_call"
         seen.add(same)
 
@@ -116,7 +118,3 @@ def _parsed(arguments: str) -> Json | None:
     except orjson.JSONDecodeError:
         return None
     return value if isinstance(value, dict) else None
-
-
-def _canonical(arguments: Json) -> str:
-    return orjson.dumps(arguments, option=orjson.OPT_SORT_KEYS).decode()

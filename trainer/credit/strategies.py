@@ -110,11 +110,15 @@ def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
     returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
     found = [[0.0] * len(sibling.calls) for sibling in group]
     for agent in {call.agent for sibling in group for call in sibling.calls}:
-        steps = [[i for i, c in enumerate(s.calls) if c.is_decision and c.agent == agent] for s in group]
-        of_steps = [[values[i] for i in own] for values, own in zip(returns, steps, strict=True)]
-        for advantages, own, values in zip(found, steps, _step_advantages(config.baseline, of_steps), strict=True):
-            for i, value in zip(own, values, strict=True):
-                advantages[i] = value
+        decisions = [[j for j, c in enumerate(s.calls) if c.is_decision and c.agent == agent] for s in group]
+        baselines: dict[int, Baseline] = {}
+        for step in range(max(map(len, decisions))):
+            there = {i: own[step] for i, own in enumerate(decisions) if step < len(own)}
+            if len(there) > 1:
+                of_step = group_baselines(config.baseline, [returns[i][j] for i, j in there.items()])
+                baselines = dict(zip(there, of_step or (), strict=False))
+            for i, j in there.items():
+                found[i][j] = baselines[i].advantage(returns[i][j]) if i in baselines else 0.0
     return _credited(returns, found)
 
 
@@ -177,20 +181,6 @@ def _of_rollouts(group: Sequence[Sibling], values: Sequence[float]) -> Values:
 
 def _credited(returns: Values, advantages: Values) -> Credit:
     return [[Credited(*both) for both in zip(*of, strict=True)] for of in zip(returns, advantages, strict=True)]
-
-
-def _step_advantages(name: str, returns: Sequence[Sequence[float]]) -> Values:
-    """The advantage of each sibling's return at each step, compared with its siblings at the same step."""
-    baselines: dict[int, Baseline] = {}
-    found: Values = [[] for _ in returns]
-    for step in range(max(map(len, returns), default=0)):
-        there = [i for i, own in enumerate(returns) if step < len(own)]
-        if len(there) > 1:
-            by_sibling = group_baselines(name, [returns[i][step] for i in there])
-            baselines = dict(zip(there, by_sibling, strict=True)) if by_sibling else {}
-        for i in there:
-            found[i].append(baselines[i].advantage(returns[i][step]) if i in baselines else 0.0)
-    return found
 
 
 def own_credit(name: str, group: Sequence[Sibling], config: TrainerConfig) -> list[list[float]]:

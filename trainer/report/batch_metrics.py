@@ -74,7 +74,7 @@ class Seen:
 
     def metrics(self) -> dict[str, float]:
         rewards = [reward for of_task in self.rewards.values() for reward in of_task] or [0.0]
-        means = [fmean(rewards) for task_id, rewards in self.rewards.items() if task_id is not None and rewards]
+        means = [fmean(rewards) for task_id, rewards in self.rewards.items() if task_id is not None]
         counted = self.counted or [0.0]
         return {
             "reward_mean": fmean(rewards),
@@ -105,12 +105,11 @@ class Seen:
 
     def tasks(self) -> dict[str, dict[str, float]]:
         """Return the mean, spread and number of the rewards of each task."""
-        found = {
+        newest = [(task_id, rewards) for task_id, rewards in self.rewards.items() if task_id is not None][-TASKS_KEPT:]
+        return {
             task_id: {"mean": fmean(rewards), "std": pstdev(rewards), "rollouts": float(len(rewards))}
-            for task_id, rewards in self.rewards.items()
-            if task_id is not None and rewards
+            for task_id, rewards in newest
         }
-        return dict(list(found.items())[-TASKS_KEPT:])
 
 
 def sample_metrics(samples: Sequence[Sample]) -> dict[str, float]:
