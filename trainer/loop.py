@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -172,10 +172,10 @@ class TrainingLoop:
             await in_thread(trainer.forward_backward, batch)
             return time.perf_counter()
 
-        computed, _ = await all_of((compute(), self.verify_live()))
-        verify_s = time.perf_counter() - computed
-        metrics: dict[str, Any] = {**await in_thread(trainer.optim_step), "reward_by_task": batch.tasks}
-        metrics["verify_s"] = verify_s
+        work: list[Coroutine[Any, Any, Any]] = [compute(), self.verify_live()]
+        computed, _ = await all_of(work)
+        metrics: dict[str, Any] = {"verify_s": time.perf_counter() - computed, "reward_by_task": batch.tasks}
+        metrics |= await in_thread(trainer.optim_step)
         if metrics["skipped"]:
             metrics["skipped_because"] = trainer.skipped_because
         if left_out := "; ".join(filter(None, (batch.left_out, trainer.left_out_because))):

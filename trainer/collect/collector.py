@@ -265,7 +265,11 @@ class Collector:
         self._waiting.forget(take.waiting)
         if new := take.dropped.keys() - self._logged:
             self._logged |= new
-            log.warning("no step: %s", take.why_nothing)
+            reasons = ", ".join(f"{reason} ({len(ids)})" for reason, ids in take.dropped.items() if ids)
+            rewards = [reward for of_task in take.seen.rewards.values() for reward in of_task]
+            mean = f" of mean reward {fmean(rewards):.3g}" if rewards else ""
+            dropped = take.counts["rollouts_dropped"]
+            log.warning("no step: nothing to learn from %d rollouts%s: %s", dropped, mean, reasons)
         found = await self._store.waiting.standstill(self._config.rollouts_per_step)
         if found is not None and STANDSTILL not in self._logged:
             self._logged.add(STANDSTILL)
@@ -412,14 +416,6 @@ class Take:
     def drop(self, reason: str, rollouts: Sequence[Rollout]) -> None:
         self.dropped.setdefault(reason, []).extend(rollout.rollout_id for rollout in rollouts)
         self.counts["rollouts_dropped"] += len(rollouts)
-
-    @property
-    def why_nothing(self) -> str:
-        """Return why nothing was taken, as a line for the log."""
-        reasons = ", ".join(f"{reason} ({len(ids)})" for reason, ids in self.dropped.items() if ids)
-        rewards = [reward for of_task in self.seen.rewards.values() for reward in of_task]
-        mean = f" of mean reward {fmean(rewards):.3g}" if rewards else ""
-        return f"nothing to learn from {self.counts['rollouts_dropped']} rollouts{mean}: {reasons}"
 
 
 def together(takes: Sequence[Take]) -> Take:

@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from numbers import Real
 from statistics import fmean, pvariance, stdev
 from types import MappingProxyType
@@ -79,7 +78,11 @@ def _by_strategy(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
     """Apply `trainer.credit`: one strategy for all calls, or one for each agent's (`*`: for agents not named)."""
     found: dict[str, Credit] = {}
     for name in {*config.credits.values(), "uniform"}:
-        found[name] = (STRATEGIES.get(name) or partial(by_own_function, name))(group, config)
+        if name in STRATEGIES:
+            found[name] = STRATEGIES[name](group, config)
+        else:  # the return that a user's own function compares is not known: the rollout's stands
+            returns = _of_rollouts(group, [sibling.rewards.total for sibling in group])
+            found[name] = _credited(returns, own_credit(name, group, config))
     return [
         [found[strategy_of(call.agent, config.credit)][i][j] for j, call in enumerate(sibling.calls)]
         for i, sibling in enumerate(group)
@@ -94,13 +97,19 @@ def strategy_of(agent: str | None, credit: str | Mapping[str, str]) -> str:
 
 
 def uniform(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
-    """Give every call the advantage of its rollout's return (Agent Lightning, arXiv 2508.03680, section 3.3)."""
+    """Give every call the advantage of its rollout's return (Agent Lightning, arXiv 2508.03680, section 3.3).
+
+    A(call) = A(rollout): all calls had the same share in the result. Returns 1 and 0 make 0.5 and -0.5 by `dr_grpo`.
+    """
     returns = [sibling.rewards.total for sibling in group]
     return _credited(_of_rollouts(group, returns), _of_rollouts(group, compared(config.baseline, returns)))
 
 
 def discounted(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
-    """Compare the rewards from each call on with those of the siblings at the same step.
+    """Compute A_k = R_k - baseline of the siblings' R_k, where R_k is the discounted sum of the rewards from call k on.
+
+    Of two rollouts with rewards 1, 0 and 0, 0 for their calls the returns are 1, 0 and 0, 0: by `dr_grpo` the first
+    calls get 0.5 and -0.5, the second ones 0. What came before a call is not its doing.
 
     The k-th decision of an agent is compared with the siblings' k-th decisions of that agent. Such a baseline depends
     on time and not on any action, so it leaves the gradient's expectation as it is, and its variance is lower than with
@@ -127,7 +136,8 @@ def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
 
     A(rollout) compares the sums of all rewards, those of the calls and the rollout's own. A(step) compares the
     discounted returns of an agent's calls that had the same state (prompt), anywhere in the group. It is 0 for a state
-    that only one call had.
+    that only one call had. Two rollouts with final rewards 1 and 0 whose first prompts are the same get 0.5 and -0.5
+    by `dr_grpo` for both parts: 1 and -1 for these calls, 0.5 and -0.5 for the others (weight 1, discount 1).
     """
     returns = [discounted_returns(sibling.calls, sibling.rewards, config.discount) for sibling in group]
     same: dict[Hashable, list[tuple[int, int]]] = {}
@@ -141,11 +151,6 @@ def anchor(group: Sequence[Sibling], config: TrainerConfig) -> Credit:
         for (i, j), value in zip(places, values, strict=True):
             found[i][j] += config.anchor_weight * value
     return _credited(returns, found)
-
-
-def by_own_function(name: str, group: Sequence[Sibling], config: TrainerConfig) -> Credit:
-    """Give the advantages of a user's own function. The return that it compares is not known: the rollout's stands."""
-    return _credited(_of_rollouts(group, [s.rewards.total for s in group]), own_credit(name, group, config))
 
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
