@@ -14,6 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NoReturn, TypeVar
 
+import aiosqlite
 from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_random
 
 from ...core.config.server import StoreConfig
@@ -46,8 +47,10 @@ class SqliteDatabase(Database):
     def __init__(self, path: Path, config: StoreConfig, connections: Sequence[sqlite3.Connection]) -> None:
         self.path, self.where = path, str(path)
         self._config = config
-        self._here, self._writer, self._reader = connections
-        self._threads = {connection: ThreadPoolExecutor(1) for connection in connections[1:]}
+        self._here, self._writer, reader = connections
+        self._thread = ThreadPoolExecutor(1)  # the writer's
+        self._reader = aiosqlite.Connection(lambda: reader, iter_chunk_size=64)
+        self._reader._thread.daemon = True  # it holds up no process that ends without closing it
         self._files = {file: _identity(file) for file in (path, Path(f"{path}-wal"))}
         self._of_turn: dict[str, sqlite3.Row | None] = {}  # what `quick` read in this turn of the event loop
         self._writes = Writing()
@@ -64,6 +67,7 @@ class SqliteDatabase(Database):
             database = cls(path, config, await asyncio.to_thread(_connect_all, path, config, to_write))
         except (OSError, sqlite3.Error) as error:
             raise StoreUnavailable(f"store {path} cannot be opened: {error}") from error
+        await database._reader
         if emptied:
             database._damaged("it had 0 bytes when it was opened, so all that was recorded before is gone")
         return database
@@ -71,10 +75,9 @@ class SqliteDatabase(Database):
     async def close(self) -> None:
         if self._checkpoint is not None:
             await asyncio.wait([self._checkpoint])
-        for connection, thread in self._threads.items():
-            await asyncio.to_thread(thread.shutdown)
+        await asyncio.shield(asyncio.gather(asyncio.to_thread(self._thread.shutdown), self._reader.close()))
+        for connection in (self._writer, self._here):
             connection.close()
-        self._here.close()
 
     # Writes --------------------------------------------------------------------------------------------------------
 
@@ -95,23 +98,23 @@ class SqliteDatabase(Database):
                 if not _is_locked(error):
                     self._failed(error)
         if not is_done:
-            await self._in_thread(self._writer, partial(_in_transaction, work))
+            await self._in_thread(partial(_in_transaction, work))
         self._committed(size)
         self._writes.succeeded()
 
     async def write(self, work: Work[T], size: int = SMALL) -> T:
         job: Job[T] = partial(_in_transaction, lambda connection: finish(work(SqliteTransaction(connection))))
-        done = await self._in_thread(self._writer, job)
+        done = await self._in_thread(job)
         self._committed(size)
         return done
 
-    async def _in_thread(self, connection: sqlite3.Connection, job: Job[T], what: str = "written") -> T:
+    async def _in_thread(self, job: Job[T]) -> T:
         """Shielded: a job that has begun ends, also when its caller is cancelled, and the next one waits for it."""
         loop = asyncio.get_running_loop()
         try:
-            return await asyncio.shield(loop.run_in_executor(self._threads[connection], job, connection))
+            return await asyncio.shield(loop.run_in_executor(self._thread, job, self._writer))
         except sqlite3.DatabaseError as error:
-            self._failed(error, what)
+            self._failed(error)
 
     def _failed(self, error: sqlite3.DatabaseError, what: str = "written") -> NoReturn:
         """StoreUnavailable if the file, its disk or another process is to blame, ConstraintRefused for a row."""
@@ -146,7 +149,7 @@ class SqliteDatabase(Database):
 
     async def require_writable(self) -> None:
         self._require_place()
-        await self._in_thread(self._writer, partial(_in_transaction, _write_the_same))
+        await self._in_thread(partial(_in_transaction, _write_the_same))
         # That is a page, which may fit where a record does not.
         self._writes.require(self._writes.why is None or await asyncio.to_thread(has_room, self.path.parent))
 
@@ -185,7 +188,10 @@ class SqliteDatabase(Database):
     # Reads ---------------------------------------------------------------------------------------------------------
 
     async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
-        return await self._in_thread(self._reader, lambda reader: reader.execute(sql, params or {}).fetchall(), "read")
+        try:
+            return list(await self._reader.execute_fetchall(sql, params or {}))
+        except sqlite3.DatabaseError as error:
+            self._failed(error, "read")
 
     async def quick(self, sql: str, params: Params | None = None) -> sqlite3.Row | None:
         """Without `params` it runs once in a turn of the event loop: calls that begin in one turn came before it."""
