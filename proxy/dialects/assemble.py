@@ -250,10 +250,7 @@ class _Choice:
                 self._fields[name] = joined(self._fields.get(name), value, name)
             elif name not in ("index", "delta", "message"):
                 put(self._fields, name, value)
-        delta = choice.get("delta")
-        if delta is None and isinstance(message := choice.get("message"), dict):
-            delta = {name: message[name] for name in message if not (self._message.get(name) or name in self._calls)}
-        if not isinstance(delta, dict):
+        if not isinstance(delta := choice.get("delta", choice.get("message")), dict):
             return
         self._fields["message"] = self._message
         for name, value in delta.items():

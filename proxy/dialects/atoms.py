@@ -26,8 +26,10 @@ UNIQUE, LONG = 9, 24  # characters from which on an id, or a thought, is no othe
 # May be counted anew in every answer, or stand in an example: `functions.search:0`, `call_1`.
 _COUNTED = re.compile(r".*:\d{1,5}|\D*\d{1,5}", re.DOTALL)
 _NO_TEXTS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
-_IDS = ("id", "call_id", "tool_call_id", "tool_use_id", "encrypted_content", "signature", "data")
-_THOUGHTS = ("reasoning", "reasoning_content")
+# How long at least the values of these fields are that no other answer has: ids, signatures, thoughts.
+_MARKS = dict.fromkeys(
+    ("id", "call_id", "tool_call_id", "tool_use_id", "encrypted_content", "signature", "data"), UNIQUE
+) | dict.fromkeys(("reasoning", "reasoning_content"), LONG)
 
 # Fewer bytes do not show which rollout a text comes from: "ok" is in many.
 TELLING, TELLING_ORDER = 24, 12
@@ -158,11 +160,13 @@ def request_marks(request: Json) -> Iterator[str]:
 
 
 def _marks(item: Json) -> Iterator[str]:
-    parts = [item, *(part for name in ("tool_calls", "content", "reasoning_details") for part in dicts(item.get(name)))]
-    for part in parts:
-        for names, least in ((_IDS, UNIQUE), (_THOUGHTS, LONG)):
-            texts = (text for name in names if isinstance(text := part.get(name), str) and len(text) >= least)
-            yield from filter(is_unique, texts)
+    for part in (
+        item,
+        *(part for name in ("tool_calls", "content", "reasoning_details") for part in dicts(item.get(name))),
+    ):
+        for name, least in _MARKS.items():
+            if isinstance(text := part.get(name), str) and len(text) >= least and is_unique(text):
+                yield text
 
 
 def digest(caller: str, *parts: bytes | str) -> bytes:
@@ -217,19 +221,18 @@ def origins(caller: str, request_text: str, answer: Iterable[Atom], marks: Itera
     answer of very many texts, or to a very long request, the first ones count.
     """
     limit = max(2 * FRAGMENTS, min(LOOKED_FOR, LOOKED_THROUGH // (len(request_text) + 1)))
-    said = (one for atom in answer for one in _told(atom))
-    new = {digest(caller, *one) for one in islice(said, limit) if one[1] not in request_text}
+    said = islice((text for atom in answer for text in _told(atom)), limit)
+    new = {digest(caller, "said", text) for text in said if text not in request_text}
     return new | {digest(caller, "id", mark) for mark in marks}
 
 
-def _told(atom: Atom) -> Iterator[tuple[str, str]]:
+def _told(atom: Atom) -> Iterator[str]:
     """What an answer says that tells it from others: the orders that it gives with a call, and fragments of texts."""
     orders = [*strings(parsed(atom.what))] if atom.kind == "call" else []
-    yield from (("order", order) for order in orders if len(_bytes(order)) >= TELLING_ORDER)
+    yield from (order for order in orders if len(_bytes(order)) >= TELLING_ORDER)
     for text in [atom.who, *orders] if atom.kind == "call" else [atom.what]:
         found = [*fragments(text)]
-        ends = found if len(found) <= 2 * FRAGMENTS else [*found[:FRAGMENTS], *found[-FRAGMENTS:]]
-        yield from (("said", fragment) for fragment in ends)
+        yield from found if len(found) <= 2 * FRAGMENTS else [*found[:FRAGMENTS], *found[-FRAGMENTS:]]
 
 
 def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[tuple[bool, bytes]]:
@@ -239,9 +242,8 @@ def quotations(caller: str, atoms: Iterable[Atom]) -> Iterator[tuple[bool, bytes
     """
     texts = [atom for atom in atoms if atom.kind == "text" and atom.who != "system"]
     for _, who, what, _ in sorted(texts, key=lambda atom: atom.who == "user"):
-        if who == "user":  # it may be the order that a tool call gave to a sub-agent
-            yield False, digest(caller, "order", what)
-        yield from ((who != "user", digest(caller, "said", one)) for one in fragments(ends_of(what)))
+        order = [what] if who == "user" else []  # it may be the order that a tool call gave to a sub-agent
+        yield from ((who != "user", digest(caller, "said", text)) for text in chain(order, fragments(ends_of(what))))
 
 
 def ends_of(text: str) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, Literal
 
 from ...core import sse
@@ -89,8 +91,7 @@ class UsualChunks:
     def __init__(self) -> None:
         self._start: bytes | None = None
         self._misses = 0
-        # Not read yet: what stands around the texts, and these, the log-probabilities and the ids.
-        self._runs: list[tuple[bytes | None, bytes, list[bytes], list[bytes], list[bytes]]] = []
+        self._passed: list[tuple[bytes, ...]] = []  # not read yet: the groups of each
 
     @property
     def expected(self) -> bool:
@@ -117,15 +118,8 @@ class UsualChunks:
         sent: list[bytes] = []
         at, skip = 0, len(start)
         while data.startswith(start, at) and (match := _REST.match(data, at + skip)):
-            before, _, text, after, logprobs, ids = match.groups()
-            if not self._runs or before != self._runs[-1][0]:
-                self._runs.append((before, after, [], [], []))
-            _, _, texts, all_logprobs, all_ids = self._runs[-1]
-            texts.append(text or b'""')
-            all_logprobs.append(logprobs)
-            if ids:
-                all_ids.append(ids)
-            if before is not None:
+            self._passed.append(match.group("before", "text", "after", "logprobs", "ids"))
+            if match["before"] is not None:
                 sent += data[at : match.start("logprobs")], _CLEAN
             at = match.end()
         self._misses = 0 if at else self._misses + 1
@@ -135,16 +129,19 @@ class UsualChunks:
 
     def take(self) -> Iterator[Json]:
         """Yield chunks with the content of all that were passed on since the last time."""
-        runs, self._runs = self._runs, []
-        for before, after, texts, logprobs, ids in runs:
-            text = encode("".join(loads(b"[%b]" % b",".join(texts))))
+        passed, self._passed = self._passed, []
+        for before, chunks in groupby(passed, key=itemgetter(0)):
+            _, texts, (after, *_), logprobs, ids = zip(*chunks, strict=True)
+            delta = {}
+            if before is not None:
+                delta = loads(before + encode("".join(loads(b"[%b]" % b",".join(texts)))) + after)
             logprob = b",".join(_LOGPROB.findall(b"".join(logprobs)))
             yield {"choices": [{
                 "index": 0,
-                "delta": {} if before is None else loads(before + text + after),
+                "delta": delta,
                 "logprobs": {"token_logprobs": loads_rounded(b"[%b]" % logprob)},
                 "finish_reason": None,
-                "token_ids": loads_rounded(b"[%b]" % b",".join(ids)),
+                "token_ids": loads_rounded(b"[%b]" % b",".join(filter(None, ids))),
             }]}  # fmt: skip
 
 

@@ -31,8 +31,17 @@ class Exchange(NamedTuple):
 
 def by_response(calls: Iterable[ModelCall]) -> dict[str, Exchange]:
     """Return the exchanges of calls that were answered, by the id of their response."""
-    answered = (call for call in calls if isinstance(call.response, dict))
-    return {exchange.response_id: exchange for exchange in map(_recorded, answered)}
+    known = dict[str, Exchange]()
+    for call in calls:
+        if isinstance(call.response, dict):
+            exchange = exchange_of(call.request, call.response)
+            text = encode(exchange.items)
+            # Of one that continues another, the mask may stand in an earlier exchange.
+            redacted = call.untrainable_reason == REASON and (exchange.previous is None or MASK.encode() in text)
+            known[exchange.response_id] = exchange._replace(
+                by_chat=bool(call.prompt_token_ids), redacted=redacted, size=len(text)
+            )
+    return known
 
 
 def exchanges_up_to(known: Mapping[str, Exchange], previous: Any) -> list[Exchange]:
@@ -50,14 +59,6 @@ def exchanges_up_to(known: Mapping[str, Exchange], previous: Any) -> list[Exchan
 def items_of(exchanges: Iterable[Exchange]) -> list[Json]:
     """Return the items of all exchanges, in order."""
     return [item for exchange in exchanges for item in exchange.items]
-
-
-def _recorded(call: ModelCall) -> Exchange:
-    exchange = exchange_of(call.request, call.response)
-    text, redacted = encode(exchange.items), call.untrainable_reason == REASON
-    if exchange.previous is not None:  # the mask may stand in an earlier exchange of its prompt
-        redacted = redacted and MASK.encode() in text
-    return exchange._replace(by_chat=bool(call.prompt_token_ids), redacted=redacted, size=len(text))
 
 
 def exchange_of(request: Json, response: Json) -> Exchange:

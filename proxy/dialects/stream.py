@@ -240,15 +240,15 @@ class BufferedTranscript:
         except ValueError:
             body = data.decode(errors="replace") or None
         agents = None
-        if isinstance(body, dict) and succeeded:
+        if not isinstance(body, dict):
+            self.error = self.error or "the upstream's answer is no JSON object"
+        elif succeeded:
             if (error := named_error(body)) is not None:
                 self.error = message_of_error(error)
             self.tokens = self._dialect.tokens(body)
             agents = self._dialect.agents(body, self._injection)
-        elif isinstance(body, dict):
+        else:
             agents = self._dialect.refusal(body)
-        elif succeeded:
-            self.error = "the upstream's answer is no JSON object"
         if agents is not None:
             body, self.held = agents, encode_as_vllm(agents)
         self._body = body

@@ -17,12 +17,11 @@ from ...core.tools import answers, calls_in, dicts
 from ...store.requests import full_calls
 from .as_chat.messages import MessagesTranslator, chat_messages, chat_tools
 from .as_chat.responses import messages_of, messages_shown, tools_of
-from .as_chat.translation import Template, Untranslatable
+from .as_chat.translation import MALFORMED, Template, Untranslatable
 from .atoms import same_arguments
 from .earlier import Exchange, exchange_of, exchanges_up_to, items_of
 
 Json = dict[str, Any]
-_Read = tuple[list[Json], list[Json], list[Json]]  # what was shown, the answer, the tools
 
 _KEPT = ("tool_call_id", "name")
 _OF_TOOL = ("name", "description", "parameters")
@@ -72,83 +71,75 @@ class _Reader:
         self.known: dict[str, Exchange] = {}  # by response
         # Of the call before, which mostly goes on: each message by its `id`, and the tidy one.
         self._made: dict[tuple[int, object], tuple[Json, ChatMessage]] = {}
-        self._texts: list[tuple[str, list[Json]]] = []  # of completions: all text so far, and the messages of it
+        self._texts: dict[str, list[Json]] = {"": []}  # of completions: the messages, by all of their text
 
     def read(self, call: Json) -> ChatTurn:
-        read = {"messages": _messages, "responses": self._responses, "completions": self._completions}
         request, response = call["request"], call["response"] if isinstance(call["response"], dict) else {}
         try:
-            shown, answer, tools = read.get(call.get("endpoint", ""), _chat)(
-                request, {} if response.get("error") else response
-            )
+            answered = {} if response.get("error") else response
+            shown, answer, tools = self._chat(call.get("endpoint", ""), request, answered)
             return ChatTurn(self._as(_tidy, shown), [*map(_tidy, answer)], [*map(_tidy_tool, tools)])
-        except Untranslatable as untranslatable:
-            reason = str(untranslatable)
         except NotFound as error:
             reason = error.message
-        except (LookupError, TypeError, ValueError, AttributeError):
-            reason = "its request or answer is not as its API says"
-        answered = [*map(ChatMessage, messages_answered(response))]
-        return ChatTurn(self._as(ChatMessage, messages_in(request)), answered, [], reason)
+        except MALFORMED as error:
+            is_named = isinstance(error, Untranslatable)
+            reason = str(error) if is_named else "its request or answer is not as its API says"
+        messages = [*map(ChatMessage, messages_answered(response))]
+        return ChatTurn(self._as(ChatMessage, messages_in(request)), messages, [], reason)
 
     def _as(self, make: Callable[[Json], ChatMessage], messages: list[Json]) -> list[ChatMessage]:
-        known, self._made = self._made, {}
-        for one in messages:
-            key = id(one), make
-            self._made[key] = known.get(key) or (one, make(one))
-        return [self._made[id(one), make][1] for one in messages]
+        made = [self._made.get((id(one), make)) or (one, make(one)) for one in messages]
+        self._made = {(id(one), make): (one, tidy) for one, tidy in made}
+        return [tidy for _, tidy in made]
 
-    def _responses(self, request: Json, response: Json) -> _Read:
-        given = {name: value for name, value in request.items() if value is not None}
-        if name := next((name for name in _ELSEWHERE if given.get(name)), None):
-            raise Untranslatable(f"`{name}` refers to what only the provider has")
-        earlier = items_of(exchanges_up_to(self.known, given.get("previous_response_id")))
-        if not isinstance(given["input"], str):
-            given["input"] = [*_visible(given["input"])]
-        answer = messages_of(_visible(dicts(response.get("output"))))
-        return messages_shown(given, [*_visible(earlier)]), answer, tools_of(given.get("tools", []))
+    def _chat(self, endpoint: str, request: Json, response: Json) -> tuple[list[Json], list[Json], list[Json]]:
+        """What was shown, the answer and the tools; raise Untranslatable, NotFound or MALFORMED."""
+        match endpoint:
+            case "messages":
+                answer = [MessagesTranslator.history(response)] if "content" in response else []
+                return chat_messages(request, Template(merges_system=False)), answer, chat_tools(request)
+            case "responses":
+                if name := next(filter(request.get, _ELSEWHERE), None):
+                    raise Untranslatable(f"`{name}` refers to what only the provider has")
+                earlier = items_of(exchanges_up_to(self.known, request.get("previous_response_id")))
+                if not isinstance(request["input"], str):
+                    request = request | {"input": _visible(request["input"])}
+                answer = messages_of(_visible(dicts(response.get("output"))))
+                return messages_shown(request, _visible(earlier)), answer, tools_of(request.get("tools") or [])
+            case "completions":
+                return *self._completions(request, response), []
+        messages, choices = request["messages"], dicts(response.get("choices"))
+        if any(message.get("function_call") for message in messages):
+            raise Untranslatable("`function_call`, which `tool_calls` replaced")
+        return messages, [choice["message"] for choice in choices[:1]], request.get("tools") or []
 
-    def _completions(self, request: Json, response: Json) -> _Read:
+    def _completions(self, request: Json, response: Json) -> tuple[list[Json], list[Json]]:
         """A prompt that extends an earlier prompt and its answer is the next turn of the same conversation."""
         prompts = request["prompt"] if isinstance(request["prompt"], list) else [request["prompt"]]
         if len(prompts) != 1 or not isinstance(prompt := prompts[0], str):
             raise Untranslatable("a prompt of tokens, or of several texts")
-        begun = [known for known in self._texts if prompt.startswith(known[0])]
-        before, messages = max(begun, key=lambda known: len(known[0]), default=("", []))
-        shown = [*messages, {"role": "user", "content": rest}] if (rest := prompt[len(before) :]) else messages
-        texts = [choice["text"] for choice in dicts(response.get("choices"))[:1]]
-        texts = [text.removeprefix(prompt) if request.get("echo") else text for text in texts]
-        answer = [{"role": "assistant", "content": text} for text in texts]
-        self._texts += [(prompt + one["content"], [*shown, one]) for one in answer if one["content"]]
-        return shown, answer, []
+        before, answer = max(filter(prompt.startswith, self._texts), key=len), list[Json]()
+        shown = self._texts[before]
+        if rest := prompt[len(before) :]:
+            shown = [*shown, {"role": "user", "content": rest}]
+        for choice in dicts(response.get("choices"))[:1]:
+            text = choice["text"].removeprefix(prompt) if request.get("echo") else choice["text"]
+            answer = [{"role": "assistant", "content": text}]
+            if text:
+                self._texts[prompt + text] = [*shown, *answer]
+        return shown, answer
 
 
-def _chat(request: Json, response: Json) -> _Read:
-    messages = request["messages"]
-    if any(message.get("function_call") for message in messages):
-        raise Untranslatable("`function_call`, which `tool_calls` replaced")
-    return messages, [choice["message"] for choice in dicts(response.get("choices"))[:1]], request.get("tools") or []
-
-
-def _messages(request: Json, response: Json) -> _Read:
-    answer = [MessagesTranslator.history(response)] if "content" in response else []
-    return chat_messages(request, Template(merges_system=False)), answer, chat_tools(request)
-
-
-def _visible(items: Sequence[Json]) -> Iterator[Json]:
+def _visible(items: Sequence[Json]) -> list[Json]:
     """The items without the thoughts that a provider keeps to itself."""
-    for item in items:
-        if item.get("type") != "reasoning" or item.get("content") or item.get("summary"):
-            yield item
+    return [one for one in items if one.get("type") != "reasoning" or one.get("content") or one.get("summary")]
 
 
 def _tidy(message: Json) -> ChatMessage:
     """A message with the fields that chat templates know: text in one piece, a tool call's arguments as an object."""
     role, content = message["role"], message.get("content") or message.get("refusal") or ""
-    if isinstance(content, list):
-        content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
-        if all(part.get("type") in ("text", "refusal") for part in content):
-            content = "\n".join(part.get("text") or part.get("refusal") or "" for part in content)
+    if isinstance(content, list) and all(isinstance(part, str) or part.get("type") == "text" for part in content):
+        content = text(message)
     tidy = ChatMessage(role="system" if role == "developer" else role, content=content)
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
         tidy["reasoning_content"] = reasoning
@@ -181,7 +172,7 @@ def _tidy_tool(tool: Json) -> Json:
 def messages_in(request: Json) -> list[Json]:
     """Return the messages of a request of any API, as they are."""
     given = request.get("messages", request.get("input", request.get("prompt", [])))
-    if not isinstance(given, list) or not all(isinstance(message, dict) for message in given):
+    if dicts(given) != given:
         given = [{"role": "user", "content": given}]
     first = request.get("system") or request.get("instructions")
     return [*([{"role": "system", "content": first}] if first else []), *given]

@@ -16,21 +16,18 @@ from .atoms import parsed
 Json = dict[str, Any]
 
 # What a request may change from turn to turn without another prompt for the same messages.
-# fmt: off
-_SAMPLING = frozenset({
-    "messages", "model", "n", "seed", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "max_tokens",
-    "max_completion_tokens", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-    "logprobs", "top_logprobs", "stream", "stream_options", "return_token_ids", "response_format", "structured_outputs",
-    "parallel_tool_calls", "tool_choice", "user", "metadata", "store", "service_tier", "safety_identifier",
-    "prompt_cache_key", "request_id", "session_id", "priority", "ignore_eos", "bad_words",
-    "allowed_token_ids", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens",
-    "return_tokens_as_token_ids", "cache_salt", "vllm_xargs",
-})
-_UNSUPPORTED = frozenset({
-    "kv_transfer_params", "ec_transfer_params", "echo", "continue_final_message", "truncate_prompt_tokens",
-    "prompt_logprobs", "use_beam_search", "return_prompt_text", "chat_template",
-})
-# fmt: on
+_SAMPLING = """
+    messages model n seed stop stop_token_ids temperature top_p top_k min_p max_tokens max_completion_tokens min_tokens
+    presence_penalty frequency_penalty repetition_penalty logit_bias logprobs top_logprobs stream stream_options
+    return_token_ids response_format structured_outputs parallel_tool_calls tool_choice user metadata store service_tier
+    safety_identifier prompt_cache_key request_id session_id priority ignore_eos bad_words allowed_token_ids
+    include_stop_str_in_output skip_special_tokens spaces_between_special_tokens return_tokens_as_token_ids cache_salt
+    vllm_xargs
+"""
+_UNSUPPORTED = """
+    kv_transfer_params ec_transfer_params echo continue_final_message truncate_prompt_tokens prompt_logprobs
+    use_beam_search return_prompt_text chat_template
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,8 @@ def turn_of(
 
 def shape(request: Json) -> Json:
     """Return the parts of a request, besides the messages, that a template may read."""
-    read = {name: value for name, value in request.items() if name not in _SAMPLING and value is not None}
+    sampling = {*_SAMPLING.split()}
+    read = {name: value for name, value in request.items() if name not in sampling and value is not None}
     # An option of vLLM leaves the tools out of such a prompt.
     return read | ({"tool_choice": "none"} if request.get("tool_choice") == "none" else {})
 
@@ -85,7 +83,7 @@ def is_supported(request: Json) -> bool:
     """Return whether vLLM takes token prompts for this request and gives one answer to continue."""
     request = as_read(request)
     is_plain = request.get("n") in (None, 1) and request.get("add_generation_prompt") is not False
-    return is_plain and not any(map(request.get, _UNSUPPORTED)) and _are_texts(request.get("messages"))
+    return is_plain and not any(map(request.get, _UNSUPPORTED.split())) and _are_texts(request.get("messages"))
 
 
 def _are_texts(messages: Any) -> bool:
@@ -105,32 +103,27 @@ def _continues(messages: list[Any], turn: TokenTurn) -> bool:
     old = len(turn.messages)
     if len(messages) <= old + 1:  # with nothing after the answer the model is to write on itself
         return False
-    same = messages[:old] == turn.messages or [*map(_said, messages[:old])] == [*map(_said, turn.messages)]
-    return same and _is_answer(messages[old], turn.answer)
-
-
-def _is_answer(sent: Any, answer: Json) -> bool:
-    """Whether a message is the answer as the agent got it; clients drop reasoning, and count tool calls anew."""
-    sent, answer = _said(sent), _said(answer)
-    if "reasoning" not in sent:
+    if messages[:old] != turn.messages and [*map(_said, messages[:old])] != [*map(_said, turn.messages)]:
+        return False
+    sent, answer = _said(messages[old]), _said(turn.answer)
+    if "reasoning" not in sent:  # clients drop it
         answer.pop("reasoning", None)
-    for message in (sent, answer):
-        content = message.get("content") or ""
-        if isinstance(content, list) and all(isinstance(part.get("text"), str) for part in dicts(content)):
-            content = "".join(part["text"] for part in dicts(content))
-        message["tool_calls"] = [(call.name, parsed(call.arguments)) for call in calls_in(message)]
-        message["content"] = content
-    return bool(sent == answer)
+    return sent == answer
 
 
 def _said(message: Any) -> Json:
-    """A message without empty fields, which clients may drop when they send it again."""
+    """A message as any client sends it: some drop empty fields, cut up texts and count tool calls anew."""
     if not isinstance(message, dict):
         return {}
-    kept = {name: value for name, value in message.items() if value not in (None, "", [])}
-    if "reasoning_content" in kept:
-        kept["reasoning"] = kept.pop("reasoning_content")
-    return kept
+    said = {name: value for name, value in message.items() if value not in (None, "", [])}
+    if "reasoning_content" in said:
+        said["reasoning"] = said.pop("reasoning_content")
+    if "tool_calls" in said:
+        said["tool_calls"] = [(call.name, parsed(call.arguments)) for call in calls_in(message)]
+    parts = dicts(said.get("content"))
+    if parts and all(isinstance(part.get("text"), str) for part in parts):
+        said["content"] = "".join(part["text"] for part in parts)
+    return said
 
 
 def closing(one: list[int], other: list[int]) -> list[int]:

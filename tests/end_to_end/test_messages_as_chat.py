@@ -89,7 +89,6 @@ CASES: list[Json] = [
     conversation(SAY, [used(), used("now", number=2)], [result("2", 2), text("and"), result("1", 1)]) | TOOLS,
     conversation(SAY, [used(given={"é": [1.5, None]}), text("after it")], [result(is_error=True)]),
     conversation(SAY, [used()], [result([{"type": "document", "title": "left out"}, text("3")])]) | TOOLS,
-    conversation("One", [result("3")], "Two"),
     # thinking
     HELLO | {"thinking": {"type": "disabled"}},
     HELLO | {"thinking": {"type": "enabled", "budget_tokens": 2000}, "max_tokens": 3000},

@@ -97,7 +97,7 @@ TOOLS: list[Json] = [
     {"input": SAY, "tools": [PATCH], **calls('patch {"wrong": "a"}')},
     {"input": SAY, "tools": [PATCH, ADD], "tool_choice": {"type": "custom", "name": "patch"}, "max_output_tokens": 24},
     {"input": SAY, "tools": [MAIL, {"type": "web_search"}], **calls('mail__send {"a": 1}')},
-    {"input": SAY, "tools": [MAIL], "tool_choice": {"type": "function", "name": "send"}, "max_output_tokens": 24},
+    {"input": SAY, "tools": [MAIL], "tool_choice": {"type": "function", "name": "mail__send"}, "max_output_tokens": 24},
     {"input": HISTORY, "tools": [ADD], "instructions": "Be brief."},
     {"input": [*SAY, thought("I add."), item("So:"), CALL, CALL | TWICE, RESULT, RESULT | TWICE]},
     {"input": [*SAY, CALL, RESULT | {"output": [{"type": "input_text", "text": t} for t in ("3", "4")]}]},

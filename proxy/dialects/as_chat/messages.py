@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from ....core.json_text import dumps
 from ..messages import MessagesStream
-from .translation import EFFORTS, Template, Translator, Untranslatable
+from .translation import Template, Translator, Untranslatable
 
 Json = dict[str, Any]
 
@@ -51,7 +51,7 @@ def chat_messages(body: Json, template: Template) -> list[Json]:
         if message["role"] != "system":
             out += _messages(message["role"], message["content"])
         elif text := "".join(_system_texts(message["content"])):
-            if template.known("merges_system"):
+            if not (system or out) or template.known("merges_system"):
                 system.append(text)
             else:
                 out.append({"role": "system", "content": text})
@@ -90,8 +90,6 @@ def _messages(role: str, content: str | list[Json]) -> list[Json]:
                 message.setdefault("tool_calls", []).append(call)
             case "tool_result" if role == "user":
                 results += _results(block)
-            case "tool_result":
-                parts.append({"type": "text", "text": f"Tool result: {block.get('content') or ''}"})
             case kind if kind not in _MAY_BE_LEFT_OUT:
                 raise Untranslatable(f"vLLM does not take content blocks of type {kind!r}")
     if parts:
@@ -103,15 +101,13 @@ def _messages(role: str, content: str | list[Json]) -> list[Json]:
 def _results(block: Json) -> list[Json]:
     """The chat messages for a tool's result: its text, then its images."""
     content = block.get("content") or ""
-    items = [] if isinstance(content, str) else content
+    items: list[Json] = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if any(item.get("type") == "tool_reference" for item in items):
         raise Untranslatable("a tool's result names tools")
-    if not isinstance(content, str):
-        content = "\n".join(item["text"] for item in items if item.get("type") == "text" and "text" in item)
-    out: list[Json] = [{"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": content}]
-    if images := [_image(item["source"]) for item in items if item.get("type") == "image"]:
-        out.append({"role": "user", "content": images})
-    return out
+    texts = [item["text"] for item in items if item.get("type") == "text" and "text" in item]
+    images = [_image(item["source"]) for item in items if item.get("type") == "image"]
+    result = {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": "\n".join(texts)}
+    return [result, *([{"role": "user", "content": images}] if images else [])]
 
 
 def _image(source: Json) -> Json:
@@ -178,7 +174,7 @@ class MessagesTranslator(Translator):
             chat |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         config = body.get("output_config") or {}
         effort, form = config.get("effort"), config.get("format") or {}
-        if effort not in (None, *EFFORTS):
+        if effort not in (None, "low", "medium", "high", "xhigh", "max"):
             raise Untranslatable(f"vLLM does not know the effort {effort!r}")
         if effort is not None:
             chat["reasoning_effort"] = effort

@@ -184,29 +184,18 @@ def tools_of(tools: Iterable[Json]) -> list[Json]:
 
 
 def _tools(given: Json) -> Json:
-    tools, choice = given.get("tools", []), given.get("tool_choice", "auto")
-    if not (chat := tools_of(tools)):
+    tools, choice = tools_of(given.get("tools", [])), given.get("tool_choice", "auto")
+    if not tools:
         if choice in ("auto", "none"):
             return {}
         raise Untranslatable("tool_choice without tools")
     if isinstance(choice, dict):
-        if choice["type"] not in ("function", "custom"):
-            raise Untranslatable(f"tool_choice {choice['type']}")
-        if "structured_outputs" in given:
-            raise Untranslatable("structured_outputs beside a named tool")
-        choice = {"type": "function", "function": {"name": _named(choice, tools)["name"]}}
-    return {"tools": chat, "tool_choice": choice}
-
-
-def _named(choice: Any, tools: Iterable[Json]) -> Any:
-    """`tool_choice` as the response repeats it, with the name that the model is shown."""
-    if not isinstance(choice, dict) or choice["type"] not in ("function", "custom"):
-        return choice
-    name = choice["name"]
-    names = [shown for shown, tool in _functions(tools).items() if name in (shown, tool["name"])]
-    if name not in names and len(names) != 1:
-        raise Untranslatable(f"tool_choice names {name}, which is no tool or several")
-    return choice | {"name": name if name in names else names[0]}
+        if choice["type"] not in ("function", "custom") or "structured_outputs" in given:
+            raise Untranslatable(f"tool_choice {choice['type']}, or structured_outputs beside it")
+        if all(tool["function"]["name"] != choice["name"] for tool in tools):
+            raise Untranslatable(f"tool_choice names {choice['name']}, which is no tool")
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    return {"tools": tools, "tool_choice": choice}
 
 
 # The fields of a response in vLLM's order, and what they are where neither the request nor the answer has them.
@@ -431,9 +420,9 @@ def _repeated(given: Json) -> Json:
         response["top_p"] = 1.0
     else:
         response["temperature"] = max(response["temperature"], _LEAST_TEMPERATURE)
-    tools, choice = response["tools"], response["tool_choice"]
-    response["tool_choice"] = _named(choice, tools) if tools or choice != "auto" else "none"
-    response["tools"] = [*map(_filled, tools)]
+    if not response["tools"] and response["tool_choice"] == "auto":
+        response["tool_choice"] = "none"
+    response["tools"] = [*map(_filled, response["tools"])]
     if reasoning := given.get("reasoning"):
         response["reasoning"] = dict.fromkeys(_REASONING) | reasoning
     if (text := given.get("text")) is not None:

@@ -18,8 +18,6 @@ from ..assemble import StreamedCall, ToolCalls
 
 Json = dict[str, Any]
 
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
-
 # What is raised where a request or an answer is not as its API says.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
 
@@ -71,22 +69,22 @@ PROBES: Mapping[str, tuple[str, Json]] = MappingProxyType({
     "no tools": _counted(messages=[_USER], tools=[]),
     "plain": _rendered(messages=[_USER]),
     "disabled": _counted(messages=[_USER], thinking={"type": "disabled"}),
-    **{effort: _rendered(messages=[_USER], reasoning_effort=effort) for effort in ("none", *EFFORTS)},
+    "none": _rendered(messages=[_USER], reasoning_effort="none"),
+    "low": _rendered(messages=[_USER], reasoning_effort="low"),
 })  # fmt: skip
 
 
 def learn(answers: Mapping[str, tuple[int, Any]]) -> Template:
     """Return the template that the answers to the probes show; each is a status and a body. It may refuse some."""
     bodies = {name: body if status == 200 else {} for name, (status, body) in answers.items()}
-    prompts = {name: body.get("prompt_token_ids") for name, body in bodies.items()}
-    counts = {name: body.get("input_tokens") or len(prompts[name] or ()) for name, body in bodies.items()}
+    prompts = {name: body.get("prompt_token_ids") or [] for name, body in bodies.items()}
+    counts = {name: body.get("input_tokens") or len(prompts[name]) for name, body in bodies.items()}
     if {status for status, _ in answers.values()} - {200, 400} or not counts["plain"]:
         return Template()
-    inline, merged, in_place = (counts[name] for name in ("inline", "merged", "in place"))
-    ignores_none = prompts["none"] in [None, *(prompts[effort] for effort in EFFORTS)]
-    disabled = "low" if ignores_none else "none"
+    merged, in_place = counts["merged"], counts["in place"]
+    disabled = "low" if prompts["none"] in ([], prompts["low"]) else "none"
     return Template(
-        {merged: True, in_place: False}.get(inline) if inline and merged != in_place else None,
+        {merged: True, in_place: False}.get(counts["inline"]) if counts["inline"] and merged != in_place else None,
         disabled if counts[disabled] == counts["disabled"] > 0 else None,
         counts["no tools"] == counts["plain"],
     )
