@@ -126,6 +126,12 @@ class WithFeatures(Section):
 
     _sections: tuple[FeatureSection, ...] = PrivateAttr(())
 
+    def with_features(self, sections: tuple[FeatureSection, ...]) -> Self:
+        """Return a copy that has these sections of features."""
+        copy = self.model_copy()
+        copy._sections = sections
+        return copy
+
     @property
     def sections(self) -> tuple[FeatureSection, ...]:
         return self._sections

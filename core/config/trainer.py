@@ -167,8 +167,8 @@ class TrainerConfig(WithFeatures):
 
     def with_sections(self, limits: tuple[float, float], sections: tuple[FeatureSection, ...]) -> TrainerConfig:
         """Return the section with what it reads of others: `rewards.range` and the sections of features."""
-        copy = self.model_copy()
-        copy._range, copy._sections = limits, sections
+        copy = self.with_features(sections)
+        copy._range = limits
         return copy
 
     @property
