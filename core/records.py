@@ -239,7 +239,7 @@ class Reward:
     """One posted reward. `call_id` None: for the rollout itself."""
 
     rollout_id: str
-    value: float
+    reward: float
     call_id: str | None = None
     name: str = "reward"
     source: str | None = None

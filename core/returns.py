@@ -67,7 +67,7 @@ def earned(rewards: Iterable[Reward], rules: Rules, status: RolloutStatus = "com
     newest = defaultdict[str | None, dict[str, float]](dict)
     for reward in rewards:
         if reward.name in weights:
-            value = weights[reward.name] * max(low, min(reward.value, high))
+            value = weights[reward.name] * max(low, min(reward.reward, high))
             newest[reward.call_id][reward.name] = max(-LARGEST, min(value, LARGEST))
     found = {call_id: math.fsum(values.values()) for call_id, values in newest.items()}
     own = found.pop(None, rules.failed if status == "failed" else None)

@@ -71,11 +71,15 @@ class Tokens:
     def add(self, body: Json) -> None:
         if isinstance(usage := body.get("usage"), dict):
             self.usage = usage or self.usage
-        self._add_prompt(body)
-        for place, choice in enumerate(dicts(body.get("choices"))):
-            self._add_prompt(choice)
-            index = number(choice.get("index"))
-            self._choices[place if index is None else index].add(choice)
+        if "prompt_token_ids" in body:
+            self._add_prompt(body)
+        choices = body.get("choices")
+        for place, choice in enumerate(choices if isinstance(choices, list) else ()):
+            if isinstance(choice, dict):
+                if "prompt_token_ids" in choice:
+                    self._add_prompt(choice)
+                index = number(choice.get("index"))
+                self._choices[place if index is None else index].add(choice)
 
     @property
     def choices(self) -> tuple[Choice, ...]:
@@ -116,8 +120,8 @@ class Tokens:
         return None
 
     def _add_prompt(self, part: Json) -> None:
-        ids = part.get("prompt_token_ids")
-        if isinstance(ids, list) and not self.prompt_token_ids and _are_ids(ids):
+        ids = part["prompt_token_ids"]
+        if not self.prompt_token_ids and isinstance(ids, list) and _are_ids(ids):
             self.prompt_token_ids = tuple(ids)
 
 
@@ -135,7 +139,11 @@ def _logprobs(value: Any) -> list[Any]:
         return []
     if isinstance(values := value.get("token_logprobs"), list):
         return values
-    return [item.get("logprob") for item in dicts(value.get("content"))]
+    content = value.get("content")
+    try:
+        return [item["logprob"] for item in content or ()]
+    except (TypeError, KeyError):
+        return [None]
 
 
 def _are_finite(logprobs: list[Any]) -> bool:

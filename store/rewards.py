@@ -34,7 +34,7 @@ from .database import LOOK_S, Row, Table, Transaction, in_passing
 
 REWARD = """
 INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, key_id, evidence, created_at)
-VALUES (:rollout_id, :call_id, :name, :value, :source, :comment, :final, :key_id, :evidence, :at)
+VALUES (:rollout_id, :call_id, :name, :reward, :source, :comment, :final, :key_id, :evidence, :at)
 RETURNING reward_id
 """
 KNOWN = """
@@ -153,8 +153,8 @@ class Rewards(Table):
 
     async def of(self, rollout_id: str) -> list[Reward]:
         """Return all rewards ever posted for a rollout, oldest first."""
-        statement = "SELECT rewards.*, 0 AS retrain FROM rewards WHERE rollout_id = :rollout_id ORDER BY reward_id"
-        return await self._db.records(Reward, statement, rollout_id=rollout_id)
+        every = "SELECT *, value AS reward, 0 AS retrain FROM rewards WHERE rollout_id = :rollout_id ORDER BY reward_id"
+        return await self._db.records(Reward, every, rollout_id=rollout_id)
 
     async def earned(self, rollout_id: str) -> Earned:
         """Return the rewards of a rollout and its calls, whatever its status."""

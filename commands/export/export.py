@@ -240,7 +240,7 @@ def _transitions(
 
 
 def _reward(reward: Reward) -> dict[str, Any]:
-    return {"call_id": reward.call_id, "name": reward.name, "reward": reward.value, "source": reward.source}
+    return {"call_id": reward.call_id, "name": reward.name, "reward": reward.reward, "source": reward.source}
 
 
 def _untrainable(call: ModelCall) -> str | None:

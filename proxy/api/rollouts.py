@@ -39,7 +39,7 @@ from .bodies import (
     PathId,
 )
 from .requests import AdminRoute, AgentRoute, ControlRequest, OwnKey, Parts, UserRoute
-from .views import Call, RewardSeen, rollout_detail, transitions, words_in
+from .views import Call, rollout_detail, transitions, words_in
 
 Requests = Literal["short", "whole"]
 SHOWN = 32  # rewards of a task
@@ -194,7 +194,7 @@ class RolloutDetail(BaseModel):
     call_count: int
     calls: list[Call]
     events: list[Event]
-    rewards: list[RewardSeen]
+    rewards: list[Reward]
     awaits_reward: bool
 
 

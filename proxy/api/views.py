@@ -11,8 +11,6 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
-from pydantic import BaseModel
-
 from ...core.config.section import feature_sections
 from ...core.json_text import fields_of, loads_or_none
 from ...core.records import CallFields, Choice, Event, ModelCall, Reward, Rollout, ToolCall, Transition
@@ -37,21 +35,7 @@ class Call(CallFields):
     choices: list[Choice] | None = None
 
 
-class RewardSeen(BaseModel):
-    reward_id: int
-    rollout_id: str
-    reward: float
-    call_id: str | None
-    name: str
-    source: str | None
-    comment: str | None
-    final: bool
-    created_at: float
-
-
 _OF_CALL = tuple(field.name for field in fields(Call))
-
-_OF_REWARD = {name: "value" if name == "reward" else name for name in RewardSeen.model_fields}
 
 # What of a request the model is shown, in any of the recorded APIs.
 _SHOWN = ("system", "instructions", "messages", "prompt", "input", "previous_response_id", "tools")
@@ -69,7 +53,7 @@ def rollout_detail(
         "call_count": rollout.calls,
         "calls": [call_view(call) | more for call, more in zip(calls, call_fields(calls), strict=True)],
         "events": [*map(fields_of, events)],
-        "rewards": [{name: getattr(one, field) for name, field in _OF_REWARD.items()} for one in rewards],
+        "rewards": [{name: of for name, of in fields_of(one).items() if name != "retrain"} for one in rewards],
     }
 
 

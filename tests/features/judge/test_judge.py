@@ -135,7 +135,7 @@ async def test_of_a_judge(traffic: Traffic, monkeypatch: pytest.MonkeyPatch) -> 
         assert await spent_by_each(traffic.store.database) == [{"name": "judge", "tokens": 440, "usd": 0.0}]
         assert "step 1 of a" in scorer.asked[0] and "The number for step" in scorer.asked[0]
         stored = [r for r in await traffic.store.rewards.of("a") if r.name == "judge"]
-        assert {(r.call_id, r.value, r.source, r.comment) for r in stored} == {
+        assert {(r.call_id, r.reward, r.source, r.comment) for r in stored} == {
             ("a-0", 0.8, "openai/m", "I say 8."), ("a-1", 0.8, "openai/m", "I say 8."),
         }  # fmt: skip
         for name in ("sk-proj-0123456789abcdefghijklmn", "e"):
