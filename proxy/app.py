@@ -205,20 +205,15 @@ class Dispatch:
         if relay is not None and path is not None:
             await relay(scope, receive, send, path)
         elif scope["method"] == "HEAD":
-            await self._control({**scope, "method": "GET"}, receive, _only_head(send))
+
+            async def only_head(message: Message) -> None:
+                if message["type"] == "http.response.start":  # a stream without end sees that its client has gone
+                    await send(message)
+                    await send({"type": "http.response.body"})
+
+            await self._control({**scope, "method": "GET"}, receive, only_head)
         else:
             await self._control(scope, receive, send)
-
-
-def _only_head(send: Send) -> Send:
-    """Send an answer's head and end there: a stream without end sees that its client has gone."""
-
-    async def send_head(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            await send(message)
-            await send({"type": "http.response.body"})
-
-    return send_head
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:

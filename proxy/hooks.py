@@ -37,19 +37,14 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """The additions of a plugin to an open proxy. A hook that no plugin has costs a call nothing.
+    """The additions of a plugin to an open proxy. A hook that no plugin has costs a call nothing."""
 
-    `choose` says which version of the policy answers a rollout that begins. `placed` says which servers have merged
-    weights of another version than the live one. `rewrite` changes what the model is shown, and the
-    record has what the model was shown. `work` runs beside the calls until the proxy closes.
-    """
-
-    choose: Choose | None = None
-    placed: Placed | None = None
-    rewrite: Rewrite | None = None
+    choose: Choose | None = None  # says which version of the policy answers a rollout that begins
+    placed: Placed | None = None  # says which servers have merged weights of another version than the live one
+    rewrite: Rewrite | None = None  # changes what the model is shown, which is what the record has
     on_call: OnCall | None = None
     on_deleted: OnDeleted | None = None
-    work: Sequence[Work] = ()
+    work: Sequence[Work] = ()  # runs beside the calls until the proxy closes
 
 
 class ProxyPlugin:

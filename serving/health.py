@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 
 import aiohttp
@@ -26,7 +25,7 @@ class Health:
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self.problems: dict[tuple[str, str], str | None] = {}  # by the upstream's name and one of its URLs
         self._session = session
-        self._asked: dict[str, tuple[float, asyncio.Future[list[str | None]]]] = {}
+        self._asked: dict[str, asyncio.Future[list[str | None]]] = {}
 
     def report(self, upstream: str, url: str, problem: str | None) -> None:
         before = self.problems.get((upstream, url))
@@ -45,12 +44,11 @@ class Health:
 
     async def ask(self, upstream: UpstreamConfig) -> str | None:
         """Return why none of its servers answers, asked once a second at most; None if one does, or has no address."""
-        asked = self._asked.get(upstream.name)
-        if asked is None or time.monotonic() >= asked[0] + RECENT_S:
+        if upstream.name not in self._asked:
             urls = upstream.urls or [url for url in [upstream.litellm_params.get("api_base")] if isinstance(url, str)]
-            answers = asyncio.gather(*(self._problem(upstream, url) for url in urls))
-            self._asked[upstream.name] = asked = time.monotonic(), answers
-        problems = await asyncio.shield(asked[1])
+            self._asked[upstream.name] = asyncio.gather(*(self._problem(upstream, url) for url in urls))
+            asyncio.get_running_loop().call_later(RECENT_S, self._asked.pop, upstream.name)
+        problems = await asyncio.shield(self._asked[upstream.name])
         return None if None in problems else next(iter(problems), None)
 
     async def watch(self, config: Config) -> None:

@@ -68,10 +68,8 @@ def _relay_key(key: bytes) -> bytes:
 class OperatorGuard:
     """ASGI middleware around vLLM. It lets requests with the operator's key pass, whatever they are.
 
-    Other requests may use the agents' routes and read the server's state. They must come from this machine's programs,
-    not from a web page elsewhere, unless the proxy vouches for them. What a request asks for is decided by the
-    endpoints that vLLM's own routes match, however its path is spelt. The key is read from the file that
-    `LIGHTNING_OPERATOR_KEY_FILE` names.
+    Other requests may use the agents' routes and read the server's state, but must not come from a web page elsewhere,
+    unless the proxy vouches for them. What a request asks for is decided by the endpoints that vLLM's own routes match.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -61,9 +61,8 @@ class Swap:
     ) -> None:
         """Load the version into vLLM and move the alias to it; running requests are not interrupted.
 
-        Superseded, and nothing changed, if `expected` is given and another version is live. `verified`: it was seen
-        to be served. Merged weights go to all servers at once, so no two versions are sampled: where that fails,
-        requests stay frozen until `restore`, so that no token is sampled from unknown weights.
+        Superseded, and nothing changed, if `expected` is given and another version is live. Merged weights go to all
+        servers at once: where that fails, requests stay frozen until `restore`, so no token is of unknown weights.
         """
         async with self._locked():
             await self._require_successor(version, expected)
@@ -135,7 +134,7 @@ class Swap:
         """Give servers the weights wanted of them, where they have others. The proxy's watch repairs failures."""
         for server in servers:
             try:
-                await self._mend_weights(server)
+                await self._mend_weights(server, only_look=False)
             except LightningError as error:
                 log.warning("%s does not have the live weights again yet: %s", shown(server.base_url), error)
 
@@ -168,18 +167,22 @@ class Swap:
         """Stop serving the version's adapters."""
         await self.vllm.ask(lambda server: server.unload_adapters(version.served_models))
 
-    async def problems(self) -> Problems:
-        """Return which servers lack the merged weights wanted of them. Nothing is repaired. Raise if all do."""
-        return await self.vllm.each(partial(self._mend_weights, only_look=True))
+    async def problems(self, pinned: Collection[int] = ()) -> Problems:
+        """Return which servers lack the live version, or `pinned` ones. Nothing is repaired. Raise if all do."""
+        return await self._each(pinned, only_look=True)
 
-    async def restore(self, pinned: set[int]) -> Problems:
-        """Give servers the live and `pinned` versions. Returns why one still lacks them; raises if all do."""
+    async def restore(self, pinned: Collection[int]) -> Problems:
+        """Give servers what they lack. Returns why one still lacks it; raises if all do."""
         async with self._locked():
-            self._require_mode(await self.store.versions.live())
-            merged = self.mode == "merged"
-            return await self.vllm.each(self._mend_weights if merged else partial(self._mend_adapters, pinned))
+            return await self._each(pinned, only_look=False)
 
-    async def _mend_weights(self, server: VllmServer, *, only_look: bool = False) -> None:
+    async def _each(self, pinned: Collection[int], *, only_look: bool) -> Problems:
+        self._require_mode(await self.store.versions.live())
+        if self.mode == "merged":
+            return await self.vllm.each(partial(self._mend_weights, only_look=only_look))
+        return await self.vllm.each(partial(self._mend_adapters, pinned, only_look=only_look))
+
+    async def _mend_weights(self, server: VllmServer, *, only_look: bool) -> None:
         """Give a server the merged weights wanted of it, and resume it; or `only_look`: NotServed if it needs that."""
         placed = {} if self.placed is None else await self.placed()
         version = placed.get(server.base_url) or await self.store.versions.live()
@@ -220,13 +223,15 @@ class Swap:
         """Return why new weights cannot reach a server, as far as its last check showed."""
         return next((str(error) for error, _ in self._refused.values()), None)
 
-    async def _mend_adapters(self, pinned: set[int], server: VllmServer) -> None:
+    async def _mend_adapters(self, pinned: Collection[int], server: VllmServer, *, only_look: bool) -> None:
         served = await server.adapters()
         for version in await self.store.versions.to_serve(pinned):
             adapters = adapters_of(version) if version.publish == self.mode else {}
             missing = {name: path for name, path in adapters.items() if served.get(name, "") not in (path, None)}
             if not missing:
                 continue
+            if only_look:
+                raise NotServed(f"it does not serve policy version {version.version} yet")
             log.warning("vLLM does not serve policy version %d: loading it again", version.version)
             try:
                 files_of(version)

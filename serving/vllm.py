@@ -58,7 +58,7 @@ class VllmServer:
 
     async def models(self) -> list[dict[str, Any]]:
         """Return the served models: the base model, whose `parent` is None, and the adapters."""
-        return await self._read("GET", "/v1/models", lambda a: [dict(m) for m in a["data"] if isinstance(m["id"], str)])
+        return await self._read("/v1/models", lambda a: [dict(m) for m in a["data"] if isinstance(m["id"], str)])
 
     async def base_model(self) -> str:
         """Return the name under which the base model is served: the configured one, if the server does not say."""
@@ -82,34 +82,34 @@ class VllmServer:
         for name, path in adapters.items():
             if (root := served.get(name, "")) not in (path, None):
                 body = {"lora_name": name, "lora_path": path} | ({"load_inplace": True} if root else {})
-                await self._send("POST", "/v1/load_lora_adapter", body)
+                await self._send("/v1/load_lora_adapter", body)
 
     async def unload_adapters(self, names: Collection[str]) -> None:
         """Stop serving those of these adapters that are served."""
         served = await self.adapters() if names else {}
         for name in filter(served.__contains__, names):
-            await self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+            await self._send("/v1/unload_lora_adapter", {"lora_name": name})
 
     async def weight_version(self) -> str:
         """Return the label of the weights being served; `default` after a start."""
-        return await self._read("GET", "/weight_info", lambda answer: str(answer["weight_version"]))
+        return await self._read("/weight_info", lambda answer: str(answer["weight_version"]))
 
     async def is_paused(self) -> bool:
-        return await self._read("GET", "/is_paused", lambda answer: bool(answer["is_paused"]))
+        return await self._read("/is_paused", lambda answer: bool(answer["is_paused"]))
 
     async def resume(self) -> None:
-        await self._send("POST", "/resume")
+        await self._send("/resume")
 
     async def load_weights(self, path: str) -> None:
         """Freeze running requests, which keep their caches, and load the weights at `path`, labelled `loading`."""
-        await self._send("POST", "/pause?mode=keep")
+        await self._send("/pause?mode=keep")
         await self.name_weights(LOADING)
         where = {"kwargs": {"weights_path": path}}
         try:
-            await self._send("POST", "/collective_rpc", {"method": RELOAD, **where})
+            await self._send("/collective_rpc", {"method": RELOAD, **where})
         except VllmFault:  # a vLLM that somebody else has started may have only its own method
-            await self._send("POST", "/collective_rpc", {"method": "reload_weights", **where})
-        await self._send("POST", "/reset_prefix_cache")
+            await self._send("/collective_rpc", {"method": "reload_weights", **where})
+        await self._send("/reset_prefix_cache")
 
     async def go_on(self, label: str) -> None:
         """Name the weights that were loaded, and resume the frozen requests."""
@@ -117,12 +117,12 @@ class VllmServer:
         await self.resume()
 
     async def name_weights(self, label: str) -> None:
-        await self._send("POST", "/update_weight_version", {"new_version": label})
+        await self._send("/update_weight_version", {"new_version": label})
 
     async def requests(self) -> int:
         """Return how many requests it has under way or waiting; 0 if it does not say."""
         try:
-            return sum(map(int, _REQUESTS.findall(await self._send("GET", "/metrics"))))
+            return sum(map(int, _REQUESTS.findall(await self._send("/metrics", method="GET"))))
         except VllmError:
             return 0
 
@@ -163,39 +163,40 @@ class VllmServer:
     async def encoded(self, text: str) -> list[int]:
         """Return the tokens of a text, without any that its tokenizer adds. It is not computed with."""
         body = {"prompt": text, "add_special_tokens": False}
-        return await self._read("POST", "/tokenize", lambda answer: [*map(int, answer["tokens"])], body)
+        return await self._read("/tokenize", lambda answer: [*map(int, answer["tokens"])], body)
 
     async def decoded(self, token_ids: Sequence[int]) -> str:
-        return await self._read("POST", "/detokenize", lambda answer: str(answer["prompt"]), {"tokens": [*token_ids]})
+        return await self._read("/detokenize", lambda answer: str(answer["prompt"]), {"tokens": [*token_ids]})
 
     async def adds_usage(self) -> bool:
         """Return whether streams end with a usage chunk unasked, as those of vLLM's --enable-force-include-usage do."""
         body = {"model": await self.base_model(), "prompt": PROBE_PROMPT, "max_tokens": 1, "stream": True}
-        return _USAGE_CHUNK.search(await self._send("POST", "/v1/completions", body)) is not None
+        return _USAGE_CHUNK.search(await self._send("/v1/completions", body)) is not None
 
     async def rendered(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the tokens and sampling parameters that vLLM, with --enable-scale-out, makes of a request."""
-        path = f"/v1/{endpoint}/render"
-        answer = await self._read("POST", path, lambda answer: answer, dict(body))
-        rendered = answer[0] if isinstance(answer, list) and answer else answer  # a completion's is a list of prompts
-        if not isinstance(rendered, dict) or not isinstance(rendered.get("sampling_params"), dict):
-            raise VllmError(f"vLLM does not say how it samples: {path}")
-        return rendered
+
+        def read(answer: Any) -> dict[str, Any]:
+            rendered = answer[0] if isinstance(answer, list) else answer  # a completion's is a list of prompts
+            return {**rendered, "sampling_params": {**rendered["sampling_params"]}}
+
+        return await self._read(f"/v1/{endpoint}/render", read, {**body})
 
     async def _complete(self, model: str, prompt: Any, asked: dict[str, Any], read: Callable[[Any], T]) -> T:
         """Return `read` of a completion's choice, by default of one token."""
         body = {"model": model, "prompt": prompt, "max_tokens": 1} | asked
-        return await self._read("POST", "/v1/completions", lambda answer: read(answer["choices"][0]), body)
+        return await self._read("/v1/completions", lambda answer: read(answer["choices"][0]), body)
 
-    async def _read(self, method: str, path: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
+    async def _read(self, path: str, read: Callable[[Any], T], body: dict[str, Any] | None = None) -> T:
         """Return `read` of the JSON of an answer; VllmError where it fails."""
-        text = await self._send(method, path, body)
+        method = "GET" if body is None else "POST"
+        text = await self._send(path, body, method)
         try:
             return read(json.loads(text))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise VllmError(f"the answer to {method} {path} is not vLLM's: {text[:200]}") from None
 
-    async def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:
+    async def _send(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> str:
         """Return the text of an answer. Raise VllmError, or what is in `AWAY`."""
         base = self.base_url.rstrip("/")
         root, limit = base.removesuffix("/v1"), aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=5)

@@ -6,7 +6,7 @@ import asyncio
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,16 +14,12 @@ from importlib import import_module
 from typing import Any
 
 import orjson
+from starlette.types import Receive, Scope, Send
 
 from ...core.config.server import ProxyConfig
 from ...core.errors import InvalidRequest, LightningError, Overloaded, RequestTimeout, TooLarge, UnsupportedMediaType
 from ...core.http import LARGE, in_thread_if_large
 from ...core.records import Header
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 WATCH_AFTER_S = 0.02  # most answers are there by then; a task to watch for the agent's leaving costs more than they do
 
@@ -173,11 +169,11 @@ class Memory:
 
     def __init__(self, size: int, largest: int = 0, wait_s: float = WAIT_S) -> None:
         """`largest`: bytes of the largest body."""
-        self.share = max(size // 4, largest)
-        self._free, self._wait_s = max(size, largest), wait_s
+        self.share, self.wait_s = max(size // 4, largest), wait_s
+        self._free = max(size, largest)
         self._of_key, self.not_taken = Counter[Hashable](), Counter[Hashable]()
-        self._waiting: dict[object, tuple[Hashable, int]] = {}  # in the order in which they came
-        self._changed = asyncio.Event()
+        self.waiting: dict[Loan, int] = {}  # for how many bytes more, in the order in which they came
+        self.changed = asyncio.Event()
 
     def loan(self, key: Hashable) -> Loan:
         """Return a loan without bytes. Raise Overloaded if clients with this key do not take their answers."""
@@ -185,29 +181,13 @@ class Memory:
             raise Overloaded("too many answers to this key have not been read; try again when they are")
         return Loan(self, key)
 
-    async def take(self, key: Hashable, size: int) -> None:
-        """Lend so many bytes, which is at most the share of a key. Raise Overloaded after a wait."""
-        turn = object()
-        self._waiting[turn] = (key, size)
-        try:
-            async with asyncio.timeout(self._wait_s):
-                while not self._has_come(turn):
-                    self._changed.clear()
-                    await self._changed.wait()
-            self.add(key, size)
-        except TimeoutError:
-            raise Overloaded("too many large requests or answers at once; try again in a moment") from None
-        finally:
-            del self._waiting[turn]
-            self._changed.set()
-
-    def _has_come(self, turn: object) -> bool:
-        """Whether a turn has come: the ones before it are served, or wait for their own key alone."""
+    def has_turn(self, loan: Loan) -> bool:
+        """Return whether it is the turn of a loan that waits: those before it wait for their own key alone."""
         free = self._free
-        for other, (key, size) in self._waiting.items():
-            has_share = self._of_key[key] + size <= self.share
-            if other is turn or size > free:
-                return other is turn and has_share and size <= free
+        for other, size in self.waiting.items():
+            has_share = self._of_key[other.key] + size <= self.share
+            if other is loan or size > free:
+                return other is loan and has_share and size <= free
             free -= size * has_share
         return False
 
@@ -215,7 +195,7 @@ class Memory:
         """Count so many bytes more; fewer if negative: then others may have their turns."""
         self._free -= size
         self._of_key[key] += size
-        self._changed.set()
+        self.changed.set()
 
 
 @dataclass(eq=False, slots=True)
@@ -223,7 +203,7 @@ class Loan:
     """What one request holds of `Memory`: first its body, then its answer. `with` gives the rest back."""
 
     _memory: Memory
-    _key: Hashable
+    key: Hashable
     size: int = 0
     _not_taken: int = 0
 
@@ -235,30 +215,42 @@ class Loan:
 
     async def grow(self, size: int) -> None:
         """Hold so many bytes more, at most a key's share: a larger answer has that alone. Overloaded after a wait."""
-        if (size := min(size, self._memory.share - self.size)) > 0:
-            await self._memory.take(self._key, size)
+        memory = self._memory
+        if (size := min(size, memory.share - self.size)) <= 0:
+            return
+        memory.waiting[self] = size
+        try:
+            async with asyncio.timeout(memory.wait_s):
+                while not memory.has_turn(self):
+                    memory.changed.clear()
+                    await memory.changed.wait()
             self.size += size
+            memory.add(self.key, size)
+        except TimeoutError:
+            raise Overloaded("too many large requests or answers at once; try again in a moment") from None
+        finally:
+            del memory.waiting[self]
+            memory.changed.set()
 
     def shrink(self, size: int | None = None) -> None:
         """Give so many bytes back, or all of them."""
         if size := self.size if size is None else min(size, self.size):
             self.size -= size
-            self._memory.add(self._key, -size)
+            self._memory.add(self.key, -size)
 
     def not_taken(self, size: int) -> None:
         """Count what of the answer has left the app and waits for the client, so many bytes now."""
-        self._memory.not_taken[self._key] += size - self._not_taken
-        self._memory.add(self._key, size - self._not_taken)
+        self._memory.not_taken[self.key] += size - self._not_taken
+        self._memory.add(self.key, size - self._not_taken)
         self._not_taken = size
 
 
 async def unpack(body: bytes, content_encoding: str, limit: int, loan: Loan) -> bytes:
     """Return the body unpacked from encodings in order, held by `loan`. Raise TooLarge, InvalidRequest, Overloaded."""
     layers = [name for one in content_encoding.lower().split(",") if (name := one.strip()) not in _PLAIN]
-    if not all(name in _UNPACKERS for name in layers):
-        raise UnsupportedMediaType(f"Content-Encoding is gzip, deflate, zstd or none, got {content_encoding[:60]!r}")
-    if len(layers) > MOST_LAYERS:
-        raise UnsupportedMediaType(f"Content-Encoding names {len(layers)} encodings, the most is {MOST_LAYERS}")
+    if len(layers) > MOST_LAYERS or not _UNPACKERS.keys() >= {*layers}:
+        known = f"gzip, deflate, zstd or none, {MOST_LAYERS} at most on top of each other"
+        raise UnsupportedMediaType(f"Content-Encoding is {known}, got {content_encoding[:60]!r}")
     held = loan.size
     for name in reversed(layers):
         size, parts, pieces = 0, list[bytes](), _pieces(body, name)

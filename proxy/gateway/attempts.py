@@ -47,9 +47,6 @@ class Target(NamedTuple):
 class Attempts:
     """The attempts to get a call answered: `async with attempts as answer`.
 
-    An upstream is asked with our additions to the request; without them, if it refuses because of them; again, while a
-    server that has just come up lacks the version; then each of the route's fallbacks is.
-
     `target` is the one that is under way, or that answered. For vLLM it has the additions of `dialect`. `chat` stands
     for the request of another API. `open_first` sends the first upstream's requests.
     """
@@ -76,22 +73,20 @@ class Attempts:
 
     async def __aenter__(self) -> Answer:
         """The first answer that is neither 429 nor a server's error; the last upstream's, or its error, if none is."""
-        for following in (*self.first.fallbacks, None):
-            why, is_last = "it is down", following is None
+        for following in self.first.fallbacks:
+            why = "it is down"
             try:
-                if is_last or not self.upstreams.health.is_down(self.upstream):
+                if not self.upstreams.health.is_down(self.upstream):
                     self._answer = await self._asked()
-                    if is_last or not (self._answer.status == 429 or self._answer.status >= 500):
-                        break
+                    if self._answer.status != 429 and self._answer.status < 500:
+                        return self._answer
                     self._answer.release()
                     why = f"it answered {self._answer.status}"
             except (UpstreamUnreachable, UpstreamTimeout, Unsupported) as error:
-                if is_last:
-                    raise
                 why = error.message
-            assert following is not None
             log.warning("upstream %s: %s; %s gets the call", self.upstream.name, why, following.upstream.name)
             self.target = self._target(following)
+        self._answer = await self._asked()
         return self._answer
 
     async def __aexit__(self, *_: object) -> None:
@@ -99,10 +94,10 @@ class Attempts:
 
     async def _asked(self) -> Answer:
         """The answer of the target's upstream, which is asked again as long as that may help."""
-        joins, opened = JOIN_TRIES, partial(self.upstreams.open, self.upstream)
+        joins, opened = JOIN_TRIES, None if self.fell_back else self.open_first
+        opened = opened or partial(self.upstreams.open, self.upstream)
         while True:
-            answer = await (opened if self.fell_back else self.open_first or opened)(self.target.request)
-            route = self.target.route
+            answer, route = await opened(self.target.request), self.target.route
             is_joining = answer.status == 404 and joins and route.upstream.servers and route.version
             if is_joining and (route.model or "").encode() in await answer.read():
                 answer.release()
@@ -130,11 +125,9 @@ class Attempts:
 
     def _target(self, route: Route, *, plain: bool = False) -> Target:
         """The request for this upstream; a `plain` one is the agent's own, without any injection."""
-        request, body, chat = self.request, self.body, self.chat
+        request, body, chat = self.request._replace(servers=route.servers), self.body, self.chat
         injects, injection = route.upstream.kind == "vllm" and not plain, Injection()
         model = {} if route.model is None else {"model": route.model}
-        if route.servers:
-            request = request._replace(servers=route.servers)
         if chat is not None and (chat.continues or (route is self.first and not plain)):
             sent = chat.chat | model
             if injects:
@@ -171,15 +164,11 @@ def _with_body(request: Request, body: dict[str, Any], sent: dict[str, Any]) -> 
 
 @dataclass(eq=False)
 class Upstreams:
-    """All upstreams, each made when first used.
-
-    `health` knows which servers to leave out; `makers` make upstreams of kinds that do not speak plain HTTP.
-    `vouching`: by the upstream's name, headers that show it that a request comes through the proxy.
-    """
+    """All upstreams, each made when first used, and their servers' health."""
 
     session: aiohttp.ClientSession
-    makers: Mapping[str, Callable[[UpstreamConfig], Upstream]] = field(default_factory=dict)
-    vouching: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    makers: Mapping[str, Callable[[UpstreamConfig], Upstream]] = field(default_factory=dict)  # by kind
+    vouching: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # headers by which it knows us, by its name
     accepted: set[tuple[str, Injection]] = field(default_factory=set)  # additions to requests, by upstream
     _opened: dict[str, Upstream] = field(default_factory=dict)
 
@@ -187,11 +176,7 @@ class Upstreams:
         self.health = Health(self.session)
 
     async def open(self, config: UpstreamConfig, request: Request) -> Answer:
-        """Return the upstream's answer up to its headers. Errors are those of `Upstream.open`.
-
-        It is asked again, `retries` times at most, where it did not get the request or answered that it is busy. An
-        answer whose Retry-After asks for more than `retry_wait_s` is the last.
-        """
+        """Return an answer up to its headers. Who is not reached, or busy for a moment, is asked `retries` times."""
         if (upstream := self._opened.get(config.name)) is None:
             vouching = self.vouching.get(config.name, {})
             http = partial(HttpUpstream, session=self.session, health=self.health, vouching=vouching)

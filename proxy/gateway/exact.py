@@ -32,12 +32,10 @@ from .upstream import Answer, Request
 log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
-# first: there is no earlier call to continue. All that follow are sent as text, because
-# edited: the history is not the earlier messages and answers;
-# changed: its tools, or other things that a template reads, are new;
-# template: it renders earlier turns differently later, or its text after an answer is not clear;
-# unsupported: vLLM takes no tokens with such a request;
-# refused: vLLM answered an error; ignored: it took other tokens; unavailable: it has no render route.
+# first: there is no earlier call to continue. edited: the history is not the earlier messages and answers. changed: its
+# tools, or other things that a template reads, are new. template: it renders earlier turns differently later.
+# unsupported: vLLM takes no tokens with such a request. refused: vLLM answered an error; ignored: it took other tokens;
+# unavailable: it has no render route.
 Outcome = Literal["exact", "first", "edited", "changed", "template", "unsupported", "refused", "ignored", "unavailable"]
 
 CLOSINGS = 1000  # ways to render, at most

@@ -17,6 +17,7 @@ from urllib.parse import quote, unquote
 from uuid import uuid4
 
 import orjson
+from starlette.types import Receive, Scope, Send
 
 from ...core.config.root import Config
 from ...core.errors import Forbidden, InvalidRequest, LightningError, MethodNotAllowed, NotFound
@@ -30,7 +31,7 @@ from ..dialects.chat import ChatApi
 from ..dialects.messages import MessagesApi
 from ..dialects.responses import ResponsesApi
 from ..dialects.stream import BufferedTranscript, Dialect, Injection, Transcript
-from .asgi import Bodies, ClientDisconnected, Loan, Receive, Reply, Scope, Send, read_headers, unpack
+from .asgi import Bodies, ClientDisconnected, Loan, Reply, read_headers, unpack
 from .attempts import Attempts, form_model, is_form
 from .call import Gateway, Question, end_of, model_of
 from .unnamed import Conversation, UnnamedRollouts, end_statements

@@ -83,10 +83,19 @@ class PolicyRouter:
             return fallbacks[0]._replace(fallbacks=fallbacks[1:])
         merged, chosen, servers = watch.swap.mode == "merged", live, tuple[str, ...]()
         choose = self._choose if recorded and by_alias else None
-        if merged and placed:
-            chosen, servers = await self._placed(watch, rollout, (live, placed), choose)
+        if merged and placed:  # only the servers that have the chosen weights answer; one that is up if any is
+            versions = {url: placed.get(url, live) for url in upstream.urls}
+            up = {versions[url].version: versions[url] for url in watch.health.up(upstream)}
+            chosen = await choose(rollout, live) if choose is not None and len(up) > 1 else live
+            chosen = next(one for one in (chosen, live, *up.values()) if one.version in up or not up)
+            servers = tuple(url for url, version in versions.items() if version.version == chosen.version)
         elif by_alias and not merged:
-            chosen = await self._pinned(rollout, live, pin, choose)
+            if pin is None or not self._policy.pin_rollouts:
+                chosen = live if choose is None else await choose(rollout, live)
+            elif pin != live.version:
+                pinned = await self._store.versions.get(pin)
+                if pin == 0 or (pinned.path and pinned.publish == "lora"):  # else its files were pruned
+                    chosen = pinned
         version: int | None = chosen.version if merged or by_alias else 0
         served = opened_for
         if by_alias and (merged or version == 0):
@@ -96,27 +105,6 @@ class PolicyRouter:
         elif model is not None and model != watch.base:
             version = None if merged else await self._store.versions.named(model)
         return Route(upstream, served, version, fallbacks, merged or by_alias, watch.adds_usage, servers)
-
-    async def _pinned(
-        self, rollout: RolloutName, live: PolicyVersion, pin: int | None, choose: Choose | None
-    ) -> PolicyVersion:
-        """The version whose adapter answers a rollout: the one that it began with, if that can be served still."""
-        if pin is None or not self._policy.pin_rollouts:
-            return live if choose is None else await choose(rollout, live)
-        began_with = live if pin == live.version else await self._store.versions.get(pin)
-        # A version whose files were pruned cannot be served any more.
-        return began_with if pin == 0 or (began_with.path and began_with.publish == "lora") else live
-
-    async def _placed(
-        self, watch: Watch, rollout: RolloutName, wanted: Wanted, choose: Choose | None
-    ) -> tuple[PolicyVersion, tuple[str, ...]]:
-        """The version whose merged weights answer a rollout, one that is up if any is, and the servers that have it."""
-        live, placed = wanted
-        versions = {url: placed.get(url, live) for url in watch.upstream.urls}
-        up = {versions[url].version: versions[url] for url in watch.health.up(watch.upstream)}
-        chosen = await choose(rollout, live) if choose is not None and len(up) > 1 else live
-        chosen = next(one for one in (chosen, live, *up.values()) if one.version in up or not up)
-        return chosen, tuple(url for url, version in versions.items() if version.version == chosen.version)
 
     async def require(self, policy_version: int | None, model: str | None) -> None:
         """Raise NotFound or Conflict unless a rollout can be opened for this version or model; None: the live one."""
@@ -189,7 +177,7 @@ class Watch:
         self.other_mode: str | None = None  # another process publishes in another mode
         self._config = config
         self._look: asyncio.Task[None] | None = None
-        self._mending: asyncio.Task[None] | None = None
+        self._mending: asyncio.Task[Problems] | None = None
         self._checked_for: Wanted | None = None  # at the last check of vLLM
         # None if vLLM serves what the store says is live.
         self._problem: LightningError | None = NotServed("the policy's server was not asked yet")
@@ -264,44 +252,31 @@ class Watch:
 
     async def _look_at_mode(self, live: PolicyVersion) -> None:
         """See in which mode versions are served: with `auto` in that of the live one."""
-        store, before = self.swap.store, self.other_mode
-        if self._config.publish != "auto":
-            self.other_mode = await other_mode(store, "proxy", self.swap.mode)
-            if self.other_mode and before is None:
-                log.warning("%s", self.other_mode)
-        elif live.publish is not None:
-            self.swap.mode = live.publish
-        elif (decided := await store.versions.mode()) is not None:
-            self.swap.mode = decided.mode
+        if self._config.publish == "auto":
+            decided = await self.swap.store.versions.mode()
+            self.swap.mode = live.publish or (decided.mode if decided else self.swap.mode)
+            return
+        before, self.other_mode = self.other_mode, await other_mode(self.swap.store, "proxy", self.swap.mode)
+        if self.other_mode and before is None:
+            log.warning("%s", self.other_mode)
 
     async def _problems(self) -> Problems:
-        """Why servers do not serve what is live, after they were given it.
-
-        Where one of several has the live merged weights, calls do not wait for the others, which may take minutes.
-        """
-        swap = self.swap
-        if swap.mode != "merged" or len(swap.vllm.servers) < 2:
-            return await swap.restore(await swap.store.versions.pinned(time.time() - self._config.pin_timeout_s))
+        """Why servers do not serve what is live. Calls wait for those that are being mended only if no other has it."""
+        pinned = await self.swap.store.versions.pinned(time.time() - self._config.pin_timeout_s)
         try:
-            problems = await swap.problems()
-        except LightningError:  # none has them; mending waits for a trainer that publishes, which may take minutes
-            await asyncio.wait((self._mend(),), timeout=MENDED_S)
-            return await swap.problems()
+            problems = await self.swap.problems(pinned)
+        except NotServed:  # mending waits for a trainer that publishes, which may take minutes
+            done, _ = await asyncio.wait((self._mend(pinned),), timeout=MENDED_S)
+            return await (done.pop() if done else self.swap.problems(pinned))
         if any(isinstance(problem, NotServed) for problem in problems.values()):
-            self._mend()
+            self._mend(pinned)
         return problems
 
-    def _mend(self) -> asyncio.Task[None]:
-        """Give the live weights to servers that do not have them, while calls go on."""
-
-        async def restore() -> None:
-            try:
-                await self.swap.restore(set())
-            except LightningError as error:
-                log.warning("servers without the live weights are not repaired: %s", error)
-
+    def _mend(self, pinned: set[int]) -> asyncio.Task[Problems]:
+        """Give servers what they lack, while calls go on. The next look says where that failed."""
         if self._mending is None or self._mending.done():
-            self._mending = asyncio.create_task(restore())
+            self._mending = asyncio.create_task(self.swap.restore(pinned))
+            self._mending.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._mending
 
     def _set_problem(self, error: Exception) -> None:
@@ -331,16 +306,12 @@ class Watch:
         self._probed[url] = live, monotonic() + AGAIN_S
         if not merged and live.version == 0:
             return  # nothing can have replaced it: its operator routes load adapters only
-
-        async def serves_live() -> bool:
-            return await versions.live_now() == live and (not merged or await self.swap.has_label(server, live))
-
-        if not await serves_live():
+        if merged and not await self.swap.has_label(server, live):
             return
         model = await server.base_model() if merged else str(live.served_model)
         answer = await server.probe(model)
-        if not await serves_live():  # other weights went live meanwhile
-            return
+        if await versions.live_now() != live or (merged and not await self.swap.has_label(server, live)):
+            return  # other weights went live meanwhile
         self._probed[url] = live, monotonic() + PROBE_S
         first = await versions.probed(live.version)
         if first is None or first.model != model:

@@ -1,11 +1,9 @@
 """Changes details of how uvicorn reads HTTP/1.1, lets answers know that the server stops, shares out its open files.
 
 Trailers are dropped: they come when what the headers say has been decided. Upgrades are ignored: some clients ask for
-HTTP/2 with every request, and uvicorn would lose its body. llhttp refuses what two parsers might read differently. A
-limit on the size of a head is for a reverse proxy to set.
+HTTP/2 with every request. llhttp refuses what two parsers might read differently.
 
-Each connection holds a file, and a call another one to its upstream. Where a system allows few, connections that send
-nothing would use them up: they get a part of the files, and are closed when they are many.
+Each connection holds a file, and a call another one to its upstream: connections that send nothing get a part of them.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ import math
 import resource
 import socket
 import struct
+from contextlib import suppress
 from http import HTTPStatus
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -54,10 +53,8 @@ def raise_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     if soft not in (hard, resource.RLIM_INFINITY) and soft < wanted:
-        try:
+        with suppress(ValueError, OSError):  # then it stays as it is, which the start says
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-        except (ValueError, OSError) as error:
-            log.warning("open files stay limited to %d: %s", soft, error)
 
 
 def files_allowed() -> int:

@@ -51,42 +51,31 @@ IDLE_CLOSED_S = 1.0
 
 
 class Route(NamedTuple):
-    """Says where a call goes: upstream, model name (None: the agent's) and policy version (None: not ours).
-
-    `fallbacks`: where it goes instead, in this order, if the upstream does not answer it.
-    `pins`: the rollout keeps this version; False where the agent asked for the version by its own name.
-    `adds_usage`: the upstream's streams have a usage chunk whether or not one asks for it.
-    `servers`: the URLs of the only servers that may answer; empty if all may.
-    """
+    """Says where a call goes, and where instead, in this order, if the upstream does not answer it."""
 
     upstream: UpstreamConfig
-    model: str | None
-    version: int | None
+    model: str | None  # None: the agent's
+    version: int | None  # of the policy; None: not ours
     fallbacks: tuple[Route, ...] = ()
-    pins: bool = True
-    adds_usage: bool = False
-    servers: tuple[str, ...] = ()
+    pins: bool = True  # the rollout keeps the version; False where the agent asked for it by its own name
+    adds_usage: bool = False  # its streams have a usage chunk whether or not one asks for it
+    servers: tuple[str, ...] = ()  # the URLs of the only ones that may answer; empty if all may
 
 
 class Request(NamedTuple):
-    """A request as it goes upstream.
-
-    `path`: percent-encoded, from /v1/ on. `headers`: the agent's. `identity`: the answer is to come uncompressed.
-    `rollout_id`: requests with the same one go to the same replica. `pieces`: what is sent in place of a large `body`,
-    so that it is not copied. `servers`: as those of `Route`. `sent` is called when a large body was sent.
-    """
+    """A request as it goes upstream."""
 
     method: str
-    path: str
+    path: str  # percent-encoded, from /v1/ on
     query: bytes
-    headers: list[Header]
+    headers: list[Header]  # the agent's
     body: bytes
     forward_authorization: bool
-    identity: bool = False
-    rollout_id: str = ""
-    pieces: tuple[Piece, ...] = ()
-    servers: tuple[str, ...] = ()
-    sent: Callable[[], None] | None = None
+    identity: bool = False  # the answer is to come uncompressed
+    rollout_id: str = ""  # requests with the same one go to the same replica
+    pieces: tuple[Piece, ...] = ()  # what is sent in place of a large `body`, so that it is not copied
+    servers: tuple[str, ...] = ()  # as those of `Route`
+    sent: Callable[[], None] | None = None  # is called when a large body was sent
 
     def with_body(self, *pieces: Piece) -> Request:
         """Return the request with these pieces for its body, which are joined if they are small."""
@@ -209,19 +198,19 @@ class KeyMask:
 
 
 class _Protocol(ResponseHandler):
-    """A connection to an upstream. `has_served` a request before this one; `answered`: bytes of an answer have come.
+    """A connection to an upstream, over which `uses` requests were sent; `answered`: bytes of an answer have come.
 
     aiohttp would let the reader of a body wait after a malformed chunk. And it would resume reading with every chunk
     that is taken, which costs more than the chunk does.
     """
 
-    has_served = answered = is_used = False
+    uses, answered = 0, False
     _sent: Callable[[], None] | None = None
 
     def ask(self, head: bytes, request: Request, idle_timeout_s: float) -> None:
         """Send the request; a large one is not copied."""
         assert self.transport is not None
-        self.has_served, self.is_used, self.answered, self._sent = self.is_used, True, False, request.sent
+        self.uses, self.answered, self._sent = self.uses + 1, False, request.sent
         self.set_response_params(
             skip_payload=request.method == "HEAD",
             read_until_eof=True,
@@ -289,8 +278,7 @@ class HttpUpstream(Upstream):
     async def open(self, request: Request) -> HttpAnswer:
         """Send the request to the rollout's server; if there is no connection, to the next one.
 
-        By rendezvous hashing: a rollout keeps to one server, whose prefix cache knows it, and only the rollouts of a
-        server that goes down move. All servers are tried if none is up.
+        By rendezvous hashing: a rollout keeps to one server's prefix cache, and moves only if that server goes down.
         """
         allowed = request.servers or self._config.urls
         if len(self._config.urls) == 1:
@@ -327,7 +315,7 @@ class HttpUpstream(Upstream):
         config, way, url = self._config, self._ways[base_url], _url(base_url, request.path, request.query)
         try:
             connection = await self._connector.connect(way, [], self._timeout)
-            while anew and getattr(connection.protocol, "is_used", False):  # closed, too, or about to be
+            while anew and getattr(connection.protocol, "uses", False):  # closed, too, or about to be
                 connection.close()
                 connection = await self._connector.connect(way, [], self._timeout)
         except TimeoutError:
@@ -345,7 +333,7 @@ class HttpUpstream(Upstream):
         except BaseException as error:
             connection.close()
             ended = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
-            if ended and protocol.has_served and not protocol.answered and monotonic() < asked_at + IDLE_CLOSED_S:
+            if ended and protocol.uses > 1 and not protocol.answered and monotonic() < asked_at + IDLE_CLOSED_S:
                 return None
             raise
         return HttpAnswer(config, connection, message, content, base=way.url, url=url, decodes=request.identity)
@@ -430,8 +418,7 @@ class HttpAnswer(Answer):
         is_here = to.host_port_subcomponent == self._url.host_port_subcomponent
         if not (is_here and to.raw_path.startswith(self._base.raw_path.rstrip("/") + "/")):
             return value
-        directory, _, name = to.raw_path.rpartition("/")
-        path = f"{relpath(directory, self._url.raw_path.rpartition('/')[0])}/{name}"
+        path = f"{relpath(to.parent.raw_path, self._url.parent.raw_path)}/{to.raw_name}"
         return (path + to.raw_path_qs.removeprefix(to.raw_path)).encode(errors="surrogateescape")
 
     async def _next(self) -> bytes:
