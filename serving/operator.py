@@ -104,9 +104,16 @@ class OperatorGuard:
 def _is_open(scope: Scope) -> bool:
     """Whether no endpoint that the path reaches, by whatever method, is the operator's alone."""
     matched = [route for route in _leaves(scope["app"].routes) if route.matches(scope)[0] is not Match.NONE]
-    if not matched:  # vLLM answers 404
-        return str(scope["path"]).startswith("/v1/")
-    return all(_is_allowed(route, scope.get("method", "GET")) for route in matched)
+    for route in matched:
+        path = getattr(route, "path", "")
+        if path in _READABLE:
+            is_open = scope.get("method", "GET") in ("GET", "HEAD")
+        else:  # a route without an endpoint of its own is another app, of which nothing is known
+            is_endpoint = getattr(route, "endpoint", None) is not None
+            is_open = is_endpoint and path.startswith("/v1/") and _CLOSED.isdisjoint(path.split("/"))
+        if not is_open:
+            return False
+    return bool(matched) or str(scope["path"]).startswith("/v1/")  # to what matches nothing vLLM answers 404
 
 
 def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Any]:
@@ -117,12 +124,3 @@ def _leaves(routes: Iterable[BaseRoute]) -> Iterator[Any]:
             yield route
         else:
             yield from (context.starlette_route or context for context in contexts())
-
-
-def _is_allowed(route: Any, method: str) -> bool:
-    """A route without an endpoint of its own is another app, of which nothing is known."""
-    path = getattr(route, "path", "")
-    if path in _READABLE:
-        return method in ("GET", "HEAD")
-    is_endpoint = getattr(route, "endpoint", None) is not None
-    return is_endpoint and path.startswith("/v1/") and _CLOSED.isdisjoint(path.split("/"))

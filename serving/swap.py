@@ -167,20 +167,17 @@ class Swap:
         """Stop serving the version's adapters."""
         await self.vllm.ask(lambda server: server.unload_adapters(version.served_models))
 
-    async def problems(self, pinned: Collection[int] = ()) -> Problems:
-        """Return which servers lack the live version, or `pinned` ones. Nothing is repaired. Raise if all do."""
-        return await self._each(pinned, only_look=True)
-
-    async def restore(self, pinned: Collection[int]) -> Problems:
-        """Give servers what they lack. Returns why one still lacks it; raises if all do."""
-        async with self._locked():
-            return await self._each(pinned, only_look=False)
-
-    async def _each(self, pinned: Collection[int], *, only_look: bool) -> Problems:
+    async def problems(self, pinned: Collection[int] = (), *, only_look: bool = True) -> Problems:
+        """Return which servers lack the live version, or `pinned` ones. Raise if all do."""
         self._require_mode(await self.store.versions.live())
         if self.mode == "merged":
             return await self.vllm.each(partial(self._mend_weights, only_look=only_look))
         return await self.vllm.each(partial(self._mend_adapters, pinned, only_look=only_look))
+
+    async def restore(self, pinned: Collection[int]) -> Problems:
+        """Give servers what they lack, and return which still lack it. Raise if all do."""
+        async with self._locked():
+            return await self.problems(pinned, only_look=False)
 
     async def _mend_weights(self, server: VllmServer, *, only_look: bool) -> None:
         """Give a server the merged weights wanted of it, and resume it; or `only_look`: NotServed if it needs that."""

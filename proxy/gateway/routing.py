@@ -234,11 +234,15 @@ class Watch:
             raise UpstreamTimeout(f"the policy's server does not answer within {timeout} s")
 
     async def _look_at_vllm(self) -> None:
-        problems = Problems()
+        problems, swap = Problems(), self.swap
         try:
             wanted = await self._wanted()
-            await self._look_at_mode(wanted[0])
-            self.base = await self.swap.vllm.base_model()
+            if self._config.publish == "auto":
+                decided = await swap.store.versions.mode()
+                swap.mode = wanted[0].publish or (decided.mode if decided else swap.mode)
+            else:
+                self.other_mode = await other_mode(swap.store, "proxy", swap.mode)
+            self.base = await swap.vllm.base_model()
             problems = await self._problems()
             self._checked_for, self._problem = wanted, None
         except StoreUnavailable:  # it says nothing of vLLM; calls read the store, too, and get this error
@@ -249,16 +253,6 @@ class Watch:
         for url in dict.fromkeys((*self.upstream.urls, *self.upstream.published_to)):
             problem = seen.get(url, self._problem)
             self.health.report(self.upstream.name, url, None if problem is None else str(problem))
-
-    async def _look_at_mode(self, live: PolicyVersion) -> None:
-        """See in which mode versions are served: with `auto` in that of the live one."""
-        if self._config.publish == "auto":
-            decided = await self.swap.store.versions.mode()
-            self.swap.mode = live.publish or (decided.mode if decided else self.swap.mode)
-            return
-        before, self.other_mode = self.other_mode, await other_mode(self.swap.store, "proxy", self.swap.mode)
-        if self.other_mode and before is None:
-            log.warning("%s", self.other_mode)
 
     async def _problems(self) -> Problems:
         """Why servers do not serve what is live. Calls wait for those that are being mended only if no other has it."""

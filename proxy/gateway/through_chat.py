@@ -101,22 +101,19 @@ class Templates:
 
     def __init__(self, upstreams: Upstreams) -> None:
         self._upstreams = upstreams
-        self._known: dict[str, Template] = {}
-        self._asking: dict[str, asyncio.Task[Template]] = {}
+        self._asked: dict[str, asyncio.Task[Template]] = {}  # of servers that answered, or are about to
 
     def of(self, upstream: str | None) -> Template:
         """Return what is known of an upstream's template."""
-        return self._known.get(upstream or "", Template())
+        asked = self._asked.get(upstream or "")
+        return asked.result() if asked is not None and asked.done() else Template()
 
     async def learned(self, route: Route, request: Request) -> Template:
         """Return a server's template; probe it with the credentials of the first request that needs it."""
         name = route.upstream.name
-        if name in self._known:
-            return self._known[name]
-        if name not in self._asking:
-            asking = self._asking[name] = asyncio.create_task(self._learned(route, request))
-            asking.add_done_callback(lambda _: self._asking.pop(name))
-        return await asyncio.shield(self._asking[name])
+        if name not in self._asked:
+            self._asked[name] = asyncio.create_task(self._learned(route, request))
+        return await asyncio.shield(self._asked[name])
 
     async def _learned(self, route: Route, request: Request) -> Template:
         async def ask(path: str, body: Json) -> tuple[int, Json]:
@@ -130,10 +127,9 @@ class Templates:
         name = route.upstream.name
         try:
             answers = await asyncio.gather(*(ask(path, body) for path, body in PROBES.values()))
+            if not any(status in _NOT_NOW or status >= 500 for status, _ in answers):
+                return learn(dict(zip(PROBES, answers, strict=True)))
         except LightningError as error:  # the call itself will meet it, too
             log.info("upstream %s: its chat template is not known: %s", name, error.message)
-            return Template()
-        if any(status in _NOT_NOW or status >= 500 for status, _ in answers):
-            return Template()
-        self._known[name] = learn(dict(zip(PROBES, answers, strict=True)))
-        return self._known[name]
+        del self._asked[name]
+        return Template()
