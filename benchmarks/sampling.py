@@ -2,7 +2,7 @@
 
 For each way it prints the mean ratio of the trainer's probability to the sampler's, the KL, the share of tokens whose
 ratio is outside of the clip range, and the share of tokens left out: once with the temperature alone, and once with all
-that the trainer computes again (docs/sampling.md). It ends with an error if a mean ratio is then not 1.
+that the trainer computes again (docs/training.md). It ends with an error if a mean ratio is then not 1.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def prepared(config: Config, run: Run) -> Config:
     check(config, run)
     if importlib.util.find_spec("trl") is None:
         raise LightningError("the trainer is not installed: pip install 'lightning-proxy[train]'")
-    # A launcher's processes have GPUs of their own (docs/distributed.md).
+    # A launcher's processes have GPUs of their own (docs/gpu.md).
     sharded = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
     plan = make_plan(config, offline=run.offline is not None or run.launched, sharded=sharded)
     if has_gpu():

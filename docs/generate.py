@@ -1,4 +1,4 @@
-"""Make docs/settings.md, step-metrics.md and combinations.md again: `python docs/generate.py`.
+"""Make docs/settings.md and step-metrics.md again: `python docs/generate.py`.
 
 Keys, defaults, names and units come from the code. What a setting means is written in settings.md itself, after its
 default, and stays there.
@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from lightning_proxy.core.config.file import fields_of
 from lightning_proxy.core.config.root import Config
-from lightning_proxy.core.config.trainer import LossType, TrainerConfig
 from lightning_proxy.trainer.report.metric_schema import all_metrics
 
 DOCS = Path(__file__).parent
-SETTINGS, METRICS, COMBINATIONS = (DOCS / f"{name}.md" for name in ("settings", "step-metrics", "combinations"))
+SETTINGS, METRICS = DOCS / "settings.md", DOCS / "step-metrics.md"
 SETTING = re.compile(r"^- `([^`]+)` \(`.*?`\): (.+)$", re.MULTILINE)
 
 SETTINGS_BEGIN = """# All settings
@@ -40,7 +39,8 @@ A wrong key or value ends the command with one line that names it. Times are in 
 
 METRICS_BEGIN = """# All numbers of a training step
 
-Each with its unit, unless it is a count, and its meaning. [metrics.md](metrics.md) says where to see them.
+Each with its unit, unless it is a count, and its meaning.
+[page.md](page.md#look-at-these-numbers-first) says where to see them.
 A number that is not finite is left out.
 
 ```sh
@@ -48,24 +48,10 @@ lightning-proxy status --json      # the last steps, with all of these
 ```
 """
 
-COMBINATIONS_BEGIN = """# Which algorithms go together
-
-You want to combine a loss, a level of importance ratios, a credit and a baseline ([credit.md](credit.md)).
-
-```yaml
-trainer: {credit: discounted, baseline: rloo, loss_type: dapo, importance_level: sequence}
-```
-
-Every credit goes with every baseline, and both with every loss, which sees advantages alone.
-A teacher needs `importance_level: token`, or `loss_type: cispo`.
-
-Tests run every credit with every baseline, and every loss at every level.
-Not run pair by pair: credits and baselines with losses; `weighting` and `context_loss` with anything here.
-"""
-
 ABOUT_METRICS = {
     "eval": "Of `evaluation`, in trackers alone ([eval.md](eval.md#evaluate-new-versions-while-you-train)).",
-    "guides": "These come with `teacher` ([guides.md](guides.md)). `advantage` above has the rewards' part alone.",
+    "guides": "These come with `teacher` ([methods.md](methods.md#learn-from-a-larger-model)). "
+    "`advantage` above has the rewards' part alone.",
     "tuning": "A run of `train --method sft`, `dpo` or `kto` is one step. Its tokens are those of all epochs. "
     "`rollouts` and rewards cover all rollouts that could be chosen.",
     "sft": "The `loss` of `--method sft` is the mean cross-entropy of the answers' tokens in the last epoch, in nats.",
@@ -112,40 +98,6 @@ def metrics() -> str:
     return "\n".join(parts)
 
 
-def combinations() -> str:
-    """Return the page of what may be combined, with the reasons why the rest is refused."""
-    kind = TrainerConfig
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for key, names in (("loss_type", get_args(LossType)), ("loss", kind.known("loss"))):
-        for name in names:
-            alike.setdefault((key, *_allowed(key, name)), []).append(name)
-    rows = [f"| `{key}` | {_listed(names)} | {' | '.join(cells)} |" for (key, *cells), names in alike.items()]
-    return "\n".join([
-        COMBINATIONS_BEGIN, "| key | losses | `importance_level: token` | `sequence` |", "|---|---|---|---|", *rows,
-        f"\nCredits: {_listed(kind.known('credit'))}.", f"Baselines: {_listed(kind.known('baseline'))}.\n",
-    ])  # fmt: skip
-
-
-def _allowed(key: str, name: str) -> Iterator[str]:
-    """Whether a loss is allowed at each level, or why it is not."""
-    for level in ("token", "sequence"):
-        reason = _why_not(key, name, {"importance_level": level})
-        yield f"no: {reason}" if reason else "yes"
-
-
-def _why_not(key: str, name: str, others: dict[str, Any]) -> str:
-    """Return why a name is refused beside other settings, or nothing if it is not."""
-    try:
-        Config.model_validate({"trainer": {key: name, **others}})
-        return ""
-    except ValidationError as error:
-        return str(error.errors()[0]["msg"]).partition(f"{key} {name} ")[2].partition(":")[0]
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
 def _keys(name: str, kind: Any, default: Any) -> Iterator[tuple[str, str]]:
     (item,) = get_args(kind) if get_args(kind) and isinstance(default, list) and default else (None,)
     if isinstance(item, type) and issubclass(item, BaseModel):
@@ -164,4 +116,3 @@ def _shown(default: Any) -> str:
 if __name__ == "__main__":
     SETTINGS.write_text(settings(meanings(SETTINGS.read_text() if SETTINGS.exists() else "")))
     METRICS.write_text(metrics())
-    COMBINATIONS.write_text(combinations())

@@ -1,4 +1,4 @@
-"""An example agent of Agent Lightning 1.0 runs as it is published: docs/from-agent-lightning.md."""
+"""An example agent of Agent Lightning 1.0 runs as it is published: docs/client.md."""
 
 from __future__ import annotations
 

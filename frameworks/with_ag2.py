@@ -4,7 +4,6 @@
 # ///
 """AG2: an agent and its tool."""
 
-# docs: begin
 from ag2 import Agent, tool
 from ag2.config import OpenAIConfig
 
@@ -20,7 +19,6 @@ def agent_with(headers: dict[str, str], stream: bool = False) -> Agent:
     return Agent("assistant", "Use your tools.", config=config, tools=[multiply])
 
 
-# docs: end
 async def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
     asked = agent_with(headers, stream)
     for question in questions:

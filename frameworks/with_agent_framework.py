@@ -4,7 +4,6 @@
 # ///
 """Microsoft's Agent Framework over the Responses API, which is its default: the server keeps the conversation."""
 
-# docs: begin
 from agent_framework import Agent, tool
 from agent_framework.openai import OpenAIChatClient
 
@@ -20,7 +19,6 @@ def agent_with(headers: dict[str, str]) -> Agent:
     return Agent(client, "Use your tools.", tools=[multiply])
 
 
-# docs: end
 async def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
     agent = agent_with(headers)
     session = agent.create_session()

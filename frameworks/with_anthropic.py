@@ -4,7 +4,6 @@
 # ///
 """Anthropic's client for Python: its own loop over tools."""
 
-# docs: begin
 from typing import Any
 
 from anthropic import Anthropic, beta_tool
@@ -22,7 +21,6 @@ def ask(headers: dict[str, str], messages: list[Any], stream: bool) -> Any:
     return client.beta.messages.tool_runner(**asked)
 
 
-# docs: end
 def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
     messages: list[Any] = []
     for question in questions:

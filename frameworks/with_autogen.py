@@ -4,7 +4,6 @@
 # ///
 """AutoGen: an assistant of autogen-agentchat."""
 
-# docs: begin
 from typing import Any
 
 from autogen_agentchat.agents import AssistantAgent
@@ -24,7 +23,6 @@ def agent_with(headers: dict[str, str], stream: bool = False) -> AssistantAgent:
     return AssistantAgent("assistant", model, tools=[multiply], reflect_on_tool_use=True, model_client_stream=stream)
 
 
-# docs: end
 async def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
     agent = agent_with(headers, stream)
     for question in questions:

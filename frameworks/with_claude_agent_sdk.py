@@ -4,7 +4,6 @@
 # ///
 """The Claude Agent SDK: Claude Code's own loop, with a tool of this program."""
 
-# docs: begin
 from typing import Any
 
 from claude_agent_sdk import ClaudeAgentOptions, ClaudeSDKClient, create_sdk_mcp_server, tool
@@ -27,7 +26,6 @@ def options_with(headers: dict[str, str]) -> ClaudeAgentOptions:
     )
 
 
-# docs: end
 async def main(headers: dict[str, str], questions: list[str]) -> None:
     async with ClaudeSDKClient(options_with(headers)) as client:
         for question in questions:

@@ -4,7 +4,6 @@
 # ///
 """CrewAI: a crew of one, with a task for each question."""
 
-# docs: begin
 from crewai import LLM, Agent, Crew, Task
 from crewai.tools import tool
 
@@ -23,7 +22,6 @@ def crew_with(headers: dict[str, str], questions: list[str], stream: bool = Fals
     )
 
 
-# docs: end
 def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
     for done in crew_with(headers, questions, stream).kickoff().tasks_output:
         print(done.raw)

@@ -4,7 +4,6 @@
 # ///
 """LangChain: an agent that remembers."""
 
-# docs: begin
 from typing import Any
 
 from langchain.agents import create_agent
@@ -22,7 +21,6 @@ def agent_with(headers: dict[str, str]) -> Any:
     return create_agent(model, [multiply], checkpointer=InMemorySaver())
 
 
-# docs: end
 def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
     agent, config = agent_with(headers), {"configurable": {"thread_id": "1"}}
     for question in questions:

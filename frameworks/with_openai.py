@@ -7,7 +7,6 @@
 import json
 from typing import Any
 
-# docs: begin
 from openai import OpenAI
 
 
@@ -15,7 +14,6 @@ def client_of(headers: dict[str, str]) -> OpenAI:
     return OpenAI(default_headers=headers)
 
 
-# docs: end
 NUMBERS = {"a": {"type": "integer"}, "b": {"type": "integer"}}
 PARAMETERS = {"type": "object", "properties": NUMBERS, "required": ["a", "b"], "additionalProperties": False}
 MULTIPLY: Any = {"type": "function", "function": {"name": "multiply", "parameters": PARAMETERS, "strict": True}}

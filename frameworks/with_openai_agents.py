@@ -4,7 +4,6 @@
 # ///
 """The OpenAI Agents SDK over the Responses API, which is its default."""
 
-# docs: begin
 from agents import Agent, OpenAIResponsesModel, Runner, SQLiteSession, function_tool
 from openai import AsyncOpenAI
 
@@ -20,7 +19,6 @@ def agent_with(headers: dict[str, str]) -> Agent:
     return Agent("Assistant", instructions="Use your tools.", tools=[multiply], model=model)
 
 
-# docs: end
 def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
     asyncio.run(converse(agent_with(headers), questions, stream))
 

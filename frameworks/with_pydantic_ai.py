@@ -4,7 +4,6 @@
 # ///
 """Pydantic AI: an agent and its history."""
 
-# docs: begin
 from openai import AsyncOpenAI
 from pydantic_ai import Agent
 from pydantic_ai.models.openai import OpenAIChatModel
@@ -21,7 +20,6 @@ def agent_with(headers: dict[str, str]) -> Agent:
     return Agent(OpenAIChatModel("policy", provider=provider), tools=[multiply])
 
 
-# docs: end
 async def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
     agent, history = agent_with(headers), None
     for question in questions:

@@ -4,7 +4,6 @@
 # ///
 """smolagents: an agent that calls tools."""
 
-# docs: begin
 from smolagents import OpenAIModel, ToolCallingAgent, tool
 
 
@@ -24,7 +23,6 @@ def agent_with(headers: dict[str, str], stream: bool = False) -> ToolCallingAgen
     return ToolCallingAgent([multiply], model, stream_outputs=stream)
 
 
-# docs: end
 def main(headers: dict[str, str], questions: list[str], stream: bool) -> None:
     agent = agent_with(headers, stream)
     for question in questions:

@@ -197,7 +197,7 @@ class Rewards(Table):
         why = "an evaluator's came before" if evaluated else "their keys see their own rollouts alone"
         return Uncounted(rewards, (
             f"none of the newest {rewards} acts on all, as {why}. They are trained on, but nothing watches for "
-            "a falling reward. Reward with an admin's key, or one of `keys create NAME --evaluator` (docs/keys.md)"
+            "a falling reward. Reward with an admin's key, or one of `keys create NAME --evaluator` (docs/security.md)"
         ))  # fmt: skip
 
     async def rules(self) -> Rules:

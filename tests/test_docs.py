@@ -74,7 +74,6 @@ def test_the_generated_pages_are_current() -> None:
     again = "`python docs/generate.py` makes them again"
     assert generate.settings(generate.meanings(page)) == page, again
     assert generate.metrics() == generate.METRICS.read_text(), again
-    assert generate.combinations() == generate.COMBINATIONS.read_text(), again
     assert "TODO" not in page, "say what each new setting does"
 
 
@@ -105,26 +104,12 @@ def test_a_page_has_at_most_1800_words(page: Path) -> None:
     assert len(page.read_text().split()) <= 1800
 
 
-def test_the_snippets_for_frameworks_are_parts_of_the_programs_that_are_run() -> None:
-    document = (ROOT / "docs" / "frameworks.md").read_text()
-    for program in ROOT.glob("frameworks/**/with_*.*"):
-        if "node_modules" in program.parts or program.suffix == ".pyc":
-            continue
-        assert f"(../{program.relative_to(ROOT)})" in document
-        _, shown, after = program.read_text().partition(" docs: begin\n")
-        snippet = re.split(r"\n+(?:#|//) docs: end", after)[0]
-        language = {".py": "python", ".mjs": "js"}[program.suffix]
-        assert not shown or f"```{language}\n{snippet}\n```" in document, program.name
-
-
-def test_the_snippets_for_frameworks_use_no_name_that_they_do_not_show() -> None:
-    document = (ROOT / "docs" / "frameworks.md").read_text()
-    snippets = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
-    assert len(snippets) >= 10
-    for snippet in snippets:
-        ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--quiet", "--select", "F821", "-"]
-        found = subprocess.run(ruff, check=False, input=snippet, capture_output=True, text=True)
-        assert found.returncode == 0, found.stdout
+def test_every_program_for_a_framework_is_linked() -> None:
+    document = (ROOT / "docs" / "agents.md").read_text()
+    programs = [path for path in ROOT.glob("frameworks/**/with_*.*") if "node_modules" not in path.parts]
+    assert len(programs) > 10
+    for program in programs:
+        assert program.suffix == ".pyc" or f"(../{program.relative_to(ROOT)})" in document
 
 
 def test_the_proxy_does_not_import_torch() -> None:

@@ -22,9 +22,7 @@ OPTIONS = {
     ],
     "environment_args": Annotated[
         str | None,
-        typer.Option(
-            "--environment-args", metavar="JSON", help="tasks, split, seed and more, see docs/environments.md"
-        ),
+        typer.Option("--environment-args", metavar="JSON", help="tasks, split, seed and more, see docs/eval.md"),
     ],
 }
 

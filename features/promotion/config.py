@@ -1,4 +1,4 @@
-"""The section `promotion`: whether and how a new version is tested before it goes live (docs/promotion.md)."""
+"""The section `promotion`: whether and how a new version is tested before it goes live (docs/training.md)."""
 
 from __future__ import annotations
 

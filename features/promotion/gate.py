@@ -32,7 +32,7 @@ LOOK_ANYWAY_S = 10.0  # time alone settles rollouts without a reward
 LARGE = 1_000  # bytes; a rollout is weighed like so many of JSON
 NO_EVIDENCE = (
     "no rollout of its test is evidence: none was opened or rewarded with an admin's key, or one of "
-    "`keys create NAME --evaluator` (docs/promotion.md)"
+    "`keys create NAME --evaluator` (docs/training.md)"
 )
 Key = tuple[str, str | None, int]  # who opened it, a task, and the number of a group
 UNCUT = (-LARGEST, LARGEST)  # a gate has a range of its own
@@ -174,7 +174,7 @@ def _groups(
     """Groups that are complete or waited for no more, and how many others there are.
 
     They count in the order in which they began, each after those before it: else a version whose failures take longer
-    would look better than it is (docs/promotion.md).
+    would look better than it is (docs/training.md).
     """
     members: Mapping[Key, list[Observed]] = defaultdict(list)
     for rollout in rollouts:

@@ -173,7 +173,7 @@ class GatedPublisher(Publisher):
             log.warning(
                 "without a GPU, vLLM answers requests for the base model with the adapter of others in the same batch: "
                 "a test against version 0 compares a mixture with the candidate; policy.publish merged with two "
-                "servers does not (docs/promotion.md)"
+                "servers does not (docs/training.md)"
             )
 
 

@@ -95,7 +95,7 @@ PromotionStatus = Literal["testing", "promoted", "rejected", "ended"]
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """A test of version `version` against the live version `against`. `evidence`: its numbers (docs/promotion.md).
+    """A test of version `version` against the live version `against`. `evidence`: its numbers (docs/training.md).
 
     `ended`: not decided, but broken off, because somebody made a version live, for one. `reason` says why.
     """

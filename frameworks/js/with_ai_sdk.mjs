@@ -1,6 +1,5 @@
 // Vercel's AI SDK: an agent over chat completions.
 import { headers, questions, stream } from "./asked.mjs";
-// docs: begin
 import { createOpenAI } from "@ai-sdk/openai";
 import { ToolLoopAgent, tool } from "ai";
 import { z } from "zod";
@@ -12,7 +11,6 @@ const multiply = tool({
   execute: ({ a, b }) => a * b,
 });
 const agent = new ToolLoopAgent({ model: openai.chat("policy"), tools: { multiply } });
-// docs: end
 
 const messages = [];
 for (const question of questions) {

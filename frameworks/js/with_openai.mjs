@@ -1,10 +1,8 @@
 // OpenAI's client for JavaScript, without a framework: its own loop over tools.
 import { headers, questions, stream } from "./asked.mjs";
-// docs: begin
 import OpenAI from "openai";
 
 const client = new OpenAI({ defaultHeaders: headers });
-// docs: end
 
 const integers = { a: { type: "integer" }, b: { type: "integer" } };
 const multiply = {

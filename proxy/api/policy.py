@@ -111,7 +111,7 @@ async def get_versions(request: ControlRequest) -> dict[str, Any]:
 async def get_steps(
     request: ControlRequest, cursor: Cursor = None, limit: Limit = 40, brief: bool = False
 ) -> dict[str, Any]:
-    """The last training steps, newest first, with all that they report (docs/metrics.md), a page at a time.
+    """The last training steps, newest first, with all that they report (docs/page.md), a page at a time.
 
     The steps of a page come before the step that is its `cursor`. With `brief`, the rewards by task are left out.
     """

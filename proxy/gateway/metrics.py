@@ -26,7 +26,7 @@ _GAUGES: dict[str, tuple[str, ...]] = {
     "policy_probed_seconds": ("Unix time when the live version was last probed",),
     "policy_probe_ok": ("0 if the policy's server answers as with other weights",),
     "policy_collapsed": ("1: publication is stopped, for this sign of collapse", "sign"),
-    "step": ("The last training step's numbers, as docs/metrics.md names them; its own: step", "metric"),
+    "step": ("The last training step's numbers, as docs/page.md names them; its own: step", "metric"),
     "upstream_up": ("Servers that are watched: 1 if up", "upstream", "replica"),
     "rollouts": ("Rollouts in the store", "mode", "status"),
     "rollouts_waiting": ("Complete rollouts that no training step has taken yet",),

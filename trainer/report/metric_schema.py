@@ -43,7 +43,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
         ("reward_max", "reward", "highest of these rewards"),
         ("counted_mean", "reward", "mean reward of `rollouts_counted`, which the collapse monitor looks at"),
         ("counted_std", "reward", "standard deviation of these rewards"),
-        ("rollouts_counted", "count", "rollouts whose rewards act on everybody (docs/keys.md)"),
+        ("rollouts_counted", "count", "rollouts whose rewards act on everybody (docs/security.md)"),
         ("reward_task_std", "reward", "standard deviation of the tasks' mean rewards: how far apart the tasks are"),
     ),
     **group(

@@ -114,7 +114,7 @@ class LearnSteps:
         found = f"{len(good)} of {len(calls)} calls have the tokens that were sampled, and how likely each was"
         if reasons:
             why = reasons.most_common(1)[0][0]
-            fix = "if the agent asks for that, see docs/sampling.md; lightning-proxy doctor names what a server lacks"
+            fix = "if the agent asks for that, see docs/training.md; lightning-proxy doctor names what a server lacks"
             self._say((warning if good else failed)(name, f"{found}; the others: {why}", fix))
         else:
             self._say(ok(name, found))

@@ -7,7 +7,7 @@ import { answerMessages, requestMessages, shared } from "./messages.mjs";
 import { Badge, Reward, LongText } from "./parts.mjs";
 import { TokensOf } from "./tokens.mjs";
 
-// Where a call's tokens went, in words. docs/metrics.md says more.
+// Where a call's tokens went, in words. docs/page.md says more.
 const PLACED = {
   first: "begins the rollout's first row",
   merged: "continues the row of the call before it",

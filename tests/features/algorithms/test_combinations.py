@@ -1,4 +1,4 @@
-"""Everything that docs/combinations.md allows: finite advantages, and finite gradients."""
+"""Every credit with every baseline, and every loss at every level: finite, or refused."""
 
 from __future__ import annotations
 
