@@ -188,9 +188,8 @@ class TrainerConfig(WithFeatures):
         """Refuse unknown names of functions, for all agents or by agent."""
         known, may_be_own = cls.known(str(about.field_name)), about.field_name != "baseline"
         for one in value.values() if isinstance(value, dict) else (value,):
-            is_own = may_be_own and isinstance(one, str) and _OWN.fullmatch(one)
-            if one not in (*known, None) and not is_own:
-                own = ["a function of your own as FILE.py:NAME or PLUGIN:NAME"] if may_be_own else []
+            if one not in (*known, None) and not (may_be_own and isinstance(one, str) and _OWN.fullmatch(one)):
+                own = ["a function of your own as FILE.py:NAME or PLUGIN:NAME"] * may_be_own
                 raise ValueError(f"{', '.join([*known, *own])}; got {one!r}")
         return value
 

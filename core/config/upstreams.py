@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr
 
-from .address import SECRET_NAME, secrets_in, shown
+from .address import SECRET_NAME, secrets_in
 from .section import Seconds, Section, check_key, check_url
 
 SHORTEST_KEY = 12
@@ -79,26 +79,24 @@ class UpstreamConfig(Section):
 
     def faults(self) -> Iterator[str]:
         check_key("api_key", self.api_key)
-        if self.kind == "litellm":
-            if not self.models and not self.model_map:
-                yield "kind litellm serves only what models or model_map name: name at least one"
-            if self.replicas or self.servers or self.session_header:
-                yield "replicas, servers and session_header are not for kind litellm"
-            if self.base_url and not self.base_url.startswith(("http://", "https://")):
-                yield f"base_url must be an http(s) URL, got {shown(self.base_url)!r}"
-            if self.health_check_s and not self.base_url:
-                yield "health_check_s needs a base_url to ask"
-            return
-        if self.servers and (self.kind != "vllm" or self.replicas):
-            yield "servers are vLLMs behind the router at base_url: kind is vllm, and there are no replicas"
-        for key, urls in (("base_url", [self.base_url or ""]), ("replicas", self.replicas), ("servers", self.servers)):
+        is_litellm = self.kind == "litellm"
+        own = [] if is_litellm and self.base_url is None else [self.base_url or ""]
+        for key, urls in (("base_url", own), ("replicas", self.replicas), ("servers", self.servers)):
             for url in urls:
                 check_url(key, url, is_vllm=self.kind == "vllm")
+        if self.servers and (self.kind != "vllm" or self.replicas):
+            yield "servers are vLLMs behind the router at base_url: kind is vllm, and there are no replicas"
         if len({*self.urls}) < len(self.urls):
             yield "replicas must differ from each other and from base_url"
         if len({*self.published_to}) < len(self.published_to):
             yield "servers must differ from each other"
-        if self.litellm_params:
+        if is_litellm and not self.models and not self.model_map:
+            yield "kind litellm serves only what models or model_map name: name at least one"
+        if is_litellm and (self.replicas or self.session_header):
+            yield "replicas and session_header are not for kind litellm"
+        if self.health_check_s and not self.base_url:
+            yield "health_check_s needs a base_url to ask"
+        if self.litellm_params and not is_litellm:
             yield "litellm_params is for kind litellm only"
 
 

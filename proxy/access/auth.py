@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
@@ -73,21 +73,11 @@ class Caller:
     def rollout_id(self) -> str | None:
         return None if self.rollout is None else self.rollout.rollout_id
 
-    @contextmanager
-    def counted(self, *, answers: bool = False, reads: bool = False) -> Iterator[None]:
-        """Count a request for the duration of the block; not an admin's that no model `answers`. Raise RateLimited.
-
-        One that only `reads` is none of the requests at once.
-        """
+    def counted(self, *, answers: bool = False, reads: bool = False) -> AbstractContextManager[None]:
+        """Count a request for the duration of the block, as `Limiter` does; not an admin's that no model answers."""
         if self.limiter is None or (self.is_admin and not answers):
-            yield
-            return
-        self.limiter.enter(answers=answers, reads=reads)
-        try:
-            yield
-        finally:
-            if not reads:
-                self.limiter.leave()
+            return nullcontext()
+        return self.limiter.counted(answers=answers, reads=reads)
 
     def admit(self, name: RolloutName) -> RolloutName:
         """Return the rollout that a request names, as one of this caller's.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from ...core.errors import RateLimited
@@ -42,7 +43,7 @@ class Bucket:
 
 
 class Limiter:
-    """Counts what one key does. `enter` before each request, `leave` after it, `spend` once its tokens are known."""
+    """Counts what one key does: its requests, and what they `spend` once their tokens are known."""
 
     def __init__(self, limits: Limits, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -51,11 +52,11 @@ class Limiter:
         self._requests = Bucket(limits.requests_per_minute) if limits.requests_per_minute else None
         self._tokens = Bucket(limits.tokens_per_minute) if limits.tokens_per_minute else None
 
-    def enter(self, *, answers: bool = True, reads: bool = False) -> None:
-        """Count a request in. Raise RateLimited, and count nothing, if a limit is reached.
+    @contextmanager
+    def counted(self, *, answers: bool = True, reads: bool = False) -> Iterator[None]:
+        """Count a request for the duration of the block. Raise RateLimited, and count nothing, if a limit is reached.
 
-        `answers`: a model answers it, so that it needs tokens. `reads`: it is none of the requests at once, and does
-        not `leave`.
+        `answers`: a model answers it, so that it needs tokens. `reads`: it is none of the requests at once.
         """
         now = self._clock()
         if self._concurrent is not None and not reads and self._running >= self._concurrent:
@@ -77,9 +78,10 @@ class Limiter:
         if self._requests is not None:
             self._requests.take(1, now)
         self._running += not reads
-
-    def leave(self) -> None:
-        self._running -= 1
+        try:
+            yield
+        finally:
+            self._running -= not reads
 
     def spend(self, end: CallEnd, request_bytes: int) -> None:
         """Count the tokens of an ended call: those of its usage, or those that were seen, or a guess."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,12 +34,8 @@ def enters(limiter: Limiter, times: int = 1) -> int:
     """How many of so many requests are let in, one after the other."""
     let_in = 0
     for _ in range(times):
-        try:
-            limiter.enter()
-        except RateLimited:
-            continue
-        limiter.leave()
-        let_in += 1
+        with suppress(RateLimited), limiter.counted():
+            let_in += 1
     return let_in
 
 
@@ -55,8 +53,8 @@ def test_a_minutes_requests_may_come_at_once_and_then_one_at_a_time(clock: Playe
 def test_a_refusal_says_when_to_come_again_and_coming_then_is_right(clock: PlayedClock) -> None:
     limiter = Limiter(Limits(requests_per_minute=6), clock)
     enters(limiter, 6)
-    with pytest.raises(RateLimited) as refused:
-        limiter.enter()
+    with pytest.raises(RateLimited) as refused, limiter.counted():
+        pass
     assert dict(refused.value.headers) == {
         b"retry-after": b"10",
         b"retry-after-ms": b"10000",
@@ -85,9 +83,8 @@ def test_refused_requests_cost_nothing(clock: PlayedClock) -> None:
 )
 def test_tokens_are_counted_when_a_call_has_ended(clock: PlayedClock, end: CallEnd) -> None:
     limiter = Limiter(Limits(tokens_per_minute=60), clock)
-    limiter.enter()
-    limiter.spend(end, 0)  # 120, twice a minute's worth
-    limiter.leave()
+    with limiter.counted():
+        limiter.spend(end, 0)  # 120, twice a minute's worth
     clock.now += 60.9
     assert enters(limiter) == 0
     clock.now += 0.1
@@ -110,11 +107,10 @@ def test_an_answer_without_usage_counts_by_its_bytes(clock: PlayedClock) -> None
 
 def test_requests_at_once_are_counted_until_they_leave(clock: PlayedClock) -> None:
     limiter = Limiter(Limits(concurrent=2), clock)
-    limiter.enter()
-    limiter.enter()
-    assert enters(limiter) == 0
-    limiter.leave()
-    assert enters(limiter, 3) == 3
+    with limiter.counted():
+        with limiter.counted():
+            assert enters(limiter) == 0
+        assert enters(limiter, 3) == 3
 
 
 def test_a_keys_own_limits_win_over_the_default() -> None:
