@@ -235,9 +235,11 @@ class TrainingLoop:
             log.warning("step %s was not finished: its rollouts are offered again", released[0])
         if self._publisher is not None:
             await self._publisher.abandon_unfinished()
-        if not self._of_step(None).is_dir():
-            await in_thread(self._trainer.save, self._of_step(None))
-        last = await self._store.steps.last()
+        last, untrained = await self._store.steps.last(), self._of_step(None)
+        if not untrained.is_dir() or (
+            last is None and self._fresh
+        ):  # a start before may have been configured otherwise
+            await in_thread(self._trainer.save, untrained)
         if last is not None:
             await self._take_over(last, last.base if last.version is None else last.version)
             log.info("resuming after step %d (policy version %d)", last.step, self.base)

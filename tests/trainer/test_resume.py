@@ -16,6 +16,7 @@ from lightning_proxy.core.errors import (
     ConfigError,
     StoreUnavailable,
 )
+from lightning_proxy.serving.swap import Swap
 from lightning_proxy.trainer.lock import only_trainer
 from lightning_proxy.trainer.types import Batch
 from support.training import (
@@ -143,6 +144,19 @@ async def test_a_first_step_that_is_done_again_begins_with_the_weights_of_the_ba
         (first, moments), (again, moments_again) = began
         assert (moments, moments_again) == (0, 0)
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+async def test_a_start_without_a_step_leaves_nothing_that_another_configuration_cannot_go_back_to(
+    base: Path, tmp_path: Path
+) -> None:
+    async with bench(base, tmp_path, lora_rank=4) as b:
+        await b.loop().resume()
+        await b.groups("t1", "t2")
+        await b.loop(lora_rank=8).run(asyncio.Event(), once=True)
+        await Swap(b.store, b.vllm, "merged", b.config.policy.directory).activate(await b.store.versions.get(0))
+        await b.groups("t3", "t4")
+        await b.loop(lora_rank=8).run(asyncio.Event(), once=True)
+        assert [(step.base, step.version) for step in await b.store.steps.all()] == [(0, 1), (0, 2)]
 
 
 def test_two_trainers_share_neither_a_store_nor_a_directory(tmp_path: Path) -> None:

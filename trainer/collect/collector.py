@@ -123,7 +123,7 @@ class Collector:
 
     async def _trainable(self, take: Take, rollouts: Sequence[Rollout]) -> list[Member]:
         """Those of ended rollouts that can be trained on. The others are dropped, with the reason."""
-        take.drop("failed or discarded", [rollout for rollout in rollouts if not self._has_reward(rollout)])
+        take.drop("failed or discarded", [rollout for rollout in rollouts if not self._counts(rollout)])
         members = [Member(r, s) for r in rollouts if self._has_reward(r) and (s := await self._sibling(r))]
         self._roll_call.look(member.sibling.calls for member in members)
         await self._sampled.look(call for member in members for call in self._trained(member.sibling.calls))
@@ -319,10 +319,12 @@ class Collector:
         joined.comparisons = [*parts.values()]
         return joined
 
+    def _counts(self, rollout: Rollout) -> bool:
+        """Whether a rollout ended in a way that may have a reward."""
+        return rollout.status == "completed" or (self._failed_has_reward and rollout.status == "failed")
+
     def _has_reward(self, rollout: Rollout) -> bool:
-        """Whether a rollout ended in a way that has a reward."""
-        has_one = rollout.status == "completed" or (self._failed_has_reward and rollout.status == "failed")
-        return has_one and rollout.reward is not None
+        return self._counts(rollout) and rollout.reward is not None
 
     def _unfit(self, calls: Sequence[ModelCall], base: int) -> str | None:
         """Why a rollout with these calls is not trained on; None if it is."""
