@@ -27,7 +27,7 @@ from lightning_proxy.commands.vllm import vllm_program
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import ModelCall
 from lightning_proxy.core.tokens import Tokens
-from lightning_proxy.proxy.dialects.as_chat.dialect import as_chat
+from lightning_proxy.proxy.dialects.as_chat.recorded import as_chat
 from lightning_proxy.proxy.dialects.chat import ChatApi
 from lightning_proxy.serving.vllm import VllmServer, operator_session
 from lightning_proxy.trainer.collect.sampled import Sampled

@@ -17,7 +17,7 @@ from typing import Any
 
 from ..core.config.root import Config
 from ..core.errors import LightningError
-from ..proxy.dialects.as_chat.dialect import as_chat
+from ..proxy.dialects.as_chat.recorded import as_chat
 from ..serving.mode import check_base_model, has_gpu
 from ..trainer.plan import make_plan
 from ..trainer.plugins import Offline, Run, check

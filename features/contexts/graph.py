@@ -27,6 +27,7 @@ from ...core.tools import conversation
 from ...proxy.dialects.atoms import (
     TELLING_ORDER,
     Atom,
+    Key,
     answer_atoms,
     ends_of,
     fragments,
@@ -34,8 +35,6 @@ from ...proxy.dialects.atoms import (
     item_atoms,
     parsed,
     request_atoms,
-    same_arguments,
-    same_text,
     strings,
     without_thoughts,
 )
@@ -50,7 +49,6 @@ BY_NAME = 4  # characters of an order, or of a result, that tell where something
 NEWEST = 20  # contexts, or calls, that are asked whether a prompt is their history, written anew, or has their order
 CLOCK_S = 0.05  # by which a call may begin before the answer that it has, as two clocks tell it
 Json = dict[str, Any]
-Key = tuple[str, str, str]
 KeyedAtom = tuple[Key, Atom]
 # Where requests have what stands before their conversation, and what may be all of it.
 SYSTEM, WHOLE = ("system", "instructions"), ("prompt", "input")
@@ -160,7 +158,7 @@ class Graph:
             if one.said and len(one.attempts) > 1:
                 alike[one.attempts[0], one.order].append(i)
         for answered in alike.values():
-            said = {i: [key_of(atom) for atom in self.calls[i].said] for i in answered}
+            said = {i: [atom.key for atom in self.calls[i].said] for i in answered}
             if used := [i for i in answered if self.calls[i].used]:
                 stands, last, until = [said[i] for i in used], max(used), max(self.calls[i].ended for i in used)
                 tried = [i for i in answered if i < last or self.calls[i].call.started_at < until]
@@ -349,7 +347,7 @@ class Graph:
                 return last
         alike = {*self._quoted(result.texts)}
         if len(what) >= TELLING_ORDER:
-            alike.update(self._answers.get(key_of(Atom("text", "assistant", what)), []))
+            alike.update(self._answers.get(Atom("text", "assistant", what).key, []))
         root, until = self.calls[caller].root, mine.call.started_at + CLOCK_S
         others = [(one.used, i) for i in alike if i > caller and i not in found and (one := self.calls[i]).is_final
                   and one.root != root and one.ended <= until]  # fmt: skip
@@ -396,7 +394,7 @@ class Graph:
         for position, atom in enumerate(mine.said):
             told |= {text for text in telling(atom) if text not in self._known}
             if len(atom.what) >= TELLING_ORDER:
-                self._answers[key_of(atom)].append(place)
+                self._answers[atom.key].append(place)
             if atom.kind == "call":
                 if is_unique(atom.who):
                     self._ids[atom.who] = place
@@ -457,18 +455,9 @@ class Node:
             node = node.parent
 
 
-def key_of(atom: Atom) -> Key:
-    """Return what makes an atom the same however a client writes it. The ids of tool calls do not count."""
-    if atom.kind == "call":
-        return "call", atom.name, same_arguments(atom.what)
-    if atom.kind == "text" and atom.who == "assistant":
-        return "text", atom.who, same_text(atom.what)
-    return atom.kind, atom.who if atom.kind == "text" else "", atom.what
-
-
 def keyed(atoms: Iterable[Atom]) -> list[KeyedAtom]:
     """Return the atoms with their keys."""
-    return [(key_of(atom), atom) for atom in atoms]
+    return [(atom.key, atom) for atom in atoms]
 
 
 def telling(atom: Atom) -> frozenset[str]:

@@ -21,6 +21,7 @@ import orjson
 from ...core.tools import answers, calls_in, conversation, dicts, results_in
 
 Json = dict[str, Any]
+Key = tuple[str, str, str]
 
 UNIQUE, LONG = 9, 24  # characters from which on an id, or a thought, is no other answer's
 # May be counted anew in every answer, or stand in an example: `functions.search:0`, `call_1`.
@@ -57,6 +58,15 @@ class Atom(NamedTuple):
     who: str
     what: str
     name: str = ""
+
+    @property
+    def key(self) -> Key:
+        """Return what makes it the same however a client writes it. The ids of tool calls do not count."""
+        if self.kind == "call":
+            return "call", self.name, same_arguments(self.what)
+        if self.kind == "text":
+            return "text", self.who, same_text(self.what) if self.who == "assistant" else self.what
+        return self.kind, "", self.what
 
 
 def request_atoms(request: Json) -> list[Atom]:
@@ -185,13 +195,12 @@ class State(NamedTuple):
     exact: bytes = b""
     loose: bytes = b""
 
-    def then(self, atom: Atom, shown: str) -> State:
-        """Return the state with another atom."""
-        who = atom.who if atom.kind == "text" else atom.name
-        exact = digest("", self.exact, atom.kind, who, shown)
-        if self.exact == self.loose and atom.kind != "result":
+    def then(self, kind: str, who: str, what: str) -> State:
+        """Return the state with another atom of this key."""
+        exact = digest("", self.exact, kind, who, what)
+        if self.exact == self.loose and kind != "result":
             return State(exact, exact)
-        return State(exact, digest("", self.loose, atom.kind, who, "" if atom.kind == "result" else shown))
+        return State(exact, digest("", self.loose, kind, who, "" if kind == "result" else what))
 
 
 def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
@@ -206,9 +215,9 @@ def beginnings(atoms: Iterable[Atom], state: State = State()) -> list[State]:
             if in_a_row == IN_A_ROW:
                 before, text, in_a_row = state, "", 0
             text, in_a_row = text + atom.what, in_a_row + 1
-            state = before.then(atom, same_text(text))
+            state = before.then("text", "assistant", same_text(text))
         elif atom.who != "system":
-            state = state.then(atom, same_arguments(atom.what) if atom.kind == "call" else atom.what)
+            state = state.then(*atom.key)
             before, text, in_a_row = state, "", 0
         states.append(state)
     return states

@@ -32,10 +32,8 @@ def places_of(request: Json, before: Sequence[bytes] = (), known: int = 0) -> li
 
 def _after(place: bytes, item: Any) -> bytes:
     for atom in item_atoms(item):
-        if atom.kind == "call":
-            place = after_call(place, atom.name, atom.what)
-        elif atom.kind == "text" and atom.who != "assistant":
-            place = digest("", place, atom.who, atom.what)
+        if atom.kind == "call" or (atom.kind == "text" and atom.who != "assistant"):
+            place = digest("", place, *atom.key[1:])
     return place
 
 

@@ -16,15 +16,13 @@ from ...core.json_text import loads
 from ...core.tools import answers, calls_in, dicts
 from ...store.requests import full_calls
 from .as_chat.messages import MessagesTranslator, chat_messages, chat_tools
+from .as_chat.recorded import Exchange, exchange_of, exchanges_up_to, items_of
 from .as_chat.responses import messages_of, messages_shown, tools_of
-from .as_chat.translation import MALFORMED, Template, Untranslatable
+from .as_chat.translation import MALFORMED, Template, Untranslatable, picked
 from .atoms import same_arguments
-from .earlier import Exchange, exchange_of, exchanges_up_to, items_of
 
 Json = dict[str, Any]
 
-_KEPT = ("tool_call_id", "name")
-_OF_TOOL = ("name", "description", "parameters")
 # With these a request refers to what only the provider has.
 _ELSEWHERE = ("conversation", "prompt", "background")
 
@@ -145,7 +143,7 @@ def _tidy(message: Json) -> ChatMessage:
         tidy["reasoning_content"] = reasoning
     if calls := message.get("tool_calls"):
         tidy["tool_calls"] = [_tool_call(call) for call in calls]
-    tidy.update((name, message[name]) for name in _KEPT if message.get(name))
+    tidy.update(picked(message, "tool_call_id name"))
     return tidy
 
 
@@ -165,8 +163,7 @@ def _tidy_tool(tool: Json) -> Json:
     function = tool.get("function")
     if not isinstance(function, dict):
         return tool
-    first = {name: function[name] for name in _OF_TOOL if name in function}
-    return tool | {"function": first | function}
+    return tool | {"function": picked(function, "name description parameters") | function}
 
 
 def messages_in(request: Json) -> list[Json]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.records import Choice
-from ...core.tools import calls_in, dicts
+from ...core.tools import dicts
 from ...core.values import as_read
 from ...store.requests import common_prefix
-from .atoms import parsed
+from .atoms import Atom, item_atoms, same_arguments
 
 Json = dict[str, Any]
 
@@ -103,27 +103,18 @@ def _continues(messages: list[Any], turn: TokenTurn) -> bool:
     old = len(turn.messages)
     if len(messages) <= old + 1:  # with nothing after the answer the model is to write on itself
         return False
-    if messages[:old] != turn.messages and [*map(_said, messages[:old])] != [*map(_said, turn.messages)]:
+    if messages[:old] != turn.messages and [*map(_atoms, messages[:old])] != [*map(_atoms, turn.messages)]:
         return False
-    sent, answer = _said(messages[old]), _said(turn.answer)
-    if "reasoning" not in sent:  # clients drop it
-        answer.pop("reasoning", None)
-    return sent == answer
+    said, sent = (one.get("reasoning") or one.get("reasoning_content") for one in (turn.answer, messages[old]))
+    return _atoms(messages[old]) == _atoms(turn.answer) and sent in (None, said)  # clients drop reasoning
 
 
-def _said(message: Any) -> Json:
-    """A message as any client sends it: some drop empty fields, cut up texts and count tool calls anew."""
-    if not isinstance(message, dict):
-        return {}
-    said = {name: value for name, value in message.items() if value not in (None, "", [])}
-    if "reasoning_content" in said:
-        said["reasoning"] = said.pop("reasoning_content")
-    if "tool_calls" in said:
-        said["tool_calls"] = [(call.name, parsed(call.arguments)) for call in calls_in(message)]
-    parts = dicts(said.get("content"))
-    if parts and all(isinstance(part.get("text"), str) for part in parts):
-        said["content"] = "".join(part["text"] for part in parts)
-    return said
+def _atoms(message: Json) -> list[Atom]:
+    """What is the same however a client sends a message: some count tool calls anew."""
+    return [
+        atom._replace(who="", what=same_arguments(atom.what)) if atom.kind == "call" else atom
+        for atom in item_atoms(message)
+    ]
 
 
 def closing(one: list[int], other: list[int]) -> list[int]:

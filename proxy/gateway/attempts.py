@@ -20,7 +20,7 @@ from ...core.config.upstreams import UpstreamConfig
 from ...core.errors import Unsupported, UpstreamTimeout, UpstreamUnreachable
 from ...core.json_text import encode, with_model
 from ...serving.health import Health
-from ..dialects.as_chat.dialect import PATH, ThroughChat
+from ..dialects.as_chat.translation import PATH, Translator
 from ..dialects.stream import Dialect, Injection
 from .upstream import Answer, HttpUpstream, NoConnection, Request, Route, Upstream
 
@@ -56,7 +56,7 @@ class Attempts:
     request: Request
     body: dict[str, Any]
     dialect: Dialect | None = None
-    chat: ThroughChat | None = None
+    chat: Translator | None = None
     open_first: Callable[[Request], Awaitable[Answer]] | None = None
 
     def __post_init__(self) -> None:
@@ -129,7 +129,7 @@ class Attempts:
         injects, injection = route.upstream.kind == "vllm" and not plain, Injection()
         model = {} if route.model is None else {"model": route.model}
         if chat is not None and (chat.continues or (route is self.first and not plain)):
-            sent = chat.chat | model
+            sent = chat.request | model
             if injects:
                 sent, injection = chat.inject(sent)
             request = request._replace(path=PATH, query=b"", body=encode(sent))

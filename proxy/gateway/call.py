@@ -112,7 +112,7 @@ class Gateway:
         decision = ChatDecision()  # to the API's own route, or the chat route
         if self.chat_route is not None and question.recorded and question.endpoint in self.chat_route.translators:
             decision = await self.chat_route.decide(
-                question.endpoint, question.dialect, question.request, question.body, rollout.rollout_id, route
+                question.endpoint, question.request, question.body, rollout.rollout_id, route
             )
         call = CallUnderWay(self, question, rollout, route, decision, reply, conversation)
         # What failed above this line is not recorded: nothing would have been asked.
@@ -200,7 +200,7 @@ class CallUnderWay:
         )
         exact = gateway.exact if question.recorded else None
         self._exact = exact and exact.call(
-            route.upstream, self._start, self.attempts.target.sent, chat.chat if chat else None
+            route.upstream, self._start, self.attempts.target.sent, chat.request if chat else None
         )
         if self._exact:
             self.attempts.open_first = self._exact.open

@@ -23,7 +23,7 @@ from ...core.config.upstreams import UpstreamConfig
 from ...core.errors import LightningError
 from ...core.json_text import dumps, encode
 from ...core.records import CallEnd, CallStart
-from ..dialects.as_chat.dialect import CHAT_ENDPOINT, chat_answer
+from ..dialects.as_chat.recorded import CHAT_ENDPOINT, chat_answer
 from ..dialects.turns import TokenTurn, as_sampled, closing, continued, exact_prompt, is_supported, shape, turn_of
 from .attempts import Upstreams
 from .recent import History

@@ -20,8 +20,7 @@ from ...core.records import CallEnd, ModelCall
 from ...core.tools import conversation
 from ...store.requests import Parent, newest_parents, same_prefix
 from ...store.store import Store
-from ..dialects.as_chat.dialect import chat_answer
-from ..dialects.earlier import Exchange, by_response, exchanges_up_to
+from ..dialects.as_chat.recorded import Exchange, by_response, chat_answer, exchanges_up_to
 from ..dialects.turns import TokenTurn, turn_of
 
 A_CALL, A_MESSAGE, AN_ENTRY = 1_500, 50, 24  # bytes beside content: of a call, of a message, of it in a list

@@ -14,10 +14,16 @@ from ...core.http import in_thread_if_large
 from ...core.json_text import encode, loads
 from ...core.records import CallEnd, CallStart, ModelCall
 from ...store.store import Store
-from ..dialects.as_chat.dialect import TRANSLATORS, ThroughChat, as_chat
-from ..dialects.as_chat.translation import MALFORMED, PROBES, Template, TemplateUnknown, Untranslatable, learn
-from ..dialects.earlier import Exchange, exchange_of, exchanges_up_to, items_of
-from ..dialects.stream import Dialect
+from ..dialects.as_chat.recorded import TRANSLATORS, Exchange, as_chat, exchange_of, exchanges_up_to, items_of
+from ..dialects.as_chat.translation import (
+    MALFORMED,
+    PROBES,
+    Template,
+    TemplateUnknown,
+    Translator,
+    Untranslatable,
+    learn,
+)
 from .attempts import Upstreams
 from .recent import History
 from .upstream import Request, Route
@@ -34,7 +40,7 @@ _NOT_NOW = frozenset({401, 403, 429})  # it did not let this request in; it may 
 class ChatDecision(NamedTuple):
     """How a request goes upstream: through the chat route, or as it is; then `reason` may say why."""
 
-    chat: ThroughChat | None = None
+    chat: Translator | None = None
     reason: str | None = None
 
 
@@ -46,9 +52,7 @@ class ChatRoute:
         self._templates = Templates(upstreams)
         self.history = History(store, self.chat_of if config.token_continuity == "exact" else None)
 
-    async def decide(
-        self, endpoint: str, dialect: Dialect, request: Request, body: Json, rollout_id: str, route: Route
-    ) -> ChatDecision:
+    async def decide(self, endpoint: str, request: Request, body: Json, rollout_id: str, route: Route) -> ChatDecision:
         """Return how a request goes. Raise NotFound for an unknown previous response, InvalidRequest."""
         previous = body.get("previous_response_id") if endpoint == "responses" else ""
         previous = previous if isinstance(previous, str) else ""
@@ -63,8 +67,9 @@ class ChatRoute:
 
         async def translated(template: Template) -> ChatDecision:
             translator = self.translators[endpoint](body)
-            chat = await in_thread_if_large(size, partial(translator.chat, template, items))
-            return ChatDecision(ThroughChat(dialect, translator, chat, continues=bool(earlier)))
+            translator.request = await in_thread_if_large(size, partial(translator.chat, template, items))
+            translator.continues = bool(earlier)
+            return ChatDecision(translator)
 
         try:
             try:

@@ -233,7 +233,7 @@ async def _put_back(
 
 async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Sequence[Task], report: Report) -> str:
     """Start the second system, and take the steps. Return the name that the trained weights are served under."""
-    from ....proxy.dialects.as_chat.dialect import as_chat
+    from ....proxy.dialects.as_chat.recorded import as_chat
     from ....trainer.loop import TrainingLoop
     from ....trainer.plugins import TrainerCore, plugins_of
     from ....trainer.publish import Publisher

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from ....core.json_text import dumps
-from ..messages import MessagesStream
-from .translation import Template, Translator, Untranslatable
+from ..messages import MessagesApi, MessagesStream
+from .translation import Template, Translator, Untranslatable, picked
 
 Json = dict[str, Any]
 
@@ -124,9 +124,8 @@ def chat_tools(body: Json) -> list[Json]:
     for tool in body.get("tools") or ():
         if "input_schema" not in tool:
             raise Untranslatable(f"vLLM does not take tools of type {tool.get('type')!r}")
-        schema, names = tool["input_schema"], ("description", "strict", "defer_loading")
-        function = {"name": tool["name"], "parameters": {**schema, "type": schema.get("type", "object")}}
-        function |= {name: tool[name] for name in names if tool.get(name) is not None}
+        schema = {"type": "object"} | tool["input_schema"]
+        function = {"name": tool["name"], "parameters": schema} | picked(tool, "description strict defer_loading")
         tools.append({"type": "function", "function": function})
     return tools
 
@@ -159,13 +158,15 @@ _PARTS: dict[str, tuple[Json, str, str]] = {
 class MessagesTranslator(Translator):
     """Its events: a start, blocks one after the other, a delta with the usage, a stop."""
 
+    own: ClassVar = MessagesApi()
+
     def __init__(self, body: Json) -> None:
         super().__init__(body)
         self._index = 0
 
     def chat(self, template: Template, earlier: Sequence[Json] = ()) -> Json:
         body = self.body
-        chat = {name: body[name] for name in _SAME_IN_CHAT.split() if name in body}
+        chat = picked(body, _SAME_IN_CHAT)
         # Both, as vLLM does: which of them it names in a refusal depends on it.
         chat |= {"max_completion_tokens": body["max_tokens"], "messages": chat_messages(body, template)}
         if "stop_sequences" in body:
@@ -189,8 +190,8 @@ class MessagesTranslator(Translator):
     def history(answer: Json) -> Json:
         return _messages("assistant", answer["content"])[-1]
 
-    def refusal(self, error: Json) -> Json:
-        return self.error(error["error"])
+    def refusal(self, body: Json) -> Json | None:
+        return self.error(body["error"]) if isinstance(body.get("error"), dict) else None
 
     def begun(self) -> Iterator[Json]:
         message = {
@@ -235,7 +236,7 @@ class MessagesTranslator(Translator):
         for block in answer["content"]:
             if not isinstance(given := block.get("input", {}), dict):
                 block["input"] = {"INVALID_JSON": given if isinstance(given, str) else dumps(given)}
-        answer |= {name: self.told.get(name) for name in ("kv_transfer_params", "ec_transfer_params")}
+        answer |= picked(self.told, "kv_transfer_params ec_transfer_params")
         return {name: value for name, value in answer.items() if value is not None}
 
     def _stop_reason(self) -> tuple[str | None, str | None]:

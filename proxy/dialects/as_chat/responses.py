@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 
 from ....core.json_text import dumps, encode, loads
 from ....core.tools import dicts
-from .translation import Template, Translator, Untranslatable
+from ..responses import ResponsesApi
+from .translation import Template, Translator, Untranslatable, picked
 
 Json = dict[str, Any]
 
@@ -177,8 +178,7 @@ def tools_of(tools: Iterable[Json]) -> list[Json]:
     for name, tool in _functions(tools).items():
         is_custom = tool["type"] == "custom"
         fields = {"description": tool.get("description"), "parameters": _CUSTOM_PARAMETERS} if is_custom else tool
-        names = ("description", "parameters", "strict", "defer_loading")
-        function = {"name": name} | {name: fields[name] for name in names if fields.get(name) is not None}
+        function = {"name": name} | picked(fields, "description parameters strict defer_loading")
         shown.append({"type": "function", "function": function})
     return shown
 
@@ -230,6 +230,7 @@ _SCHEMA = ("name", "schema", "type", "description", "strict")
 class ResponsesTranslator(Translator):
     """Its events: the response as it begins, its items one after the other, and all of it. Each has a number."""
 
+    own: ClassVar = ResponsesApi()
     opened_by_nothing: ClassVar[tuple[str, ...]] = ("reasoning",)
 
     def __init__(self, body: Json) -> None:
@@ -251,7 +252,7 @@ class ResponsesTranslator(Translator):
             raise Untranslatable("previous_response_id without the earlier conversation")
         if more := next((name for name in given.get("include", ()) if name not in _INCLUDED), None):
             raise Untranslatable(f"{more} is included by the Responses route alone")
-        chat = {name: given[name] for name in _SAME_IN_CHAT.split() if name in given}
+        chat = picked(given, _SAME_IN_CHAT)
         chat |= {"messages": messages_shown(given, earlier)} | _tools(given)
         if "max_output_tokens" in given:
             chat["max_completion_tokens"] = given["max_output_tokens"]
@@ -274,10 +275,10 @@ class ResponsesTranslator(Translator):
     def history(answer: Json) -> Json:
         return (messages_of(dicts(answer.get("output"))) or [{"role": "assistant", "content": ""}])[-1]
 
-    def refusal(self, error: Json) -> Json:
+    def refusal(self, body: Json) -> Json | None:
         """With the agent's own name of the field."""
-        body: Json = loads(encode(error).replace(b"max_completion_tokens", b"max_output_tokens"))
-        return body
+        text = encode(body).replace(b"max_completion_tokens", b"max_output_tokens")
+        return loads(text) if isinstance(body.get("error"), dict) else None
 
     def begun(self) -> Iterator[Json]:
         given = {"id": self.body.get("request_id") or _new_id("resp")}
@@ -332,8 +333,7 @@ class ResponsesTranslator(Translator):
 
     def ended(self) -> Iterator[Json]:
         usage = _usage(self.told.get("usage"))
-        names = ("kv_transfer_params", "ec_transfer_params", "metrics")
-        response = self._response | {name: self.told[name] for name in names if self.told.get(name)}
+        response = self._response | picked(self.told, "kv_transfer_params ec_transfer_params metrics")
         response |= {"output": self._output, "status": "completed", "usage": usage}
         if self.choice["finish_reason"] == "length":
             response |= _cut(usage)

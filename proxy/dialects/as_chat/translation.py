@@ -7,23 +7,33 @@ are probed: one counts the tokens of a Messages request, the other returns a cha
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 from uuid import uuid4
 
+from ....core.errors import LightningError, UpstreamUnreachable
+from ....core.json_text import encode
 from ....core.values import as_read
 from ..assemble import StreamedCall, ToolCalls
+from ..chat import ChatApi, ChatStream
+from ..stream import Dialect, Injection
 
 Json = dict[str, Any]
 
+PATH = "/v1/chat/completions"
 # What is raised where a request or an answer is not as its API says.
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError)
 
 _USER: Json = {"role": "user", "content": "Hi"}
 _ASSISTANT: Json = {"role": "assistant", "content": "Hello"}
 _INLINE: Json = {"role": "system", "content": "Go on."}
+
+
+def picked(source: Json, names: str) -> Json:
+    """Return the fields of these names that are there and not null."""
+    return {name: source[name] for name in names.split() if source.get(name) is not None}
 
 
 class Untranslatable(ValueError):
@@ -58,7 +68,7 @@ def _counted(**body: Any) -> tuple[str, Json]:
 
 
 def _rendered(**body: Any) -> tuple[str, Json]:
-    return "/v1/chat/completions", body | {"max_tokens": 1, "return_token_ids": True}
+    return PATH, body | {"max_tokens": 1, "return_token_ids": True}
 
 
 # What to post, by name: a path, and a body that lacks the model.
@@ -90,17 +100,23 @@ def learn(answers: Mapping[str, tuple[int, Any]]) -> Template:
     )
 
 
-class Translator(ABC):
-    """Translates one call of another API: its request to chat, and the chunks of the answer back into events.
+class Translator(ChatApi, ABC):
+    """One call of another API on its way through the chat route: as a dialect it reads chat, and gives `own` events.
 
     One part of the answer is open at a time: its reasoning, its content, or a tool call. Calls come one after the
-    other, however the server sends them; text that comes inside a call waits for the call's end.
+    other, however the server sends them; text that comes inside a call waits for the call's end. `request`: for the
+    chat route, without additions of the proxy. `continues`: a response that only the proxy knows, so no other route can
+    answer it.
     """
 
+    own: ClassVar[Dialect]
     kinds: tuple[str, ...] = ("reasoning", "content")  # the texts that are shown
     opened_by_nothing: ClassVar[tuple[str, ...]] = ()  # those that vLLM opens for an empty text
 
     def __init__(self, body: Json) -> None:
+        super().__init__("chat")
+        self.request: Json = {}
+        self.continues = False
         self.body = {name: value for name, value in as_read(body).items() if value is not None}
         self.told: Json = {}  # the newest fields of the chunks
         self.choice: Json = {"finish_reason": "stop"}  # the one that says why the answer ended
@@ -122,9 +138,18 @@ class Translator(ABC):
     def history(answer: Json) -> Json:
         """Return the chat message that an answer of this API becomes in the next request's history."""
 
-    @abstractmethod
-    def refusal(self, error: Json) -> Json:
-        """Return the body of the chat route's error as the agent's API has it."""
+    def stream(self, injection: Injection) -> ChatStream:
+        return TranslatedStream(self)
+
+    def agents(self, body: Json, injection: Injection) -> Json:
+        """Return the agent's answer; raise UpstreamUnreachable if this is no chat completion."""
+        try:
+            return self.answer(body)
+        except MALFORMED as error:
+            raise _unreadable(error) from None
+
+    def error_body(self, error: LightningError) -> Json:
+        return self.own.error_body(error)
 
     def feed(self, chunk: Json) -> Iterator[Json]:
         """Yield the events for a chunk, which may have more than the agent asked for."""
@@ -223,3 +248,41 @@ class Translator(ABC):
     @abstractmethod
     def error(self, error: Any) -> Json:
         """Return the event for an error in the stream."""
+
+
+class TranslatedStream(ChatStream):
+    """The chunks of a chat answer, passed on as the events of the agent's API."""
+
+    def __init__(self, translator: Translator) -> None:
+        super().__init__(Injection())
+        self.rewrites = True
+        self._own = translator.own.stream(Injection())
+        self._translator = translator
+
+    def take(self, raw: bytes, event: Json) -> bytes:
+        error = self.read(raw, event)
+        return self._sent(self._translator.feed(event) if error is None else [self._translator.error(error)])
+
+    def last(self, raw: bytes) -> bytes:
+        if self.failure:
+            return b""
+        if self._own.response() is None:
+            raise _unreadable(ValueError("nothing came"))
+        return self._sent(self._translator.end())
+
+    def response(self) -> Any:
+        return self._own.response()
+
+    def _sent(self, events: Iterable[Json]) -> bytes:
+        out = b""
+        try:
+            for event in events:
+                raw = b"event: " + str(event["type"]).encode() + b"\ndata: " + encode(event) + b"\n\n"
+                out += self._own.take(raw, event)
+        except MALFORMED as error:
+            raise _unreadable(error) from None
+        return out
+
+
+def _unreadable(error: Exception) -> UpstreamUnreachable:
+    return UpstreamUnreachable(f"the upstream's answer is no chat completion: {error!r}"[:1000])

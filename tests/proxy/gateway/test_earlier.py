@@ -9,7 +9,7 @@ import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, RolloutName
-from lightning_proxy.proxy.dialects.earlier import exchange_of, items_of
+from lightning_proxy.proxy.dialects.as_chat.recorded import exchange_of, items_of
 from lightning_proxy.proxy.gateway.recent import History
 from lightning_proxy.proxy.gateway.recorder import Recorder
 from lightning_proxy.store.opening import open_database

@@ -12,7 +12,7 @@ from traffic.server import serving
 
 from lightning_proxy.core.errors import UpstreamUnreachable
 from lightning_proxy.core.records import ModelCall
-from lightning_proxy.proxy.dialects.as_chat.dialect import as_chat
+from lightning_proxy.proxy.dialects.as_chat.recorded import as_chat
 from lightning_proxy.serving.vllm import VllmServer, operator_session
 from lightning_proxy.trainer.collect.sampled import Sampled
 from lightning_proxy.trainer.types import Sampling

@@ -1,17 +1,54 @@
-"""The conversation that `previous_response_id` of a request to /v1/responses refers to. Pure."""
+"""Reads recorded calls of another API as chat, and the conversation that `previous_response_id` refers to. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ...core.errors import NotFound
-from ...core.json_text import encode
-from ...core.records import ModelCall
-from ...core.redact import MASK, REASON
-from ...core.tools import dicts
+from ....core.errors import NotFound
+from ....core.json_text import encode
+from ....core.records import ModelCall
+from ....core.redact import MASK, REASON
+from ....core.tools import dicts
+from .messages import MessagesTranslator
+from .responses import ResponsesTranslator
+from .translation import MALFORMED, Template, Translator
 
 Json = dict[str, Any]
+
+CHAT_ENDPOINT = "chat/completions"
+# By the name of their endpoint in a record.
+TRANSLATORS: Mapping[str, type[Translator]] = MappingProxyType(
+    {"messages": MessagesTranslator, "responses": ResponsesTranslator}
+)
+# An unknown one would make requests untranslatable, and what decides how an answer is sampled is the same with any.
+_ANY_TEMPLATE = Template(merges_system=False, disabled_effort="none", ignores_no_tools=True)
+
+
+def as_chat(
+    endpoint: str, request: Json, template: Template = _ANY_TEMPLATE, earlier: Sequence[Json] = ()
+) -> Json | None:
+    """Return a recorded request as the chat request that it was sent as; None if there is none."""
+    if endpoint == CHAT_ENDPOINT:
+        return request
+    translator = TRANSLATORS.get(endpoint)
+    try:
+        return None if translator is None else translator(request).chat(template, earlier)
+    except MALFORMED:
+        return None
+
+
+def chat_answer(endpoint: str, response: Any) -> Any:
+    """Return a recorded answer as the chat answer that a later request has in its history."""
+    translator = TRANSLATORS.get(endpoint)
+    if translator is None or not isinstance(response, dict):
+        return response
+    try:
+        message = translator.history(response)
+    except MALFORMED:
+        message = {"role": "assistant"}
+    return {"choices": [{"index": 0, "message": message}]}
 
 
 class Exchange(NamedTuple):
