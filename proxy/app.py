@@ -163,7 +163,6 @@ async def _opened(
 
 @asynccontextmanager
 async def _at_work(parts: Parts, hooks: Sequence[Hooks]) -> AsyncIterator[None]:
-    """Run the background work during the block, and cancel it at its end."""
     config, database = parts.config, parts.store.database
     work = [parts.keys.watch(), parts.health.watch(config)]
     work += [Keeper(database, config, parts.forget).run(), end_idle_rollouts(database, config.rollouts)]
@@ -217,7 +216,6 @@ class Dispatch:
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
-    """Answer an error in OpenAI's shape."""
     refusal = LightningError("internal error of the proxy; its log says more")
     match error:
         case LightningError():

@@ -50,13 +50,13 @@ class Hooks:
 class ProxyPlugin:
     """A feature of the proxy, or a package of somebody else. Raise ConfigError in `__init__` if it cannot run.
 
-    `upstreams` makes those of kinds that do not speak as OpenAI does. `fields`: models of the core's bodies and
-    answers, each with the model of what the plugin adds to it, which bodies are checked by. `key_id`: the caller sees
-    only the rollouts that were opened with this key, and nothing made of others; None: it sees all.
+    `key_id`: the caller sees only the rollouts that were opened with this key, and nothing made of others; None: all.
     """
 
     routers: ClassVar[Sequence[APIRouter]] = ()
+    # Makes the upstreams of kinds that do not speak as OpenAI does.
     upstreams: ClassVar[Mapping[str, Callable[[UpstreamConfig], Upstream]]] = {}
+    # Models of the core's bodies and answers, each with that of what is added, which bodies are checked by.
     fields: ClassVar[Sequence[tuple[type[Any], type[BaseModel]]]] = ()
 
     def __init__(self, config: Config) -> None:

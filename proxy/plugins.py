@@ -58,13 +58,11 @@ def plugins_of(config: Config) -> list[ProxyPlugin]:
 
 
 async def check_plugins(config: Config) -> None:
-    """Raise ConfigError if a plugin cannot do what the configuration asks for."""
     for plugin in plugins_of(config):
         await plugin.check()
 
 
 def makers_of(plugins: Sequence[ProxyPlugin]) -> dict[str, Callable[[UpstreamConfig], Upstream]]:
-    """Return the makers of upstreams by kind."""
     return {kind: make for plugin in plugins for kind, make in plugin.upstreams.items()}
 
 

@@ -39,7 +39,6 @@ class Health:
         return [url for url in urls or upstream.urls if not self.problems.get((upstream.name, url))]
 
     def is_down(self, upstream: UpstreamConfig) -> bool:
-        """Return whether none of an upstream's servers is up."""
         return bool(upstream.urls) and not self.up(upstream)
 
     async def ask(self, upstream: UpstreamConfig) -> str | None:

@@ -36,8 +36,7 @@ def has_gpu() -> bool:
 def publish_mode(config: Config) -> PublishMode:
     """Return how new weights reach vLLM: as configured; for `auto`, as decided in the store, if it is.
 
-    Else `lora` on a GPU and `merged` on a CPU, where a LoRA adapter makes vLLM ten times slower; if a service takes the
-    steps, `lora`. ConfigError if it is `merged` where agents have adapters of their own.
+    Else `lora` on a GPU and `merged` on a CPU, where a LoRA adapter makes vLLM ten times slower. Raises ConfigError.
     """
     if config.policy.publish != "auto":
         return config.policy.publish

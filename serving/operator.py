@@ -1,7 +1,6 @@
 """Closes the operator routes of the vLLM that we start: they need the operator's key.
 
-vLLM imports `OperatorGuard` by its option `--middleware`. A caller of these routes can replace the weights and
-write files, and vLLM asks nobody for a key there: any web page of a browser on this machine could reach them.
+A caller of these routes can replace the weights and write files, and any web page on this machine could reach them.
 """
 
 from __future__ import annotations

@@ -59,10 +59,9 @@ class Swap:
     async def activate(
         self, version: PolicyVersion, step: int | None = None, *, expected: int | None = None, verified: bool = False
     ) -> None:
-        """Load the version into vLLM and move the alias to it; running requests are not interrupted.
+        """Load the version into vLLM and move the alias to it. Superseded if another than the `expected` one is live.
 
-        Superseded, and nothing changed, if `expected` is given and another version is live. Merged weights go to all
-        servers at once: where that fails, requests stay frozen until `restore`, so no token is of unknown weights.
+        Merged weights go to all servers at once: where that fails, requests stay frozen until `restore`.
         """
         async with self._locked():
             await self._require_successor(version, expected)
@@ -76,10 +75,7 @@ class Swap:
                 await self.vllm.ask(lambda server: server.go_on(label), loaded)
 
     async def roll(self, version: PolicyVersion, step: int | None, expected: int, check: Check) -> None:
-        """Give the version's merged weights to the servers one after the other, and make it live when half have it.
-
-        A server answers no agent until its weights have passed `check`, which raises PublishError.
-        """
+        """Give servers the version's merged weights one after the other; it is live when half have passed `check`."""
         async with self._locked():
             await self._require_successor(version, expected)
             reachable, problems = await self.vllm.reachable(), Problems()
@@ -114,7 +110,12 @@ class Swap:
         try:
             await server.name_weights(LOADING)
             await asyncio.sleep(LEAVE_S)
-            await _drained(server)
+            begun = monotonic()
+            while left := await server.requests():
+                if monotonic() > begun + DRAIN_S:
+                    log.warning("%s: %d requests under way finish with the new weights", shown(server.base_url), left)
+                    break
+                await asyncio.sleep(DRAIN_POLL_S)
             await server.load_weights(path)
             await server.go_on(LOADED + label)
             try:
@@ -159,12 +160,10 @@ class Swap:
         return (await server.weight_version()).removeprefix(LOADED) in labels_of(version)
 
     async def load(self, version: PolicyVersion) -> None:
-        """Serve the version's adapters beside the others; the base model has none."""
         files_of(version)
         await self.vllm.ask(lambda server: server.load_adapters(adapters_of(version)))
 
     async def unload(self, version: PolicyVersion) -> None:
-        """Stop serving the version's adapters."""
         await self.vllm.ask(lambda server: server.unload_adapters(version.served_models))
 
     async def problems(self, pinned: Collection[int] = (), *, only_look: bool = True) -> Problems:
@@ -275,16 +274,6 @@ async def swap_lock(directory: Path) -> AsyncIterator[None]:
             except BlockingIOError:
                 await asyncio.sleep(0.05)
         yield
-
-
-async def _drained(server: VllmServer) -> None:
-    """Wait for the requests that a server has under way, for `DRAIN_S` at most."""
-    begun = monotonic()
-    while left := await server.requests():
-        if monotonic() > begun + DRAIN_S:
-            log.warning("%s has %d requests under way: they finish with the new weights", shown(server.base_url), left)
-            return
-        await asyncio.sleep(DRAIN_POLL_S)
 
 
 def obstacle(version: PolicyVersion, mode: PublishMode) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import aiohttp
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from ..core.config.address import shown
 from ..core.config.root import Config
@@ -41,16 +41,16 @@ class VllmFault(VllmError):
 AWAY = (UpstreamUnreachable, UpstreamTimeout)
 
 
-def operator_session() -> aiohttp.ClientSession:
+def operator_session() -> ClientSession:
     """Return a session for the classes below. It closes idle connections before vLLM does after 5 s."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(keepalive_timeout=4))
+    return ClientSession(connector=TCPConnector(keepalive_timeout=4))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VllmServer:
     """One vLLM server; operator routes are beside the /v1 of its `base_url`. `model`: the base one, of several."""
 
-    session: aiohttp.ClientSession
+    session: ClientSession
     base_url: str
     headers: Mapping[str, str]
     model: str | None = None
@@ -85,7 +85,6 @@ class VllmServer:
                 await self._send("/v1/load_lora_adapter", body)
 
     async def unload_adapters(self, names: Collection[str]) -> None:
-        """Stop serving those of these adapters that are served."""
         served = await self.adapters() if names else {}
         for name in filter(served.__contains__, names):
             await self._send("/v1/unload_lora_adapter", {"lora_name": name})
@@ -120,7 +119,6 @@ class VllmServer:
         await self._send("/update_weight_version", {"new_version": label})
 
     async def requests(self) -> int:
-        """Return how many requests it has under way or waiting; 0 if it does not say."""
         try:
             return sum(map(int, _REQUESTS.findall(await self._send("/metrics", method="GET"))))
         except VllmError:
@@ -183,7 +181,6 @@ class VllmServer:
         return await self._read(f"/v1/{endpoint}/render", read, {**body})
 
     async def _complete(self, model: str, prompt: Any, asked: dict[str, Any], read: Callable[[Any], T]) -> T:
-        """Return `read` of a completion's choice, by default of one token."""
         body = {"model": model, "prompt": prompt, "max_tokens": 1} | asked
         return await self._read("/v1/completions", lambda answer: read(answer["choices"][0]), body)
 
@@ -199,14 +196,14 @@ class VllmServer:
     async def _send(self, path: str, body: dict[str, Any] | None = None, method: str = "POST") -> str:
         """Return the text of an answer. Raise VllmError, or what is in `AWAY`."""
         base = self.base_url.rstrip("/")
-        root, limit = base.removesuffix("/v1"), aiohttp.ClientTimeout(total=self.timeout_s, sock_connect=5)
+        root, limit = base.removesuffix("/v1"), ClientTimeout(total=self.timeout_s, sock_connect=5)
         url = base + path.removeprefix("/v1") if path.startswith("/v1/") else root + path
         try:
             async with self.session.request(method, url, json=body, headers=self.headers, timeout=limit) as answer:
                 text = (await answer.read()).decode(errors="replace")
         except TimeoutError as error:
             raise UpstreamTimeout(f"vLLM at {shown(root)} did not answer {method} {path} in time") from error
-        except aiohttp.ClientError as error:
+        except ClientError as error:
             raise UpstreamUnreachable(f"vLLM at {shown(root)} is not reachable: {why_it_failed(error)}") from None
         if answer.status >= 400:
             kind = VllmFault if answer.status >= 500 else VllmError
@@ -221,17 +218,13 @@ class VllmFleet:
     """All vLLM servers of the policy. One that is away is left out; if any other refuses, the fleet has refused."""
 
     def __init__(
-        self,
-        session: aiohttp.ClientSession,
-        urls: Sequence[str],
-        headers: Mapping[str, str] = {},
-        model: str | None = None,
+        self, session: ClientSession, urls: Sequence[str], headers: Mapping[str, str] = {}, model: str | None = None
     ) -> None:
         """`urls`: those of the upstream; `headers` go with every request; `model` is that of `VllmServer`."""
         self.servers = [VllmServer(session, url, headers, model) for url in urls]
 
     @classmethod
-    def of(cls, config: Config, session: aiohttp.ClientSession) -> VllmFleet:
+    def of(cls, config: Config, session: ClientSession) -> VllmFleet:
         """Return the policy's servers; there must be an upstream of kind vllm."""
         upstream = config.policy_upstream
         assert upstream is not None
@@ -267,14 +260,12 @@ class VllmFleet:
         return answers
 
     async def first(self, work: Work[T]) -> T:
-        """Return the result of the first server that answers."""
         return next(iter((await self.ask(work)).values()))
 
     async def rendered(self, endpoint: str, body: Mapping[str, Any]) -> dict[str, Any]:
         return await self.first(lambda server: server.rendered(endpoint, body))
 
     async def reachable(self) -> list[VllmServer]:
-        """Return the servers that answer. Raise if none does."""
         return [*await self.ask(VllmServer.models)]
 
     async def base_model(self) -> str:

@@ -17,8 +17,7 @@ class TiedHeads:
     def reload_with_tied_heads(self, weights_path: str) -> None:
         """Load the weights at a path, as `reload_weights` does, and prepare modules that share a weight once more.
 
-        On a CPU, vLLM 0.32 computes a head by a packed copy of its weight. `reload_weights` renews only the copies of
-        modules that are in the files by their own names; a tied head is there as the embeddings.
+        On a CPU, vLLM 0.32 packs a copy of a head's weight, and renews those of modules with files of their own only.
         """
         self.reload_weights(weights_path=weights_path)
         users: dict[int, list[Any]] = {}

@@ -162,10 +162,7 @@ WAIT_S = 5.0
 
 
 class Memory:
-    """Lends a limited number of bytes to bodies and answers, at most a quarter of them, or one body, to one key.
-
-    First come first served: a large loan is not overtaken for ever. A key that has its share holds up no other.
-    """
+    """Lends bytes to bodies and answers, first come first served, and at most a quarter, or one body, to one key."""
 
     def __init__(self, size: int, largest: int = 0, wait_s: float = WAIT_S) -> None:
         """`largest`: bytes of the largest body."""
@@ -233,7 +230,6 @@ class Loan:
             memory.changed.set()
 
     def shrink(self, size: int | None = None) -> None:
-        """Give so many bytes back, or all of them."""
         if size := self.size if size is None else min(size, self.size):
             self.size -= size
             self._memory.add(self.key, -size)

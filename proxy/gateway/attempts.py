@@ -8,6 +8,7 @@ import random
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -197,7 +198,6 @@ class Upstreams:
         return await upstream.open(request)
 
     async def ask(self, config: UpstreamConfig, request: Request) -> tuple[int, bytes]:
-        """Return the status and the entire body of the upstream's answer."""
         answer = await self.open(config, request)
         try:
             return answer.status, await answer.read()
@@ -211,13 +211,10 @@ class Upstreams:
 
 def _retry_after_s(answer: Answer) -> float | None:
     """The seconds that Retry-After asks for, as a number or a date; None if it cannot be read."""
-    value = answer.retry_after
-    if value.isdecimal():
-        return float(value)
-    try:
-        return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except ValueError:
-        return None
+    at = answer.retry_after
+    with suppress(ValueError):
+        return float(at) if at.isdecimal() else max(parsedate_to_datetime(at).timestamp() - time.time(), 0.0)
+    return None
 
 
 def is_form(body: bytes) -> bool:

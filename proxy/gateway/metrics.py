@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -43,8 +42,12 @@ class Metrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self._shared = Path(shared) if (shared := os.environ.get(SHARED)) else None
-        if self._shared is not None:
-            _forget_dead(self._shared)
+        if self._shared is not None:  # workers that crashed: their gauges go, their counts stay
+            for pid in {int(file.stem.rpartition("_")[2]) for file in self._shared.glob("gauge_live*_*.db")}:
+                try:
+                    os.kill(pid, 0)
+                except ProcessLookupError:
+                    mark_process_dead(pid, str(self._shared))
         seconds = partial(Histogram, buckets=_SECONDS, registry=self._registry)
         self._latency = seconds("lightning_call_seconds", "Calls, to the last byte")
         self._ttft = seconds("lightning_first_byte_seconds", "Until the answer's first byte")
@@ -78,16 +81,13 @@ class Metrics:
             self._ttft.observe(end.ttft_ms / 1000)
 
     def set(self, name: str, value: float, *labels: str) -> None:
-        """Show a gauge's value."""
         gauge = self._gauges[name]
         (gauge.labels(*labels) if labels else gauge).set(value)
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
-        """Return a new counter, which is shown with the others."""
         return Counter(f"lightning_{name}", text, labels, registry=self._registry)
 
     def gauge(self, name: str, text: str, *labels: str, mode: str = "livemostrecent") -> Gauge:
-        """Return a new gauge, which is shown with the others."""
         return Gauge(f"lightning_{name}", text, labels, registry=self._registry, multiprocess_mode=mode)  # type: ignore[arg-type]
 
     def render(self) -> bytes:
@@ -97,12 +97,3 @@ class Metrics:
         all_workers = CollectorRegistry()
         MultiProcessCollector(all_workers, str(self._shared))
         return generate_latest(all_workers)
-
-
-def _forget_dead(shared: Path) -> None:
-    """Drop the gauges of workers that crashed; their counts stay."""
-    for pid in {int(file.stem.rpartition("_")[2]) for file in shared.glob("gauge_live*_*.db")}:
-        with suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            continue
-        mark_process_dead(pid, str(shared))

@@ -112,12 +112,12 @@ class PolicyRouter:
             raise Conflict("policy_version and model exclude each other", param="model")
         if policy_version is not None:
             await self._require_version(policy_version)
-        if model is None or model in self._named:
+        if model in (None, *self._named):
             return
         if self._watch is None or self._first.kind != "vllm":  # it gets every model that none names
             is_served = self._first.kind != "litellm"
         else:
-            is_served = model in (self.alias, *await self._watch.swap.vllm.first(VllmServer.adapters))
+            is_served = model == self.alias or model in await self._watch.swap.vllm.first(VllmServer.adapters)
         if not is_served:
             raise NotFound(f"no upstream serves the model {model!r}: name it in the `models` of one", param="model")
 
@@ -184,7 +184,6 @@ class Watch:
         self._probed: dict[str, tuple[PolicyVersion, float]] = {}  # by URL; with the time of the next question
 
     async def run(self) -> None:
-        """Check vLLM every second until cancelled."""
         try:
             while True:
                 await self._check()
@@ -204,11 +203,7 @@ class Watch:
                     log.debug("%s is not probed: %s", replica_name(server.base_url), error)
 
     async def current(self) -> Wanted:
-        """Return the live version, and those that servers have in its place, for a call that may go out now.
-
-        If vLLM is unreachable, too: the call itself will fail. Raises NotServed, and UpstreamTimeout if vLLM does not
-        say within the upstream's `connect_timeout_s`.
-        """
+        """Return what vLLM is to serve; where it is away, the call itself fails. Raises NotServed, UpstreamTimeout."""
         if self._problem is not None:
             await self._check(self.upstream.connect_timeout_s)
         wanted = await self._wanted()
@@ -248,15 +243,24 @@ class Watch:
         except StoreUnavailable:  # it says nothing of vLLM; calls read the store, too, and get this error
             return
         except Exception as error:  # the next look may find it mended
-            self._set_problem(error)
+            known, problem = isinstance(error, LightningError), error
+            if not isinstance(problem, (NotServed, *AWAY)):
+                advice = f"{error}: `lightning-proxy doctor` says what to do"
+                problem = NotServed(advice if known else f"vLLM does not serve the live policy version: {error}")
+            if str(problem) != str(self._problem):  # vLLM may be away for days
+                log.warning("the policy is not served yet: %s", problem, exc_info=None if known else error)
+            problem.message = without_addresses(problem.message)  # which agents are shown
+            self._problem = problem
         seen = {server.base_url: problem for server, problem in problems.items()}
         for url in dict.fromkeys((*self.upstream.urls, *self.upstream.published_to)):
-            problem = seen.get(url, self._problem)
-            self.health.report(self.upstream.name, url, None if problem is None else str(problem))
+            why = seen.get(url, self._problem)
+            self.health.report(self.upstream.name, url, None if why is None else str(why))
 
     async def _problems(self) -> Problems:
         """Why servers do not serve what is live. Calls wait for those that are being mended only if no other has it."""
         pinned = await self.swap.store.versions.pinned(time.time() - self._config.pin_timeout_s)
+        if len(self.swap.vllm.servers) == 1:  # while it is given new weights, its calls are frozen, and go on
+            return await self.swap.restore(pinned)
         try:
             problems = await self.swap.problems(pinned)
         except NotServed:  # mending waits for a trainer that publishes, which may take minutes
@@ -272,17 +276,6 @@ class Watch:
             self._mending = asyncio.create_task(self.swap.restore(pinned))
             self._mending.add_done_callback(lambda done: done.cancelled() or done.exception())
         return self._mending
-
-    def _set_problem(self, error: Exception) -> None:
-        """Log a problem once, not at every check while it stays the same: vLLM may be away for days."""
-        known, problem = isinstance(error, LightningError), error
-        if not isinstance(problem, (NotServed, *AWAY)):
-            advice = f"{error}: `lightning-proxy doctor` says what to do"
-            problem = NotServed(advice if known else f"vLLM does not serve the live policy version: {error}")
-        if str(problem) != str(self._problem):
-            log.warning("the policy is not served yet: %s", problem, exc_info=None if known else error)
-        problem.message = without_addresses(problem.message)  # which agents are shown
-        self._problem = problem
 
     async def _probe(self, server: VllmServer) -> None:
         """Ask a server that was not asked yet, or not lately, and compare its answer with the version's first one."""

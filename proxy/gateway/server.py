@@ -58,7 +58,6 @@ def raise_limit() -> None:
 
 
 def files_allowed() -> int:
-    """Return how many files this process may have open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST_FILES if soft == resource.RLIM_INFINITY else min(soft, MOST_FILES)
 
@@ -311,7 +310,6 @@ class ServerProtocol(HttpToolsProtocol):
 
     @property
     def _state(self) -> dict[str, Any]:
-        """What is known of the request under way."""
         return {} if self.cycle is None else self.cycle.scope["state"]
 
     @property

@@ -109,7 +109,6 @@ class Templates:
         self._asked: dict[str, asyncio.Task[Template]] = {}  # of servers that answered, or are about to
 
     def of(self, upstream: str | None) -> Template:
-        """Return what is known of an upstream's template."""
         asked = self._asked.get(upstream or "")
         return asked.result() if asked is not None and asked.done() else Template()
 

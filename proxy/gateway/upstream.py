@@ -27,6 +27,7 @@ from ...core.records import Header
 from ...serving.health import Health
 
 Piece = bytes | memoryview
+Begun = tuple[RawResponseMessage, aiohttp.StreamReader]
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +89,6 @@ class Request(NamedTuple):
         return self.with_body(*before, memoryview(last)[:-1], b"," + members[1:])
 
     def sent_body(self) -> bytes:
-        """Return the bytes that are sent."""
         return b"".join(self.pieces) if self.pieces else self.body
 
 
@@ -160,7 +160,6 @@ class Upstream(Protocol):
         """Send the request and wait for the answer to begin. Raises NoConnection, UpstreamUnreachable, Unsupported."""
 
     async def close(self) -> None:
-        """Let go of what it has opened itself."""
         return
 
 
@@ -180,7 +179,6 @@ class KeyMask:
         self._held = b""
 
     def once(self, data: bytes) -> bytes:
-        """Mask the key in data that is complete."""
         for key in self._keys:
             data = data.replace(key, b"*" * len(key))
         return data
@@ -198,11 +196,7 @@ class KeyMask:
 
 
 class _Protocol(ResponseHandler):
-    """A connection to an upstream, over which `uses` requests were sent; `answered`: bytes of an answer have come.
-
-    aiohttp would let the reader of a body wait after a malformed chunk. And it would resume reading with every chunk
-    that is taken, which costs more than the chunk does.
-    """
+    """A connection to an upstream, over which `uses` requests were sent; `answered`: bytes of an answer have come."""
 
     uses, answered = 0, False
     _sent: Callable[[], None] | None = None
@@ -237,7 +231,7 @@ class _Protocol(ResponseHandler):
         return self.writing_paused or super().should_close  # not all of the request was sent
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        if self._reading_paused:
+        if self._reading_paused:  # aiohttp does it with every chunk, which costs more than the chunk
             super().resume_reading(resume_parser)
 
     def _drop_timeout(self) -> None:
@@ -246,7 +240,7 @@ class _Protocol(ResponseHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         payload = self._payload
-        super().connection_lost(exc)
+        super().connection_lost(exc)  # lets the reader wait after a malformed chunk
         if payload is not None and not payload.is_eof() and payload.exception() is None:
             payload.set_exception(aiohttp.ClientPayloadError("its answer is malformed"))
 
@@ -276,14 +270,11 @@ class HttpUpstream(Upstream):
         }
 
     async def open(self, request: Request) -> HttpAnswer:
-        """Send the request to the rollout's server; if there is no connection, to the next one.
-
-        By rendezvous hashing: a rollout keeps to one server's prefix cache, and moves only if that server goes down.
-        """
+        """Send the request to the rollout's server, whose cache knows it; without a connection to the next one."""
         allowed = request.servers or self._config.urls
         if len(self._config.urls) == 1:
             return await self._open(self._config.urls[0], request)
-        *others, last = sorted(
+        *others, last = sorted(  # by rendezvous hashing: only the rollouts of a server that goes down move
             self._health.up(self._config, allowed) or allowed,
             key=lambda url: blake2b(f"{url} {request.rollout_id}".encode(), digest_size=8).digest(),
             reverse=True,
@@ -325,18 +316,18 @@ class HttpUpstream(Upstream):
         assert isinstance(protocol, _Protocol)
         try:
             protocol.ask(self._head(way, url, request), request, config.idle_timeout_s)
-            message, content = await protocol.read()
-            while 100 <= message.code < 200 and message.code != 101:
-                message, content = await protocol.read()
-            if not 200 <= message.code <= 599:
-                raise UpstreamUnreachable(f"upstream {config.name} answered with status {message.code}")
+            begun = await protocol.read()
+            while 100 <= (status := begun[0].code) < 200 and status != 101:
+                begun = await protocol.read()
+            if not 200 <= status <= 599:
+                raise UpstreamUnreachable(f"upstream {config.name} answered with status {status}")
         except BaseException as error:
             connection.close()
             ended = isinstance(error, (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError))
             if ended and protocol.uses > 1 and not protocol.answered and monotonic() < asked_at + IDLE_CLOSED_S:
                 return None
             raise
-        return HttpAnswer(config, connection, message, content, base=way.url, url=url, decodes=request.identity)
+        return HttpAnswer(config, connection, begun, base=way.url, url=url, decodes=request.identity)
 
     def _head(self, way: aiohttp.ClientRequest, url: URL, request: Request) -> bytes:
         """The first line, with the whole URL for a proxy, and headers: the agent's, less those for us, and our own."""
@@ -367,20 +358,13 @@ class HttpAnswer(Answer):
     """An answer on its way, over a connection that is its own until it is released. `base`: the server's URL."""
 
     def __init__(
-        self,
-        config: UpstreamConfig,
-        connection: Connection,
-        message: RawResponseMessage,
-        content: aiohttp.StreamReader,
-        *,
-        base: URL,
-        url: URL,
-        decodes: bool,
+        self, config: UpstreamConfig, connection: Connection, begun: Begun, *, base: URL, url: URL, decodes: bool
     ) -> None:
+        message, self._content = begun
         kind = message.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         is_stream = message.code == 200 and kind == "text/event-stream"
         super().__init__(message.code, is_stream=is_stream, retry_after=message.headers.get("Retry-After", ""))
-        self._config, self._connection, self._message, self._content = config, connection, message, content
+        self._config, self._connection, self._message = config, connection, message
         self._base, self._url, self._decodes = base, url, decodes
         self._mask = KeyMask(*config.masked) if config.masked else None
 

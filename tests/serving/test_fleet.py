@@ -13,7 +13,7 @@ import pytest
 
 from lightning_proxy.core.errors import UpstreamUnreachable
 from lightning_proxy.serving.swap import Swap
-from lightning_proxy.serving.vllm import VllmError, VllmFleet, VllmServer, operator_session
+from lightning_proxy.serving.vllm import LOADING, VllmError, VllmFleet, VllmServer, operator_session
 from support.serving import serving
 
 ROLLOUTS = [f"r{i}" for i in range(30)]
@@ -152,6 +152,29 @@ async def test_what_one_replica_refuses_goes_live_nowhere(running: Any, tmp_path
 
         await until(both_go_on)
         assert await answers(system) == before
+
+
+async def test_calls_go_on_however_long_the_only_server_takes_to_load_new_weights(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, seen = VllmServer.load_weights, set[int]()
+
+    async def slow(server: VllmServer, path: str) -> None:
+        await server.name_weights(LOADING)
+        await asyncio.sleep(0.5)
+        await load(server, path)
+
+    monkeypatch.setattr(VllmServer, "load_weights", slow)
+    monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.MENDED_S", 0.01)
+    monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.WATCH_S", 0.02)
+    async with running(tmp_path, publish="merged") as system:
+        assert (await system.chat("r"))[0] == 200
+        async with system.store() as store:
+            version = await system.earlier_version(store, tmp_path)
+        promoting = asyncio.create_task(system.call("POST", "/policy/promote", {"version": version}))
+        while not promoting.done():
+            seen.add((await system.chat("r"))[0])
+        assert ((await promoting)[0], seen) == (200, {200})
 
 
 async def test_all_servers_being_away_is_an_error() -> None:
