@@ -6,7 +6,7 @@ import io
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -211,7 +211,9 @@ def run(
         ),
     ] = None,
     concurrency: Concurrency = 8,
-    mode: Annotated[str, typer.Option(help="`train`, or `eval`: recorded but never trained on")] = "train",
+    mode: Annotated[
+        Literal["train", "eval"], typer.Option(help="`train`, or `eval`: recorded but never trained on")
+    ] = "train",
     repeat: Annotated[int, typer.Option(metavar="N", min=1, help="passes over the tasks")] = 1,
     ahead: Annotated[
         float | None,
@@ -232,12 +234,24 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run an agent program over tasks. Each task gets siblings, each sibling a rollout of its own."""
-    from .commands.run.command import RunRequest, run_command
+    from .commands.run.command import run_command
 
-    modules = preload.split(",") if preload else []
-    given = (tasks, command, modules, group_size, concurrency, mode, repeat, ahead, resume, logs, as_json)
     overrides = {"run.executor": executor, "run.proxy_url": proxy_url, "run.timeout_s": timeout}
-    run_command(configuration(context, overrides), RunRequest(*given, budget))
+    run_command(
+        configuration(context, overrides),
+        command,
+        tasks=tasks,
+        preload=preload.split(",") if preload else [],
+        group_size=group_size,
+        concurrency=concurrency,
+        mode=mode,
+        repeat=repeat,
+        ahead=ahead,
+        budget_usd=budget,
+        resume=resume,
+        logs=logs,
+        as_json=as_json,
+    )
 
 
 @app.command(name="eval", rich_help_panel=WORK, context_settings={"allow_interspersed_args": False})
@@ -266,26 +280,23 @@ def evaluate(
     ] = False,
 ) -> None:
     """Compare policy versions and other models on held-out tasks."""
-    from .commands.eval.command import EvalRequest, eval_command
-    from .commands.eval.report import Scoring
+    from .commands.eval.command import eval_command
 
-    modules = preload.split(",") if preload else []
     eval_command(
         configuration(context),
-        EvalRequest(
-            tasks,
-            models,
-            command,
-            modules,
-            samples,
-            concurrency,
-            promote,
-            Scoring(pass_at, seed),
-            out,
-            logs,
-            as_json,
-            paced,
-        ),
+        command,
+        tasks=tasks,
+        models=models,
+        preload=preload.split(",") if preload else [],
+        samples=samples,
+        concurrency=concurrency,
+        promote=promote,
+        pass_at=pass_at,
+        seed=seed,
+        out=out,
+        logs=logs,
+        as_json=as_json,
+        paced=paced,
     )
 
 
@@ -382,8 +393,8 @@ def export(
     """Write what was recorded as JSON Lines or Parquet. The proxy need not run."""
     from .commands.export.export import export_command
 
-    filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since}
-    export_command(configuration(context), file, format, kind, filters)
+    filters: dict[str, Any] = {"mode": mode, "status": status, "task": task, "min_reward": min_reward, "since": since}
+    export_command(configuration(context), file, format=format, kind=kind, **filters)
 
 
 @app.command(name="import", rich_help_panel=RECORD)

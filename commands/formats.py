@@ -11,6 +11,7 @@ from ..core.json_text import dumps_readable
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+    from rich.table import Table
     from rich.text import Text
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -28,6 +29,18 @@ def progress_bar() -> Progress:
 
     console = Console(stderr=True)
     return Progress(console=console, disable=not console.is_terminal)
+
+
+def table(*left: str, right: Sequence[str] = (), **options: Any) -> Table:
+    """Return a table without lines: columns for words, then columns for numbers, which end at the right."""
+    from rich.table import Table
+
+    made = Table(**{"box": None, "pad_edge": False, "padding": (0, 2, 0, 0), **options})
+    for name in left:
+        made.add_column(name, no_wrap=True)
+    for name in right:
+        made.add_column(name, justify="right", no_wrap=True)
+    return made
 
 
 def number(value: float | None, digits: int = 3) -> str:

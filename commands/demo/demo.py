@@ -177,7 +177,7 @@ class Demo:
             self._failed += rollout["mode"] == "train" and rollout["status"] in ("running", "failed")
         self._rewards = [rollout["reward"] for rollout in reversed(completed) if rollout["reward"] is not None]
         for rollout in completed[: 2 * STEP_ROLLOUTS]:  # the trainer may still wait for others beside these
-            backlog.ended(rollout["rollout_id"])
+            backlog.ended(rollout)
 
     def reached(self) -> str:
         """Return a line about how far it came."""

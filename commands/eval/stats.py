@@ -59,8 +59,8 @@ def sign_flip_p(differences: Sequence[float], seed: int) -> float:
         patterns = itertools.product((-1.0, 1.0), repeat=len(given))
         return float(np.mean([abs(np.dot(signs, given)) >= seen for signs in patterns]))
     rng = np.random.default_rng(seed)
-    flipped = (abs(np.dot(rng.choice((-1.0, 1.0), len(given)), given)) >= seen for _ in range(RESAMPLES))
-    return (1 + sum(map(bool, flipped))) / (1 + RESAMPLES)
+    drawn = [abs(np.dot(rng.choice((-1.0, 1.0), len(given)), given)) >= seen for _ in range(RESAMPLES)]
+    return float(np.mean([True, *drawn]))
 
 
 def ks(samples: int) -> list[int]:
@@ -95,7 +95,6 @@ def same_version(row: Mapping[str, Any], first: Mapping[str, Any]) -> int | None
 
 
 def comparison_line(row: Mapping[str, Any], first: str) -> str:
-    """Return a row's comparison with the first one in one line."""
     versus, beside = row["versus"], f"{row['model']} beside {first}"
     if (version := versus["same_version"]) is not None:
         return f"{beside}: both are policy version {version}, so any difference is chance"

@@ -26,58 +26,48 @@ MEDIA = "images and files are not written as ATIF"
 
 def conversations(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
     """Yield a row for each conversation of a rollout; count in `left_out` those that cannot be one, by reason."""
-    rejected = {call.call_id for call, one in zip(calls, call_fields(calls), strict=True) if one.get("rejected")}
-    for call, turn in whole(answered(calls), left_out):
+    rejected = {call.call_id for call, fields in zip(calls, call_fields(calls), strict=True) if fields.get("rejected")}
+    for call, turn in _whole(_answered(calls), left_out):
         if call.call_id in rejected:
             left_out[REJECTED] += 1
             continue
+        facts = {name: getattr(rollout, name) for name in ("rollout_id", *OURS)}
         yield {
             "messages": turn.messages,
             "tools": turn.tools or None,
-            "rollout_id": rollout.rollout_id,
-            "task_id": rollout.task_id,
-            "mode": rollout.mode,
-            "status": rollout.status,
-            "reward": rollout.reward,
+            **facts,
             "agent": call.agent,
             "model": call.model,
         }
 
 
-def answered(calls: Sequence[ModelCall]) -> list[tuple[ModelCall, ChatTurn]]:
-    """Return the calls that were answered, each as chat."""
-    turns = chat_turns([*map(call_view, calls)])
-    return [
-        (call, turn) for call, turn in zip(calls, turns, strict=True) if call.is_decision and call.response is not None
-    ]
+def _answered(calls: Sequence[ModelCall]) -> list[tuple[ModelCall, ChatTurn]]:
+    """The calls that were answered, each as chat."""
+    turns = zip(calls, chat_turns([*map(call_view, calls)]), strict=True)
+    return [(call, turn) for call, turn in turns if call.is_decision and call.response is not None]
 
 
-def whole(turns: Sequence[tuple[ModelCall, ChatTurn]], left_out: Counter[str]) -> Iterator[tuple[ModelCall, ChatTurn]]:
-    """Yield the last turn of each conversation; count in `left_out` those that cannot be shown, by reason."""
-    for i in ends([turn for _, turn in turns]):
-        call, turn = turns[i]
+def _whole(turns: Sequence[tuple[ModelCall, ChatTurn]], left_out: Counter[str]) -> Iterator[tuple[ModelCall, ChatTurn]]:
+    """Yield the last turn of each conversation, which no later one continues or repeats."""
+    latest, lasts = dict[int, int](), list[int]()
+    for i, (_, turn) in enumerate(turns):
+        digests = [*beginnings(turn.messages)]
+        latest |= dict.fromkeys(digests, i)
+        lasts.append(digests[-1])
+    for i, (call, turn) in enumerate(turns):
+        if not turn.answer or latest[lasts[i]] != i:
+            continue
         if reason := REASON if call.untrainable_reason == REASON else turn.unreadable:
             left_out[reason] += 1
         else:
             yield call, turn
 
 
-def ends(turns: Sequence[ChatTurn]) -> list[int]:
-    """Return the places of the answered turns that no later turn continues or repeats."""
-    latest = dict[int, int]()
-    lasts: list[int] = []
-    for i, turn in enumerate(turns):
-        digests = [*beginnings(turn.messages)]
-        latest.update(dict.fromkeys(digests, i))
-        lasts.append(digests[-1])
-    return [i for i, (turn, last) in enumerate(zip(turns, lasts, strict=True)) if turn.answer and latest[last] == i]
-
-
 def trajectories(rollout: Rollout, calls: Sequence[ModelCall], left_out: Counter[str]) -> Iterator[Json]:
     """Yield a document for each conversation of a rollout; count in `left_out` those that cannot be one, by reason."""
-    turns = answered(calls)
+    turns = _answered(calls)
     by_end = {[*beginnings(turn.messages)][-1]: call for call, turn in turns}
-    for last, turn in whole(turns, left_out):
+    for last, turn in _whole(turns, left_out):
         if not all(_is_text(message.get("content")) for message in turn.messages):
             left_out[MEDIA] += 1
             continue
@@ -114,27 +104,31 @@ def _steps(messages: Sequence[Json], made: Sequence[ModelCall | None]) -> list[J
 
 def _of_agent(message: Json, step: int) -> Json:
     """The thoughts and tool calls of an answer. The format wants an id of each call: one without gets its place."""
-    tools = []
-    for i, one in enumerate(message.get("tool_calls") or ()):
-        given = one["function"].get("arguments")
-        own = one.get("id")
-        call_id = own if own and isinstance(own, str) else f"call_{step}_{i}"
-        named = {"tool_call_id": call_id, "function_name": one["function"]["name"]}
-        tools.append({**named, "arguments": given if isinstance(given, dict) else {"arguments": given}})
-    thoughts = message.get("reasoning_content")
-    return ({"reasoning_content": thoughts} if thoughts else {}) | ({"tool_calls": tools} if tools else {})
+    made, tools = Json(), []
+    for i, tool in enumerate(message.get("tool_calls") or ()):
+        given, own = tool["function"].get("arguments"), tool.get("id")
+        tools.append({
+            "tool_call_id": own if own and isinstance(own, str) else f"call_{step}_{i}",
+            "function_name": tool["function"]["name"],
+            "arguments": given if isinstance(given, dict) else {"arguments": given},
+        })  # fmt: skip
+    if thoughts := message.get("reasoning_content"):
+        made["reasoning_content"] = thoughts
+    return made | ({"tool_calls": tools} if tools else {})
 
 
 def _of_call(call: ModelCall) -> Json:
-    """What is known of a call: `metrics` has its tokens as they were sampled."""
     prompt, sampled = call.prompt_token_ids, call.response_token_ids
     metrics = {
         "prompt_tokens": len(prompt), "completion_tokens": len(sampled),
         "prompt_token_ids": prompt, "completion_token_ids": sampled, "logprobs": call.logprobs,
     }  # fmt: skip
-    ours = {"call_id": call.call_id, "policy_version": call.policy_version, "reward": call.reward}
-    about = {"timestamp": datetime.fromtimestamp(call.started_at, UTC).isoformat(), "model_name": call.model}
-    return about | ({"metrics": metrics} if sampled else {}) | {"extra": ours}
+    return {
+        "timestamp": datetime.fromtimestamp(call.started_at, UTC).isoformat(),
+        "model_name": call.model,
+        **({"metrics": metrics} if sampled else {}),
+        "extra": {"call_id": call.call_id, "policy_version": call.policy_version, "reward": call.reward},
+    }
 
 
 def is_trajectory(row: Any) -> bool:
@@ -144,26 +138,34 @@ def is_trajectory(row: Any) -> bool:
 def conversation_of(row: Mapping[str, Any]) -> Json:
     """Return a trajectory as a line of `import`; ValueError if it is none. Copied context is not learned from."""
     try:
-        messages = [one for step in row["steps"] for one in _messages(step)]
-        found = {"messages": messages, "tools": row["agent"].get("tool_definitions")}
         extra = row.get("extra") or {}
-        found |= {"model": row["agent"].get("model_name"), **{name: extra[name] for name in OURS if name in extra}}
+        return {
+            "messages": [message for step in row["steps"] for message in _messages(step)],
+            "tools": row["agent"].get("tool_definitions"),
+            "model": row["agent"].get("model_name"),
+            **{name: extra[name] for name in OURS if name in extra},
+        }
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"it is no trajectory: {type(error).__name__} {str(error)[:200]}") from None
-    return found
 
 
 def _messages(step: Json) -> Iterator[Json]:
     if not _is_text(step.get("message")):
         raise ValueError(f"step {step['step_id']} has more than text")
     message: Json = {"role": ROLES[step["source"]], "content": step.get("message") or ""}
-    if step.get("reasoning_content"):
-        message["reasoning_content"] = step["reasoning_content"]
+    if thoughts := step.get("reasoning_content"):
+        message["reasoning_content"] = thoughts
     if called := step.get("tool_calls"):
-        functions = [{"name": one["function_name"], "arguments": one.get("arguments")} for one in called]
-        names = [one.get("tool_call_id") for one in called]
-        message["tool_calls"] = [{"id": name, "function": of} for name, of in zip(names, functions, strict=True)]
-    yield message | ({"weight": 0} if step.get("is_copied_context") else {})
+        message["tool_calls"] = [
+            {
+                "id": tool.get("tool_call_id"),
+                "function": {"name": tool["function_name"], "arguments": tool.get("arguments")},
+            }
+            for tool in called
+        ]
+    if step.get("is_copied_context"):
+        message["weight"] = 0
+    yield message
     for result in (step.get("observation") or {}).get("results", ()):
         if (content := result.get("content")) is not None:
             name = result.get("source_call_id")  # None: of what the agent did without a tool

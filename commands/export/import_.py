@@ -23,6 +23,7 @@ from ...core.tools import dicts, tool_calls
 from ...proxy.gateway.recorder import Recorder
 from ...store.opening import opened
 from ...store.store import Store
+from ..files import lines
 from ..formats import progress_bar
 from ..signals import run_until_signal
 from .conversations import conversation_of, is_trajectory
@@ -47,66 +48,49 @@ class ImportedConversation:
     failed: bool
 
 
-@dataclass(slots=True)
-class ImportCounts:
-    """How many rollouts were recorded, and how many were there already."""
-
-    rollouts: int = 0
-    known: int = 0
-
-
 def import_command(config: Config, file: Path, model: str, reward: float) -> None:
     """Run `import`. Raises ConfigError, and imports nothing, if a line is no conversation."""
     if not math.isfinite(reward):
         raise ConfigError(f"--reward must be a finite number, got {reward}")
-    lines = 0
-    for lines, one in enumerate(conversations(file, model, reward), 1):  # all, before the first is recorded
-        if one.reward is not None:
+    count = 0
+    for count, conversation in enumerate(conversations(file, model, reward), 1):  # all, before the first is recorded
+        if conversation.reward is not None:
             try:
-                config.rewards.require(one.reward, f"{file}, conversation {lines}: reward")
+                config.rewards.require(conversation.reward, f"{file}, conversation {count}: reward")
             except Unprocessable as error:
                 raise ConfigError(error.message) from None
-    brought = run_until_signal(import_file(config, file, model, reward, lines))
-    known = f", {brought.known} were there already" if brought.known else ""
-    Console(stderr=True).print(f"{brought.rollouts} rollouts from {file}{known}", markup=False, soft_wrap=True)
+    recorded = run_until_signal(import_file(config, file, model, reward, count))
+    known = f", {count - recorded} were there already" if recorded < count else ""
+    Console(stderr=True).print(f"{recorded} rollouts from {file}{known}", markup=False, soft_wrap=True)
 
 
-async def import_file(config: Config, file: Path, model: str, reward: float, lines: int) -> ImportCounts:
-    """Record the file's conversations. One that is in the store already is left as it is."""
-    brought = ImportCounts()
+async def import_file(config: Config, file: Path, model: str, reward: float, count: int) -> int:
+    """Record the file's conversations, and return how many. One that is in the store already is left as it is."""
+    recorded = 0
     redactor = Redactor(config.recording.redact, config.keys())
     async with opened(config.store) as database:
         store = Store(database)
         async with Recorder(store, merged=False, redactor=redactor) as recorder:
             with progress_bar() as progress:
-                for one in progress.track(conversations(file, model, reward), lines, description="conversations"):
-                    if await _is_known(store, one):
-                        brought.known += 1
-                        continue
-                    await _record(store, recorder, one)
-                    await _end(store, one)
-                    brought.rollouts += 1
-    return brought
+                read = conversations(file, model, reward)
+                for conversation in progress.track(read, count, description="conversations"):
+                    recorded += await _record(store, recorder, conversation)
+    return recorded
 
 
 def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedConversation]:
     """Yield the file's conversations; ConfigError with the line's number for one that is none."""
-    try:
-        with file.open(encoding="utf-8") as opened_file:
-            one = file.suffix == ".json"  # a trajectory, over several lines
-            for number, line in enumerate([opened_file.read().replace("\n", " ")] if one else opened_file, 1):
-                if text := line.strip("\ufeff \t\r\n"):  # a byte-order mark begins files that were saved on Windows
-                    try:
-                        yield _read(text, model, reward)
-                    except (InvalidRequest, ValueError) as error:
-                        raise ConfigError(f"{file}, line {number}: {error}") from None
-                    except Exception as error:  # a file of others may have anything at any place
-                        what = f"it is no conversation: {type(error).__name__} {str(error)[:200]}"
-                        raise ConfigError(f"{file}, line {number}: {what}") from None
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{file} is no text in UTF-8") from None
+    numbered = lines(file)
+    if file.suffix == ".json":  # a trajectory, over several lines
+        numbered = iter([(1, " ".join(line for _, line in numbered))])
+    for number, line in numbered:
+        try:
+            yield _read(line, model, reward)
+        except (InvalidRequest, ValueError) as error:
+            raise ConfigError(f"{file}, line {number}: {error}") from None
+        except Exception as error:  # a file of others may have anything at any place
+            what = f"it is no conversation: {type(error).__name__} {str(error)[:200]}"
+            raise ConfigError(f"{file}, line {number}: {what}") from None
 
 
 def _read(line: str, model: str, reward: float) -> ImportedConversation:
@@ -128,25 +112,20 @@ def _read(line: str, model: str, reward: float) -> ImportedConversation:
     # The same line is the same rollout, however often it is imported.
     same = dumps([messages, row.get("tools", row.get("functions")), row.get("task_id")])
     digest = hashlib.sha256(same.encode()).hexdigest()[:32]
+    failed = row.get("status") == "failed"
+    if (given := row.get("reward")) is None:
+        given = None if failed else reward  # nobody has judged what failed
+    elif isinstance(given, bool) or not isinstance(given, int | float) or not -MOST <= given <= MOST:
+        raise ValueError(f"`reward` is no finite number: {str(given)[:50]}")
     return ImportedConversation(
         name=RolloutName(f"import-{digest}", task, mode=cast(Mode, mode)),
         model=str(row.get("model") or model),
         messages=messages,
         tools=tools,
         answers=answers,
-        reward=_reward(row, reward),
-        failed=row.get("status") == "failed",
+        reward=None if given is None else float(given),
+        failed=failed,
     )
-
-
-def _reward(row: Json, otherwise: float) -> float | None:
-    """The row's reward. One that failed gets none by default: nobody has judged it."""
-    found = row.get("reward")
-    if found is None:
-        return None if row.get("status") == "failed" else otherwise
-    if isinstance(found, bool) or not isinstance(found, int | float) or not -MOST <= found <= MOST:
-        raise ValueError(f"`reward` is no finite number: {str(found)[:50]}")
-    return float(found)
 
 
 def _message(message: Any, place: int) -> Json:
@@ -161,17 +140,15 @@ def _message(message: Any, place: int) -> Json:
         calls = [{"function": called}]
     if not calls:
         return kept
-    if not isinstance(calls, list) or not all(
-        isinstance(c, dict) and isinstance(c.get("function"), dict) for c in calls
-    ):
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise ValueError(f"message {place}: `tool_calls` are no calls of functions")
     return kept | {"tool_calls": [_tool_call(call, place, i) for i, call in enumerate(calls)]}
 
 
 def _tool_call(call: Json, place: int, i: int) -> Json:
-    function = call["function"]
-    if not isinstance(function.get("name"), str):
-        raise ValueError(f"message {place}: a tool call has no name")
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"message {place}: `tool_calls` are no calls of functions with names")
     arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else dumps(arguments or {})
     made = {"name": function["name"], "arguments": text}
@@ -180,58 +157,62 @@ def _tool_call(call: Json, place: int, i: int) -> Json:
 
 def _with_tools(messages: list[Json]) -> list[Json]:
     """Results of functions as results of tools: each of the first call of its name that has none yet."""
-    found, open_calls = list[Json](), list[tuple[str, str]]()
+    made, waiting = list[Json](), list[tuple[str, str]]()
     for message in messages:
-        open_calls += [(call["function"]["name"], call["id"]) for call in message.get("tool_calls") or ()]
+        waiting += [(call["function"]["name"], call["id"]) for call in message.get("tool_calls") or ()]
         if message["role"] != "function":
-            found.append(message)
+            made.append(message)
             continue
-        alike = [call for call in open_calls if call[0] == message.get("name")] or open_calls
-        answers = {"tool_call_id": alike[0][1]} if alike else {}
-        open_calls = [call for call in open_calls if call not in alike[:1]]
-        found.append({**message, "role": "tool", **answers})
-    return found
+        made.append(message | {"role": "tool"})
+        if waiting:
+            call = next((call for call in waiting if call[0] == message.get("name")), waiting[0])
+            waiting.remove(call)
+            made[-1]["tool_call_id"] = call[1]
+    return made
 
 
-async def _is_known(store: Store, one: ImportedConversation) -> bool:
+async def _record(store: Store, recorder: Recorder, conversation: ImportedConversation) -> bool:
+    """Record a call for each answer, as if a model had been called, and end the rollout; False if it is there already.
+
+    Of an import that broke off the calls that are recorded are skipped.
+    """
+    rollout_id = conversation.name.rollout_id
     try:
-        return (await store.rollouts.get(one.name.rollout_id)).status != "running"
+        if (await store.rollouts.get(rollout_id)).status != "running":
+            return False
     except NotFound:
-        return False
-
-
-async def _record(store: Store, recorder: Recorder, one: ImportedConversation) -> None:
-    """Record a call for each answer, as if a model had been called; skip those of an import that broke off."""
-    for place in one.answers:
-        start, end = _call(one, place)
-        match await store.calls.status(end.rollout_id, end.call_id):
-            case None:
-                await recorder.start(start)
-            case "incomplete":
-                recorder.resume(start)
-            case _:
-                continue
+        pass
+    for place in conversation.answers:
+        start, end = _call(conversation, place)
+        status = await store.calls.status(rollout_id, end.call_id)
+        if status is None:
+            await recorder.start(start)
+        elif status == "incomplete":
+            recorder.resume(start)
+        else:
+            continue
         await recorder.end(end)
+    if conversation.failed:
+        await store.rollouts.end(rollout_id, "failed", "it had failed when it was imported")
+    if conversation.reward is not None:
+        reward = Reward(rollout_id, conversation.reward, source=SOURCE, final=not conversation.failed)
+        await store.rewards.post([reward])
+    return True
 
 
-def _call(one: ImportedConversation, place: int) -> tuple[CallStart, CallEnd]:
-    message, rollout_id = one.messages[place], one.name.rollout_id
-    call_id = f"{rollout_id}-{place}"
-    request = {"model": one.model, "messages": one.messages[:place]} | ({"tools": one.tools} if one.tools else {})
+def _call(conversation: ImportedConversation, place: int) -> tuple[CallStart, CallEnd]:
+    message, name, model = conversation.messages[place], conversation.name, conversation.model
+    call_id = f"{name.rollout_id}-{place}"
+    request = {"model": model, "messages": conversation.messages[:place]}
+    if conversation.tools:
+        request["tools"] = conversation.tools
     choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
-    answer = {"object": "chat.completion", "model": one.model, "choices": [choice]}
+    answer = {"object": "chat.completion", "model": model, "choices": [choice]}
     start = CallStart(
-        call_id, one.name, "chat/completions", one.model, None, request, time.time(), upstream=UPSTREAM, pins=False
+        call_id, name, "chat/completions", model, None, request, time.time(), upstream=UPSTREAM, pins=False
     )
     end = CallEnd(
-        call_id, rollout_id, "ok", answer, None, tool_calls=tool_calls(answer), untrainable_reason=NOT_THE_POLICY,
-        model=one.model, imported=True,
+        call_id, name.rollout_id, "ok", answer, None, tool_calls=tool_calls(answer), untrainable_reason=NOT_THE_POLICY,
+        model=model, imported=True,
     )  # fmt: skip
     return start, end
-
-
-async def _end(store: Store, one: ImportedConversation) -> None:
-    if one.failed:
-        await store.rollouts.end(one.name.rollout_id, "failed", "it had failed when it was imported")
-    if one.reward is not None:
-        await store.rewards.post([Reward(one.name.rollout_id, one.reward, source=SOURCE, final=not one.failed)])

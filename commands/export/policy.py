@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from ...core.config.policy import DEFAULT_ADAPTER
 from ...core.config.root import Config
@@ -18,17 +15,27 @@ from ...core.json_text import dumps
 from ...core.records import PolicyVersion
 from ...store.opening import opened
 from ...store.store import Store
-from ...store.training import Step, TrainedData
-from ...store.versions import MeanReward
+from ...store.training import Step
+from ..files import written
 
 Form = Literal["adapter", "merged"]
 MARKER = "COMPLETE"
 
 MAX_RANKS = (8, 16, 32, 64, 128, 256, 512)  # what vLLM takes for --max-lora-rank
+# Of each method of training: its tag on model hubs, and what it is, in words.
+METHODS = {
+    "rl": ("reinforcement-learning", "reinforcement learning from rewards (LightningRL)"),
+    "sft": ("sft", "supervised fine-tuning on the best rollouts (TRL's SFTTrainer)"),
+    "dpo": ("dpo", "direct preference optimization on pairs of rollouts (TRL's DPOTrainer)"),
+    "kto": ("kto", "Kahneman-Tversky optimization on single rollouts (TRL's KTOTrainer)"),
+}
 
 
 async def export_policy(config: Config, number: int, target: Path, form: str | None) -> Form:
-    """Write version `number` to `target`, atomically, and return its form: by default as it was published."""
+    """Write version `number` to `target`, atomically, and return its form: by default as it was published.
+
+    Only its owner may read it: weights hold users' conversations.
+    """
     if form not in (None, *get_args(Form)):
         raise ConfigError(f"--as is adapter or merged, got {form!r}")
     target = target.expanduser().absolute()
@@ -40,16 +47,21 @@ async def export_policy(config: Config, number: int, target: Path, form: str | N
         store = Store(database)
         version = await store.versions.get(number)
         source = _files(version, await store.versions.all(), config)
-        step = await store.steps.of_version(number)
         published: Form = "adapter" if version.publish == "lora" else "merged"
         wanted = published if form is None else cast(Form, form)
-        facts = await _facts(store, config, version, wanted, step)
-    with _atomic(target) as temporary:
+        steps: list[Step] = []  # from the base model to this version
+        while (step := await store.steps.of_version(steps[0].base if steps else number)) and step not in steps:
+            steps.insert(0, step)
+        card = await _card(store, config, version, wanted, steps)
+    with written(target) as directory:
+        directory.mkdir(mode=0o700, parents=True)
         if wanted == published:
-            shutil.copytree(source, temporary, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MARKER, "README.md"))
+            shutil.copytree(source, directory, dirs_exist_ok=True, ignore=shutil.ignore_patterns(MARKER, "README.md"))
         else:
-            _made(config, wanted, source, step, temporary)
-        (temporary / "README.md").write_text(card(facts), encoding="utf-8")
+            _make(config, wanted, source, steps, directory)
+        (directory / "README.md").write_text(card, encoding="utf-8")
+        for path in (directory, *directory.rglob("*")):
+            path.chmod(0o700 if path.is_dir() else 0o600)
     return wanted
 
 
@@ -62,11 +74,11 @@ async def where(config: Config, options: str = "") -> str | None:
         return None
     async with opened(config.store, to_write=False) as database:
         versions = Store(database).versions
-        live, found = await versions.live(), await versions.all()
-    here = [version for version in found if version.version and has_files(version)]
-    newest = next((version for version in here if version.version == live.version), here[-1] if here else None)
-    if newest is None:
+        live, known = await versions.live(), await versions.all()
+    here = [version for version in known if version.version and has_files(version)]
+    if not here:
         return None
+    newest = next((version for version in here if version.version == live.version), here[-1])
     served = "live" if newest.version == live.version else "not live"
     return (
         f"policy version {newest.version} ({served}): {newest.path}\n"
@@ -80,27 +92,6 @@ def has_files(version: PolicyVersion) -> bool:
     return not unfinished and version.path is not None and Path(version.path).is_dir()
 
 
-@contextmanager
-def _atomic(target: Path) -> Iterator[Path]:
-    """Yield an empty directory that becomes `target` if the block ends without an error. Raises LightningError.
-
-    Only its owner may read it: weights hold users' conversations.
-    """
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        temporary.mkdir(mode=0o700, parents=True)
-        yield temporary
-        for path in (temporary, *temporary.rglob("*")):
-            path.chmod(0o700 if path.is_dir() else 0o600)
-        if target.exists():
-            target.rmdir()
-        temporary.rename(target)
-    except OSError as error:
-        raise LightningError(f"cannot write {target}: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def _files(version: PolicyVersion, versions: Sequence[PolicyVersion], config: Config) -> Path:
     if version.version == 0:
         raise ConfigError(f"policy version 0 is the base model itself: {config.policy.model}")
@@ -111,7 +102,7 @@ def _files(version: PolicyVersion, versions: Sequence[PolicyVersion], config: Co
     raise LightningError(f"the files of policy version {version.version} are {gone}; these have files: {others or '-'}")
 
 
-def _made(config: Config, wanted: Form, source: Path, step: Step | None, target: Path) -> None:
+def _make(config: Config, wanted: Form, source: Path, steps: Sequence[Step], target: Path) -> None:
     """Make the other form of a version: that which it was not published in."""
     try:
         import torch
@@ -128,162 +119,110 @@ def _made(config: Config, wanted: Form, source: Path, step: Step | None, target:
     if (base := config.policy.model) is None:
         raise ConfigError("policy.model: the base model is needed to make the other form of a version")
     disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     if wanted == "merged":
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), str(source))
-        merged = model.get_base_model()
+        merged = PeftModel.from_pretrained(model, str(source)).get_base_model()
         merged.save_pretrained(str(target), state_dict=merged_state(merged))
         AutoTokenizer.from_pretrained(base).save_pretrained(str(target))
         return
-    if step is None or step.checkpoint is None or not Path(step.checkpoint).is_dir():
+    checkpoint = steps[-1].checkpoint if steps else None
+    if checkpoint is None or not Path(checkpoint).is_dir():
         raise LightningError("the version was published merged, and the checkpoint that has its adapter is gone")
-    state = torch.load(Path(step.checkpoint) / "state.pt", map_location="cpu", weights_only=True)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    state = torch.load(Path(checkpoint) / "state.pt", map_location="cpu", weights_only=True)
     tuned = get_peft_model(model, lora_config(config.trainer, model))
     assert isinstance(tuned, PeftModel)
     set_peft_model_state_dict(tuned, state["adapters"][DEFAULT_ADAPTER])
     tuned.save_pretrained(str(target))
 
 
-async def _facts(store: Store, config: Config, version: PolicyVersion, form: Form, last: Step | None) -> CardFacts:
-    """The content of the model card: the steps from the base model to this version, and rewards before and after."""
-    steps: list[Step] = []
-    step = last
-    while step is not None and step not in steps:
-        steps.append(step)
-        step = await store.steps.of_version(step.base)
-    return CardFacts(
-        base=config.policy.model or "the base model",
-        version=version,
-        form=form,
-        rank=config.trainer.lora_rank,
-        full=config.trainer.weights == "full",
-        steps=tuple(reversed(steps)),
-        data=await store.steps.data_of([step.step for step in steps]),
-        rewards=await store.versions.rewards((0, version.version)),
+async def _card(store: Store, config: Config, version: PolicyVersion, form: Form, steps: Sequence[Step]) -> str:
+    """Return the model card, with the header that model hubs read. `steps`: from the base model to this version."""
+    base, n = config.policy.model or "the base model", version.version
+    hub_name = None if Path(base).exists() else base  # a directory of this machine is nobody's name of a model
+    name = Path(base).name
+    means = await store.versions.rewards((0, n))
+    methods = list(dict.fromkeys(map(_method, steps))) or ["rl"]
+    full = "all weights of" if config.trainer.weights == "full" else "a LoRA adapter merged into"
+    header = "" if hub_name is None else f"base_model: {dumps(hub_name)}\n"
+    described = "\n".join(f"- method `{method}`: {METHODS[method][1]}" for method in methods)
+    steps_rewards = [step.metrics["reward_mean"] for step in steps if "reward_mean" in step.metrics]
+    trend = (
+        f"Mean reward of the first training step's rollouts: {steps_rewards[0]:.3f}; "
+        f"of the last one's: {steps_rewards[-1]:.3f}.\n\n"
+        if steps_rewards
+        else ""
     )
 
+    def mean(mode: str, number: int) -> str:
+        seen = means.get((mode, number))
+        return "-" if seen is None else f"{seen.mean:.3f} ({_counted(seen.rollouts, 'rollout')})"
 
-class Method(NamedTuple):
-    """A method of training: its tag on model hubs, and what it is, in words."""
+    return f"""---
+{header}library_name: {"peft" if form == "adapter" else "transformers"}
+pipeline_tag: text-generation
+tags: [lightning-proxy, {", ".join(METHODS[method][0] for method in methods)}]
+---
 
-    tag: str
-    words: str
+# {name}, policy version {n}
 
+{"A LoRA adapter for" if form == "adapter" else f"A full model: {full}"} `{name}`, \
+trained with lightning-proxy. The licence of the base model applies.
 
-METHODS = {
-    "rl": Method("reinforcement-learning", "reinforcement learning from rewards (LightningRL)"),
-    "sft": Method("sft", "supervised fine-tuning on the best rollouts (TRL's SFTTrainer)"),
-    "dpo": Method("dpo", "direct preference optimization on pairs of rollouts (TRL's DPOTrainer)"),
-    "kto": Method("kto", "Kahneman-Tversky optimization on single rollouts (TRL's KTOTrainer)"),
-}
+- made: {_day(version.created_at)}
+- training steps from the base model to here: {len(steps)} ({", ".join(methods)})
+{described}
+- served weights compared with the trainer's: {"yes" if version.verified else "no"}
 
+## Reward before and after
 
-@dataclass(frozen=True, slots=True)
-class CardFacts:
-    """What the card shows. `steps`: from the base model to this version, oldest first; `rewards`: by mode and version.
+| rollouts | base model | version {n} |
+|---|---|---|
+| held out (mode `eval`) | {mean("eval", 0)} | {mean("eval", n)} |
+| training (mode `train`) | {mean("train", 0)} | {mean("train", n)} |
 
-    `rank`: of the adapter. `full`: all weights were trained, and there is no adapter.
-    """
+{trend}Means over the tasks of rewarded rollouts that began with the version. The tasks of the two may differ.
 
-    base: str
-    version: PolicyVersion
-    form: str
-    rank: int
-    full: bool
-    steps: tuple[Step, ...]
-    data: TrainedData
-    rewards: Mapping[tuple[str, int], MeanReward]
+## Data
 
+{await _learned_from(store, steps)}
 
-def card(facts: CardFacts) -> str:
-    """Return the README.md of the directory, with the header that model hubs read."""
-    parts = (_header(facts), _about(facts), _rewards(facts), _data(facts), _use(facts))
-    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+## Use
 
-
-def _header(facts: CardFacts) -> Iterator[str]:
-    yield "---"
-    if (base := _public_name(facts)) is not None:
-        yield f"base_model: {dumps(base)}"
-    yield f"library_name: {'peft' if facts.form == 'adapter' else 'transformers'}"
-    yield "pipeline_tag: text-generation"
-    yield f"tags: [lightning-proxy, {', '.join(METHODS[method].tag for method in _methods(facts))}]"
-    yield "---"
-
-
-def _public_name(facts: CardFacts) -> str | None:
-    """The base model's name on a hub; None for a directory of this machine."""
-    return None if Path(facts.base).exists() else facts.base
-
-
-def _about(facts: CardFacts) -> Iterator[str]:
-    version, count = facts.version, len(facts.steps)
-    name = Path(facts.base).name
-    full = "A full model: all weights of" if facts.full else "A full model: a LoRA adapter merged into"
-    what = "A LoRA adapter for" if facts.form == "adapter" else full
-    yield f"# {name}, policy version {version.version}"
-    yield ""
-    yield f"{what} `{name}`, trained with lightning-proxy. The licence of the base model applies."
-    yield ""
-    made = time.strftime("%Y-%m-%d", time.gmtime(version.created_at))
-    yield f"- made: {made}"
-    yield f"- training steps from the base model to here: {count} ({', '.join(_methods(facts))})"
-    for method in _methods(facts):
-        yield f"- method `{method}`: {METHODS[method].words}"
-    yield f"- served weights compared with the trainer's: {'yes' if version.verified else 'no'}"
+{_use(form, hub_name or "BASE", config.trainer.lora_rank)}
+"""
 
 
 def _method(step: Step) -> str:
     return str(step.metrics.get("method", "rl"))
 
 
-def _methods(facts: CardFacts) -> list[str]:
-    """The methods of its steps, in order, each once."""
-    return list(dict.fromkeys(map(_method, facts.steps))) or ["rl"]
+def _day(at: float) -> str:
+    return time.strftime("%Y-%m-%d", time.gmtime(at))
 
 
-def _rewards(facts: CardFacts) -> Iterator[str]:
-    n = facts.version.version
-    yield "## Reward before and after"
-    yield ""
-    yield f"| rollouts | base model | version {n} |"
-    yield "|---|---|---|"
-    for mode, label in (("eval", "held out (mode `eval`)"), ("train", "training (mode `train`)")):
-        before, after = (facts.rewards.get((mode, version)) for version in (0, n))
-        yield f"| {label} | {_mean(before)} | {_mean(after)} |"
-    means = [step.metrics["reward_mean"] for step in facts.steps if "reward_mean" in step.metrics]
-    if means:
-        yield ""
-        yield f"Mean reward of the first training step's rollouts: {means[0]:.3f}; of the last one's: {means[-1]:.3f}."
-    yield ""
-    yield "Means over the tasks of rewarded rollouts that began with the version. The tasks of the two may differ."
+def _counted(n: float, noun: str) -> str:
+    return f"{n:.0f} {noun}{'s' * (round(n) != 1)}"
 
 
-def _mean(found: MeanReward | None) -> str:
-    return "-" if found is None else f"{found.mean:.3f} ({found.rollouts} rollout{'s' * (found.rollouts != 1)})"
+async def _learned_from(store: Store, steps: Sequence[Step]) -> str:
+    """What the steps learned from: those of RL from rollouts, as far as the store still has them."""
+    data = await store.steps.data_of([step.step for step in steps])
+    tuned = [step for step in steps if _method(step) != "rl"]
+    lines = [f"- step {step.step}, `{_method(step)}`: {_tuned_on(_method(step), step.metrics)}" for step in tuned]
+    if data.rollouts and data.first is not None and data.last is not None:
+        what = f"{data.rollouts} rollouts of {data.tasks} tasks, recorded from {_day(data.first)} to {_day(data.last)}."
+        lines.append(f"- all steps of `rl`: {what}" if tuned else what)
+    elif len(tuned) < len(steps) or not tuned:
+        what = "None of the rollouts that it learned from by RL are in the store any more."
+        lines.append(f"- {what}" if tuned else what)
+    return "\n".join(lines)
 
 
-def _data(facts: CardFacts) -> Iterator[str]:
-    data = facts.data
-    yield "## Data"
-    yield ""
-    tuned = [step for step in facts.steps if _method(step) != "rl"]
-    for step in tuned:
-        yield f"- step {step.step}, `{_method(step)}`: {_learned_from(_method(step), step.metrics)}"
-    if data.rollouts:
-        days = [time.strftime("%Y-%m-%d", time.gmtime(at)) for at in (data.first, data.last) if at is not None]
-        what = f"{data.rollouts} rollouts of {data.tasks} tasks, recorded from {days[0]} to {days[-1]}."
-        yield f"- all steps of `rl`: {what}" if tuned else what
-    elif len(tuned) < len(facts.steps) or not tuned:
-        yield ("- " if tuned else "") + "None of the rollouts that it learned from by RL are in the store any more."
-
-
-def _learned_from(method: str, metrics: Mapping[str, Any]) -> str:
+def _tuned_on(method: str, metrics: Mapping[str, Any]) -> str:
     """What a step of fine-tuning learned from, by its metrics; it takes no rollouts from the store."""
 
     def count(name: str, noun: str) -> str:
-        n = round(metrics.get(name, 0))
-        return f"{n} {noun}{'s' * (n != 1)}"
+        return _counted(metrics.get(name, 0), noun)
 
     seen, learned = count("rollouts", "rewarded rollout"), count("rollouts_trained", "rollout")
     kind = {
@@ -297,24 +236,24 @@ def _learned_from(method: str, metrics: Mapping[str, Any]) -> str:
     return f"{kind}, of {count('groups_trained', 'task')}{held_out}."
 
 
-def _use(facts: CardFacts) -> Iterator[str]:
-    base = _public_name(facts) or "BASE"
-    yield "## Use"
-    yield ""
-    yield "```sh"
-    if facts.form == "adapter":
-        rank = next((rank for rank in MAX_RANKS if rank >= facts.rank), MAX_RANKS[-1])
-        yield f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules policy=DIR"
-    else:
-        yield "vllm serve DIR"
-    yield "```"
-    yield ""
-    yield "```python"
-    yield "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    if facts.form == "adapter":
-        yield "from peft import PeftModel"
-        yield f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({dumps(base)}), DIR)"
-        yield f"tokenizer = AutoTokenizer.from_pretrained({dumps(base)})"
-    else:
-        yield "model, tokenizer = AutoModelForCausalLM.from_pretrained(DIR), AutoTokenizer.from_pretrained(DIR)"
-    yield "```"
+def _use(form: Form, base: str, rank: int) -> str:
+    if form == "merged":
+        return """```sh
+vllm serve DIR
+```
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = AutoModelForCausalLM.from_pretrained(DIR), AutoTokenizer.from_pretrained(DIR)
+```"""
+    most = next((most for most in MAX_RANKS if most >= rank), MAX_RANKS[-1])
+    return f"""```sh
+vllm serve {base} --enable-lora --max-lora-rank {most} --lora-modules policy=DIR
+```
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft import PeftModel
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({dumps(base)}), DIR)
+tokenizer = AutoTokenizer.from_pretrained({dumps(base)})
+```"""

@@ -113,7 +113,12 @@ class Server:
         """In the program's process: become the command, or run the script as `python script.py` would."""
         os.close(self._reports)
         try:
-            _prepare(request)
+            log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            for source, target in ((os.open(os.devnull, os.O_RDONLY), 0), (log, 1), (log, 2)):
+                os.dup2(source, target)
+            os.environ.clear()
+            os.environ.update(request["env"])
+            os.chdir(request["cwd"])
             if self._script is None:
                 code = self._guard.become(request["argv"])
             else:
@@ -123,30 +128,14 @@ class Server:
                 runpy.run_path(self._script, run_name="__main__")
                 code = 0
         except SystemExit as end:
-            code = _exit_code(end)
+            code = 0 if end.code is None else end.code
+            if not isinstance(code, int):
+                print(code, file=sys.stderr)
+                code = 1
         except BaseException:
             sys.excepthook(*sys.exc_info())
             code = 1
-        return code if _finish() else code or 1
-
-
-def _prepare(request: dict[str, Any]) -> None:
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    os.environ.clear()
-    os.environ.update(request["env"])
-    os.chdir(request["cwd"])
-
-
-def _exit_code(end: SystemExit) -> int:
-    if end.code is None:
-        return 0
-    if isinstance(end.code, int):
-        return end.code & 0xFF
-    print(end.code, file=sys.stderr)
-    return 1
+        return code & 0xFF if _finish() else code & 0xFF or 1
 
 
 def _finish() -> bool:

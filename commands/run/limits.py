@@ -1,10 +1,10 @@
-"""What limits the rollouts that a run begins: `--ahead` of the policy, and `--budget`."""
+"""What observes a run and limits the rollouts that it begins: `--ahead` of the policy, and `--budget`."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...core.errors import LightningError
@@ -18,24 +18,25 @@ PAGE = 1000
 Json = Mapping[str, Any]
 
 
+class Observer:
+    """Sees each rollout of a run, and says whether more may begin. This one lets all begin."""
+
+    async def wait(self) -> bool:
+        """Return when one more group may be opened, or False if none will be any more."""
+        return True
+
+    def opened(self, rollout_ids: Sequence[str], sibling_of: str | None) -> None:
+        """Note that these were opened, as siblings of an earlier one or as a group of their own."""
+
+    def ended(self, rollout: Json) -> None:
+        """Note that its program ended. Its reward has arrived, if there is one."""
+
+
 class PolicyCollapsed(LightningError):
     """Publication is stopped, so no version will ever be trained on the agents' new rollouts."""
 
 
-class BacklogGate:
-    """Decides when the next group may be opened, from groups opened and rollouts ended. This one is always open."""
-
-    async def wait(self) -> None:
-        """Return when there is room for one more group."""
-
-    def opened(self, rollout_ids: Iterable[str]) -> None:
-        """Note that a group was opened."""
-
-    def ended(self, rollout_id: str) -> None:
-        """Note that a rollout's program ended. Its reward has arrived, if there is one."""
-
-
-class Backlog(BacklogGate):
+class Backlog(Observer):
     """Opens no group while `limit` of the opened rollouts are not yet in the live weights.
 
     A group has `group_size` rollouts, and the limit is at least one group. A rollout stops counting when it ended and
@@ -54,23 +55,22 @@ class Backlog(BacklogGate):
         self._running: set[str] = set()
         self._ended: set[str] = set()  # those that still count
 
-    def opened(self, rollout_ids: Iterable[str]) -> None:
+    def opened(self, rollout_ids: Sequence[str], sibling_of: str | None = None) -> None:
         self._running.update(rollout_ids)
 
-    def ended(self, rollout_id: str) -> None:
-        self._running.discard(rollout_id)
-        self._ended.add(rollout_id)
+    def ended(self, rollout: Json) -> None:
+        self._running.discard(rollout["rollout_id"])
+        self._ended.add(rollout["rollout_id"])
 
-    async def wait(self) -> None:
+    async def wait(self) -> bool:
         """Return when there is room for one more group; PolicyCollapsed if there will be none."""
         started, is_reported = time.monotonic(), False
-        while not self._has_room():
-            if await self._forget_published() or self._has_room():
-                return
+        while not self._has_room() and not await self._forget_published() and not self._has_room():
             if not is_reported and not self._running and time.monotonic() - started > PATIENCE_S:
                 is_reported = True
                 self._say(f"waiting for the trainer: {len(self._ended)} rollouts are not yet in the live weights")
             await asyncio.sleep(POLL_S)
+        return True
 
     def _has_room(self) -> bool:
         return len(self._running) + len(self._ended) + self._group_size <= self._limit
@@ -82,28 +82,25 @@ class Backlog(BacklogGate):
             raise PolicyCollapsed(f"no version is published any more: {Collapse(**collapse).story}")
         if policy["test"] is not None:
             return True
-        published = _published(policy["last_step"], is_gated=policy.get("promotion") == "gated")
-        left = set(self._ended)
+        published, last = 0, policy["last_step"]
+        if last is not None:  # behind a gate the newest counts; so does one that changed no weights
+            is_live = (
+                last["version"] is not None or last["metrics"].get("skipped") or policy.get("promotion") == "gated"
+            )
+            published = last["step"] if is_live else last["step"] - 1
+        unseen = set(self._ended)
         async for rollout in self._api.every_rollout(min(PAGE, 2 * self._limit), mode="train"):
-            if rollout["rollout_id"] in left:
-                left.discard(rollout["rollout_id"])
+            if not unseen:
+                return False
+            if rollout["rollout_id"] in unseen:
+                unseen.discard(rollout["rollout_id"])
                 if not _is_waited_for(rollout, published):
                     self._ended.discard(rollout["rollout_id"])
-            if not left:
-                return False
-        self._ended -= left  # deleted rollouts
+        self._ended -= unseen  # deleted rollouts
         return False
 
 
-def _published(last: Mapping[str, Any] | None, *, is_gated: bool) -> int:
-    """The newest step whose weights are live, or that changed no weights; behind a gate, the newest of all."""
-    if last is None:
-        return 0
-    is_live = is_gated or last["version"] is not None or last["metrics"].get("skipped")
-    return last["step"] if is_live else last["step"] - 1
-
-
-def _is_waited_for(rollout: Mapping[str, Any], published: int) -> bool:
+def _is_waited_for(rollout: Json, published: int) -> bool:
     if rollout["dropped"]:
         return rollout["dropped_by"] is not None and rollout["dropped_by"] > published
     if rollout["step"] is not None:
@@ -117,50 +114,45 @@ class OverBudget(LightningError):
     exit_code = 3
 
 
-class Budget:
-    """USD that a run may cost: the calls of its rollouts, and what rewarders spend meanwhile. None: any amount."""
+class Budget(Observer):
+    """USD that a run may cost: the calls of its rollouts, and what rewarders spend meanwhile. None: any amount.
 
-    def __init__(self, usd: float | None) -> None:
-        self._most = usd
-        self._calls, self._rewarders, self._before = 0.0, 0.0, 0.0
+    `earlier`: what the run that is resumed has cost. `left_out`: whether tasks were.
+    """
+
+    def __init__(self, api: ApiClient, usd: float | None) -> None:
+        self._api, self._most = api, usd
+        self.earlier, self.left_out = 0.0, False
+        self._calls = self._rewarders = 0.0
+        self._before: float | None = None
         self._unpriced = 0
-        self.left_out = False  # tasks
 
     @property
     def spent(self) -> float:
-        """Return the USD spent so far."""
-        return self._calls + self._rewarders
+        return self.earlier + self._calls + self._rewarders
 
-    @property
-    def is_spent(self) -> bool:
-        """Return whether nothing further may begin: also where the cost of calls that ended well is not known."""
-        return self._most is not None and (self.spent >= self._most or self._unpriced > 0)
+    async def wait(self) -> bool:
+        """Return whether a group may begin: not if too much is spent, or calls that ended well have no known cost."""
+        await self.look()
+        self.left_out = self._most is not None and (self.spent >= self._most or self._unpriced > 0)
+        return not self.left_out
 
-    async def begin(self, api: ApiClient, earlier: float = 0.0) -> None:
-        """Note what rewarders have spent before this run. `earlier`: what the run that is resumed has cost."""
-        if self._most is not None:
-            self._calls, self._before = earlier, await _of_rewarders(api)
-
-    async def count(self, api: ApiClient, rollout: Json) -> None:
-        """Count a rollout that has ended."""
-        costs = rollout.get("costs")
-        if self._most is None or costs is None:
+    async def look(self) -> None:
+        """See what rewarders have spent, from the first look on."""
+        if self._most is None:
             return
-        self._calls += costs["usd"]
-        ended_well = (call["call_id"] for call in rollout["calls"] if call["status"] == "ok")
-        self._unpriced += costs["unpriced"] + sum(costs["of_calls"][call_id]["unknown"] for call_id in ended_well)
-        self._rewarders = await _of_rewarders(api) - self._before
+        status = await self._api.request("GET", "/status")
+        spent = float(sum(one["usd"] for one in status.get("spent", [])))
+        self._before = spent if self._before is None else self._before
+        self._rewarders = spent - self._before
 
-    def summary(self) -> dict[str, float]:
-        """Return what to add to the summary of a run, as JSON."""
-        return {} if self._most is None else {"usd": self.spent}
-
-    def line(self) -> str | None:
-        """Return what was spent, for a person; None without a budget."""
-        return None if self._most is None else f"{self.spent:.4g} of {self._most:g} USD spent"
+    def ended(self, rollout: Json) -> None:
+        if (costs := rollout.get("costs")) is not None:
+            self._calls += costs["usd"]
+            ended_well = (call["call_id"] for call in rollout["calls"] if call["status"] == "ok")
+            self._unpriced += costs["unpriced"] + sum(costs["of_calls"][call_id]["unknown"] for call_id in ended_well)
 
     def require(self) -> None:
-        """Raise OverBudget if tasks were left out."""
         if self.left_out and self._unpriced:
             raise OverBudget(
                 f"--budget: {self._unpriced} calls have no known cost (`costs --by model` says which): give the "
@@ -170,8 +162,3 @@ class Budget:
             raise OverBudget(
                 f"--budget: {self.spent:.4g} of {self._most:g} USD are spent. No further rollouts were begun"
             )
-
-
-async def _of_rewarders(api: ApiClient) -> float:
-    status = await api.request("GET", "/status")
-    return float(sum(one["usd"] for one in status.get("spent", [])))

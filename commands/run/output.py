@@ -27,7 +27,6 @@ class Keeping:
 
     @classmethod
     def of(cls, config: Config) -> Keeping:
-        """Return the configured limits."""
         redactor = Redactor(config.recording.redact, config.keys())
         return cls(int(config.run.log_mb * 1_000_000), redactor.text if redactor else None)
 
@@ -39,9 +38,9 @@ class ProgramLog:
         make_private(path)
         self._path, self._redact = path, keeping.redact
         self._tail_size = min(PIECE, keeping.most // 2)
-        self._head_size = max(keeping.most - self._tail_size - MARK, 0)
+        self._room = max(keeping.most - self._tail_size - MARK, 0)  # for the beginning
         self._file = path.open("wb", buffering=0)
-        self._line, self._head, self._tail, self._left_out = b"", 0, bytearray(), 0
+        self._line, self._tail, self._left_out = b"", bytearray(), 0
 
     def write(self, data: bytes) -> None:
         """Take a piece of the program's output."""
@@ -55,9 +54,8 @@ class ProgramLog:
             end = begun
         if len(self._line) > PIECE:
             end = end or len(self._line)
-        if end:
-            self._keep(self._redacted(self._line[:end]))
-            self._line = self._line[end:]
+        self._keep(self._redacted(self._line[:end]))
+        self._line = self._line[end:]
 
     def close(self) -> None:
         """Write the end. Secrets that span lines are redacted now."""
@@ -66,10 +64,9 @@ class ProgramLog:
             self._file.write(f"\n[{self._left_out} bytes left out: run.log_mb]\n".encode())
         self._file.write(self._tail)
         self._file.close()
-        if self._redact is not None:
-            content = self._path.read_bytes()
-            if (redacted := self._redacted(content)) != content:
-                self._path.write_bytes(redacted)
+        content = self._path.read_bytes() if self._redact is not None else b""
+        if (redacted := self._redacted(content)) != content:
+            self._path.write_bytes(redacted)
 
     def _redacted(self, data: bytes) -> bytes:
         if self._redact is None or not data:
@@ -77,14 +74,11 @@ class ProgramLog:
         return self._redact(data.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
     def _keep(self, data: bytes) -> None:
-        room = self._head_size - self._head
-        if room > 0:
-            self._file.write(data[:room])
-            self._head += min(room, len(data))
-            data = data[room:]
-        self._tail += data
-        over = len(self._tail) - self._tail_size
-        if over > 0:
+        if head := data[: self._room]:
+            self._file.write(head)
+            self._room -= len(head)
+        self._tail += data[len(head) :]
+        if (over := len(self._tail) - self._tail_size) > 0:
             del self._tail[:over]
             self._left_out += over
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from statistics import fmean
@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column, Table
 
 from ...core.guard import CANNOT_START
+from ..formats import table
 from .run import RolloutResult
 
 LINE_EVERY_S = 10.0
@@ -104,14 +105,13 @@ class Totals:
 
 
 def totals(results: Sequence[RolloutResult]) -> Totals:
-    """Return the totals of all results, or of one task's."""
     rewards = [result.reward for result in results if result.reward is not None]
     return Totals(
         rollouts=len(results),
         failed=sum(result.failed for result in results),
         without_reward=len(results) - len(rewards),
-        mean_reward=sum(rewards) / len(rewards) if rewards else None,
-        solved=sum(reward >= 1 for reward in rewards) / len(rewards) if rewards else None,
+        mean_reward=fmean(rewards) if rewards else None,
+        solved=fmean(reward >= 1 for reward in rewards) if rewards else None,
         without_call=sum(result.calls == 0 and result.exit_code != CANNOT_START for result in results),
         restarts=sum(result.restarts for result in results),
     )
@@ -132,22 +132,20 @@ def summarize(results: Sequence[RolloutResult]) -> dict[str, object]:
 
 def by_name(results: Sequence[RolloutResult]) -> dict[str, dict[str, float]]:
     """Return the mean and the number of the rewards of each further name, such as that of a game's seat."""
-    found: dict[str, list[float]] = {}
+    rewards: dict[str, list[float]] = {}
     for result in results:
         for name, reward in result.named.items():
-            found.setdefault(name, []).append(reward)
-    return {name: {"mean": fmean(rewards), "rollouts": len(rewards)} for name, rewards in sorted(found.items())}
+            rewards.setdefault(name, []).append(reward)
+    return {name: {"mean": fmean(given), "rollouts": len(given)} for name, given in sorted(rewards.items())}
 
 
-def names_table(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table | None:
+def names_table(models: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Table | None:
     """Return a table of what `by_name` found for each model; None without any further name."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for head in ("model", "reward by name", "mean", "rollouts"):
-        table.add_column(head, justify="right" if head in ("mean", "rollouts") else "left", no_wrap=True)
-    for model, names in found.items():
-        for name, one in names.items():
-            table.add_row(model, name, f"{one['mean']:.3f}", f"{one['rollouts']:.0f}")
-    return table if table.row_count else None
+    shown = table("model", "reward by name", right=("mean", "rollouts"))
+    for model, names in models.items():
+        for name, given in names.items():
+            shown.add_row(model, name, f"{given['mean']:.3f}", f"{given['rollouts']:.0f}")
+    return shown if shown.row_count else None
 
 
 def by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:
@@ -159,23 +157,18 @@ def by_task(results: Sequence[RolloutResult]) -> dict[str, list[RolloutResult]]:
 
 
 def sentence(results: Sequence[RolloutResult]) -> str:
-    """Return the summary in one line for a person."""
+    """Return the summary in one line for a person, and the first failure in another."""
     total = totals(results)
     mean = "no reward" if total.mean_reward is None else f"mean reward {total.mean_reward:.3f}"
     line = f"{total.rollouts} rollouts, {mean}, {total.failed} failed, {total.without_reward} without a reward so far"
-    reasons = [result.reason for result in results if result.reason]
-    return f"{line}\nfirst failure: {reasons[0]}" if reasons else line
+    failure = next((result.reason for result in results if result.reason), None)
+    return line if failure is None else f"{line}\nfirst failure: {failure}"
 
 
-def no_calls(results: Sequence[RolloutResult]) -> str | None:
-    """Return a line about rollouts without a call, and what to check. None if all made one."""
-    silent = totals(results).without_call
-    if not silent:
-        return None
-    return f"{silent} of {len(results)} rollouts made no call: does your agent read OPENAI_BASE_URL?"
-
-
-def restarts_line(results: Sequence[RolloutResult]) -> str | None:
-    """Return how many runs were begun anew because their machine went away, as a line. None if none was."""
-    restarts = totals(results).restarts
-    return f"{restarts} runs were begun anew, in other rollouts: their machine went away" if restarts else None
+def warnings(results: Sequence[RolloutResult]) -> Iterator[str]:
+    """Yield a line about runs that were begun anew, and one about rollouts without a call, with what to check."""
+    total = totals(results)
+    if total.restarts:
+        yield f"{total.restarts} runs were begun anew, in other rollouts: their machine went away"
+    if total.without_call:
+        yield f"{total.without_call} of {len(results)} rollouts made no call: does your agent read OPENAI_BASE_URL?"

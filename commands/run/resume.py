@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
 from ...core.errors import ConfigError
 from ..api_client import ApiClient, ApiError
+from .journal import GONE
+from .limits import Observer
 from .run import RolloutResult, result_of
 from .tasks import Task
 
-NOT_FOUND = 404
 OPENED = {"rollout_id", "group"}  # all that a line says before there is a result
 BEGINS = '{"rollout_id": '  # each line, the last too, if its run was killed
 
 
 @contextmanager
-def kept_results(path: Path) -> Iterator[KeptResults]:
-    """Open the file for one run at a time. ConfigError if it cannot be used."""
+def kept_results(path: Path | None) -> Iterator[KeptResults]:
+    """Open the file for one run at a time; None: keep nothing. ConfigError if it cannot be used."""
+    if path is None:
+        yield KeptResults(StringIO())
+        return
     try:
         file = path.open("a+", encoding="utf-8", newline="")
     except OSError as error:
@@ -39,7 +44,7 @@ def kept_results(path: Path) -> Iterator[KeptResults]:
         yield kept
 
 
-class KeptResults:
+class KeptResults(Observer):
     """The results of the runs that had this file: those with a reward, and those that await one.
 
     `usd`: what their rollouts have cost.
@@ -52,10 +57,14 @@ class KeptResults:
         *lines, cut_off = file.read().split("\n")
         if not BEGINS.startswith(cut_off[: len(BEGINS)]):
             raise ValueError(cut_off)
-        found = {one["rollout_id"]: one for one in map(json.loads, lines)}
-        self._groups = {name: one.get("group", name) for name, one in found.items()}  # the first rollout of each one's
-        self._opened = [name for name, one in found.items() if one.keys() <= OPENED]  # without a result so far
-        self.results = [_result(**one) for one in found.values() if not one.keys() <= OPENED]
+        self._groups: dict[str, str] = {}  # the first rollout of each one's
+        results: dict[str, RolloutResult | None] = {}
+        for line in map(json.loads, lines):
+            name = line["rollout_id"]
+            results[name] = None if line.keys() <= OPENED else _result(**line)
+            self._groups[name] = line.get("group", name)
+        self._opened = [name for name, result in results.items() if result is None]
+        self.results = [result for result in results.values() if result is not None]
         self.usd = sum(result.usd for result in self.results)
         file.truncate(sum(len(line.encode()) + 1 for line in lines))
 
@@ -65,18 +74,18 @@ class KeptResults:
             try:
                 rollout = await api.rollout(name)
             except ApiError as error:
-                if error.status_code != NOT_FOUND:
+                if error.status_code != GONE:
                     raise
                 continue
-            result = result_of(name, rollout["task_id"], rollout)
+            result = result_of(rollout)
             self.usd += result.usd
             rewarded = rollout["reward"] is not None or rollout.get("awaits_reward")
             if rewarded and rollout["status"] not in ("failed", "discarded"):
                 self.results.append(result)
 
-    def opened(self, rollout_ids: Sequence[str], beside: str | None) -> None:
-        """Keep the rollouts that may have their reward only when their run has ended. `beside`: one of their group."""
-        group = rollout_ids[0] if beside is None else self._groups[beside]
+    def opened(self, rollout_ids: Sequence[str], sibling_of: str | None) -> None:
+        """Keep the rollouts, which may have their reward only when their run has ended."""
+        group = rollout_ids[0] if sibling_of is None else self._groups[sibling_of]
         self._groups |= dict.fromkeys(rollout_ids, group)
         self._write({"rollout_id": name, "group": group} for name in rollout_ids)
 
@@ -99,10 +108,10 @@ class KeptResults:
         groups = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
         for result in self.results:
             groups[result.task_id][self._groups[result.rollout_id]].append(result.rollout_id)
-        begun = {name: deque(of_task.values()) for name, of_task in groups.items()}
-        found = [(task, begun[task.task_id].popleft() if begun.get(task.task_id) else []) for task in tasks]
-        return [replace(task, siblings=(*own,)) for task, own in found if len(own) < group_size]
+        begun = {name: iter(of_task.values()) for name, of_task in groups.items()}
+        joined = [replace(task, siblings=tuple(next(begun.get(task.task_id, iter(())), ()))) for task in tasks]
+        return [task for task in joined if len(task.siblings) < group_size]
 
 
-def _result(*, group: str, **one: Any) -> RolloutResult:
-    return RolloutResult(**one)
+def _result(*, group: str, **fields: Any) -> RolloutResult:
+    return RolloutResult(**fields)

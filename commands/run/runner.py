@@ -63,6 +63,7 @@ class ServedRunner(ABC):
 
     name = "server"
     setup = b""  # what it reads before it is ready
+    cannot_start = ""  # what to say if it ends before
 
     def __init__(
         self, argv: Sequence[str], say: Callable[[str], None] = lambda _: None, keeping: Keeping | None = None
@@ -82,29 +83,25 @@ class ServedRunner(ABC):
         """Take the child's first line."""
 
     async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
+        loop, name = asyncio.get_running_loop(), str(next(self._ids))
         async with piped(log, self._keeping) as pipe:
             async with self._starting:
                 if self._life is None or self._life.done():
-                    ready = asyncio.get_running_loop().create_future()
+                    ready = loop.create_future()
                     self._life = asyncio.create_task(self._live(ready))
                     await asyncio.wait({ready, self._life}, return_when=asyncio.FIRST_COMPLETED)
                     if self._life.done():
                         raise self._life.result()
-            return await self._run(env, pipe, limit_s)
-
-    async def _run(self, env: Mapping[str, str], pipe: Path, limit_s: float | None) -> int:
-        name = str(next(self._ids))
-        request = {"id": name, "limit_s": limit_s, **self._request(env, pipe)}
-        ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._running[name] = ended
-        self._send(request)
-        try:
-            return await ended
-        except asyncio.CancelledError:
-            self._send({"kill": name})
-            raise
-        finally:
-            del self._running[name]
+            request = {"id": name, "limit_s": limit_s, **self._request(env, pipe)}
+            ended = self._running[name] = loop.create_future()
+            self._send(request)
+            try:
+                return await ended
+            except asyncio.CancelledError:
+                self._send({"kill": name})
+                raise
+            finally:
+                del self._running[name]
 
     async def close(self) -> None:
         if self._life is not None:
@@ -134,26 +131,19 @@ class ServedRunner(ABC):
                             child.kill()
                     child.stdin.close()
                     code = await child.wait()
-            last = last_line(log)
-            if not (ready.done() or why):
+            error: LightningError
+            if why is not None:
+                error = LightningError(why)
+            elif ready.done():
+                error = ServerDied(f"the {self.name} died ({how_it_ended(code)}), last output: {last_line(log)}")
+                self._say(f"{error.message}: {len(self._running)} programs failed; it is started again")
+            else:
+                error = LightningError(f"{self.cannot_start or f'the {self.name} cannot be started'}: {last_line(log)}")
                 sys.stderr.write(log.read_text(errors="replace"))
-        error: LightningError
-        if why is not None:
-            error = LightningError(why)
-        elif ready.done():
-            error = ServerDied(f"the {self.name} died ({how_it_ended(code)}), last output: {last}")
-            self._say(f"{error.message}: {len(self._running)} programs failed; it is started again")
-        else:
-            error = LightningError(f"{self.cannot_start}: {last}")
         for ended in self._running.values():
             if not ended.done():
                 ended.set_exception(error)
         return error
-
-    @property
-    def cannot_start(self) -> str:
-        """What to say if the child ends before it is ready."""
-        return f"the {self.name} cannot be started"
 
     async def _read(self, reports: asyncio.StreamReader) -> str | None:
         """Take reports until the child ends. Return why no run can go on, if it says so."""
@@ -198,18 +188,16 @@ class LocalRunner(ServedRunner):
         require_program(command)
         if modules and not is_script(command):
             raise ConfigError(f"--preload needs a command of the form `python script.py …`, got: {' '.join(command)}")
-        python, warm = [sys.executable, "-I", "-S"], list[str]()
-        if modules:
-            python, warm = [command[0]], [command[1], *modules]
+        python = [command[0]] if modules else [sys.executable, "-I", "-S"]
+        warm = [command[1], *modules] if modules else []
         super().__init__([*python, str(SERVER), guard.__file__, *warm], say, keeping)
-        self._command, self._modules = tuple(command), tuple(modules)
-        self.name = "preload server" if modules else "fork server"
-
-    @property
-    def cannot_start(self) -> str:
-        if not self._modules:
-            return super().cannot_start
-        return f"--preload: {self._command[0]} cannot import {', '.join(self._modules)}"
+        self._command = tuple(command)
+        self.name = "fork server"
+        if modules:
+            self.name, self.cannot_start = (
+                "preload server",
+                f"--preload: {command[0]} cannot import {', '.join(modules)}",
+            )
 
     def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
         found = variables(env, inherited(), log.with_name("task.json"))

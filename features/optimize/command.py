@@ -17,7 +17,7 @@ from rich.console import Console
 from ...commands.api_client import ApiClient
 from ...commands.eval.stats import Comparison, compare
 from ...commands.formats import print_json
-from ...commands.run.command import logs_directory, score_timeout_s
+from ...commands.run.command import run_options
 from ...commands.run.report import Bar, ProgressView
 from ...commands.run.run import RunOptions
 from ...commands.run.runner import Runner, runner_for
@@ -86,10 +86,7 @@ def optimize(config: Config, request: OptimizeRequest) -> None:
     console = Console(stderr=True)
     view = ProgressView(console)
     runner = runner_for(config, request.command, request.preload, view.say)
-    options = RunOptions(
-        1, request.concurrency, "eval", logs_directory(request.logs), score_timeout_s=score_timeout_s(config),
-        timeout_s=config.run.timeout_s,
-    )  # fmt: skip
+    options = run_options(config, 1, request.concurrency, "eval", request.logs)
     directory = make_directory(config.policy.directory / "optimize", "policy.directory")
     work = _Optimization(config, request, split, runner, options, directory, view)
     found = run_until_signal(work.run())

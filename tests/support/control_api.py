@@ -30,6 +30,7 @@ class ControlApi:
         names = [f"r{len(self.rollouts) + i}" for i in range(body["n"])]
         for name in names:
             self.rollouts[name] = {
+                "rollout_id": name,
                 "task_id": body["task_id"],
                 "mode": body["mode"],
                 "status": "running",

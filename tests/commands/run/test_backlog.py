@@ -51,7 +51,7 @@ class Work:
         for name in names[:rewards]:
             await self.api.request("POST", "/reward", {"rollout_id": name, "reward": 1.0})
         for name in names:
-            backlog.ended(name)
+            backlog.ended({"rollout_id": name})
         return names
 
     async def step(self, names: list[str], dropped: list[str] | None = None) -> int:
@@ -98,7 +98,7 @@ async def test_a_group_waits_while_another_runs(work: Work) -> None:
     backlog.opened(names)
     await work.stays_shut(backlog)
     for name in names:
-        backlog.ended(name)
+        backlog.ended({"rollout_id": name})
     assert await opens(backlog)
 
 

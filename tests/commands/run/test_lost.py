@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_proxy.commands.api_client import ApiClient
-from lightning_proxy.commands.run.limits import Budget
-from lightning_proxy.commands.run.report import restarts_line, summarize
+from lightning_proxy.commands.run.limits import Observer
+from lightning_proxy.commands.run.report import summarize, warnings
 from lightning_proxy.commands.run.run import LOST, RESTARTS, RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import RunLost
 from support.control_api import ControlApi
@@ -22,7 +22,7 @@ class LosesMachines:
         self._proxy, self._lost, self._rewards = proxy, lost, rewards
         self.seen: list[list[object]] = []
 
-    async def run(self, env: Mapping[str, str], log: Path) -> int:
+    async def run(self, env: Mapping[str, str], log: Path, limit_s: float | None = None) -> int:
         rollouts = self._proxy.rollouts
         self.seen.append([rollout["status"] for rollout in rollouts.values()])
         log.write_text("half a line")
@@ -48,18 +48,19 @@ async def test_a_lost_run_is_begun_anew_in_another_rollout(proxy: ControlApi, tm
     }  # fmt: skip
     assert proxy.rollouts["r1"]["task_id"] == "t1"
     assert summarize([result])["restarts"] == 1
-    assert restarts_line([result]) == "1 runs were begun anew, in other rollouts: their machine went away"
+    said = "1 runs were begun anew, in other rollouts: their machine went away"
+    assert next(warnings([result])) == said
 
 
-async def test_what_a_lost_run_cost_counts_for_the_budget(proxy: ControlApi, tmp_path: Path) -> None:
+async def test_a_lost_run_is_seen_to_end(proxy: ControlApi, tmp_path: Path) -> None:
     counted: list[str] = []
 
-    class Counting(Budget):
-        async def count(self, api: ApiClient, rollout: Mapping[str, Any]) -> None:
+    class Counting(Observer):
+        def ended(self, rollout: Mapping[str, Any]) -> None:
             counted.append(rollout["status"])
 
     async with ApiClient(proxy.url) as api:
-        await run_tasks(api, [task(1)], LosesMachines(proxy, 1), RunOptions(), budget=Counting(1.0))
+        await run_tasks(api, [task(1)], LosesMachines(proxy, 1), RunOptions(), print, Counting())
     assert counted == ["discarded", "completed"]
 
 

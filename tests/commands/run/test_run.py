@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_proxy.commands.api_client import ApiClient, ApiError
-from lightning_proxy.commands.run.limits import BacklogGate
+from lightning_proxy.commands.run.limits import Observer
 from lightning_proxy.commands.run.run import RunOptions, run_tasks
 from lightning_proxy.commands.run.runner import LocalRunner
 from lightning_proxy.commands.run.tasks import read_tasks
@@ -50,19 +50,20 @@ async def test_groups_are_opened_only_as_the_gate_lets_them(proxy: ControlApi, t
     open_at_gate: list[int] = []
     told: list[str] = []
 
-    class Watched(BacklogGate):
-        async def wait(self) -> None:
+    class Watched(Observer):
+        async def wait(self) -> bool:
             open_at_gate.append(sum(r["status"] == "running" for r in proxy.rollouts.values()))
+            return True
 
-        def opened(self, rollout_ids: Iterable[str]) -> None:
+        def opened(self, rollout_ids: Sequence[str], sibling_of: str | None) -> None:
             told.extend(f"{name} opened" for name in rollout_ids)
 
-        def ended(self, rollout_id: str) -> None:
-            told.append(f"{rollout_id} ended")
+        def ended(self, rollout: Mapping[str, Any]) -> None:
+            told.append(f"{rollout['rollout_id']} ended")
 
     async with ApiClient(proxy.url) as api:
         runner = Program("process")(tmp_path, REWARDS_TEN_TIMES_X)
-        await run_tasks(api, [task(1), task(2), task(3)], runner, RunOptions(group_size=2), gate=Watched())
+        await run_tasks(api, [task(1), task(2), task(3)], runner, RunOptions(group_size=2), print, Watched())
     assert open_at_gate == [0, 0, 0]
     assert sorted(told) == sorted(f"{name} {what}" for name in proxy.rollouts for what in ("opened", "ended"))
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_proxy.commands.run.command import too_few, too_small
+from lightning_proxy.commands.run.command import problem
 from lightning_proxy.commands.run.report import ProgressView
 from lightning_proxy.commands.run.resume import kept_results
 from lightning_proxy.commands.run.run import RolloutResult
@@ -76,43 +76,28 @@ async def test_that_nothing_is_learned_is_said_at_the_end_and_in_status(running:
 
 
 @pytest.mark.parametrize(
-    ("trainer", "size", "passes", "told"),
-    [
-        ({}, 1, 1, "no step will be taken"),
-        ({"lone_rollouts": "running"}, 1, 1, None),
-        ({"baseline": "reinforce_pp"}, 1, 1, None),
-        ({}, 4, 1, None),
-        ({"group_size": 2}, 1, 2, None),
-        ({"group_size": 4}, 1, 2, "a task gets 2 rollouts"),
-    ],
-)
-def test_a_group_size_is_judged_by_what_the_trainer_compares(
-    trainer: dict[str, Any], size: int, passes: int, told: str | None
-) -> None:
-    tasks = [Task("t1", "{}"), Task("t2", "{}")] * passes
-    found = too_small(TrainerConfig.model_validate(trainer), tasks, size)
-    assert (found or "").startswith(told or "") and (found is None) == (told is None)
-
-
-@pytest.mark.parametrize(
     ("trainer", "size", "passes", "waiting", "told"),
     [
+        ({}, 1, 1, 0, "no step will be taken"),
+        ({"lone_rollouts": "running"}, 1, 1, 0, None),
+        ({"baseline": "reinforce_pp"}, 1, 1, 0, None),
+        ({"group_size": 2, "tasks_per_step": 2}, 1, 2, 0, None),
+        ({"group_size": 4}, 1, 2, 0, "a task gets 2 rollouts"),
         ({}, 8, 3, 0, "6 groups come of this, and a step takes 8"),
         ({}, 8, 3, 15, "6 groups come of this, 1 wait, and a step takes 8"),
         ({}, 8, 3, 16, None),
         ({}, 8, 4, 0, None),
         ({"tasks_per_step": 2}, 8, 1, 0, None),
         ({"group_size": 4}, 1, 4, 0, "2 groups come of this"),
-        ({"lone_rollouts": "running"}, 1, 1, 0, None),
         ({"schedule": {"when": "rollouts"}}, 8, 1, 0, None),
     ],
 )
-def test_the_number_of_groups_is_judged_by_what_a_step_takes(
+def test_rollouts_are_judged_by_what_the_trainer_compares_and_a_step_takes(
     trainer: dict[str, Any], size: int, passes: int, waiting: int, told: str | None
 ) -> None:
     tasks = [Task("t1", "{}"), Task("t2", "{}")] * passes
-    found = too_few(TrainerConfig.model_validate(trainer), tasks, size, waiting)
-    assert (found or "").startswith(told or "") and (found is None) == (told is None)
+    said = problem(TrainerConfig.model_validate(trainer), tasks, size, waiting)
+    assert (said or "").startswith(told or "") and (said is None) == (told is None)
 
 
 async def test_rollouts_that_are_not_trained_on_wait_for_no_trainer(running: Running, tmp_path: Path) -> None:

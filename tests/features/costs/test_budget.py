@@ -75,10 +75,11 @@ async def test_a_call_that_was_cut_off_ends_no_run(monkeypatch: pytest.MonkeyPat
     async def request(*_: object, **__: object) -> Any:
         return {"spent": []}
 
-    api, budget = ApiClient("http://127.0.0.1:1"), Budget(5.0)
+    api = ApiClient("http://127.0.0.1:1")
+    budget = Budget(api, 5.0)
     monkeypatch.setattr(api, "request", request)
     for status, is_spent in (("cancelled", False), ("ok", True)):  # the answers of a program may all lack a usage
         cost = {"usd": 1.0, "unpriced": 0, "unknown": 1}
         calls = [{"call_id": "a", "status": status}]
-        await budget.count(api, {"calls": calls, "costs": cost | {"of_calls": {"a": cost}}})
-        assert budget.is_spent is is_spent
+        budget.ended({"calls": calls, "costs": cost | {"of_calls": {"a": cost}}})
+        assert await budget.wait() is not is_spent
