@@ -6,12 +6,11 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_urlsafe
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import unquote, urlencode
 
 import aiohttp
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from ..core.config.root import Config
     from ..core.config.server import StoreConfig
     from ..core.records import Mode
-
 
 T = TypeVar("T")
 UNAUTHORIZED = 401
@@ -83,16 +81,12 @@ class ApiClient:
         key = os.environ.get("LIGHTNING_API_KEY", "").strip() or next(iter(configured), None)
         return cls(f"http://{address(proxy.host, proxy.port)}", key, patience_s=patience_s)
 
-    async def __aenter__(self) -> ApiClient:
-        timeout = aiohttp.ClientTimeout(total=60)
-        self._session = aiohttp.ClientSession(
-            headers=self.headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
-        )
+    async def __aenter__(self) -> Self:
+        timeout, connector = aiohttp.ClientTimeout(total=60), aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
+        self._session = aiohttp.ClientSession(headers=self.headers, timeout=timeout, connector=connector)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self._session is not None:
             await self._session.close()
 
@@ -143,7 +137,10 @@ class ApiClient:
                 if status < 400:
                     self._reached = True
                     return data
-                raise _refusal(method, path, status, data)
+                said = data.get("error") if isinstance(data, dict) else None
+                message = said.get("message") if isinstance(said, dict) else str(data)[:300]
+                hint = "; give it to this command in LIGHTNING_API_KEY" if status == UNAUTHORIZED else ""
+                raise ApiError(f"{method} {path}: {message}{hint} (HTTP {status})", status)
             except ApiError as error:
                 self._reached |= error.status_code == LIMITED
                 passes = error.status_code in (*AWAY, LIMITED)
@@ -159,19 +156,12 @@ class ApiClient:
         except aiohttp.ClientConnectorError:
             raise ProxyNotThere(self.url) from None
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            reason = str(error) or type(error).__name__
-            raise ApiError(f"no usable answer from the proxy at {self.url}: {reason}") from None
+            why = str(error) or type(error).__name__
+            raise ApiError(f"no usable answer from the proxy at {self.url}: {why}") from None
         try:
             return status, loads(text) if text else None
         except ValueError:
             raise ApiError(f"what answers at {self.url} is not lightning-proxy (HTTP {status})", status) from None
-
-
-def _refusal(method: str, path: str, status: int, data: Any) -> ApiError:
-    error = data.get("error") if isinstance(data, dict) else None
-    message = error.get("message") if isinstance(error, dict) else str(data)[:300]
-    hint = "; give it to this command in LIGHTNING_API_KEY" if status == UNAUTHORIZED else ""
-    return ApiError(f"{method} {path}: {message}{hint} (HTTP {status})", status)
 
 
 def ask(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
@@ -191,12 +181,11 @@ def ask(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
 
 def up_runs(store: StoreConfig) -> bool:
     """Return whether an `up` on this machine holds its lock on the store's file."""
-    path = None if store.is_postgres else store.path.expanduser()
-    if path is None or not Path(f"{path}-up").exists():
+    if store.is_postgres or not Path(f"{store.path.expanduser()}-up").exists():
         return False
     from ..store.sqlite.file import lock_file
 
-    with suppress(OSError), lock_file(path, "up") as nobody_does:
+    with suppress(OSError), lock_file(store.path.expanduser(), "up") as nobody_does:
         return not nobody_does
     return False
 
@@ -229,18 +218,15 @@ class StoreClient(ApiClient):
         key = token_urlsafe(16)
         super().__init__(ApiClient.of(config).url, key)
         proxy = config.proxy.model_copy(update={"api_keys": [SecretStr(key)]})
-        self._api = api_to_read(config.model_copy(update={"proxy": proxy}))
-        self._app = Dispatch(self._api)
-        self._stack = AsyncExitStack()
+        api = api_to_read(config.model_copy(update={"proxy": proxy}))
+        self._app, self._lifespan = Dispatch(api), api.router.lifespan_context(api)
 
-    async def __aenter__(self) -> StoreClient:
-        await self._stack.enter_async_context(self._api.router.lifespan_context(self._api))
+    async def __aenter__(self) -> Self:
+        await self._lifespan.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._stack.aclose()
+    async def __aexit__(self, *_: object) -> None:
+        await self._lifespan.__aexit__(None, None, None)
 
     async def _send(self, method: str, path: str, body: Any, params: dict[str, str] | None) -> tuple[int, Any]:
         path, _, query = path.partition("?")
@@ -250,20 +236,12 @@ class StoreClient(ApiClient):
             "query_string": (query or urlencode(params or {})).encode(), "server": HERE,
             "headers": [(b"host", b"127.0.0.1"), (b"authorization", self.headers["Authorization"].encode())],
         }  # fmt: skip
-        status, parts, asked = 0, list[bytes](), False
-
-        async def receive() -> dict[str, Any]:
-            nonlocal asked
-            if asked:
-                await asyncio.Event().wait()  # the client does not leave
-            asked = True
-            return {"type": "http.request"}
+        requests, answer = asyncio.Queue[Any](), list[Any]()
+        requests.put_nowait({"type": "http.request"})  # after it, the client does not leave
 
         async def send(message: Any) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            parts.append(message.get("body", b""))
+            answer.append(message)
 
-        await self._app(scope, receive, send)
-        text = b"".join(parts)
-        return status, loads(text) if text else None
+        await self._app(scope, requests.get, send)
+        text = b"".join(message.get("body", b"") for message in answer)
+        return answer[0]["status"], loads(text) if text else None

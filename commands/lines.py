@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +35,15 @@ class _Text(logging.Formatter):
         return f"{time.strftime(time_format(sys.stderr.isatty()), time.localtime(record.created))} {shown}"
 
 
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
+        entry = {"time": at, "level": record.levelname.lower(), "message": record.getMessage()}
+        if record.exc_info:
+            entry["traceback"] = self.formatException(record.exc_info)
+        return dumps_readable(entry | getattr(record, "fields", {}), sys.stderr.encoding or "utf-8")
+
+
 def time_format(on_terminal: bool) -> str:
     """Return how a line's time is written: with the date where it is kept."""
     return "%H:%M:%S" if on_terminal else "%Y-%m-%d %H:%M:%S"
@@ -47,27 +55,14 @@ class _Once(logging.Filter):
     def __init__(self, shared: Path) -> None:
         super().__init__()
         self._file = (shared / "first").open("w")
-        self._is_first = False
-
-    def close(self) -> None:
-        """Let another worker be the first."""
-        self._file.close()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        if getattr(record, "once", False) and not self._is_first:
-            with suppress(BlockingIOError):
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                self._is_first = True
-        return self._is_first or not getattr(record, "once", False)
-
-
-class _Json(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        at = datetime.fromtimestamp(record.created).astimezone().isoformat(timespec="milliseconds")
-        entry = {"time": at, "level": record.levelname.lower(), "message": record.getMessage()}
-        if record.exc_info:
-            entry["traceback"] = self.formatException(record.exc_info)
-        return dumps_readable(entry | getattr(record, "fields", {}), sys.stderr.encoding or "utf-8")
+        if getattr(record, "once", False):
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # again and again, by the first
+            except BlockingIOError:
+                return False
+        return True
 
 
 def set_up(format: LogFormat, shared: Path | None = None) -> None:
@@ -97,7 +92,6 @@ class CallLines:
         self._timer: asyncio.TimerHandle | None = None
 
     def call_ended(self, start: CallStart, end: CallEnd, headers: Mapping[str, str]) -> None:
-        """Note the call, to be printed soon."""
         self._counts[end.status] += 1
         if len(self._waiting) < MOST and (self._each or end.status == "error"):
             self._waiting.append((start, end))
@@ -109,26 +103,30 @@ class CallLines:
         waiting, counts, self._waiting, self._counts, self._timer = self._waiting, self._counts, [], Counter(), None
         for start, end in waiting:
             fields = {"event": "call", "call_id": end.call_id, "rollout_id": end.rollout_id, "status": end.status}
-            fields |= {"key_id": start.rollout.key_id} if start.rollout.key_id else {}
-            line, colour = call_line(start, end, self._redacted), COLOURS.get(end.status, "")
-            log.info("%s", line, extra={"fields": fields, "colour": colour})
+            if start.rollout.key_id:
+                fields["key_id"] = start.rollout.key_id
+            extra = {"fields": fields, "colour": COLOURS.get(end.status, "")}
+            log.info("%s", call_line(start, end, self._redacted), extra=extra)
         if counts.total() > (len(waiting) if self._each else 0):
             by_status = ", ".join(f"{count(n)} {status}" for status, n in counts.items())
             say(f"{count(counts.total())} call{'s' * (counts.total() != 1)}: {by_status}", event="calls", **counts)
 
 
 def call_line(start: CallStart, end: CallEnd, redacted: Callable[[str], str] = str) -> str:
-    """Return one ended call in one line."""
-    tokens = sum(len(choice.token_ids) for choice in end.choices)
-    version = "" if start.policy_version is None or end.fallback else f"version {start.policy_version}"
-    facts = [
-        f"{end.status:<9} {start.endpoint}", f"rollout {end.rollout_id}",
-        f"task {start.rollout.task_id}" if start.rollout.task_id else "",
-        f"key {start.rollout.key_id}" if start.rollout.key_id else "", version or (start.model or ""),
-        f"{len(end.prompt_token_ids)}+{tokens} tokens" if tokens else "", duration(end.latency_ms / 1000),
-        "" if end.status != "error" else f"HTTP {end.http_status}: {redacted(_reason(end))[:200]}",
-        f"not trainable: {end.untrainable_reason}" if end.status == "ok" and end.untrainable_reason else "",
-    ]  # fmt: skip
+    facts = [f"{end.status:<9} {start.endpoint}", f"rollout {end.rollout_id}"]
+    if start.rollout.task_id:
+        facts.append(f"task {start.rollout.task_id}")
+    if start.rollout.key_id:
+        facts.append(f"key {start.rollout.key_id}")
+    of_policy = start.policy_version is not None and not end.fallback
+    facts.append(f"version {start.policy_version}" if of_policy else start.model or "")
+    if tokens := sum(len(choice.token_ids) for choice in end.choices):
+        facts.append(f"{len(end.prompt_token_ids)}+{tokens} tokens")
+    facts.append(duration(end.latency_ms / 1000))
+    if end.status == "error":
+        facts.append(f"HTTP {end.http_status}: {redacted(_reason(end))[:200]}")
+    if end.status == "ok" and end.untrainable_reason:
+        facts.append(f"not trainable: {end.untrainable_reason}")
     return "  ".join(filter(None, facts))
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from ..core.config.root import Config
 from ..core.errors import ConfigError, LightningError
 from ..trainer.plan import Plan, cards, cards_like, make_plan, model_config, shape_of
-from .formats import count, print_json
+from .formats import count, print_json, table
 from .vllm import require_model
 
 
@@ -28,32 +28,25 @@ def plan_command(config: Config, gpus: str | None, *, as_json: bool) -> None:
         policy = config.policy.model_copy(update={"publish": "lora"})  # what auto means on a GPU
         config = config.model_copy(update={"policy": policy})
     plan = make_plan(config, machine)
-    if as_json:
-        print_json(plan_facts(plan))
-    else:
+    if not as_json:
         Console(highlight=False).print(*plan_tables(plan), sep="\n")
-
-
-def plan_facts(plan: Plan) -> dict[str, Any]:
-    """Return the plan for programs: the settings by their keys, and GiB by what they are for."""
-    return {
+        return
+    print_json({
         "settings": {key: value for key, value, _ in _settings(plan)},
         "kv_cache_tokens": plan.kv_tokens,
         "cards_gib": list(plan.cards.values()),
         "vllm_gib": {name: round(gib, 2) for name, gib in plan.vllm.items()},
         "trainer_gib": {name: round(gib, 2) for name, gib in plan.trainer.items()},
-        "model": plan.config.policy.model,
-    }
+        "model": model,
+    })  # fmt: skip
 
 
 def plan_tables(plan: Plan) -> tuple[Table, Table]:
     """Return a table of the memory of one card each, in GiB, and one of the settings."""
-    memory = Table(box=None, padding=(0, 2), title_justify="left")
-    for heading, side in (("GiB a card", "left"), ("vLLM", "right"), ("trainer", "right")):
-        memory.add_column(heading, justify=side)  # type: ignore[arg-type]
+    memory = table("GiB a card", right=("vLLM", "trainer"), padding=(0, 2), pad_edge=True)
     for name in dict.fromkeys((*plan.vllm, *plan.trainer)):
-        memory.add_row(name, _gib(plan.vllm.get(name)), _gib(plan.trainer.get(name)))
-    memory.add_row("together", _gib(sum(plan.vllm.values())), _gib(sum(plan.trainer.values())), style="bold")
+        memory.add_row(name, *(f"{side[name]:.1f}" if name in side else "" for side in (plan.vllm, plan.trainer)))
+    memory.add_row("together", *(f"{sum(side.values()):.1f}" for side in (plan.vllm, plan.trainer)), style="bold")
     settings = Table(box=None, padding=(0, 2), show_header=False)
     for key, value, meaning in _settings(plan):
         settings.add_row(key, ", ".join(map(str, value)) if isinstance(value, list) else str(value), meaning)
@@ -61,7 +54,6 @@ def plan_tables(plan: Plan) -> tuple[Table, Table]:
 
 
 def plan_line(plan: Plan) -> str:
-    """Return the plan in one line."""
     vllm, trainer = (f"{sum(needs.values()):.1f} GiB" for needs in (plan.vllm, plan.trainer))
     where = "on one card" if plan.shared else "on cards of their own"
     length, tokens = plan.config.vllm.max_model_len or 0, plan.config.trainer.max_tokens_per_batch or 0
@@ -70,6 +62,7 @@ def plan_line(plan: Plan) -> str:
 
 
 def _settings(plan: Plan) -> list[tuple[str, Any, str]]:
+    """Key, value and meaning of each."""
     vllm, trainer = plan.config.vllm, plan.config.trainer
 
     def gib(devices: Sequence[int]) -> str:
@@ -84,7 +77,3 @@ def _settings(plan: Plan) -> list[tuple[str, Any, str]]:
         ("trainer.max_sample_tokens", trainer.max_sample_tokens, ""),
     ]
     return rows + ([("trainer.learning_rate", plan.rate.value, plan.rate.reason)] if plan.rate else [])
-
-
-def _gib(gib: float | None) -> str:
-    return "" if gib is None else f"{gib:.1f}"

@@ -15,14 +15,13 @@ from ..api_client import ApiClient, ApiError
 T = TypeVar("T")
 
 UNKNOWN = (400, 404)
+NO_ID = 422  # of what begins no id
 SHOWN = 4
 CUT = re.compile(r"(…|\.\.\.)$")
 _MADE_BY_US = re.compile(r"[0-9a-f]{32}")
 _NO_PATH = ("", ".", "..")  # with one of these a path would name another route
 
-SORTS = ("newest", "reward", "tokens", "calls")
-SORTED = 1000  # of the newest that fit
-PAGE = 1000
+PAGE = 1000  # also of the newest that are sorted
 MOST_PAGES = 20  # that are asked for; each looks at a bounded number of rollouts
 
 
@@ -32,14 +31,25 @@ async def with_id(api: ApiClient, given: str, work: Callable[[str], Awaitable[T]
     What `changes` a rollout needs its full id, unless it is one that the proxy made, or `…` ends it: a rollout of
     another name must not be changed because the one that was meant is gone.
     """
-    if given not in _NO_PATH and not CUT.search(given):
+    start, refusal, ids = CUT.sub("", given), None, list[str]()
+    if given == start and given not in _NO_PATH:
         try:
             return await work(given)
         except ApiError as error:
             if error.status_code not in UNKNOWN:
                 raise
-            return await work(await _beginning(api, given, error, only_ours=changes))
-    return await work(await _beginning(api, given, None))
+            refusal = error
+    if start:
+        try:
+            ids = [rollout["rollout_id"] for rollout in (await api.rollouts(prefix=start, limit=SHOWN + 1))["data"]]
+        except ApiError as error:
+            if error.status_code != NO_ID:
+                raise
+    if changes and refusal is not None:
+        ids = [rollout_id for rollout_id in ids if _MADE_BY_US.fullmatch(rollout_id)]
+        if not ids:
+            raise refusal
+    return await work(only_one(given, ids, "rollout"))
 
 
 async def find(api: ApiClient, given: str) -> dict[str, Any]:
@@ -52,36 +62,18 @@ async def credited(api: ApiClient, given: str) -> tuple[dict[str, Any], list[dic
     rollout = await find(api, given)
     if rollout["step"] is None:
         return rollout, []
-    rows = await api.request("GET", f"/rollouts/{quote(rollout['rollout_id'], safe='')}/rows")
-    return rollout, rows["calls"]
+    return rollout, (await api.request("GET", f"/rollouts/{quote(rollout['rollout_id'], safe='')}/rows"))["calls"]
 
 
 def only_one(given: str, ids: Iterable[str], kind: str) -> str:
     """Return the one of these ids that begins so; raise NotFound if it is none or several."""
-    found = list(ids)
-    if len(found) == 1:
-        return found[0]
-    few = ", ".join(found[:SHOWN]) + (", …" if len(found) > SHOWN else "")
-    what = f"several ids begin with it: {few}" if found else "and no id begins with it"
-    raise NotFound(f"no {kind} {given!r}{';' if found else ''} {what}")
-
-
-async def _beginning(api: ApiClient, given: str, error: ApiError | None, *, only_ours: bool = False) -> str:
-    start = CUT.sub("", given)
-    found: list[str] = []
-    if start:
-        try:
-            page = await api.rollouts(prefix=start, limit=SHOWN + 1)
-        except ApiError as refused:
-            if refused.status_code != 422:  # what begins no id
-                raise
-            page = {"data": []}
-        found = [rollout["rollout_id"] for rollout in page["data"]]
-    if only_ours and error is not None:
-        found = [rollout_id for rollout_id in found if _MADE_BY_US.fullmatch(rollout_id)]
-        if not found:
-            raise error
-    return only_one(given, found, "rollout")
+    known = list(ids)
+    if len(known) == 1:
+        return known[0]
+    if not known:
+        raise NotFound(f"no {kind} {given!r} and no id begins with it")
+    few = ", ".join(known[:SHOWN]) + (", …" if len(known) > SHOWN else "")
+    raise NotFound(f"no {kind} {given!r}; several ids begin with it: {few}")
 
 
 async def collect(
@@ -91,21 +83,19 @@ async def collect(
 
     Any order but the newest first is that of the newest 1,000 that fit.
     """
-    if sort not in SORTS:
-        raise ConfigError(f"--sort is {', '.join(SORTS[:-1])} or {SORTS[-1]}, got {sort!r}")
     ordered = sort != "newest" or reverse
-    wanted, cursor = SORTED if ordered else limit, filters.pop("cursor", None)
-    found: list[dict[str, Any]] = []
+    wanted, cursor = PAGE if ordered else limit, filters.pop("cursor", None)
+    rollouts: list[dict[str, Any]] = []
     for _ in range(MOST_PAGES):
-        page = await api.rollouts(**filters, limit=min(PAGE, wanted - len(found)), cursor=cursor)
-        found += page["data"]
+        page = await api.rollouts(**filters, limit=min(PAGE, wanted - len(rollouts)), cursor=cursor)
+        rollouts += page["data"]
         cursor = page["next_cursor"]
-        if cursor is None or len(found) >= wanted:
+        if cursor is None or len(rollouts) >= wanted:
             break
     if ordered:
         column = "created_at" if sort == "newest" else sort
-        found.sort(key=lambda rollout: (rollout[column] is not None, rollout[column] or 0.0), reverse=not reverse)
-    return found[:limit], cursor
+        rollouts.sort(key=lambda rollout: (rollout[column] is not None, rollout[column] or 0.0), reverse=not reverse)
+    return rollouts[:limit], cursor
 
 
 def checked(mode: str | None, status: str | None) -> None:
@@ -119,14 +109,11 @@ def checked(mode: str | None, status: str | None) -> None:
 
 
 def since_of(text: str | None) -> float | None:
-    """Return the Unix time of `--since`; None without one."""
-    return None if text is None else since(text, time.time())
-
-
-def since(text: str, now: float) -> float:
-    """Return the Unix time of a local date, a date with time, or a time ago: 90m, 12h, 7d."""
+    """Return the Unix time of `--since`: a local date, a date with time, or a time ago (90m, 12h, 7d)."""
+    if text is None:
+        return None
     if ago := re.fullmatch(r"(\d+)([mhd])", text):
-        return now - int(ago[1]) * {"m": 60, "h": 3600, "d": 86400}[ago[2]]
+        return time.time() - int(ago[1]) * {"m": 60, "h": 3600, "d": 86400}[ago[2]]
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...core.errors import ConfigError, LightningError
 from ..command_line import Commands, Json, brought, configuration, versions
+from ..formats import print_json, table
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from ..api_client import ApiClient
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show policy versions and choose the live one.")
 
@@ -31,8 +35,7 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
     """
     from rich.console import Console
 
-    from ..api_client import ApiClient, look
-    from ..formats import print_json
+    from ..api_client import look
 
     async def read(api: ApiClient) -> tuple[dict[str, Any], ...]:
         steps = await api.request("GET", "/policy/steps", params={"limit": "1000", "brief": "true"})
@@ -58,7 +61,6 @@ def promote(
     as_json: Json = False,
 ) -> None:
     """Make a version live. The trainer continues from it."""
-    from ...core.errors import ConfigError, LightningError
     from ..api_client import ask
 
     if version == "best":
@@ -81,22 +83,28 @@ def rollback(context: typer.Context, as_json: Json = False) -> None:
 
 def versions_table(versions: list[dict[str, Any]], of_steps: Mapping[int | None, dict[str, Any]]) -> Table:
     """Return a table with one line per version; a star marks the live one. `of_steps`: their steps' metrics."""
-    from rich.table import Table
-
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
     held = ["held out"] if any(v.get("evaluation") or v["rewards"].get("eval") for v in versions) else []
-    for name in ("version", "", "status", "step", "reward", *held, "published", "verified", "when"):
-        table.add_column(name, justify="right" if name in ("version", "step") else "left", no_wrap=True)
+    shown = table("version", "", "status", "step", "reward", *held, "published", "verified", "when", padding=(0, 1))
+    shown.columns[0].justify = shown.columns[3].justify = "right"
     for v in versions:
-        status = v["status"] if v["live"] or v["status"] != "ready" else _readiness(v["obstacle"])
-        cells = (str(v["version"]), "*" if v["live"] else "", status, "-" if v["step"] is None else str(v["step"]))
-        when = time.strftime(
-            "%m-%d %H:%M" if held else "%Y-%m-%d %H:%M", time.localtime(v["live_at"] or v["created_at"])
+        status, verified, of_step = v["status"], "no", of_steps.get(v["version"], {})
+        if status == "ready" and not v["live"] and (obstacle := v["obstacle"]) is not None:
+            status = "files gone" if "gone" in obstacle else "other mode"
+        if v["verified"]:  # how clearly, as far as that was recorded and answers told it
+            deviations = of_step.get("verify_deviations")
+            verified = "yes" if deviations is None or "verified_by" in of_step else f"{deviations:.3g} sd"
+        live_at = time.localtime(v["live_at"] or v["created_at"])
+        when = time.strftime("%m-%d %H:%M" if held else "%Y-%m-%d %H:%M", live_at)
+        shown.add_row(
+            str(v["version"]),
+            "*" if v["live"] else "",
+            status,
+            "-" if v["step"] is None else str(v["step"]),
+            _mean(v["rewards"].get("train")) or "-",
+            *(_held_out(v) for _ in held),
+            *(("base model", "-", "-") if v["version"] == 0 else (v["publish"] or "-", verified, when)),
         )
-        published = (v["publish"] or "-", _verified(v["verified"], of_steps.get(v["version"], {})), when)
-        rewards = [_mean(v["rewards"].get("train")) or "-", *(_held_out(v) for _ in held)]
-        table.add_row(*cells, *rewards, *(("base model", "-", "-") if v["version"] == 0 else published))
-    return table
+    return shown
 
 
 def _held_out(version: Mapping[str, Any]) -> str:
@@ -108,26 +116,12 @@ def _held_out(version: Mapping[str, Any]) -> str:
     return seen or ("failed" if evaluation["reward"] is None else f"{evaluation['reward']:.3f}")
 
 
-def _mean(found: Mapping[str, Any] | None) -> str:
-    return "" if found is None else f"{found['mean']:.3f}"
-
-
-def _verified(verified: bool, of_step: Mapping[str, Any]) -> str:
-    """How clearly a version was verified, as far as that was recorded and answers told it."""
-    deviations = of_step.get("verify_deviations")
-    if not verified:
-        return "no"
-    return "yes" if deviations is None or "verified_by" in of_step else f"{deviations:.3g} sd"
-
-
-def _readiness(obstacle: str | None) -> str:
-    """The present status of a version that was live once: `ready` to be promoted, or not."""
-    return "ready" if obstacle is None else "files gone" if "gone" in obstacle else "other mode"
+def _mean(reward: Mapping[str, Any] | None) -> str:
+    return "" if reward is None else f"{reward['mean']:.3f}"
 
 
 def _change(context: typer.Context, path: str, body: dict[str, int] | None, as_json: bool) -> None:
     from ..api_client import ask
-    from ..formats import print_json
 
     version = ask(configuration(context), lambda api: api.request("POST", path, body))
     if as_json:

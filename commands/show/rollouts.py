@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
 
 import typer
@@ -20,17 +20,17 @@ app = typer.Typer(cls=Commands, no_args_is_help=True, help="Show, compare, end a
 TAIL_POLL_S = 1.0
 TAIL_PAGE = 200
 REFUSED = (400, 404, 405, 409)  # refusals that concern one rollout only
-ENDED = ("completed", "failed", "discarded")
+RolloutStatus = Literal["running", "completed", "failed", "discarded"]
 WIDE = 10_000
 
 
 @app.command("list")
 def list_rollouts(
     context: typer.Context,
-    status: Annotated[str | None, typer.Option(help="only running, completed, failed or discarded ones")] = None,
+    status: Annotated[RolloutStatus | None, typer.Option(help="only those of this status")] = None,
     task: Annotated[str | None, typer.Option(help="only those of this task id", autocompletion=task_ids)] = None,
     agent: Annotated[str | None, typer.Option(help="only those of this agent")] = None,
-    mode: Annotated[str | None, typer.Option(help="only those of this mode: train or eval")] = None,
+    mode: Annotated[Literal["train", "eval"] | None, typer.Option(help="only those of this mode")] = None,
     min_reward: Annotated[float | None, typer.Option(help="only those with at least this reward")] = None,
     max_reward: Annotated[float | None, typer.Option(help="only those with at most this reward")] = None,
     since: Annotated[
@@ -41,7 +41,7 @@ def list_rollouts(
     model: Annotated[str | None, typer.Option(help="only those with a call for this model")] = None,
     key: Annotated[str | None, typer.Option(help="only those that were opened with the key of this name")] = None,
     grep: Annotated[str | None, typer.Option(help="only those with this text in a request or an answer")] = None,
-    sort: Annotated[str, typer.Option(help="newest, reward, tokens or calls: greatest first")] = "newest",
+    sort: Annotated[Literal["newest", "reward", "tokens", "calls"], typer.Option(help="greatest first")] = "newest",
     reverse: Annotated[bool, typer.Option("--reverse", help="least first")] = False,
     limit: Annotated[int, typer.Option(metavar="N", min=1, max=1000, help="at most so many")] = 20,
     cursor: Annotated[str | None, typer.Option(help="continue where an earlier list ended")] = None,
@@ -52,21 +52,21 @@ def list_rollouts(
 
     from ..api_client import look
     from ..formats import print_json
-    from .find import checked, collect, since_of
+    from .find import collect, since_of
     from .rollout_view import rollouts_table
 
-    checked(mode, status)
-    filters: dict[str, Any] = {"status": status, "task_id": task, "agent": agent, "mode": mode, "cursor": cursor}
-    filters |= {"version": version, "step": step, "model": model, "key": key}
-    filters |= {"min_reward": min_reward, "max_reward": max_reward, "since": since_of(since), "text": grep}
+    filters = {
+        "status": status, "task_id": task, "agent": agent, "mode": mode, "cursor": cursor, "version": version,
+        "step": step, "model": model, "key": key, "min_reward": min_reward, "max_reward": max_reward,
+        "since": since_of(since), "text": grep,
+    }  # fmt: skip
     found, more = look(configuration(context), lambda api: collect(api, filters, limit, sort, reverse=reverse))
     if as_json:
         return print_json({"data": found, "next_cursor": more})
     console = Console()
-    if console.is_terminal:
-        console.print(rollouts_table(found, time.time(), console.width))
-    else:
-        Console(width=WIDE).print(rollouts_table(found, time.time(), None))
+    if not console.is_terminal:
+        console = Console(width=WIDE)
+    console.print(rollouts_table(found, time.time(), console.width if console.is_terminal else None))
     if more is not None and sort == "newest" and not reverse:
         typer.echo(f"more: --cursor {more}", err=True)
     return None
@@ -86,14 +86,10 @@ def delete(context: typer.Context, rollout_ids: Ids) -> None:
 def end(
     context: typer.Context,
     rollout_ids: Ids,
-    status: Annotated[str, typer.Option(help="completed, failed or discarded")] = "completed",
+    status: Annotated[Literal["completed", "failed", "discarded"], typer.Option(help="how it ended")] = "completed",
     reason: Annotated[str | None, typer.Option(help="why, for people")] = None,
 ) -> None:
     """End running rollouts without a reward. The exit code is 1 if one was refused."""
-    from ...core.errors import ConfigError
-
-    if status not in ENDED:
-        raise ConfigError(f"--status is {', '.join(ENDED[:-1])} or {ENDED[-1]}, got {status!r}")
     _each(context, rollout_ids, "ended", lambda api, one: api.end_rollout(quote(one, safe=""), status, reason))
 
 
@@ -183,25 +179,19 @@ def tail(context: typer.Context, as_json: Json = False) -> None:
     console = Console(highlight=False)
 
     async def follow(api: ApiClient) -> None:
-        known: dict[str, dict[str, Any]] | None = None
+        shown = (await api.rollouts(limit=TAIL_PAGE))["data"][10:]  # the newest ten are told at first
         while True:
             page = (await api.rollouts(limit=TAIL_PAGE))["data"]
-            for rollout in changed(page, known):
-                print_json(rollout) if as_json else console.print(rollout_line(rollout), soft_wrap=True)
-            known = {rollout["rollout_id"]: rollout for rollout in page}
+            for rollout in reversed(page):
+                if rollout not in shown:
+                    print_json(rollout) if as_json else console.print(rollout_line(rollout), soft_wrap=True)
+            shown = page
             await sleep(TAIL_POLL_S)
 
     try:
         ask(configuration(context), follow)
     except Interrupted:
         raise typer.Exit(0) from None
-
-
-def changed(page: list[dict[str, Any]], known: dict[str, dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return the rollouts that are new or changed, oldest first. The first time, the newest ten."""
-    if known is None:
-        return page[:10][::-1]
-    return [rollout for rollout in reversed(page) if known.get(rollout["rollout_id"]) != rollout]
 
 
 def reward(

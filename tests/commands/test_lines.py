@@ -17,9 +17,9 @@ def test_what_every_worker_sees_is_logged_by_one_of_them(tmp_path: Path) -> None
     shared, own = (logging.makeLogRecord({"once": once}) for once in (True, False))
     assert [one.filter(shared) for one in (first, second, first)] == [True, False, True]
     assert first.filter(own) and second.filter(own)
-    first.close()
+    first._file.close()
     assert second.filter(shared)
-    second.close()
+    second._file.close()
 
 
 def test_a_call_is_one_line() -> None:

@@ -20,7 +20,6 @@ from rich.console import Console
 
 from lightning_proxy.commands.formats import cut, duration, sparkline
 from lightning_proxy.commands.show.rollout_view import rollout_detail
-from lightning_proxy.commands.show.rollouts import changed
 from lightning_proxy.commands.show.status import next_step
 from lightning_proxy.commands.show.steps import step_line
 from lightning_proxy.commands.system.steps import print_steps, step_printer
@@ -113,13 +112,6 @@ def test_long_texts_are_cut_unless_asked_for() -> None:
     long = rollout([call([said("user", "start " + "x" * 5000 + " end")], said("assistant", "y"))])
     assert "characters, --full shows them" in " ".join(printed(long).split())
     assert printed(long, full=True).count("x") == 5000
-
-
-def test_tail_shows_the_newest_first_and_then_only_what_changed() -> None:
-    page = [{"rollout_id": str(i), "calls": 0} for i in range(20)]
-    assert [r["rollout_id"] for r in changed(page, None)] == [str(i) for i in range(9, -1, -1)]
-    known = {r["rollout_id"]: r for r in page}
-    assert changed([page[0] | {"calls": 1}, *page[1:]], known) == [{"rollout_id": "0", "calls": 1}]
 
 
 def test_formats_say_it_shortly() -> None:
