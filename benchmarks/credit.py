@@ -31,7 +31,7 @@ from lightning_proxy.core.config.trainer import TrainerConfig
 from lightning_proxy.core.records import ModelCall
 from lightning_proxy.core.returns import Earned
 from lightning_proxy.trainer.credit.strategies import ACROSS_TASKS, group_credit
-from lightning_proxy.trainer.step.losses import own_loss, policy_loss
+from lightning_proxy.trainer.step.losses import LossInputs, policy_loss
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 
 SEEDS = range(8)
@@ -108,13 +108,9 @@ class Policy:
         sampled = torch.tensor([sampler.parameters[state] for state in known])
         places, signs = torch.tensor([[known[state]] for state in states]), _column(actions) * 2 - 1
         logprobs, before = (torch.nn.functional.logsigmoid(signs * of[places]) for of in (parameters, sampled))
-        inputs = {
-            "completion_mask": torch.ones_like(before),
-            "old_per_token_logps": before,
-            "advantages": _column(advantages),
-            "token_weights": _column(weights),
-        }
-        (own_loss if config.loss else policy_loss)(logprobs, inputs, config).backward()
+        mask = torch.ones_like(before)
+        given = LossInputs(logprobs, before, _column(advantages), mask, config, weights=_column(weights))
+        policy_loss(given).backward()
         assert parameters.grad is not None
         for state, slope in zip(known, parameters.grad.tolist(), strict=True):
             self.parameters[state] -= rate * slope

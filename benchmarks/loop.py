@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -115,13 +115,13 @@ def learn_by_trl(directory: Path, steps: int) -> Learned:
 
 
 def trl_trainer(directory: Path, steps: int) -> Any:
+    import torch
     from datasets import Dataset
     from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
 
     from lightning_proxy.trainer.rate import rate_of
-    from lightning_proxy.trainer.step.trainer import GRPOTrainer  # TRL's, imported without vLLM
-    from lightning_proxy.trainer.step.trl_config import grpo_config
-    from lightning_proxy.trainer.weights import load_model, lora_config, weight_dtype
+    from lightning_proxy.trainer.weights import load_model, lora_config, uses_autocast, weight_dtype
 
     config = load_config(directory / CONFIG)
     settings, path = config.trainer, str(config.policy.model)
@@ -135,11 +135,13 @@ def trl_trainer(directory: Path, steps: int) -> Any:
         return [agent.score(answer["content"], right) for (answer,), right in zip(completions, sums, strict=True)]
 
     model, tokenizer = load_model(path, weight_dtype(settings)), AutoTokenizer.from_pretrained(path)
-    args = replace(
-        grpo_config(settings, rate_of(settings, model.config.hidden_size).value, directory / "trl", "trl"),
+    args = GRPOConfig(
+        output_dir=str(directory / "trl"), use_cpu=not torch.cuda.is_available(), bf16=uses_autocast(settings),
+        gradient_checkpointing=False, disable_dropout=True, max_grad_norm=settings.max_grad_norm, seed=settings.seed,
+        learning_rate=rate_of(settings, model.config.hidden_size).value, lr_scheduler_type=settings.lr_scheduler,
+        warmup_steps=settings.warmup_steps, report_to="none", save_strategy="no", disable_tqdm=True,
         loss_type="grpo", num_generations=settings.group_size, max_steps=steps, logging_steps=1,
         per_device_train_batch_size=settings.group_size, gradient_accumulation_steps=settings.tasks_per_step,
-        generation_batch_size=None, steps_per_generation=None,
         temperature=requests[0]["temperature"], max_completion_length=requests[0]["max_tokens"],
     )  # fmt: skip
     dataset = Dataset.from_list([{"prompt": r["messages"], **task} for r, task in zip(requests, tasks, strict=True)])

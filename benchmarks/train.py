@@ -22,14 +22,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
+from datasets import Dataset
 from report import Page, machine, option
 from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config
+from trl import GRPOConfig, GRPOTrainer
 
 from lightning_proxy.core.config.policy import PolicyConfig
 from lightning_proxy.core.config.trainer import TrainerConfig
@@ -40,6 +44,7 @@ from lightning_proxy.trainer.step.losses import token_weights
 from lightning_proxy.trainer.step.scoring import score
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
+from lightning_proxy.trainer.weights import uses_autocast
 
 PRESETS = {
     "smollm2-135m": LlamaConfig(
@@ -73,18 +78,31 @@ class PaddedTrainer(LightningTrainer):
 
     def padded_step(self, samples: Sequence[Sample]) -> None:
         weights = token_weights(samples, self.settings)
-        config = self.settings
-        self.epsilon_low, self.epsilon_high = config.clip_low, config.importance_cap
-        self.loss_type, self.current_gradient_accumulation_steps = "cispo", self.args.steps_per_generation
+        trl = self._trl
+        trl.current_gradient_accumulation_steps = trl.args.steps_per_generation
         self.model.train()
         for rows in in_passes(samples, self.settings.max_tokens_per_batch):
-            inputs = padded_inputs(rows, weights, self.accelerator.device)
-            with self.accelerator.autocast():
-                self.accelerator.backward(self._compute_loss(self.model, inputs))
+            inputs = padded_inputs(rows, weights, self.device)
+            with self.autocast():
+                trl._compute_loss(self.model, inputs).backward()
         self.finish()
 
+    @cached_property
+    def _trl(self) -> Any:
+        config = self.settings
+        args = GRPOConfig(
+            use_cpu=self.device.type == "cpu", bf16=False, report_to="none", loss_type="cispo",
+            epsilon=config.clip_low, epsilon_high=config.importance_cap, num_generations=2,
+            per_device_train_batch_size=2, gradient_checkpointing=False,
+        )  # fmt: skip
+        rows = Dataset.from_dict({"prompt": [""]})
+        return GRPOTrainer(self.model, lambda **_: [], args, rows, processing_class=self.tokenizer)
+
+    def autocast(self) -> Any:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=uses_autocast(self.settings))
+
     def finish(self) -> None:
-        self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -201,7 +219,7 @@ class Bench:
         self.calls, self.merged = rows_of(rollouts, merged=False), rows_of(rollouts, merged=True)
         self.tree = build_tree([s.token_ids[:-1] for s in self.merged])
         self._config, self._saved = config, [p.detach().clone() for p in self._parameters()]
-        self.trainer.optimizer.optimizer.register_step_pre_hook(lambda *_: self._keep_gradient())
+        self.trainer.optimizer.register_step_pre_hook(lambda *_: self._keep_gradient())
         self._gradient: Tensor | None = None
 
     def ways(self) -> list[Way]:
@@ -238,9 +256,9 @@ class Bench:
     def floor(self) -> None:
         """Every unique token by itself, and the scores of the trained ones."""
         self.trainer.model.train()
-        with self.trainer.accelerator.autocast():
+        with self.trainer.autocast():
             scores = score(self.trainer.policy_model, lone_nodes(self.tree), self.merged)
-        self.trainer.accelerator.backward(scores.logprobs.sum())
+        scores.logprobs.sum().backward()
         self.trainer.finish()
 
     def measure(self, way: Way) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +53,16 @@ def rate_of(config: TrainerConfig, width: int, kept: float | None = None) -> Rat
     lora = f"LoRA of rank {config.lora_rank} and alpha {config.lora_alpha}"
     what = lora if config.weights == "lora" else "all weights"
     return Rate(rule, f"`auto` for {what}{'' if config.trains_here else ' on a service'} at width {width}")
+
+
+def rate_after(config: TrainerConfig, rate: float, updates: int) -> float:
+    """Return the learning rate of the next update, after so many, by `trainer.lr_scheduler`; `rate` is its greatest."""
+    if updates < config.warmup_steps:
+        return rate * updates / config.warmup_steps
+    if config.max_steps is None or config.lr_scheduler not in ("linear", "cosine"):
+        return rate
+    done = min((updates - config.warmup_steps) / max(config.max_steps - config.warmup_steps, 1), 1.0)
+    return rate * (1 - done if config.lr_scheduler == "linear" else (1 + math.cos(math.pi * done)) / 2)
 
 
 def warn_of_rate(config: TrainerConfig, rate: float) -> None:

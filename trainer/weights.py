@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from ..core.config.policy import DEFAULT_ADAPTER, PolicyConfig
@@ -77,7 +78,7 @@ class TrainedWeights:
         return self._processes.rank == 0
 
     def prepare(self, place: Callable[[Any], Any]) -> Any:
-        """Move all models to their device by `place`; return the one that TRL trains."""
+        """Move all models to their device by `place`; return the one that is trained."""
         if self._base is not None:
             self._base = place(self._base)
         self._model = place(self._model)
@@ -180,15 +181,15 @@ class TrainedWeights:
         return {own[i][0]: gathered(moments, keep) for i, moments in packed["state"].items()}
 
     def load_optimizer_state(self, optimizer: Any, state: dict[str, Any]) -> None:
-        """Give the optimizer the state from a checkpoint."""
+        """Give the optimizer the moments from a checkpoint."""
+        moments = state.get("state", {})
         if not self._is_lora:
             moments = {
                 i: {key: self._part(value, parameter) for key, value in state[name].items()}
                 for i, (name, parameter) in enumerate(self._ordered(optimizer))
                 if name in state
             }
-            state = optimizer.state_dict() | {"state": moments}
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
 
     def _ordered(self, optimizer: Any) -> list[tuple[str, nn.Parameter]]:
         """The optimizer's parameters with their names, in the order that its state dict counts them in."""
@@ -296,13 +297,10 @@ def language_targets(model: PreTrainedModel) -> list[str]:
 
 
 def load_model(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model on the CPU; the trainer moves it to its one device.
-
-    A device map would spread it over all GPUs, or over the CPU if their memory is short.
-    """
-    from trl.trainer.utils import create_model_from_path  # takes seconds
-
-    model = create_model_from_path(path, dtype=dtype, device_map=None, trust_remote_code=False)
+    """Load a model of its own architecture on the CPU; the trainer moves it to its one device."""
+    names = AutoConfig.from_pretrained(path).architectures or [""]
+    architecture = getattr(transformers, names[0], AutoModelForCausalLM)
+    model = architecture.from_pretrained(path, dtype=dtype)
     assert isinstance(model, PreTrainedModel)
     return model
 

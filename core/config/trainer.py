@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -141,11 +142,12 @@ class TrainerConfig(WithFeatures):
     max_grad_norm: Above0 = 1.0
     clip_low: Above0 = 0.2
     clip_high: Above0 = 0.3
-    importance_cap: Above0 = 2.0
+    importance_cap: Above0 | None = 2.0
     sapo: SapoConfig = SapoConfig()
     vespo: VespoConfig = VespoConfig()
     guide_limit: Positive = 5.0
     kl_coef: NotNegative = 0.0
+    kl_estimator: Literal["k2", "k3"] = "k2"
     kl_metric: bool = False
     entropy: EntropyConfig = EntropyConfig()
     collapse: CollapseConfig = CollapseConfig()
@@ -212,6 +214,11 @@ class TrainerConfig(WithFeatures):
             yield "loss_type luspo is a loss of entire answers: it needs importance_level: sequence"
         if self.loss_type == "vespo" and self.importance_level != "token":
             yield "loss_type vespo weighs entire answers by itself: it needs importance_level: token"
+
+    @property
+    def cap(self) -> float:
+        """Return `importance_cap`, or infinity for none."""
+        return math.inf if self.importance_cap is None else self.importance_cap
 
     @property
     def trains_here(self) -> bool:

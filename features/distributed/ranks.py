@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from peft import PeftModel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,7 +33,7 @@ from ...trainer.step.processes import Pass, Processes
 from ...trainer.weights import local
 
 T = TypeVar("T")
-SUPPORTED = {DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.FSDP}
+SUPPORTED = {DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU}
 # How long the others may wait for rank 0 between two steps. The end of a process is noticed at once.
 IDLE = timedelta(days=365)
 # How far one rank may be behind another within a step.
@@ -59,32 +59,32 @@ class Ranks(Processes):
         self._calling = False
         self._joined = False
 
-    def prepare(self, accelerator: Accelerator, model: Any) -> Any:
+    def prepare(self, state: PartialState, model: Any) -> Any:
         """Join the other ranks, and give all of them the trained weights of rank 0.
 
         The model is not wrapped: DDP would average gradients, which are summed here, and the model is called part by
         part.
         """
-        self._join(accelerator)
+        self._join(state)
         if self.sharded:
-            shard(model, accelerator.device)
+            shard(model, state.device)
         else:
-            model = accelerator.prepare_model(model, evaluation_mode=True)
+            model = super().prepare(state, model)
         if self.size > 1:
             for parameter in (p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)):
                 dist.broadcast(parameter.data, src=0)
         return model
 
-    def _join(self, accelerator: Accelerator) -> None:
+    def _join(self, state: PartialState) -> None:
         if self._joined:
             return
         self._joined = True
         self.sharded = is_sharded()
-        if accelerator.num_processes == 1 and not self.sharded:
+        if state.num_processes == 1 and not self.sharded:
             return
-        if accelerator.distributed_type not in SUPPORTED:
-            raise ConfigError(f"the launcher's distributed_type: {accelerator.distributed_type.value} is not supported")
-        self.rank, self.size = accelerator.process_index, accelerator.num_processes
+        if state.distributed_type not in SUPPORTED:
+            raise ConfigError(f"the launcher's distributed_type: {state.distributed_type.value} is not supported")
+        self.rank, self.size = state.process_index, state.num_processes
         if self.size > 1:
             # On the CPU whatever the device: objects travel, and a lost process shows as a closed connection.
             self._idle = dist.new_group(backend="gloo", timeout=IDLE)
@@ -157,10 +157,10 @@ class Ranks(Processes):
         for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad = piece.view_as(p).to(p.dtype)
 
-    def clip(self, accelerator: Accelerator, parameters: Sequence[nn.Parameter], limit: float) -> float:
+    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
         if any(isinstance(parameter, DTensor) for parameter in parameters):
             return clip(parameters, limit)
-        return super().clip(accelerator, parameters, limit)
+        return super().clip(parameters, limit)
 
     def _tell(self, what: object) -> None:
         dist.broadcast_object_list([what], src=0, group=self._idle)

@@ -44,7 +44,7 @@ class GuidesPlugin(TrainerPlugin):
         assert config.base_url is not None and isinstance(engine, LightningTrainer)
         async with operator_session() as session:
             server = VllmServer(session, config.base_url, config.credentials, timeout_s=config.timeout_s)
-            teacher = Teacher(config, server, engine.processing_class)
+            teacher = Teacher(config, server, engine.tokenizer)
             try:
                 await teacher.check()
             except GuideError as error:

@@ -66,7 +66,7 @@ def clip_limits(config: TrainerConfig) -> tuple[float, float]:
         case "ppo":
             return 1 - config.clip_low, 1 + config.clip_high
         case "cispo":
-            return 0.0, config.importance_cap
+            return 0.0, min(config.cap, 1e6)  # JSON has no infinity
         case _:
             return 0.0, math.inf
 

@@ -12,22 +12,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import AutoConfig, TrainerControl, TrainerState, get_scheduler
-from transformers.integrations.integration_utils import get_reporting_integration_callbacks
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers import AutoConfig
 
 from ...core.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...core.config.trainer import TrainerConfig
 from ...core.errors import ConfigError
 from ...trainer.checkpoint import atomic_directory, config_changes, saved_config, saved_rate, write_config
-from ...trainer.rate import rate_of
+from ...trainer.rate import rate_after, rate_of
 from ...trainer.report.trackers import Trackers
 from ...trainer.step.losses import token_weights
 from ...trainer.step.scoring import longest_sample
 from ...trainer.step.step_metrics import SAMPLER_TOKENS, nats_apart, some_rollouts, wrong_sampler
-from ...trainer.step.trl_config import ENDLESS, grpo_config
 from ...trainer.types import Batch, Sample
 from ...trainer.weights import tolerance
 from .config import TinkerConfig
@@ -36,7 +32,7 @@ from .service import TinkerService, Weights, read_adapter, write_adapter
 
 log = logging.getLogger(__name__)
 STATE_FILE = "tinker.json"
-# transformers' defaults, which the local trainer takes.
+# AdamW's defaults, which the local trainer takes.
 ADAM = {"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0}
 
 
@@ -57,10 +53,10 @@ class TinkerTrainer:
         longest = longest_sample(about, config.max_sample_tokens)
         self.settings = config.model_copy(update={"max_sample_tokens": longest, "dtype": dtype})
         self.max_tokens, self.vocabulary = longest, int(about.get_text_config().vocab_size)
-        self.trackers = Trackers(config.report_to, policy.directory / "trainer")
+        self.trackers = Trackers(config, policy.directory / "trainer")
         self._rate_of = partial(rate_of, config, int(about.get_text_config().hidden_size))
         self.rate = self._rate_of()
-        self._reporter = Reporter(config, self.rate.value, self.trackers, policy.directory / "trainer")
+        self.trackers.args.learning_rate = self.rate.value
         self.skipped_because: str | None = None
         self.left_out_because: str | None = None
         self.warnings: dict[str, str] = {}
@@ -107,7 +103,7 @@ class TinkerTrainer:
         if self.skipped_because is None:
             metrics |= self._take(rate)
         metrics["optimizer_s"] = time.perf_counter() - begun
-        self._step = self._reporter.state.global_step = batch.step
+        self._step = self.trackers.state.global_step = batch.step
         metrics["step_s"] = metrics["forward_backward_s"] + metrics["optimizer_s"]
         for name in ("trained_tokens", "computed_tokens"):
             metrics[f"{name}_per_s"] = metrics[name] / metrics["step_s"]
@@ -223,10 +219,10 @@ class TinkerTrainer:
         state = _read(directory / STATE_FILE)
         self._service.forget()
         self._state, self._step, self._updates = state["state"], state["step"], state["updates"]
-        self._reporter.state.global_step = self._step
+        self.trackers.state.global_step = self._step
         if self._step:  # untrained weights have no rate to keep
             self.rate = self._rate_of(saved_rate(directory))
-            self._reporter.args.learning_rate = self.rate.value
+            self.trackers.args.learning_rate = self.rate.value
         self._ready()
         if changed:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))
@@ -254,22 +250,3 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _tokens(rows: Sequence[Datum]) -> float:
     return float(sum(len(row.tokens) for row in rows))
-
-
-class Reporter:
-    """What `Trackers` uses of a Trainer: callbacks, arguments and state."""
-
-    def __init__(self, config: TrainerConfig, rate: float, trackers: Trackers, directory: Path) -> None:
-        self.args = grpo_config(config, rate, directory, trackers.run_name)
-        callbacks = get_reporting_integration_callbacks(self.args.report_to)
-        self.callback_handler = CallbackHandler([DefaultFlowCallback, *callbacks], None, None, None, None)
-        self.state, self.control = TrainerState(), TrainerControl()
-        trackers.attach(self)
-
-
-def rate_after(config: TrainerConfig, rate: float, updates: int) -> float:
-    """Return the learning rate of the next update, after so many, by `trainer.lr_scheduler`; `rate` is its greatest."""
-    nothing = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=rate)
-    steps = config.max_steps or ENDLESS
-    schedule: Any = get_scheduler(config.lr_scheduler, nothing, config.warmup_steps, steps)
-    return float(rate * schedule.lr_lambdas[0](updates))

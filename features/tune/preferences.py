@@ -212,7 +212,7 @@ def _dpo_tuner(
         args=dpo_config(trainer, directory, in_a_step, PASS_TOKENS // longest),
         data_collator=collate_pairs,
         train_dataset=referred,
-        processing_class=trainer.processing_class,
+        processing_class=trainer.tokenizer,
         callbacks=[watch],
     )
     return dpo, sum(lengths)
@@ -330,7 +330,7 @@ def _kto_tuner(
         args=kto_config(trainer, directory, max(2, trainer.settings.section(TuneConfig).kto.batch_tokens // longest)),
         data_collator=collate_thumbs,
         train_dataset=rows,
-        processing_class=trainer.processing_class,
+        processing_class=trainer.tokenizer,
         callbacks=[watch],
     )
     return kto, sum(len(row["ids"]) + len(row["KL_ids"]) for row in rows)

@@ -51,7 +51,7 @@ Traces = Lessons[Sample]
 
 async def _read(store: Store, trainer: LightningTrainer, sift: Sift | None, among: Collection[str] | None) -> Traces:
     return await TraceReader(
-        trainer.settings, store, trainer.processing_class, trainer.max_tokens, trainer.vocabulary, sift
+        trainer.settings, store, trainer.tokenizer, trainer.max_tokens, trainer.vocabulary, sift
     ).read(among)
 
 
@@ -63,7 +63,7 @@ def _tuner(
         model=trainer.model,
         args=_sft_config(trainer, directory, packing),
         train_dataset=dataset(traces),
-        processing_class=trainer.processing_class,
+        processing_class=trainer.tokenizer,
         callbacks=[watch],
     )
     return sft, sum(len(sample.token_ids) for sample in traces)

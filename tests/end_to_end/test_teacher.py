@@ -33,7 +33,7 @@ async def test_a_policy_that_was_moved_away_comes_back_to_its_teacher(
     })  # fmt: skip
     given = config.section(TeacherConfig)
     learner = LightningTrainer(config, PolicyConfig(model=str(speller), directory=tmp_path))
-    letters = learner.processing_class(list(LETTERS), add_special_tokens=False)["input_ids"]
+    letters = learner.tokenizer(list(LETTERS), add_special_tokens=False)["input_ids"]
     prompts = [tuple(token for (token,) in random.Random(i).sample(letters, 6)) for i in range(8)]
 
     @torch.no_grad()
@@ -51,7 +51,7 @@ async def test_a_policy_that_was_moved_away_comes_back_to_its_teacher(
 
     torch.manual_seed(0)
     async with operator_session() as session:
-        teacher = Teacher(given, VllmServer(session, str(given.base_url), {}), learner.processing_class)
+        teacher = Teacher(given, VllmServer(session, str(given.base_url), {}), learner.tokenizer)
         first = await teacher.guided(batch(0))
         own = learner.logprobs([sample.token_ids for sample in first.samples])  # the adapter adds nothing yet
         for sample, said in zip(first.samples, own, strict=True):

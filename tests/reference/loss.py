@@ -88,6 +88,10 @@ def shaped(logits: Tensor, sampling: Json, prompt: Sequence[int], before: Sequen
     return found.log_softmax(-1)
 
 
+def cap(c: Json) -> float:
+    return math.inf if c["importance_cap"] is None else float(c["importance_cap"])
+
+
 def terms(logprobs: Tensor, old: Tensor, advantages: Tensor, c: Json) -> Tensor:
     """Return the loss of each token of one answer, before weighting."""
     ratios = (logprobs - old).exp()
@@ -107,7 +111,7 @@ def terms(logprobs: Tensor, old: Tensor, advantages: Tensor, c: Json) -> Tensor:
         ratios = (logprobs - old).mean().exp().expand_as(logprobs)
     match c["loss_type"]:
         case "cispo":
-            return -ratios.detach().clamp(max=c["importance_cap"]) * advantages * logprobs
+            return -ratios.detach().clamp(max=cap(c)) * advantages * logprobs
         case "sapo":
             tau = torch.where(advantages > 0, c["sapo"]["temperature_pos"], c["sapo"]["temperature_neg"])
             return -torch.sigmoid(tau * (ratios - 1)) * 4 / tau * advantages
@@ -117,7 +121,7 @@ def terms(logprobs: Tensor, old: Tensor, advantages: Tensor, c: Json) -> Tensor:
             limit = torch.where(advantages >= 0, c["vespo"]["lambda_pos"], c["vespo"]["lambda_neg"])
             return -(limit + k * log_w - limit * log_w.exp()).exp() * advantages * logprobs
     low, high = 1 - c["clip_low"], 1 + c["clip_high"]
-    bounded = ratios.clamp(max=max(c["importance_cap"], high))
+    bounded = ratios.clamp(max=max(cap(c), high))
     return -torch.minimum(bounded * advantages, ratios.clamp(low, high) * advantages)
 
 
@@ -148,7 +152,7 @@ def clipped(logprobs: Tensor, old: Tensor, advantages: Tensor, c: Json) -> int:
         ratios = ratios.mean().expand_as(ratios)
     low, high = 1 - c["clip_low"], 1 + c["clip_high"]
     if c["loss_type"] in ("cispo", "sapo", "vespo"):
-        low, high = 0.0, c["importance_cap"]
+        low, high = 0.0, cap(c)
     ratios = ratios.detach().exp()
     return int(((ratios < low) & (advantages < 0) | (ratios > high) & (advantages > 0)).sum())
 
@@ -179,9 +183,11 @@ def loss(policy: Policy, rows: Sequence[Json], compared: int, c: Json) -> tuple[
         if c["kl_coef"]:
             base = policy.score(answer, base=True)[0].detach()[inside]
             base = torch.where(base.isneginf(), logprobs.detach(), base)
-            # Its gradient, ratio · (log p - log base) · ∇log p, is that of the reverse KL over what was sampled.
-            ratios = (logprobs - old).exp().detach().clamp(max=c["importance_cap"])
-            of_tokens = of_tokens + c["kl_coef"] * ratios * (logprobs - base) ** 2 / 2
+            if c["kl_estimator"] == "k3":  # GRPO, arXiv 2402.03300, equation 4
+                kl = (base - logprobs).exp() - (base - logprobs) - 1
+            else:  # its gradient, ratio · (log p - log base) · ∇log p, is that of the reverse KL over what was sampled
+                kl = (logprobs - old).exp().detach().clamp(max=cap(c)) * (logprobs - base) ** 2 / 2
+            of_tokens = of_tokens + c["kl_coef"] * kl
         total = total + of_tokens.sum() / (compared * divisor)
         total = total - c["entropy"]["coef"] * entropies[inside].sum() / trained
     if c["context_loss"] == "echo":  # arXiv 2605.24517

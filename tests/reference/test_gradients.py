@@ -39,6 +39,7 @@ CASES: dict[str, tuple[Json, Json]] = {
     "token weighting": ({"weighting": "token"}, {}),
     "rollout weighting": ({"loss_type": "dapo", "weighting": "rollout"}, {}),
     "sequence weighting": ({"weighting": "sequence"}, {}),
+    "grpo's paper": ({"loss_type": "grpo", "importance_cap": None, "kl_coef": 0.3, "kl_estimator": "k3"}, FAR),
     "kl": ({"loss_type": "grpo", "kl_coef": 0.3}, {}),
     "kl of shaped samples": ({"kl_coef": 0.2}, ALL),
     "entropy": ({"entropy": {"coef": 0.3}}, {}),

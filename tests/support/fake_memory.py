@@ -17,8 +17,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_proxy.trainer.rows.prefix_tree import build_tree
-from lightning_proxy.trainer.step import tree_attention, trl_config
+from lightning_proxy.trainer.step import tree_attention
 from lightning_proxy.trainer.step.scoring import fully_scored, score
+from lightning_proxy.trainer.step.trainer import prepare_layers
 from lightning_proxy.trainer.step.tree_attention import use_tree_attention
 from lightning_proxy.trainer.weights import lora_config
 from support.sections import TrainerConfig
@@ -95,7 +96,7 @@ def peak_of_a_pass(
             model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=dtype)
             adapted = get_peft_model(model, lora_config(trainer, model)) if trainer.weights == "lora" else model
         use_tree_attention(model)
-        trl_config.checkpoint_layers(model, trainer)
+        prepare_layers(model, trainer)
         adapted.train()
         return _measured(model, tokens, patch, autocast)
 

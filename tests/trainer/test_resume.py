@@ -84,7 +84,7 @@ async def test_trackers_get_the_rate_that_a_resumed_run_keeps(base: Path, tmp_pa
         await b.groups("t1", "t2")
         await b.loop().run(asyncio.Event(), once=True)
         loop = b.loop(learning_rate="auto")
-        b.trainer.add_callback(Tracker())
+        b.trainer.trackers.callbacks.append(Tracker())
         await loop.run(asyncio.Event(), once=True)
     assert begun == [3e-5]
 

@@ -113,7 +113,7 @@ METRICS: Mapping[str, Metric] = MappingProxyType({
     ),
     **group(
         "optimizer",
-        ("loss", "1", "TRL's loss, in which every rollout weighs the same"),
+        ("loss", "1", "what the step minimised: the loss of `loss_type`, with KL, entropy and `context_loss`"),
         ("grad_norm", "1", "norm of all adapters' gradients before they are clipped to `trainer.max_grad_norm`"),
         ("lr", "1", "learning rate of the step"),
         ("skipped", "0 or 1", "1: nothing to train on, or loss or gradient not finite; the weights stay as they are"),

@@ -1,20 +1,21 @@
-"""The loss: TRL's term for every token, or a function's; the weight of each token; entropy bonus and guidance.
+"""The loss of a step: each token's term times its weight, the KL to the base model, entropy bonus and guidance.
 
-The loss does not depend on how calls are merged into rows and how a step is cut into micro-batches. Three things make
-it so. A sequence in TRL's sense is one answer: the action of a call, the unit that has one advantage (arXiv 2508.03680,
-section 3). The weights of tokens are known before the step begins; TRL divides by what a micro-batch holds. The KL to
-the base model carries the same weights and cap.
+The loss does not depend on how calls are merged into rows and how a step is cut into micro-batches. Two things make it
+so. A sequence in TRL's sense is one answer: the action of a call, the unit that has one advantage (arXiv 2508.03680,
+section 3). And the weights of tokens are known before the step begins; TRL divides by what a micro-batch holds.
+
+In the formulas r is a token's importance ratio, the policy's probability over that with which it was sampled, or with
+`importance_level: sequence` the geometric mean of the answer's ratios (GSPO, arXiv 2507.18071). A is its advantage.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,62 +27,128 @@ from ..types import Sample
 
 OWN_LOSS = "trainer.loss"
 CONTEXT_LOSS = "trainer.context_loss"
-MAX_LOG_RATIO = 20.0
+MAX_LOG_RATIO = 20.0  # exp() of more may overflow
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
-    """A loss type: the TRL loss type whose term a token has, and the divisor of the sum over a rollout's tokens.
+class LossInputs:
+    """The inputs of a loss. All tensors are (A, L): A answers of at most L tokens, 0 where `mask` is 0.
 
-    Divisors: `own` is the number of the rollout's tokens, so that rollouts weigh the same; `mean` is the mean number
-    over the step's rollouts, so that tokens weigh the same; `limit` is `trainer.max_sample_tokens`; `one` is 1.
+    `logprobs`: of the policy that is trained, with a gradient. `sampled_logprobs`: of the distribution that was
+    sampled. `advantages`: the same for every token of an answer, but for what guides add to single tokens. `config`:
+    the section `trainer`. `weights`: what a token's term is multiplied with, before all terms are added up.
     """
 
-    term: Literal["dapo", "cispo", "sapo", "vespo"]
-    divisor: Literal["own", "mean", "limit", "one"]
+    logprobs: Tensor
+    sampled_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    config: TrainerConfig
+    weights: Tensor
+
+    @property
+    def ratios(self) -> Tensor:
+        """Return the importance ratios of tokens, finite and without a gradient."""
+        return (self.logprobs.detach() - self.sampled_logprobs).clamp(max=MAX_LOG_RATIO).exp()
+
+    @property
+    def level_ratios(self) -> Tensor:
+        """Return the ratios r of the formulas, with a gradient."""
+        log_ratios = self.logprobs - self.sampled_logprobs
+        if self.config.importance_level == "sequence":
+            means = (log_ratios * self.mask).sum(1, keepdim=True) / self.mask.sum(1, keepdim=True).clamp(min=1)
+            log_ratios = means.expand_as(log_ratios)
+        return log_ratios.exp()
+
+    def total(self, terms: Tensor) -> Tensor:
+        """Return what (A, L) terms add to the loss."""
+        return (torch.where(self.mask.bool(), terms, 0.0) * self.weights).sum()
 
 
-# TRL's grpo, dr_grpo, dapo, bnpo and luspo have the same term, and differ in what they divide by.
-LOSSES: Mapping[str, Loss] = MappingProxyType(
-    {
-        "cispo": Loss("cispo", "own"),
-        "grpo": Loss("dapo", "own"),
-        "sapo": Loss("sapo", "own"),
-        "vespo": Loss("vespo", "own"),
-        "dapo": Loss("dapo", "mean"),
-        "bnpo": Loss("dapo", "mean"),
-        "dr_grpo": Loss("dapo", "limit"),
-        "luspo": Loss("dapo", "one"),
-    }
-)
+def clipped(given: LossInputs) -> Tensor:
+    """Return PPO's -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), which grpo, dapo, bnpo, dr_grpo and luspo share.
+
+    It assumes that a token which moved past the limit on its advantage's side needs no further push. Where A < 0,
+    nothing in the papers bounds r; here `importance_cap` does (dual clip, arXiv 1912.09729; TRL's `delta`).
+    By hand, with limits 0.8 and 1.3: r = 1.25, A = 1: -1.25, slope -1.25. r = 1.5, A = 1: -1.3, slope 0.
+    r = 3, A = -1: 3, slope 3; with the cap of 2: 2, slope 0.
+    """
+    config, ratios = given.config, given.level_ratios
+    high = 1 + config.clip_high
+    bounded = ratios.clamp(max=max(config.cap, high)) * given.advantages
+    return -torch.min(bounded, ratios.clamp(1 - config.clip_low, high) * given.advantages)
+
+
+def cispo(given: LossInputs) -> Tensor:
+    """Return CISPO's -sg(min(r, importance_cap)) A log p (arXiv 2506.13585); sg: without a gradient.
+
+    It assumes that a bounded importance weight is better than none: no token loses its gradient.
+    By hand, with a cap of 2: r = 1.5, A = 1: slope -1.5. r = 3, A = -1: slope 2.
+    """
+    return -given.level_ratios.detach().clamp(max=given.config.cap) * given.advantages * given.logprobs
+
+
+def sapo(given: LossInputs) -> Tensor:
+    """Return SAPO's -(4 / τ) σ(τ (r - 1)) A (arXiv 2511.20347); τ is `sapo.temperature_pos`, or `_neg` where A <= 0.
+
+    It assumes that trust in a token fades with its distance from r = 1 on both sides, faster at a higher τ.
+    By hand: r = 1: slope -A. r = 3, A = 1, τ = 1: -4 · 0.881 = -3.52, slope -4 · 0.105 · 3 = -1.26.
+    """
+    config = given.config.sapo
+    tau = torch.where(given.advantages > 0, config.temperature_pos, config.temperature_neg)
+    return -torch.sigmoid(tau * (given.level_ratios - 1)) * 4 / tau * given.advantages
+
+
+def vespo(given: LossInputs) -> Tensor:
+    """Return VESPO's -sg(w^k e^(λ (1 - w))) A log p; w is the product of an answer's ratios (arXiv 2602.10693).
+
+    k and λ are `vespo.k_pos` and `lambda_pos`, or `_neg` where A < 0. It assumes that entire answers are likely or not
+    under the policy, and weighs those down that became much likelier or less likely. The weight stays under 1.3.
+    By hand: w = 1: slope -A. w = 2, A = 1, k = 2, λ = 3: 4 · e^-3 = 0.2, slope -0.2.
+    """
+    config, good = given.config.vespo, given.advantages >= 0
+    log_ratios = (given.logprobs - given.sampled_logprobs).detach().clamp(-20.0, 20.0)
+    log_w = (log_ratios * given.mask).sum(1, keepdim=True).clamp(math.log(1e-8), 20.0)
+    k = torch.where(good, config.k_pos, config.k_neg)
+    limit = torch.where(good, config.lambda_pos, config.lambda_neg)
+    return -(limit + k * log_w - limit * log_w.exp()).exp() * given.advantages * given.logprobs
+
+
+# By `loss_type`: the terms, and what a rollout's terms are divided by before the mean over rollouts is taken.
+# `own`: the number of its tokens, so that rollouts weigh the same. `mean`: the mean number over the step's rollouts, so
+# that tokens weigh the same. `limit`: `max_sample_tokens`. `one`: nothing.
+LOSSES: Mapping[str, tuple[Callable[[LossInputs], Tensor], str]] = {
+    "cispo": (cispo, "own"),
+    "grpo": (clipped, "own"),
+    "sapo": (sapo, "own"),
+    "vespo": (vespo, "own"),
+    "dapo": (clipped, "mean"),
+    "bnpo": (clipped, "mean"),
+    "dr_grpo": (clipped, "limit"),
+    "luspo": (clipped, "one"),
+}
 
 # `trainer.weighting` in place of the loss's own. For `sequence`, what is counted is answers.
 WEIGHTINGS = {"token": "mean", "rollout": "own", "sequence": "mean"}
-
-
-def weight_limits(config: TrainerConfig) -> tuple[float, float]:
-    """Return the least and greatest importance ratio that do not count as clipped."""
-    if LOSSES[config.loss_type].term == "dapo":
-        return 1 - config.clip_low, 1 + config.clip_high
-    return 0.0, config.importance_cap
 
 
 def token_weights(samples: Sequence[Sample], config: TrainerConfig, compared: int = 0) -> dict[str, float]:
     """Return the weight of each trained token in the step's loss, by rollout, without rollouts that have no tokens.
 
     The loss is averaged over `compared` rollouts, those that teach nothing included; 0 stands for those of `samples`.
-    With `weighting: sequence` it is the weight of each answer, which its tokens share (`loss_inputs`).
+    With `weighting: sequence` it is the weight of each answer, which its tokens share.
+    By hand: rollouts of 3 and of 6 tokens weigh them by 1/6 and 1/12 (`own`), or by 1/9 each (`mean`).
     """
-    tokens: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for sample in samples:
         by_answer = config.weighting == "sequence"
-        tokens[sample.rollout_id] += len([*answer_spans(sample)]) if by_answer else sample.trained_tokens
-    tokens = +tokens  # drops rollouts without any
-    mean = tokens.total() / max(len(tokens), 1)
+        counts[sample.rollout_id] += len([*answer_spans(sample)]) if by_answer else sample.trained_tokens
+    counts = +counts  # drops rollouts without any
+    mean = counts.total() / max(len(counts), 1)
     divisors = {"mean": mean, "limit": float(config.max_sample_tokens or 1), "one": 1.0}
-    divisor = WEIGHTINGS.get(config.weighting, LOSSES[config.loss_type].divisor)
-    rollouts = compared or len(tokens)
-    return {rollout_id: 1 / (rollouts * divisors.get(divisor, own)) for rollout_id, own in tokens.items()}
+    divisor = WEIGHTINGS.get(config.weighting, LOSSES[config.loss_type][1])
+    rollouts = compared or len(counts)
+    return {rollout_id: 1 / (rollouts * divisors.get(divisor, own)) for rollout_id, own in counts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +171,11 @@ class Answers:
         """Gather (B, T) -> (A, L), with zeros where there is no token."""
         return torch.where(self.mask.bool(), values[self.rows, self.columns], 0.0)
 
+    def take_lists(self, values: Sequence[Sequence[float]]) -> Tensor:
+        """Gather a list for each sample, in float32."""
+        rows = [torch.tensor(row, dtype=torch.float32) for row in values]
+        return self.take(torch.nn.utils.rnn.pad_sequence(rows, True).to(self.mask.device))
+
 
 def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
     """Return [start, end) of each answer: an unbroken run of sampled tokens with one advantage."""
@@ -115,90 +187,83 @@ def answer_spans(sample: Sample) -> Iterator[tuple[int, int]]:
 
 
 def loss_inputs(
-    samples: Sequence[Sample], answers: Answers, weights: Mapping[str, float], *, by_answer: bool = False
-) -> dict[str, Tensor]:
-    """Return the inputs of the loss, apart from the policy's log-probabilities: (A, L) each, 0 without a token.
+    samples: Sequence[Sample], answers: Answers, logprobs: Tensor, weights: Mapping[str, float], config: TrainerConfig
+) -> LossInputs:
+    """Return the inputs of the loss. `logprobs`: the policy's, (A, L); `weights`: by rollout (`token_weights`).
 
-    `by_answer`: the weights are those of answers, and not of tokens.
-    """
-    mask = answers.mask
-    shares = mask / mask.sum(1, keepdim=True) if by_answer else mask
-    of_rows = torch.tensor([weights[sample.rollout_id] for sample in samples], device=mask.device)
-    return {
-        "completion_mask": mask,
-        "advantages": answers.take(padded([s.advantages for s in samples], mask.device)),
-        "old_per_token_logps": answers.take(padded([s.logprobs for s in samples], mask.device)),
-        "token_weights": of_rows[answers.rows] * shares,
-    }
-
-
-def leave_out_tokens(inputs: dict[str, Tensor], logprobs: Tensor) -> Tensor:
-    """Take the tokens whose log-probability is -inf out of `inputs`; return the log-probabilities without them.
-
-    The policy that is trained would not sample them: its top_p and the like leave them out under the present weights.
-    The tokens that stay keep their weights.
+    Tokens whose log-probability is -inf are taken out: the policy that is trained would not sample them, as its top_p
+    and the like leave them out under the present weights. The tokens that stay keep their weights.
     """
     outside = logprobs.detach().isneginf()
-    for name in ("completion_mask", "token_weights"):
-        inputs[name] = inputs[name].masked_fill(outside, 0.0)
-    return torch.where(outside, inputs["old_per_token_logps"], logprobs)
+    shares = torch.tensor([weights[sample.rollout_id] for sample in samples], device=logprobs.device)[answers.rows]
+    if config.weighting == "sequence":
+        shares = shares / answers.mask.sum(1, keepdim=True)
+    mask = answers.mask.masked_fill(outside, 0.0)
+    sampled = answers.take_lists([sample.logprobs for sample in samples])
+    advantages = answers.take_lists([sample.advantages for sample in samples]).masked_fill(outside, 0.0)
+    return LossInputs(torch.where(outside, sampled, logprobs), sampled, advantages, mask, config, shares * mask)
 
 
-def policy_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], config: TrainerConfig) -> Tensor:
-    """Sum each token's weight times its term, which is that of TRL's GRPOTrainer.
+def policy_loss(given: LossInputs) -> Tensor:
+    """Return the weighted sum of the tokens' terms: those of `loss_type`, or of the user's own `loss`.
 
-    `importance_cap` bounds weights that nothing else bounds: sapo's gate and vespo's weighting stay under 1.6 and 1.3
-    with their default settings.
+    Raise ConfigError if the user's function returns another shape than (A, L).
     """
-    mask, term = inputs["completion_mask"], LOSSES[config.loss_type].term
-    weighted = inputs["advantages"] * inputs["token_weights"]
-    log_ratios = logprobs - inputs["old_per_token_logps"]
-    ratios = importance_ratios(log_ratios, mask, config.importance_level)
-    if term == "cispo":
-        gains = ratios.detach().clamp(max=config.importance_cap) * weighted * logprobs
-    elif term == "sapo":
-        temperatures = torch.where(weighted > 0, config.sapo.temperature_pos, config.sapo.temperature_neg)
-        gains = torch.sigmoid(temperatures * (ratios - 1)) * 4 / temperatures * weighted
-    elif term == "vespo":
-        gains = _gamma_weights(log_ratios.detach(), weighted, mask, config) * weighted * logprobs
-    else:
-        clipped = ratios.clamp(1 - config.clip_low, 1 + config.clip_high)
-        bounded = ratios.clamp(max=max(config.importance_cap, 1 + config.clip_high))
-        gains = torch.min(bounded * weighted, clipped * weighted)
-    return -gains.sum()
+    if given.config.loss is None:
+        return given.total(LOSSES[given.config.loss_type][0](given))
+    name = given.config.loss
+    function = load(OWN_LOSS, name)
+    with faults(OWN_LOSS, name):
+        terms = function(given)
+    if not isinstance(terms, torch.Tensor) or terms.shape != given.mask.shape:
+        shape = tuple(given.mask.shape)
+        raise ConfigError(f"{OWN_LOSS} {name}: a tensor of shape {shape} is needed, one number per token")
+    return given.total(terms)
 
 
-def _gamma_weights(log_ratios: Tensor, advantages: Tensor, mask: Tensor, config: TrainerConfig) -> Tensor:
-    """VESPO's weight of an answer, w^k · e^(λ - λw) of its sequence ratio w: (A, L)."""
-    log_w = (log_ratios.clamp(-20.0, 20.0) * mask).sum(1, keepdim=True).clamp(math.log(1e-8), 20.0)
-    good = advantages >= 0
-    k = torch.where(good, config.vespo.k_pos, config.vespo.k_neg)
-    limit = torch.where(good, config.vespo.lambda_pos, config.vespo.lambda_neg)
-    return (limit + k * log_w - limit * log_w.exp()).exp()
+def masked_tokens(loss: Tensor, given: LossInputs) -> Tensor:
+    """Return (A, L): tokens with an advantage to which an own loss gives no gradient. ConfigError if it has none."""
+    return (given.advantages != 0) & (_gradient(OWN_LOSS, given.config.loss, loss, given.logprobs) == 0)
 
 
-def importance_ratios(log_ratios: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Turn (A, L) log-ratios into ratios: per token, or an answer's geometric mean (GSPO, arXiv 2507.18071)."""
-    if level == "sequence":
-        log_ratios = ((log_ratios * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(
-            log_ratios
+def _gradient(setting: str, name: str | None, loss: Tensor, logprobs: Tensor) -> Tensor:
+    found = torch.autograd.grad(loss, logprobs, retain_graph=True, allow_unused=True) if loss.requires_grad else (None,)
+    if found[0] is None:
+        raise ConfigError(
+            f"{setting} {name}: it has no gradient, so nothing would be learned: compute it from the log-probabilities "
+            "of the policy (given.logprobs); given.ratios and given.sampled_logprobs carry none"
         )
-    return log_ratios.exp()
+    return found[0]
 
 
-def kl_penalty(logprobs: Tensor, reference: Tensor, inputs: Mapping[str, Tensor], cap: float) -> Tensor:
-    """Compute the KL to the reference, weighted like the loss: sum of weight · min(ratio, cap) · (logp - ref)² / 2.
+def check_gradients(config: TrainerConfig) -> None:
+    """Raise ConfigError if a loss of the user's own fails on two short answers, or has no gradient there."""
+    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
+    logprobs = (mask * torch.tensor([[-1.0], [-0.5]])).requires_grad_()
+    given = LossInputs(
+        logprobs, logprobs.detach() * 1.01, mask * torch.tensor([[1.0], [-1.0]]), mask, config, weights=mask
+    )
+    zeros = (0.0,) * 3
+    of_tools = Sample("", "", (0,) * 3, (0,) * 3, zeros, zeros, (1.0,) * 3, results=((1, 3),))
+    for setting, name in own_functions(config):
+        if setting == OWN_LOSS:
+            masked_tokens(policy_loss(given), given)
+        elif setting == CONTEXT_LOSS:
+            _gradient(setting, name, context_loss(logprobs[:1], [of_tools], 2, config), logprobs)
 
-    Its gradient, ratio · (logp - ref) · ∇logp, is that of TRL's ratio · k3 (`use_bias_correction_kl`; DeepSeek-V3.2,
-    arXiv 2512.02556). Apart from the cap, it is the unbiased gradient of the reverse KL.
+
+def kl_penalty(given: LossInputs, reference: Tensor) -> Tensor:
+    """Return the KL to the base model, weighted like the loss. With d = log p - log p_base of a token:
+
+    `kl_estimator: k2`: sg(min(ratio, cap)) d² / 2. Its gradient, ratio · d · ∇log p, is that of TRL's ratio · k3
+    (`use_bias_correction_kl`; DeepSeek-V3.2, arXiv 2512.02556): but for the cap, the reverse KL's, without bias.
+    `k3`: e^-d - 1 + d, as GRPO has it (arXiv 2402.03300). Its gradient, (1 - e^-d) ∇log p, is that of the forward KL.
+    By hand, at d = 1 and a ratio of 1: k2 is 0.5 with the slope 1; k3 is 0.37 with the slope 0.63.
     """
-    ratios = (logprobs.detach() - inputs["old_per_token_logps"]).exp().clamp(max=cap)
-    return (inputs["token_weights"] * ratios * (logprobs - reference) ** 2).sum() / 2
-
-
-def padded(rows: Sequence[Sequence[float]], device: torch.device) -> Tensor:
-    """Return (B, T) in float32, with zeros on the right."""
-    return torch.nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.float32) for row in rows], True).to(device)
+    apart = given.logprobs - reference
+    if given.config.kl_estimator == "k3":
+        return given.total((-apart).exp() - 1 + apart)
+    return given.total(given.ratios.clamp(max=given.config.cap) * apart**2 / 2)
 
 
 class EntropyBonus:
@@ -237,117 +302,33 @@ class EntropyBonus:
             self._coef, self._is_low = min(state["coef"], self._config.max_coef), state["is_low"]
 
 
-def entropy_term(entropies: Tensor, mask: Tensor, tokens: int) -> Tensor:
-    """Return the term that (A, L) entropies, where `mask` is 1, add to the mean over all `tokens` of the step."""
-    return (entropies * mask).sum() / tokens
+class Guided(NamedTuple):
+    """What guides add, (A, L): where they spoke, the clipped difference there, and what it adds to the advantage."""
+
+    there: Tensor
+    gap: Tensor
+    added: Tensor
 
 
-def add_guidance(
-    inputs: dict[str, Tensor], samples: Sequence[Sample], answers: Answers, logprobs: Tensor, limit: float
-) -> None:
-    """Add weight · clip(guide's log-probability - the policy's, -limit, limit) to the advantages.
+def guided(given: LossInputs, samples: Sequence[Sample], answers: Answers) -> tuple[LossInputs, Guided]:
+    """Add weight · clip(guide's log-probability - the policy's, -guide_limit, guide_limit) to the advantages.
 
     Such an advantage is that of the reverse KL: its policy gradient brings the policy nearer to the guide (MiniLLM,
-    arXiv 2306.08543). `logprobs`: the policy's, (A, L). `inputs` get `guidance`, what is added; `guided`, where the
-    guide spoke; and `guide_gap`, the clipped difference there. All are (A, L).
+    arXiv 2306.08543).
     """
-    there = inputs["completion_mask"].bool()
-    scores = [s.guidance.logprobs if s.guidance else (math.nan,) * len(s.mask) for s in samples]
-    guide = answers.take(padded(scores, there.device))
-    weights = torch.tensor([s.guidance.weight if s.guidance else 0.0 for s in samples], device=there.device)
-    inputs["guided"] = ~guide.isnan() & there
-    inputs["guide_gap"] = (guide - logprobs.detach()).clamp(-limit, limit).where(inputs["guided"], 0.0)
-    inputs["guidance"] = weights[answers.rows] * inputs["guide_gap"]
-    inputs["advantages"] = inputs["advantages"] + inputs["guidance"]
+    guide = answers.take_lists([s.guidance.logprobs if s.guidance else (math.nan,) * len(s.mask) for s in samples])
+    weights = torch.tensor([s.guidance.weight if s.guidance else 0.0 for s in samples], device=guide.device)
+    there, limit = ~guide.isnan() & given.mask.bool(), given.config.guide_limit
+    gap = (guide - given.logprobs.detach()).clamp(-limit, limit).where(there, 0.0)
+    added = weights[answers.rows] * gap
+    return replace(given, advantages=given.advantages + added), Guided(there, gap, added)
 
 
-@dataclass(frozen=True, slots=True)
-class LossInputs:
-    """The inputs of a loss. All tensors are (A, L): A answers of at most L tokens, 0 where `mask` is 0.
-
-    `logprobs`: of the policy that is trained, with a gradient. `sampled_logprobs`: of the distribution that was
-    sampled. `advantages`: the same for every token of an answer, but for what guides add to single tokens. `config`:
-    the section `trainer`.
-    """
-
-    logprobs: Tensor
-    sampled_logprobs: Tensor
-    advantages: Tensor
-    mask: Tensor
-    config: TrainerConfig
-
-    @property
-    def ratios(self) -> Tensor:
-        """Return the importance ratios, finite and without a gradient."""
-        return (self.logprobs.detach() - self.sampled_logprobs).clamp(max=MAX_LOG_RATIO).exp()
-
-
-def own_loss(logprobs: Tensor, inputs: Mapping[str, Tensor], config: TrainerConfig) -> Tensor:
-    """Return the weighted sum of the function's values of the tokens. Raise ConfigError for another shape.
-
-    The weights are those of `loss_type` or `weighting`: they make the sum a mean over rollouts, answers or tokens.
-    """
-    name = str(config.loss)
-    function, mask = load(OWN_LOSS, name), inputs["completion_mask"]
-    given = LossInputs(logprobs, inputs["old_per_token_logps"], inputs["advantages"] * mask, mask, config)
-    with faults(OWN_LOSS, name):
-        of_tokens = function(given)
-    if not isinstance(of_tokens, torch.Tensor) or of_tokens.shape != mask.shape:
-        raise ConfigError(f"{OWN_LOSS} {name}: a tensor of shape {tuple(mask.shape)} is needed, one number per token")
-    return (torch.where(mask.bool(), of_tokens, 0.0) * inputs["token_weights"]).sum()
-
-
-def masked_tokens(loss: Tensor, logprobs: Tensor, inputs: Mapping[str, Tensor], config: TrainerConfig) -> Tensor:
-    """Return (A, L): the tokens with an advantage that the loss gives no gradient. Raise ConfigError if it has none."""
-    slopes = _gradient(OWN_LOSS, config.loss, loss, logprobs)
-    return inputs["completion_mask"].bool() & (inputs["advantages"] != 0) & (slopes == 0)
-
-
-def _gradient(setting: str, name: str | None, loss: Tensor, logprobs: Tensor) -> Tensor:
-    found = torch.autograd.grad(loss, logprobs, retain_graph=True, allow_unused=True) if loss.requires_grad else (None,)
-    if found[0] is None:
-        raise ConfigError(
-            f"{setting} {name}: it has no gradient, so nothing would be learned: compute it from the log-probabilities "
-            "of the policy (given.logprobs); given.ratios and given.sampled_logprobs carry none"
-        )
-    return found[0]
-
-
-def check_gradients(config: TrainerConfig) -> None:
-    """Raise ConfigError if a loss of the user's own fails on two short answers, or has no gradient there."""
-    mask = torch.tensor([[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]])
-    logprobs = (mask * torch.tensor([[-1.0], [-0.5]])).requires_grad_()
-    inputs = {"completion_mask": mask, "token_weights": mask, "advantages": mask * torch.tensor([[1.0], [-1.0]])}
-    inputs["old_per_token_logps"] = logprobs.detach() * 1.01
-    zeros = (0.0,) * 3
-    of_tools = Sample("", "", (0,) * 3, (0,) * 3, zeros, zeros, (1.0,) * 3, results=((1, 3),))
-    for setting, name in own_functions(config):
-        if setting == OWN_LOSS:
-            masked_tokens(own_loss(logprobs, inputs, config), logprobs, inputs, config)
-        elif setting == CONTEXT_LOSS:
-            _gradient(setting, name, context_loss(logprobs[:1], [of_tools], StepTokens(3, 2), config), logprobs)
-
-
-class StepTokens(NamedTuple):
-    """How many tokens a step trains of an adapter, and how many its tools wrote."""
-
-    trained: int
-    results: int
-
-
-def tokens_by_adapter(samples: Sequence[Sample]) -> dict[str, StepTokens]:
-    """Count the tokens of each adapter."""
-    trained, results = Counter[str](), Counter[str]()
-    for sample in samples:
-        trained[sample.adapter] += sample.trained_tokens
-        results[sample.adapter] += sample.result_tokens
-    return {adapter: StepTokens(count, results[adapter]) for adapter, count in trained.items()}
-
-
-def context_loss(logprobs: Tensor, samples: Sequence[Sample], step: StepTokens, config: TrainerConfig) -> Tensor:
+def context_loss(logprobs: Tensor, samples: Sequence[Sample], results: int, config: TrainerConfig) -> Tensor:
     """Return what the function adds to the loss for the tokens that tools wrote; 0 without any.
 
     `logprobs`: (B, T), of all tokens of the B samples that are scored. The function gets those of the K results.
+    `results`: how many such tokens the step has.
     """
     places = [(row, i) for row, s in enumerate(samples) for span in s.results for i in range(*span)]
     if not places:
@@ -356,7 +337,7 @@ def context_loss(logprobs: Tensor, samples: Sequence[Sample], step: StepTokens, 
     name = str(config.context_loss)
     function = load(CONTEXT_LOSS, name)
     with faults(CONTEXT_LOSS, name):
-        added = function(logprobs[rows, columns], step.results, config)
+        added = function(logprobs[rows, columns], results, config)
     if not isinstance(added, torch.Tensor) or added.shape:
         raise ConfigError(f"{CONTEXT_LOSS} {name}: one number is needed, a tensor without dimensions")
     return added

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
+from accelerate import PartialState
 from torch import nn
 
 from ...core.errors import ConfigError
@@ -41,9 +42,9 @@ class Processes:
     def __init__(self) -> None:
         self.turn = threading.RLock()  # one thread at a time uses the model
 
-    def prepare(self, accelerator: Any, model: Any) -> Any:
-        """Move the model to its device, as `accelerator.prepare` does."""
-        return accelerator.prepare_model(model, evaluation_mode=True)
+    def prepare(self, state: PartialState, model: Any) -> Any:
+        """Move the model to this process's device."""
+        return model.to(state.device)
 
     def together(self, method: str, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
         """Have the other processes call the trainer's `method` while the block runs."""
@@ -60,9 +61,9 @@ class Processes:
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum the gradients over all processes, in each of them."""
 
-    def clip(self, accelerator: Any, parameters: Sequence[nn.Parameter], limit: float) -> float:
+    def clip(self, parameters: Sequence[nn.Parameter], limit: float) -> float:
         """Clip the norm of these parameters' gradients together; returns it as it was before."""
-        return float(accelerator.clip_grad_norm_(parameters, limit))
+        return float(nn.utils.clip_grad_norm_(parameters, limit))
 
     def follow(self, trainer: object) -> None:
         """Repeat the work of process 0 until it ends."""

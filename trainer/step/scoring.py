@@ -5,18 +5,16 @@ Every shared prefix is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...core.errors import ConfigError
-from ..rows.prefix_tree import Ints, MicroBatch, PrefixTree, TreeCost, micro_batches, padded_tree
+from ..rows.prefix_tree import PrefixTree, padded_tree
 from ..types import Sample, Sampling
 from .shaping import SampledPlace, Shaper, truncate
 from .tree_attention import FLEX_BLOCK, TreeMask, use_tree_attention
@@ -41,42 +39,6 @@ class ScoredTokens(NamedTuple):
     entropies: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """The M tokens to score: `tokens` at `rows` and `columns` of (B, T), with logits divided by `temperatures`.
-
-    `ways` tells apart how and from which place on their answers were sampled; 0 where there is only a temperature.
-    """
-
-    rows: Ints
-    columns: Ints
-    tokens: Ints
-    temperatures: NDArray[np.float32]
-    ways: Ints
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], *, results: bool = False) -> Targets:
-        """Return the trained tokens of `samples`, with `results` also what tools wrote between them."""
-        columns = [np.flatnonzero(np.asarray(s.mask)) for s in samples]
-        if results:
-            written = [[np.arange(*span) for span in s.results] for s in samples]
-            columns = [np.sort(np.concatenate([c, *w])) for c, w in zip(columns, written, strict=True)]
-        known: dict[tuple[int, Sampling], int] = {}
-        ways = [np.zeros(len(s.mask), np.int64) for s in samples]
-        for sample, way in zip(samples, ways, strict=True):
-            for start, end, sampling in sample.shaped:
-                way[start:end] = known.setdefault((start, sampling), len(known) + 1)
-        return cls(
-            rows=np.repeat(np.arange(len(samples)), [len(c) for c in columns]),
-            columns=np.concatenate(columns),
-            tokens=np.concatenate([np.asarray(s.token_ids)[c] for s, c in zip(samples, columns, strict=True)]),
-            temperatures=np.concatenate(
-                [np.asarray(s.temperatures, np.float32)[c] for s, c in zip(samples, columns, strict=True)]
-            ),
-            ways=np.concatenate([way[c] for way, c in zip(ways, columns, strict=True)]),
-        )
-
-
 def score(
     model: PreTrainedModel,
     tree: PrefixTree,
@@ -92,24 +54,37 @@ def score(
     `model` is the bare causal LM, perhaps with LoRA layers. Without `shaper` there is nothing but temperatures.
     """
     hidden = _hidden_states(model, tree)
-    targets = Targets.of(samples, results=results)
-    nodes = np.array([tree.paths[r][c - 1] for r, c in zip(targets.rows, targets.columns, strict=True)])
     # Siblings that sampled the same token in the same place in the same way share one score.
-    keys = np.stack([nodes, targets.tokens, targets.temperatures.view(np.int32), targets.ways], axis=1)
-    _, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-    chosen, tokens, temperatures, back, rows, columns = (
-        torch.from_numpy(x).to(hidden.device)
-        for x in (
-            nodes[first], targets.tokens[first], targets.temperatures[first], inverse.reshape(-1), targets.rows,
-            targets.columns,
-        )
-    )  # fmt: skip
-    shaped = None
-    if shaper is not None and targets.ways.any():
-        shaped = SamplingShape(shaper, shaper.places(samples, targets.rows[first], targets.columns[first]))
-    logprobs, entropies = token_scores(hidden[chosen], model, tokens, temperatures, shaped, entropy_gradient)
+    places = list(_places(samples, tree, results=results))
+    unique = {key: (row, column) for key, row, column in places}
+    numbers = {key: i for i, key in enumerate(unique)}
+    nodes, labels, temperatures, ways = (torch.tensor(x, device=hidden.device) for x in zip(*unique, strict=True))
+    shaped = shaper.places(samples, [*unique.values()]) if shaper is not None and any(ways) else None
+    tokens = _Tokens(labels, temperatures, shaper, shaped)
+    found = token_scores(hidden[nodes], model, tokens, entropy_gradient)
+    back, rows, columns = torch.tensor([(numbers[k], *place) for k, *place in places], device=hidden.device).T
     shape = (len(samples), max(len(s.token_ids) for s in samples))
-    return ScoredTokens(*(x.new_zeros(shape).index_put((rows, columns), x[back]) for x in (logprobs, entropies)))
+    return ScoredTokens(*(x.new_zeros(shape).index_put((rows, columns), x[back]) for x in found))
+
+
+def _places(
+    samples: Sequence[Sample], tree: PrefixTree, *, results: bool
+) -> Iterator[tuple[tuple[int, int, float, int], int, int]]:
+    """What decides the score of each token to score, and its place in (B, T).
+
+    It is the node that predicts it, the token, the temperature, and a number for the way in which and the place from
+    which its answer was sampled: 0 where there is only a temperature.
+    """
+    known: dict[tuple[int, Sampling], int] = {}
+    for row, (sample, path) in enumerate(zip(samples, tree.paths, strict=True)):
+        ways, scored = [0] * len(sample.mask), list(sample.mask)
+        for start, end, sampling in sample.shaped:
+            ways[start:end] = [known.setdefault((start, sampling), len(known) + 1)] * (end - start)
+        for start, end in sample.results if results else ():
+            scored[start:end] = [1] * (end - start)
+        nodes = [0, *path.tolist()]
+        keys = zip(nodes, sample.token_ids, sample.temperatures, ways, strict=True)
+        yield from ((key, row, column) for column, key in enumerate(keys) if scored[column])
 
 
 def check_tree_support(config: PreTrainedConfig, max_tokens: int) -> None:
@@ -161,39 +136,34 @@ def _hidden_states(model: PreTrainedModel, tree: PrefixTree) -> Tensor:
     return states[0, :n]
 
 
-class SamplingShape(NamedTuple):
-    """How each of K tokens was sampled, and what computes it."""
-
-    shaper: Shaper
-    places: Sequence[SampledPlace | None]
-
-
 class _Tokens(NamedTuple):
-    """(K,) next tokens and temperatures, and how the tokens were sampled."""
+    """(K,) next tokens and temperatures, and where they were sampled if it was in more than a temperature's way."""
 
     labels: Tensor
     temperatures: Tensor
-    shape: SamplingShape | None
+    shaper: Shaper | None = None
+    places: Sequence[SampledPlace | None] | None = None
 
 
 def token_scores(
-    hidden: Tensor,
-    model: PreTrainedModel,
-    labels: Tensor,
-    temperatures: Tensor,
-    shape: SamplingShape | None,
-    entropy_gradient: bool,
+    hidden: Tensor, model: PreTrainedModel, tokens: _Tokens, entropy_gradient: bool
 ) -> tuple[Tensor, Tensor]:
-    """Turn (K, H) hidden states, (K,) next tokens and temperatures into (K,) log-probabilities and entropies.
+    """Turn the (K, H) hidden states before tokens into (K,) log-probabilities and entropies, in float32.
 
-    They are in float32. The entropies have a gradient if it is asked for.
+    The entropies have a gradient if it is asked for. The logits of a chunk are computed once, or, where a trained head
+    needs a gradient, once more in the backward pass.
     """
-    tokens, head = _Tokens(labels, temperatures, shape), _trained_head(model)
-    if head and torch.is_grad_enabled():
-        found: tuple[Tensor, Tensor] = _WithHead.apply(hidden, model, tokens, entropy_gradient, *head)
+    if torch.is_grad_enabled() and any(p.requires_grad for p in _head(model).parameters()):
+        parts = [
+            checkpoint(
+                _scores, model, *chunk, entropy_gradient=entropy_gradient, use_reentrant=False, preserve_rng_state=False
+            )
+            for chunk in _chunks(model, hidden, tokens)
+        ]
+        logprobs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
     else:
-        found = _HeadFrozen.apply(hidden, model, tokens, entropy_gradient)
-    return found
+        logprobs, entropies = _HeadFrozen.apply(hidden, model, tokens, entropy_gradient)
+    return logprobs, entropies
 
 
 class _HeadFrozen(torch.autograd.Function):
@@ -205,7 +175,13 @@ class _HeadFrozen(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, model: PreTrainedModel, tokens: _Tokens, entropy_gradient: bool) -> Any:
         wanted = (1 + entropy_gradient) if ctx.needs_input_grad[0] else 0
-        parts = [_score_chunk(model, *chunk, directions=wanted) for chunk in _chunks(model, hidden, tokens)]
+        parts = []
+        for chunk, some in _chunks(model, hidden, tokens):
+            states = chunk.detach().requires_grad_(wanted > 0)
+            with torch.set_grad_enabled(wanted > 0):
+                found = _scores(model, states, some, entropy_gradient=wanted > 1)
+                slopes = [torch.autograd.grad(x.sum(), states, retain_graph=wanted > 1)[0] for x in found[:wanted]]
+            parts.append((*(x.detach() for x in found), *slopes))
         logprobs, entropies, *directions = (torch.cat(part) for part in zip(*parts, strict=True))
         ctx.save_for_backward(*directions)
         if wanted < 2:
@@ -222,118 +198,37 @@ class _HeadFrozen(torch.autograd.Function):
         return hidden.to(ctx.saved_tensors[0].dtype), None, None, None
 
 
-class _WithHead(torch.autograd.Function):
-    """The head is trained too. Its gradient sums over rows, so the backward pass computes the logits once more."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, model: PreTrainedModel, tokens: _Tokens, entropy_gradient: bool, *head: Tensor
-    ) -> Any:
-        parts = [_score_chunk(model, *chunk, directions=0) for chunk in _chunks(model, hidden, tokens)]
-        logprobs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
-        device = hidden.device.type
-        ctx.autocast = {"dtype": torch.get_autocast_dtype(device), "enabled": torch.is_autocast_enabled(device)}
-        ctx.model, ctx.tokens, ctx.slopes = model, tokens, 1 + entropy_gradient
-        ctx.save_for_backward(hidden)
-        if not entropy_gradient:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (hidden,) = ctx.saved_tensors
-        head = _trained_head(ctx.model)
-        of_head = [torch.zeros_like(parameter) for parameter in head]
-        of_hidden, start = [], 0
-        with torch.autocast(hidden.device.type, **ctx.autocast):
-            for chunk in _chunks(ctx.model, hidden, ctx.tokens):
-                end = start + len(chunk[0])
-                first, *others = _chunk_gradients(
-                    ctx.model, *chunk, head, [gradient[start:end] for gradient in gradients[: ctx.slopes]]
-                )
-                of_hidden.append(first)
-                for total, part in zip(of_head, others, strict=True):
-                    total.add_(part)
-                start = end
-        return torch.cat(of_hidden), None, None, None, *of_head
+def _chunks(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens) -> Iterator[tuple[Tensor, _Tokens]]:
+    size = max(1, _LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
+    for start in range(0, len(hidden), size):
+        part = slice(start, start + size)
+        places = tokens.places and tokens.places[part]
+        yield hidden[part], _Tokens(tokens.labels[part], tokens.temperatures[part], tokens.shaper, places)
 
 
-def _trained_head(model: PreTrainedModel) -> list[nn.Parameter]:
-    return [parameter for parameter in _head(model).parameters() if parameter.requires_grad]
+def _scores(
+    model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, *, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies of a chunk by ordinary autograd."""
+    logits, places = _logits(model, hidden).float(), tokens.places
+    if places is not None and tokens.shaper is not None:
+        logits = tokens.shaper.before_temperature(logits, places)
+    logp = (logits / tokens.temperatures[:, None]).log_softmax(-1)
+    if places is not None:
+        logp = truncate(logp, places)
+    chosen = logp.gather(1, tokens.labels[:, None])[:, 0]
+    logp = logp if entropy_gradient else logp.detach()
+    probs = logp.exp()
+    if places is not None:
+        lost = torch.tensor([place is not None and place.is_lost for place in places], device=chosen.device)
+        chosen, logp = chosen.masked_fill(lost, -torch.inf), logp.clamp(min=_LEAST)
+    return chosen, -torch.linalg.vecdot(probs, logp)
 
 
 def _head(model: PreTrainedModel) -> nn.Module:
     head = model.get_output_embeddings()
     assert isinstance(head, nn.Module)
     return head
-
-
-def _chunks(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens) -> Iterator[tuple[Tensor, _Tokens]]:
-    size = max(1, _LOGITS_PER_CHUNK // model.config.get_text_config().vocab_size)
-    for start in range(0, len(hidden), size):
-        part = slice(start, start + size)
-        shape = tokens.shape and SamplingShape(tokens.shape.shaper, tokens.shape.places[part])
-        yield hidden[part], _Tokens(tokens.labels[part], tokens.temperatures[part], shape)
-
-
-def _score_chunk(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, *, directions: int) -> tuple[Tensor, ...]:
-    """Log-probabilities, entropies, and `directions` of: d logprob / d hidden, d entropy / d hidden."""
-    with torch.set_grad_enabled(directions > 0):
-        hidden = hidden.detach().requires_grad_(directions > 0)
-        logits = _shaped_logits(model, hidden, tokens)
-    chosen, entropies, slopes = _scores_and_slopes(logits.detach(), tokens, directions)
-    found = [
-        torch.autograd.grad(logits, hidden, slope.to(logits.dtype), retain_graph=slope is not slopes[-1])[0]
-        for slope in slopes
-    ]
-    return chosen, entropies, *((direction / -tokens.temperatures[:, None]).to(hidden.dtype) for direction in found)
-
-
-def _chunk_gradients(
-    model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, head: list[nn.Parameter], gradients: list[Tensor]
-) -> tuple[Tensor, ...]:
-    """The gradients of the hidden states and of the head, by those of log-probabilities and maybe of entropies."""
-    with torch.enable_grad():
-        hidden = hidden.detach().requires_grad_()
-        logits = _shaped_logits(model, hidden, tokens)
-    _, _, slopes = _scores_and_slopes(logits.detach(), tokens, len(gradients))
-    of_logits = torch.zeros_like(slopes[0])
-    for slope, gradient in zip(slopes, gradients, strict=True):
-        of_logits.addcmul_(slope, gradient[:, None] / -tokens.temperatures[:, None])
-    return torch.autograd.grad(logits, [hidden, *head], of_logits.to(logits.dtype))
-
-
-def _scores_and_slopes(logits: Tensor, tokens: _Tokens, slopes: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(K,) log-probabilities and entropies, and `slopes` of their (K, V) derivatives by minus logits over temperature.
-
-    The derivatives by logits over temperature: of the one, 1 for the chosen token minus probs; of the other,
-    -probs * (logp + entropy).
-    """
-    labels, temperatures, shape = tokens
-    rows = torch.arange(len(labels), device=labels.device)
-    logp = logits.float() / temperatures[:, None]
-    logp -= logp.logsumexp(-1, keepdim=True)
-    if shape is not None:
-        logp = truncate(logp, shape.places)
-    chosen = logp[rows, labels]
-    probs = logp.exp()
-    if shape is not None:
-        lost = torch.tensor([place is not None and place.is_lost for place in shape.places], device=chosen.device)
-        chosen = chosen.masked_fill(lost, -torch.inf)
-        logp = logp.clamp(min=_LEAST)
-    entropies = -torch.linalg.vecdot(probs, logp)
-    found = [probs * (logp + entropies[:, None])] if slopes > 1 else []
-    if slopes:
-        probs[rows, labels] -= 1
-        found = [probs, *found]
-    return chosen, entropies, found
-
-
-def _shaped_logits(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens) -> Tensor:
-    logits = _logits(model, hidden)
-    if tokens.shape is None:
-        return logits
-    return tokens.shape.shaper.before_temperature(logits.float(), tokens.shape.places)
 
 
 def _logits(model: PreTrainedModel, hidden: Tensor) -> Tensor:
@@ -354,18 +249,3 @@ def fully_scored(token_ids: tuple[int, ...], adapter: str) -> Sample:
     n = len(token_ids)
     mask, zeros, ones = ((0,) + (1,) * (n - 1))[:n], (0.0,) * n, (1.0,) * n
     return Sample("", "", token_ids, mask, zeros, zeros, ones, adapter=adapter)
-
-
-def logprobs_of(
-    samples: Sequence[Sample], cost: TreeCost, score: Callable[[MicroBatch], ScoredTokens]
-) -> list[list[float]]:
-    """Return a log-probability for each token of each sample, as it was sampled; 0.0 for context.
-
-    It is -inf where the way of sampling leaves a token out.
-    """
-    found = [[0.0] * len(sample.token_ids) for sample in samples]
-    numbered = [replace(s, rollout_id=str(i)) for i, s in enumerate(samples) if s.trained_tokens]
-    for micro_batch in micro_batches(numbered, cost):
-        for sample, values in zip(micro_batch.samples, score(micro_batch).logprobs.tolist(), strict=True):
-            found[int(sample.rollout_id)] = values[: len(sample.token_ids)]
-    return found

@@ -5,63 +5,60 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import nn
 
-from ..rows.prefix_tree import MicroBatch, halves
+from ..rows.prefix_tree import halves
 from ..weights import TrainedWeights
 from .processes import Pass
-from .step_metrics import StepMetrics, some_rollouts
+from .step_metrics import Numbers
 
 log = logging.getLogger(__name__)
 
 
-def make_what_fits(
-    passes: Sequence[Pass], make: Callable[[Pass, StepMetrics], None], trained: TrainedWeights, metrics: StepMetrics
-) -> StepMetrics:
-    """Make passes up to one whose loss is not finite, in halves where memory runs out; returns their metrics.
+def make_what_fits(passes: Sequence[Pass], make: Callable[[Pass], Numbers], trained: TrainedWeights) -> Numbers:
+    """Make passes up to one whose loss is not finite, in halves where memory runs out; returns their numbers.
 
     Where gradients are not set aside, a pass that fails has added to them, and all passes begin anew.
     """
-    todo, done = list(passes)[::-1], list[Pass]()
-    while todo and metrics.fault is None:
-        one, tried = todo.pop(), replace(metrics)
+    shortage, todo, done = Numbers(), list(passes)[::-1], list[tuple[Pass, Numbers]]()
+    while todo and not (done and done[-1][1].fault):
+        one = todo.pop()
         undoable = trained.undoable(one.micro_batch.adapter)
-        if fits(partial(make, one, tried), undoable):
-            metrics = tried
-            done.append(one)
+        numbers = _attempt(one, make, undoable)
+        if numbers is not None:
+            done.append((one, numbers))
             continue
-        todo += [Pass(half, one.counts) for half in smaller(one.micro_batch, metrics)]
+        todo += _smaller(one, shortage)
         if not undoable:
             for parameter in trained.parameters():
                 parameter.grad = None
-            todo, done, metrics = todo + done, [], metrics.begun_anew()
-    return metrics
+            todo, done = todo + [made for made, _ in done], []
+    for _, numbers in done:
+        shortage.add(numbers)
+    return shortage
 
 
-def fits(work: Callable[[], None], parameters: Sequence[nn.Parameter]) -> bool:
-    """Do `work`, and return whether memory sufficed. If not, nothing was added to the gradients of `parameters`."""
+def _attempt(one: Pass, make: Callable[[Pass], Numbers], parameters: Sequence[nn.Parameter]) -> Numbers | None:
+    """Make a pass. None if memory ran out; nothing was added to the gradients of `parameters` then."""
     before = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
+    numbers = None
     try:
-        work()
-        done = True
+        numbers = make(one)
     except torch.OutOfMemoryError as error:
-        done = False
         log.warning("memory ran out in a pass: %s", str(error).splitlines()[0])
     for parameter, gradient in zip(parameters, before, strict=True):
-        if not done or parameter.grad is None:
+        if numbers is None or parameter.grad is None:
             parameter.grad = gradient
         elif gradient is not None:
             parameter.grad += gradient
-    if not done:
+    if numbers is None:
         gc.collect()
         give_back()  # what the allocator keeps is in pieces of the wrong sizes
-    return done
+    return numbers
 
 
 def give_back() -> None:
@@ -69,22 +66,14 @@ def give_back() -> None:
     torch.cuda.empty_cache()
 
 
-def smaller(batch: MicroBatch, metrics: StepMetrics) -> list[MicroBatch]:
-    """Return the halves of a pass that did not fit, and count it; of a single sample nothing is left."""
-    if len(batch.samples) > 1:
-        found = list(halves(batch))
-        metrics.passes_halved += 1
-        metrics.fitting = min(metrics.fitting, max(len(half.tree) for half in found))
-        return found
-    (sample,) = batch.samples
-    metrics.rows_out_of_memory += 1
-    metrics.too_large = (*metrics.too_large, sample.rollout_id)
-    return []
-
-
-def too_large(metrics: StepMetrics) -> str | None:
-    """Return in words which rollouts have rows that did not fit."""
-    if not metrics.too_large:
-        return None
-    rows = f"{metrics.rows_out_of_memory} row{'s' if metrics.rows_out_of_memory != 1 else ''}"
-    return f"{rows} of {some_rollouts(metrics.too_large)}: too large for the memory; lower trainer.max_sample_tokens"
+def _smaller(one: Pass, shortage: Numbers) -> list[Pass]:
+    """Return the halves of a pass that did not fit, and note it; of a single sample nothing is left."""
+    samples = one.micro_batch.samples
+    if len(samples) == 1:
+        shortage.sums["rows_out_of_memory"] += 1
+        shortage.too_large += (samples[0].rollout_id,)
+        return []
+    found = list(halves(one.micro_batch))
+    shortage.sums["passes_halved"] += 1
+    shortage.fitting = min(shortage.fitting, max(len(half.tree) for half in found))
+    return [Pass(half, one.counts) for half in found]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from datasets import Dataset
-from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PrinterCallback, ProgressCallback
+from accelerate import PartialState
+from peft import get_peft_model
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer, PreTrainedModel, set_seed
 
 from ...core.config.policy import DEFAULT_ADAPTER, PolicyConfig
 from ...core.config.trainer import TrainerConfig
@@ -31,41 +31,28 @@ from ..checkpoint import (
     write_config,
 )
 from ..plan import COMFORTABLE_ON_CPU, TOKENS_PER_PASS
-from ..rate import rate_of
+from ..rate import Rate, rate_after, rate_of
 from ..report.trackers import Trackers
 from ..rows.prefix_tree import MicroBatch, TreeCost, micro_batches
 from ..types import Batch, Sample
-from ..weights import TrainedWeights, Weights, load_model, lora_config, tolerance, weight_dtype
+from ..weights import TrainedWeights, Weights, load_model, lora_config, tolerance, uses_autocast, weight_dtype
 from .losses import (
     Answers,
     EntropyBonus,
-    StepTokens,
-    add_guidance,
     context_loss,
-    entropy_term,
+    guided,
     kl_penalty,
-    leave_out_tokens,
     loss_inputs,
     masked_tokens,
-    own_loss,
     policy_loss,
     token_weights,
-    tokens_by_adapter,
 )
 from .processes import Pass, Processes, on_every_process, on_every_shard
-from .scoring import ScoredTokens, attention_cost, check_tree_support, fully_scored, logprobs_of, longest_sample, score
+from .scoring import ScoredTokens, attention_cost, check_tree_support, fully_scored, longest_sample, score
 from .shaping import Shaper
-from .shortage import give_back, make_what_fits, too_large
-from .step_metrics import StepMetrics, fault_of_loss, some_rollouts
+from .shortage import give_back, make_what_fits
+from .step_metrics import Numbers, StepMetrics, fault_of_loss, numbers_of, some_rollouts
 from .tree_attention import use_tree_attention
-from .trl_config import ENDLESS, checkpoint_layers, grpo_config, rewards_come_from_the_store
-
-sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]
-try:  # TRL would import vLLM for its own client, which is not used: seconds, and 160 MB
-    from trl import GRPOTrainer
-finally:
-    if sys.modules["vllm"] is None:
-        del sys.modules["vllm"]
 
 log = logging.getLogger(__name__)
 STATE_FILE = "state.pt"
@@ -73,16 +60,20 @@ State = dict[str, Any]
 SHARDED = ("adapters", "optimizer")
 
 
-class LightningTrainer(GRPOTrainer):
-    """A GRPOTrainer driven from outside: by `step`, `save`, `load` and `logprobs` instead of `train()`.
+class Totals(NamedTuple):
+    """What a pass has to know of its adapter's whole step: weights of tokens by rollout, tokens trained, of tools."""
 
-    The loss has TRL's terms (`losses.py`). Its ratios are to the policies that sampled the answers.
+    weights: dict[str, float]
+    trained: int
+    results: int
+
+
+class LightningTrainer:
+    """Holds the policy's weights and takes steps of AdamW on them (`TrainingEngine`).
+
+    `model` is the policy with its adapters, `policy_model` the bare causal LM. The ratios of the loss (`losses.py`) are
+    to the policies that sampled the answers.
     """
-
-    model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    accelerator: Any
 
     def __init__(self, config: TrainerConfig, policy: PolicyConfig, processes: Processes | None = None) -> None:
         """`processes`: a single one by default."""
@@ -90,37 +81,27 @@ class LightningTrainer(GRPOTrainer):
             raise ConfigError("policy.model: the trainer needs a Hugging Face model id or directory")
         if config.threads:
             torch.set_num_threads(config.threads)
-        self.trackers = Trackers(config.report_to, policy.directory / "trainer")
+        self.trackers = Trackers(config, policy.directory / "trainer")
+        self.tokenizer = AutoTokenizer.from_pretrained(policy.model)
         model = load_model(policy.model, weight_dtype(config))
+        longest = longest_sample(model.config, config.max_sample_tokens)
+        check_tree_support(model.config, longest)
+        self.settings = config = config.model_copy(update={"max_sample_tokens": longest})
         self._rate_of = partial(rate_of, config, int(model.config.get_text_config().hidden_size))
-        self.rate = self._rate_of()
+        self.processes = processes or Processes()
         use_tree_attention(model)
-        super().__init__(
-            model=model,
-            args=grpo_config(config, self.rate.value, policy.directory / "trainer", self.trackers.run_name),
-            # TRL wants both and would use them in `train()`, which is never called.
-            reward_funcs=rewards_come_from_the_store,
-            train_dataset=Dataset.from_dict({"prompt": [""]}),
-            processing_class=AutoTokenizer.from_pretrained(policy.model),
-            peft_config=lora_config(config, model) if config.weights == "lora" else None,
-        )
-        longest = {"max_sample_tokens": longest_sample(model.config, config.max_sample_tokens)}
-        self.settings = config.model_copy(update=longest)
-        for callback in (PrinterCallback, ProgressCallback):
-            self.remove_callback(callback)
-        self.trackers.attach(self)
-        self._prepare(policy, processes or Processes())
-
-    def _prepare(self, policy: PolicyConfig, processes: Processes) -> None:
-        config = self.settings
-        self.processes = processes
-        self.weight_sets = TrainedWeights(self.model, config, policy, processes)
+        set_seed(config.seed)
+        adapted = get_peft_model(model, lora_config(config, model)) if config.weights == "lora" else model
+        self.weight_sets = TrainedWeights(adapted, config, policy, self.processes)
+        prepare_layers(self.policy_model, config)
+        self._saved_config = saved_config(config, policy, fingerprint(adapted))
+        state = PartialState(cpu=not torch.cuda.is_available())
+        self.device = state.device
+        self.model = self.trackers.model = self.weight_sets.prepare(partial(self.processes.prepare, state))
+        self.optimizer = adamw(self.weight_sets.parameters())
+        self._updates = 0
+        self._take_rate(self._rate_of())
         self._served: dict[str, Weights] = {}
-        checkpoint_layers(self.policy_model, config)
-        self._saved_config = saved_config(config, policy, fingerprint(self.model))
-        self.model = self.weight_sets.prepare(partial(processes.prepare, self.accelerator))
-        self.create_optimizer_and_scheduler(num_training_steps=config.max_steps or ENDLESS)
-        self.optimizer = self.accelerator.prepare_optimizer(self.optimizer)
         self._computed: tuple[Batch, StepMetrics] | None = None
         self.skipped_because: str | None = None
         self.left_out_because: str | None = None
@@ -128,11 +109,10 @@ class LightningTrainer(GRPOTrainer):
         self._tolerance = tolerance(config, policy)
         self._read: State | None = None  # the checkpoint that this process alone has read
         self.entropy = EntropyBonus(config.entropy)
-        self._shaper = Shaper(self.processing_class, self.policy_model)
-        check_tree_support(self.policy_model.config, self.max_tokens)
+        self._shaper = Shaper(self.tokenizer, self.policy_model)
         self._cost = TreeCost(
             attention_cost(self.policy_model.config, self.policy_model.num_parameters(exclude_embeddings=True)),
-            min(processes.gathered(config.max_tokens_per_batch or TOKENS_PER_PASS)),  # they share out the same passes
+            min(self.processes.gathered(config.max_tokens_per_batch or TOKENS_PER_PASS)),  # they share out passes
             None if torch.cuda.is_available() else COMFORTABLE_ON_CPU,
         )
 
@@ -166,19 +146,20 @@ class LightningTrainer(GRPOTrainer):
         Each adapter gets those that its own samples alone would give it; without any, it has none.
         A pass that memory runs out in is made in halves.
         """
-        metrics = StepMetrics(time.perf_counter(), self.settings, batch.version, entropy_coef=self.entropy.weight)
+        metrics = StepMetrics(self.settings, self.entropy.weight)
         samples = [sample for sample in batch.samples if sample.trained_tokens]
         self.optimizer.zero_grad()
-        metrics = self._add_gradients(batch, samples, metrics)
-        if metrics.micro_batches and metrics.fault is None:
+        metrics.numbers = numbers = self._add_gradients(batch, samples)
+        if not metrics.skipped:
             self.processes.sum_gradients(self.weight_sets.parameters())
             metrics.grad_norm = self._clip_gradients()  # on a GPU this waits for the backward passes
             if not math.isfinite(metrics.grad_norm):
-                metrics.fault = f"the gradient is not finite over {some_rollouts([s.rollout_id for s in samples])}"
+                numbers.fault = f"the gradient is not finite over {some_rollouts([s.rollout_id for s in samples])}"
         self.warnings = metrics.warnings(self._tolerance)
-        metrics.fault = metrics.fault or self.warnings.get("sampler")
+        reasons = [numbers.fault, self.warnings.get("sampler")]
         if not metrics.grad_norm:
-            metrics.fault = metrics.fault or self.warnings.get("masked_tokens") or self.warnings.get("outside_tokens")
+            reasons += [self.warnings.get("masked_tokens"), self.warnings.get("outside_tokens")]
+        numbers.fault = next(filter(None, reasons), None)
         metrics.forward_backward_s = metrics.elapsed
         self._computed = batch, metrics
 
@@ -193,101 +174,85 @@ class LightningTrainer(GRPOTrainer):
         assert self._computed is not None, "forward_backward comes first"
         (batch, metrics), self._computed = self._computed, None
         metrics.started += metrics.elapsed - metrics.forward_backward_s  # what came between is not the step's
-        metrics.learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        metrics.skipped = not metrics.micro_batches or metrics.fault is not None
-        self.left_out_because = too_large(metrics)
-        self.skipped_because = metrics.fault or self.left_out_because
+        metrics.learning_rate = rate_after(self.settings, self.rate.value, self._updates)
+        self.left_out_because = metrics.too_large()
+        self.skipped_because = metrics.numbers.fault or self.left_out_because
         if not metrics.skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = metrics.learning_rate
             self.optimizer.step()
-            self.lr_scheduler.step()
+            self._updates += 1
             self.entropy.update(metrics.entropy)
         self.optimizer.zero_grad()
         metrics.optimizer_s = metrics.elapsed - metrics.forward_backward_s
-        self.state.global_step = batch.step
+        self.trackers.state.global_step = batch.step
         give_back()
         return {name: value for name, value in {**batch.metrics, **metrics.result()}.items() if math.isfinite(value)}
 
-    def _add_gradients(self, batch: Batch, samples: Sequence[Sample], metrics: StepMetrics) -> StepMetrics:
-        """Forward and backward passes over `samples`; returns the metrics of all processes together."""
+    def _add_gradients(self, batch: Batch, samples: Sequence[Sample]) -> Numbers:
+        """Forward and backward passes over `samples`; returns the numbers of all processes together."""
         self.model.train()
-        metrics.fault = None if samples else "it has no trainable tokens"
-        weights = {adapter: self._token_weights(batch, adapter) for adapter in self.weight_sets.names}
-        tokens = tokens_by_adapter(samples)
+        totals = {adapter: self._totals(batch, samples, adapter) for adapter in self.weight_sets.names}
         passes = self.processes.passes(micro_batches(samples, self._cost), self._cost)
 
-        def make(one: Pass, metrics: StepMetrics) -> None:
-            adapter = one.micro_batch.adapter
-            self._pass(one, weights[adapter], tokens[adapter], metrics)
+        def make(one: Pass) -> Numbers:
+            return self._pass(one, totals[one.micro_batch.adapter], batch.version)
 
+        numbers = Numbers(fault=None if samples else "it has no trainable tokens")
         if self.processes.sharded:  # a process that halved its pass, or left one out, would leave the others waiting
+            own = Numbers()
             for one in passes:
-                make(one, metrics)
+                own.add(make(one))
         else:
-            metrics = make_what_fits(passes, make, self.weight_sets, metrics)
-        metrics = metrics.sum(self.processes.gathered(metrics.sendable()))
-        self._allow_tokens(metrics.fitting)
-        return metrics
+            own = make_what_fits(passes, make, self.weight_sets)
+        for part in self.processes.gathered(own):
+            numbers.add(part)
+        if numbers.fitting < self._cost.max_nodes:
+            log.warning("passes have at most %d tokens from now on; see trainer.max_tokens_per_batch", numbers.fitting)
+            self._cost = replace(self._cost, max_nodes=numbers.fitting)
+        return numbers
 
-    def _pass(self, one: Pass, weights: dict[str, float], tokens: StepTokens, metrics: StepMetrics) -> None:
-        """Add the gradients of one pass, unless its loss is not finite."""
-        loss, fault = self._loss(one, weights, tokens, metrics)
-        metrics.fault = metrics.fault or fault
-        if metrics.fault is None or self.processes.sharded:
-            self.accelerator.backward(loss)
+    def _totals(self, batch: Batch, samples: Sequence[Sample], adapter: str) -> Totals:
+        own = [sample for sample in samples if sample.adapter == adapter]
+        compared = batch.compared_by_adapter.get(adapter, batch.compared)
+        weights = token_weights(own, self.settings, compared)
+        return Totals(weights, sum(s.trained_tokens for s in own), sum(s.result_tokens for s in own))
 
-    def _allow_tokens(self, fitting: int) -> None:
-        """Make later passes no larger than those that fit."""
-        if fitting < self._cost.max_nodes:
-            log.warning("passes have at most %d tokens from now on; see trainer.max_tokens_per_batch", fitting)
-            self._cost = replace(self._cost, max_nodes=fitting)
-
-    def _token_weights(self, batch: Batch, adapter: str) -> dict[str, float]:
-        """The weight of a token in each rollout, as if the adapter's samples were all there are."""
-        own = [sample for sample in batch.samples if sample.adapter == adapter]
-        return token_weights(own, self.settings, batch.compared_by_adapter.get(adapter, batch.compared))
-
-    def _loss(
-        self, one: Pass, weights: dict[str, float], tokens: StepTokens, metrics: StepMetrics
-    ) -> tuple[Tensor, str | None]:
-        """What a pass adds to the step's loss, and why it is not finite; a pass that does not count adds 0.
-
-        `tokens`: of the step and this adapter. `metrics` get the pass's numbers.
-        """
-        micro_batch = one.micro_batch
-        samples, config = micro_batch.samples, self.settings
-        answers = Answers.of(samples, self.accelerator.device)
-        inputs = loss_inputs(samples, answers, weights, by_answer=config.weighting == "sequence")
-        # Before the policy's own pass: gradient checkpointing computes layers again, and the adapter must be on then.
-        reference = answers.take(self._reference(micro_batch)) if config.kl_coef or config.kl_metric else None
-        scored = self._score(micro_batch, results=config.context_loss is not None)
-        scores = ScoredTokens(*map(answers.take, scored))
-        logprobs = leave_out_tokens(inputs, scores.logprobs)
-        add_guidance(inputs, samples, answers, logprobs, config.guide_limit)
+    def _pass(self, one: Pass, totals: Totals, version: int | None) -> Numbers:
+        """Add the gradients of a pass, unless its loss is not finite. A pass that does not count adds 0."""
+        samples, config = one.micro_batch.samples, self.settings
+        answers, reference = Answers.of(samples, self.device), None
+        if config.kl_coef or config.kl_metric:
+            # Before the policy's own pass: gradient checkpointing computes layers again, and the adapter must be on.
+            reference = answers.take(self._reference(one.micro_batch))
+        scores = self._score(one.micro_batch, results=config.context_loss is not None)
+        given = loss_inputs(samples, answers, answers.take(scores.logprobs), totals.weights, config)
+        given, guides = guided(given, samples, answers)
+        entropies = answers.take(scores.entropies)
+        loss = policy_loss(given)
+        masked = masked_tokens(loss, given) if config.loss else torch.zeros(())
         if reference is not None:
-            reference = torch.where(reference.isneginf(), logprobs.detach(), reference)
-        loss = (own_loss if config.loss else policy_loss)(logprobs, inputs, config)
-        if config.loss:
-            inputs["masked"] = masked_tokens(loss, logprobs, inputs, config)
-        if config.kl_coef and reference is not None:
-            penalty = kl_penalty(logprobs, reference, inputs, config.importance_cap)
-            loss = loss + config.kl_coef * penalty
+            reference = torch.where(reference.isneginf(), given.logprobs.detach(), reference)
+            loss = loss + config.kl_coef * kl_penalty(given, reference)
         if self.entropy.weight:
-            bonus = entropy_term(scores.entropies, inputs["completion_mask"], tokens.trained)
-            loss = loss - self.entropy.weight * bonus
+            loss = loss - self.entropy.weight * (entropies * given.mask).sum() / totals.trained
         if config.context_loss is not None:
-            loss = loss + context_loss(scored.logprobs, samples, tokens, config)
+            loss = loss + context_loss(scores.logprobs, samples, totals.results, config)
         if not one.counts:
-            return loss * 0.0, None
-        metrics.add(micro_batch, answers.rows, loss.detach(), inputs, scores._replace(logprobs=logprobs), reference)
-        if loss.isfinite():
-            return loss, None
-        return loss, fault_of_loss([samples[row].rollout_id for row in answers.rows[:, 0]], inputs, logprobs)
+            (loss * 0.0).backward()
+            return Numbers()
+        sums = {"loss": loss.detach(), "masked_tokens": masked.sum(), "entropy": (entropies * given.mask).sum()}
+        numbers = numbers_of(one.micro_batch, answers.rows, given, guides, reference, version, sums)
+        if not loss.isfinite():
+            numbers.fault = fault_of_loss([samples[row].rollout_id for row in answers.rows[:, 0]], given)
+        if numbers.fault is None or self.processes.sharded:
+            loss.backward()
+        return numbers
 
     def _clip_gradients(self) -> float:
         """Clip each adapter's gradient by itself; returns the norm of all together, before clipping."""
-        limit = self.args.max_grad_norm
         parts = [self.weight_sets.parameters(name) for name in self.weight_sets.names]
-        return math.hypot(*(self.processes.clip(self.accelerator, part, limit) for part in parts))
+        return math.hypot(*(self.processes.clip(part, self.settings.max_grad_norm) for part in parts))
 
     # Scoring -------------------------------------------------------------------------------------------------------
 
@@ -308,10 +273,14 @@ class LightningTrainer(GRPOTrainer):
         `served`: as in `logprobs`.
         """
         self.model.eval()
+        found = {id(sample): [0.0] * len(sample.token_ids) for sample in samples}
         with ExitStack() as stack:
             for adapter in {sample.adapter for sample in samples} if served else ():
                 stack.enter_context(self.weight_sets.exchanged(adapter, self._served[adapter]))
-            return logprobs_of(samples, self._cost, self._score)
+            for one in micro_batches([sample for sample in samples if sample.trained_tokens], self._cost):
+                for sample, values in zip(one.samples, self._score(one).logprobs.tolist(), strict=True):
+                    found[id(sample)] = values[: len(sample.token_ids)]
+        return [found[id(sample)] for sample in samples]
 
     @on_every_shard
     def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:
@@ -322,7 +291,7 @@ class LightningTrainer(GRPOTrainer):
         self, micro_batch: MicroBatch, model: PreTrainedModel | None = None, *, results: bool = False
     ) -> ScoredTokens:
         self.weight_sets.activate(micro_batch.adapter)
-        with self.accelerator.autocast():
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=uses_autocast(self.settings)):
             bonus, tree, samples = self.entropy.weight > 0, micro_batch.tree, micro_batch.samples
             model = model or self.policy_model
             return score(model, tree, samples, self._shaper, entropy_gradient=bonus, results=results)
@@ -346,16 +315,16 @@ class LightningTrainer(GRPOTrainer):
     def adopt(self, step: int) -> None:
         """Note that the adapter was trained by other means, as `step`: the optimizer's old moments go."""
         self.optimizer.state.clear()
-        self.state.global_step = step
+        self.trackers.state.global_step = step
 
     @on_every_shard
     def save(self, directory: Path) -> None:
         """Write weights, optimizer, scheduler, random state and step; `directory` appears atomically."""
         state = {
-            "step": self.state.global_step,
+            "step": self.trackers.state.global_step,
             "adapters": self.weight_sets.all_weights(),
             "optimizer": self.weight_sets.optimizer_state(self.optimizer),
-            "scheduler": self.lr_scheduler.state_dict(),
+            "scheduler": {"last_epoch": self._updates},
             "entropy": self.entropy.state(),
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all(),
@@ -375,43 +344,35 @@ class LightningTrainer(GRPOTrainer):
         state = read_state(directory / STATE_FILE, self.weight_sets.shapes())
         if "optimizer" not in state:
             log.warning("%s has no optimizer state: its moments and the schedule begin anew", directory)
+        rate = self.rate
         if state["step"]:  # untrained weights have no rate to keep
-            self.rate = self._rate_of(saved_rate(directory))
-            self.args.learning_rate = self.rate.value
+            rate = self._rate_of(saved_rate(directory))
         self._read = state
-        self._restore(without_values(state) if self.weight_sets.sharded else state, self.rate.value)
+        self._restore(without_values(state) if self.weight_sets.sharded else state, rate)
         self._read = None
         if changed:
             log.warning("the configuration changed since %s was written: %s", directory, ", ".join(changed))
         return int(state["step"])
 
+    def _take_rate(self, rate: Rate) -> None:
+        self.rate, self.trackers.args.learning_rate = rate, rate.value
+
     @on_every_process
-    def _restore(self, state: State, rate: float) -> None:
+    def _restore(self, state: State, rate: Rate) -> None:
         """Take the state and the rate; without the optimizer's state, its moments and the schedule begin anew."""
         state = self._read or state
         self.weight_sets.set(state["adapters"])
-        if "optimizer" in state:
-            self.weight_sets.load_optimizer_state(self.optimizer, state["optimizer"])
-            self.lr_scheduler.load_state_dict(state["scheduler"])
-        else:
-            self.optimizer.state.clear()
-            self.lr_scheduler.last_epoch = 0
-        self._set_learning_rate(rate)
+        self.weight_sets.load_optimizer_state(self.optimizer, state.get("optimizer", {}))
+        self._updates = state["scheduler"]["last_epoch"] if "optimizer" in state else 0
         self.entropy.load(state.get("entropy", {}))
         _set_random_state(state)
-        self.state.global_step = state["step"]
-
-    def _set_learning_rate(self, rate: float) -> None:
-        rates = [rate] * len(self.optimizer.param_groups)
-        self.lr_scheduler.base_lrs = rates
-        for group, factor in zip(self.optimizer.param_groups, self.lr_scheduler.lr_lambdas, strict=True):
-            group["initial_lr"] = rate
-            group["lr"] = rate * factor(self.lr_scheduler.last_epoch)
+        self.trackers.state.global_step = state["step"]
+        self._take_rate(rate)
 
     @on_every_shard
     def save_weights(self, directory: Path, *, merged: bool) -> None:
         """Write what vLLM loads: adapters, or with `merged` a full model."""
-        self.weight_sets.save(directory, self.processing_class, merged=merged)
+        self.weight_sets.save(directory, self.tokenizer, merged=merged)
 
     def end(self) -> None:
         """Let the other processes end."""
@@ -420,6 +381,26 @@ class LightningTrainer(GRPOTrainer):
     def close(self) -> None:
         """Let the trackers finish their files."""
         self.trackers.close()
+
+
+def prepare_layers(model: PreTrainedModel, config: TrainerConfig) -> None:
+    """Switch dropout off, and let layers compute their activations again in the backward pass where this is configured.
+
+    The latter acts in training mode only: scoring without gradients keeps nothing anyway.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    wanted = config.gradient_checkpointing
+    if wanted is True or (wanted == "auto" and torch.cuda.is_available()):
+        # Without dropout a layer draws no random numbers, so there is no state to keep.
+        model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+
+
+def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
+    """Return AdamW without weight decay. One kernel call cannot update sharded and unsharded parameters together."""
+    groups = [[p for p in parameters if isinstance(p, DTensor) is sharded] for sharded in (False, True)]
+    return torch.optim.AdamW([{"params": group} for group in groups if group], weight_decay=0.0, fused=True)
 
 
 def without_values(state: State) -> State:

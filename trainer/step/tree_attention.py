@@ -8,10 +8,9 @@ over. Without a tree it is SDPA.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from ...core.errors import ConfigError
-from ..rows.prefix_tree import Ints, PrefixTree
+from ..rows.prefix_tree import PrefixTree
 
 NAME = "prefix_tree"
 
@@ -37,9 +36,9 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 # Longer runs are cut: within a causal block the kernels save little of what they could.
 RUN = 256
 
-# The cost of one more kernel call, and of merging one query, in pairs of a query and a key, as measured on a CPU.
-CALL_COST = 2048
-MERGE_COST = 32
+# Subtrees of at most so many nodes are one block: within 5 % of the cheapest plan by calls and pairs, on trees of many
+# shapes.
+SQUARE = 192
 
 # FlexAttention works in blocks of so many nodes. Trees are padded to full blocks.
 FLEX_BLOCK = 128
@@ -118,8 +117,6 @@ def tree_attention_forward(
 
 
 AttentionInterface.register(NAME, tree_attention_forward)
-
-
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
@@ -223,68 +220,34 @@ class Block(NamedTuple):
     queries: tuple[int, int]
     keys: tuple[int, int]
 
-    @property
-    def cost(self) -> int:
-        """Return the cost in pairs. A causal block counts as a full one: the kernel computes all its pairs."""
-        queries, keys = (stop - start for start, stop in (self.queries, self.keys))
-        return CALL_COST + queries * (keys + MERGE_COST)
 
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Complete subtrees side by side, nodes [start, stop), with the cheapest blocks found for them."""
-
-    start: int
-    stop: int
-    cost: int
-    blocks: tuple[Block, ...]
-
-    @classmethod
-    def of(cls, *blocks: Block, below: Sequence[_Part] = ()) -> _Part:
-        cost = sum(block.cost for block in blocks) + sum(part.cost for part in below)
-        inner = tuple(block for part in below for block in part.blocks)
-        return cls(blocks[0].keys[0], max(block.queries[1] for block in blocks), cost, (*blocks, *inner))
-
-    @classmethod
-    def square(cls, start: int, stop: int) -> _Part:
-        return cls.of(Block("tree", (start, stop), (start, stop)))
-
-
-def attention_plan(tree: PrefixTree) -> tuple[Block, ...]:
+def attention_plan(tree: PrefixTree) -> list[Block]:
     """Return blocks in which each node meets itself and each of its ancestors exactly once.
 
     In preorder the descendants of an unbranched run of nodes [a, b) are one interval [b, end). So their attention to
     the run is a plain rectangle without a mask: keys [a, b), queries [b, end). Within [a, b) attention is causal. A
-    query's results from several blocks are merged by their log-sum-exp. Small parts with many branches are one square
-    with a mask, because more kernel calls would cost more than they save.
+    query's results from several blocks are merged by their log-sum-exp. Small subtrees side by side are one square with
+    a mask, because more kernel calls would cost more than they save.
     """
-    pending: list[_Part] = []  # runs come from the last to the first, so a run's children are on top
-    for start, stop in reversed(list(pairwise(_run_starts(tree.ends)))):
-        end, children = int(tree.ends[start]), list[_Part]()
-        while pending and pending[-1].start < end:
-            _append(children, pending.pop())
-        own = [Block("causal", (start, stop), (start, stop))]
-        own += [Block("all", (stop, end), (start, stop))] if end > stop else []
-        apart, square = _Part.of(*own, below=children), _Part.square(start, end)
-        pending.append(square if square.cost < apart.cost else apart)
-    roots: list[_Part] = []
-    while pending:
-        _append(roots, pending.pop())
-    return tuple(block for part in roots for block in part.blocks)
-
-
-def _append(parts: list[_Part], part: _Part) -> None:
-    """Append `part`, or one square of it and the parts before it where that is cheaper."""
-    while parts and (square := _Part.square(parts[-1].start, part.stop)).cost < parts[-1].cost + part.cost:
-        part = square
-        parts.pop()
-    parts.append(part)
-
-
-def _run_starts(ends: Ints) -> list[int]:
-    """Starts of unbranched runs of at most RUN nodes, and N. An only child's subtree ends where its parent's ends."""
-    starts = [0, *(np.flatnonzero(np.diff(ends)) + 1).tolist(), len(ends)]
-    return [cut for start, stop in pairwise(starts) for cut in range(start, stop, RUN)] + [len(ends)]
+    ends = tree.ends
+    run_ends = np.flatnonzero(np.diff(ends, append=-1)) + 1  # an only child's subtree ends where its parent's ends
+    blocks, todo = list[Block](), [(0, len(tree))]
+    while todo:
+        start, stop = todo.pop()  # complete subtrees side by side
+        while start < stop:
+            end = int(ends[start])
+            if end - start <= SQUARE:
+                while end < stop and ends[end] - start <= SQUARE:
+                    end = int(ends[end])
+                blocks.append(Block("tree", (start, end), (start, end)))
+            else:
+                run = min(int(run_ends[np.searchsorted(run_ends, start, "right")]), start + RUN)
+                blocks.append(Block("causal", (start, run), (start, run)))
+                if run < end:
+                    blocks.append(Block("all", (run, end), (start, run)))
+                    todo.append((run, end))
+            start = end
+    return blocks
 
 
 def block_mask(ends: Tensor) -> BlockMask:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from lightning_proxy.core.config.trainer import LossType
 from lightning_proxy.core.records import Choice, Reward
 from lightning_proxy.core.returns import Rules
-from lightning_proxy.trainer.step.losses import own_loss, policy_loss
+from lightning_proxy.trainer.step.losses import LossInputs, policy_loss
 from lightning_proxy.trainer.types import RolloutRewards, Sibling
 from support.calls import call
 from support.credit import group_advantages
@@ -54,6 +54,5 @@ def test_every_loss_is_refused_at_a_level_or_has_finite_gradients_there(key: str
     config, chance = TrainerConfig.model_validate(settings), torch.Generator().manual_seed(0)
     logprobs, sampled = (-torch.rand(4, 9, generator=chance) * 3 for _ in range(2))
     ones, advantages = torch.ones(4, 9), torch.randn(4, 1, generator=chance).expand(4, 9)
-    inputs = {"completion_mask": ones, "token_weights": ones, "advantages": advantages, "old_per_token_logps": sampled}
-    (own_loss if config.loss else policy_loss)(logprobs.requires_grad_(), inputs, config).backward()
+    policy_loss(LossInputs(logprobs.requires_grad_(), sampled, advantages, ones, config, ones)).backward()
     assert logprobs.grad is not None and logprobs.grad.isfinite().all() and logprobs.grad.any()

@@ -14,7 +14,7 @@ from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.core.records import Choice
 from lightning_proxy.features.algorithms.echo import echo
 from lightning_proxy.trainer.rows.samples import rollout_samples
-from lightning_proxy.trainer.step.losses import StepTokens, context_loss
+from lightning_proxy.trainer.step.losses import context_loss
 from lightning_proxy.trainer.step.trainer import LightningTrainer
 from lightning_proxy.trainer.types import Batch, Sample
 from support.calls import call
@@ -146,11 +146,11 @@ def test_the_policy_learns_what_tools_answer_and_nothing_else_is_trained(tmp_pat
 
 def test_a_function_of_ones_own_adds_one_number_or_is_named(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def twice(logprobs, results, config):\n    return 2 * logprobs.sum() / results\n")
-    logprobs, step = torch.ones(2, 11), StepTokens(trained=5, results=9)
+    logprobs = torch.ones(2, 11)
     config = TrainerConfig(context_loss=f"{tmp_path / 'own.py'}:twice")
-    assert float(context_loss(logprobs, ROWS[:2], step, config)) == pytest.approx(2 * 11 / 9)
-    assert float(context_loss(logprobs, ROWS[2:], step, config)) == 0.0
+    assert float(context_loss(logprobs, ROWS[:2], 9, config)) == pytest.approx(2 * 11 / 9)
+    assert float(context_loss(logprobs, ROWS[2:], 9, config)) == 0.0
     (tmp_path / "own.py").write_text("def many(logprobs, results, config):\n    return logprobs\n")
     config = TrainerConfig(context_loss=f"{tmp_path / 'own.py'}:many")
     with pytest.raises(ConfigError, match=r"context_loss .*own\.py:many: one number is needed"):
-        context_loss(logprobs, ROWS[:2], step, config)
+        context_loss(logprobs, ROWS[:2], 9, config)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from lightning_proxy.trainer.step.losses import own_loss, policy_loss
+from lightning_proxy.trainer.step.losses import LossInputs, cispo, policy_loss
 from support.sections import TrainerConfig
 
 LOSSES = ("dppo_tv", "dppo_kl", "icepop")
+NO_CAP = TrainerConfig(importance_cap=None)
 WIDE = {"tv": 2.0, "kl": 1e9, "ratio_low": 1e-30, "ratio_high": 1e30}
 
 
@@ -24,8 +25,7 @@ def config(loss: str, **changed: Any) -> TrainerConfig:
 def loss_of(loss: str, p: float, q: float, advantage: float) -> float:
     logp, logq, a = (torch.tensor([[value]], dtype=torch.float64) for value in (math.log(p), math.log(q), advantage))
     one = torch.ones(1, 1, dtype=torch.float64)
-    inputs = {"completion_mask": one, "token_weights": one, "advantages": a, "old_per_token_logps": logq}
-    return float(own_loss(logp, inputs, config(loss)))
+    return float(policy_loss(LossInputs(logp, logq, a, one, config(loss), one)))
 
 
 @pytest.mark.parametrize(
@@ -62,27 +62,26 @@ def keeps_icepop(p: float, q: float, advantage: float) -> bool:
     return 0.5 <= p / q <= 5.0
 
 
-def answers() -> tuple[Tensor, dict[str, Tensor]]:
-    """Six answers of up to 40 tokens in float64: log-probabilities of now, and the inputs of a loss."""
+def answers(config: TrainerConfig) -> LossInputs:
+    """Six answers of up to 40 tokens in float64."""
     chance = torch.Generator().manual_seed(1)
     mask = (torch.arange(40) < torch.tensor([[40], [1], [17], [33], [40], [8]])).double()
     p, q = (torch.rand(6, 40, dtype=torch.float64, generator=chance) * 0.98 + 0.01 for _ in range(2))
     advantages = torch.randn(6, 1, dtype=torch.float64, generator=chance).expand(6, 40)
     weights = torch.rand(6, 1, dtype=torch.float64, generator=chance) * mask
-    inputs = {"completion_mask": mask, "token_weights": weights, "advantages": advantages * mask}
-    return (p.log() * mask).requires_grad_(), {**inputs, "old_per_token_logps": q.log() * mask}
+    return LossInputs((p.log() * mask).requires_grad_(), q.log() * mask, advantages * mask, mask, config, weights)
 
 
 @pytest.mark.parametrize(("loss", "keeps"), [*zip(LOSSES, (keeps_tv, keeps_kl, keeps_icepop), strict=True)])
 def test_loss_and_gradient_are_those_of_a_loop(loss: str, keeps: Callable[[float, float, float], bool]) -> None:
-    logprobs, inputs = answers()
-    value = own_loss(logprobs, inputs, config(loss))
+    given = answers(config(loss))
+    logprobs, value = given.logprobs, policy_loss(given)
     value.backward()
     expected, slopes, dropped = 0.0, [[0.0] * 40 for _ in range(6)], 0
     for i in range(6):
-        for j in range(int(inputs["completion_mask"][i].sum())):
-            logp, logq = float(logprobs[i, j].detach()), float(inputs["old_per_token_logps"][i, j])
-            advantage, weight = float(inputs["advantages"][i, j]), float(inputs["token_weights"][i, j])
+        for j in range(int(given.mask[i].sum())):
+            logp, logq = float(logprobs[i, j].detach()), float(given.sampled_logprobs[i, j])
+            advantage, weight = float(given.advantages[i, j]), float(given.weights[i, j])
             if not keeps(math.exp(logp), math.exp(logq), advantage):
                 dropped += 1
                 continue
@@ -96,8 +95,8 @@ def test_loss_and_gradient_are_those_of_a_loop(loss: str, keeps: Callable[[float
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_without_limits_they_are_cispo_without_a_cap(loss: str) -> None:
-    (logprobs, inputs), whole = answers(), config(loss, mask=WIDE, importance_cap=1e30)
-    found, expected = (compute(logprobs, inputs, whole).detach() for compute in (own_loss, policy_loss))
+    given = answers(config(loss, mask=WIDE))
+    found, expected = policy_loss(given).detach(), given.total(cispo(replace(given, config=NO_CAP))).detach()
     assert float(found) == pytest.approx(float(expected))
 
 
@@ -105,7 +104,7 @@ def test_without_limits_they_are_cispo_without_a_cap(loss: str) -> None:
 def test_probabilities_of_one_and_almost_none_have_finite_gradients(loss: str) -> None:
     logprobs = torch.tensor([[0.0, -200.0, 0.0]], requires_grad=True)
     ones = torch.ones(1, 3)
-    inputs = {"completion_mask": ones, "token_weights": ones, "advantages": -ones}
-    value = own_loss(logprobs, {**inputs, "old_per_token_logps": torch.tensor([[0.0, 0.0, -200.0]])}, config(loss))
+    sampled = torch.tensor([[0.0, 0.0, -200.0]])
+    value = policy_loss(LossInputs(logprobs, sampled, -ones, ones, config(loss), ones))
     value.backward()
     assert logprobs.grad is not None and logprobs.grad.isfinite().all() and value.isfinite()

@@ -134,7 +134,7 @@ async def test_no_method_teaches_an_attempt_that_was_rejected(
 ) -> None:
     none = {"held_out": 0.0}
     settings = TrainerConfig.model_validate({"rejected": rejected, "sft": none, "dpo": none, "kto": none})
-    trainer: Any = SimpleNamespace(settings=settings, processing_class=None, max_tokens=100, vocabulary=None)
+    trainer: Any = SimpleNamespace(settings=settings, tokenizer=None, max_tokens=100, vocabulary=None)
     async with opened(StoreConfig(url=store_url(tmp_path))) as database:
         store = Store(database)
         await recorded(store, "good", 1.0, 30)

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from safetensors.torch import load_file  # noqa: E402
 from lightning_proxy.core.errors import ConfigError  # noqa: E402
 from lightning_proxy.features.distributed.ranks import check, share_out  # noqa: E402
 from lightning_proxy.trainer.rows.prefix_tree import TreeCost, micro_batches  # noqa: E402
-from lightning_proxy.trainer.step.step_metrics import SUMS, StepMetrics  # noqa: E402
 from support.paths import ROOT  # noqa: E402
 
 COUNTS = ("skipped", "trained_tokens", "ratio_mean", "ratio_max", "clip_share", "entropy", "loss", "grad_norm", "lr")
@@ -190,12 +188,6 @@ def test_sharding_in_a_way_that_is_not_supported_is_refused(
         monkeypatch.setenv("FSDP_RESHARD_AFTER_FORWARD", "FULL_SHARD")
     with pytest.raises(ConfigError, match=message):
         check(FullyShardedDataParallelPlugin())
-
-
-def test_every_metric_of_a_step_is_known_to_be_summed_over_ranks_or_not() -> None:
-    kept = {"started", "config", "grad_norm", "learning_rate", "skipped", "fault", "ratio_max", "entropy_coef"}
-    kept |= {"forward_backward_s", "optimizer_s", "fitting", "too_large", "version"}
-    assert {field.name for field in fields(StepMetrics)} == set(SUMS) | kept
 
 
 @pytest.mark.parametrize(("ranks", "longest"), [(1, 1.0), (2, 0.65), (3, 0.5), (8, 0.25)])

@@ -172,7 +172,7 @@ def test_loss_and_gradient_are_those_of_dpo_over_the_sampled_tokens_alone(base: 
 
     tuner = PairTrainer(
         model=trainer.model, args=dpo_config(trainer, tmp_path, 1), train_dataset=rows, data_collator=collate_pairs,
-        processing_class=trainer.processing_class,
+        processing_class=trainer.tokenizer,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.no_grad():  # away from the reference, where LoRA's gradient is not half zero

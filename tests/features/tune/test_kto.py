@@ -91,7 +91,7 @@ def test_loss_and_gradient_are_those_of_kto_over_the_sampled_tokens_alone(base: 
     assert rows[0]["KL_ids"] == [0, 5, 6, 14, 1]
     kto = ThumbTrainer(
         model=trainer.model, args=kto_config(trainer, tmp_path, 3), train_dataset=rows, data_collator=collate_thumbs,
-        processing_class=trainer.processing_class,
+        processing_class=trainer.tokenizer,
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.no_grad():  # away from the reference, where LoRA's gradient is half zero

@@ -146,12 +146,12 @@ def test_a_grammar_allows_at_each_token_what_fits_and_ends_where_the_answer_leav
     choice = json.dumps({"choice": ["w3w4", "w3w5"]})
 
     def allowed(answer: list[int]) -> list[list[int]]:
-        bits = grammars.masks(choice, (), answer).allowed
+        bits = grammars.masks(Sampling(grammar=choice), answer)
         return [[t for t in range(VOCABULARY) if int(row[t // 32]) >> (t % 32) & 1] for row in bits]
 
     assert allowed([3, 5, END]) == [[3], [4, 5], [END]]
     assert allowed([3, 9, 4]) == [[3], [4, 5]]
-    assert len(grammars.masks(json.dumps({"regex": "("}), (), [3]).allowed) == 0
+    assert len(grammars.masks(Sampling(grammar=json.dumps({"regex": "("})), [3])) == 0
 
 
 def trained(model: Path, where: Path, samples: list[Sample], **settings: Any) -> dict[str, float]:

@@ -117,7 +117,7 @@ def test_a_step_minimises_the_per_rollout_loss_however_it_is_cut(
     learner = trainer(model_directory, tmp_path, max_tokens_per_batch=budget, max_grad_norm=1e9)
     learner.step(batch(1))
     found: list[torch.Tensor] = []
-    learner.optimizer.optimizer.register_step_pre_hook(lambda *_: found.append(gradient(learner.model)))
+    learner.optimizer.register_step_pre_hook(lambda *_: found.append(gradient(learner.model)))
     given = at_temperatures(batch(seed, drift=0.8), 1.0, 0.7)
     expected = plain_loss(learner, given)
     expected.backward()
@@ -379,11 +379,11 @@ def test_a_tracker_that_breaks_does_not_end_training(
 
     begins: list[int] = []
     learner = trainer(model_directory, tmp_path)
-    learner.add_callback(Breaks())
+    learner.trackers.callbacks.append(Breaks())
     learner.trackers.report(learner.step(batch()))
     assert "step 1 did not reach every tracker: the server is away" in caplog.text
     begins.append(1)
     learner = trainer(model_directory, tmp_path)
-    learner.add_callback(Breaks())
+    learner.trackers.callbacks.append(Breaks())
     with pytest.raises(ConfigError, match="no key for the server"):
         learner.trackers.begin()
