@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, NamedTuple, TypeVar, cast
 
 from accelerate import PartialState
 from torch import nn
@@ -14,8 +14,7 @@ from torch import nn
 from ...core.errors import ConfigError
 from ..rows.prefix_tree import MicroBatch, TreeCost
 
-P = ParamSpec("P")
-R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
 
@@ -73,22 +72,20 @@ class Processes:
         """Let the other processes end."""
 
 
-def on_every_process(
-    method: Callable[Concatenate[Any, P], R], *, only_if_sharded: bool = False
-) -> Callable[Concatenate[Any, P], R]:
+def on_every_process(method: F, *, only_if_sharded: bool = False) -> F:
     """Run a trainer's method in all processes at the same time, with the arguments that process 0 calls it with."""
 
     @functools.wraps(method)
-    def run(self: Any, *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         processes: Processes = self.processes
-        alone = only_if_sharded and not processes.sharded
-        together = nullcontext() if alone else processes.together(method.__name__, *args, **kwargs)
-        with processes.turn, together:
+        with processes.turn, ExitStack() as stack:
+            if processes.sharded or not only_if_sharded:
+                stack.enter_context(processes.together(method.__name__, *args, **kwargs))
             return method(self, *args, **kwargs)
 
-    return run
+    return cast(F, run)
 
 
-def on_every_shard(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+def on_every_shard(method: F) -> F:
     """Like `on_every_process` if the base model is sharded; otherwise process 0 runs the method by itself."""
     return on_every_process(method, only_if_sharded=True)

@@ -5,8 +5,9 @@ Every shared prefix is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ def score(
     unique = {key: (row, column) for key, row, column in places}
     numbers = {key: i for i, key in enumerate(unique)}
     nodes, labels, temperatures, ways = (torch.tensor(x, device=hidden.device) for x in zip(*unique, strict=True))
-    shaped = shaper.places(samples, [*unique.values()]) if shaper is not None and any(ways) else None
+    shaped = shaper.places(samples, [*unique.values()]) if shaper is not None and ways.any() else None
     tokens = _Tokens(labels, temperatures, shaper, shaped)
     found = token_scores(hidden[nodes], model, tokens, entropy_gradient)
     back, rows, columns = torch.tensor([(numbers[k], *place) for k, *place in places], device=hidden.device).T
@@ -150,52 +151,35 @@ def token_scores(
 ) -> tuple[Tensor, Tensor]:
     """Turn the (K, H) hidden states before tokens into (K,) log-probabilities and entropies, in float32.
 
-    The entropies have a gradient if it is asked for. The logits of a chunk are computed once, or, where a trained head
-    needs a gradient, once more in the backward pass.
+    The entropies have a gradient if it is asked for. No logits are kept: those of a trained head, whose gradient sums
+    over tokens, are computed once more in the backward pass.
     """
-    if torch.is_grad_enabled() and any(p.requires_grad for p in _head(model).parameters()):
-        parts = [
-            checkpoint(
-                _scores, model, *chunk, entropy_gradient=entropy_gradient, use_reentrant=False, preserve_rng_state=False
-            )
-            for chunk in _chunks(model, hidden, tokens)
-        ]
-        logprobs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
-    else:
-        logprobs, entropies = _HeadFrozen.apply(hidden, model, tokens, entropy_gradient)
+    compute: Callable[..., tuple[Tensor, Tensor]] = _scores
+    if torch.is_grad_enabled():
+        is_trained = any(parameter.requires_grad for parameter in _head(model).parameters())
+        again = partial(checkpoint, _scores, use_reentrant=False, preserve_rng_state=False)
+        compute = again if is_trained else _scores_and_slopes
+    parts = [compute(model, *chunk, entropy_gradient) for chunk in _chunks(model, hidden, tokens)]
+    logprobs, entropies = (torch.cat(part) for part in zip(*parts, strict=True))
     return logprobs, entropies
 
 
-class _HeadFrozen(torch.autograd.Function):
-    """Each result depends on its own row alone, so the forward pass also finds the gradient's direction.
+def _scores_and_slopes(
+    model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, entropy_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Each score depends on its own row alone, so its gradient by the hidden state is found at once.
 
-    No logits are kept or computed twice. The direction of the entropies costs one more pass through the head.
+    The score is returned as a linear function of the hidden state with this slope. That of the entropies costs one more
+    pass through the head.
     """
+    states = hidden.detach().requires_grad_()
+    logprobs, entropies = _scores(model, states, tokens, entropy_gradient)
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, model: PreTrainedModel, tokens: _Tokens, entropy_gradient: bool) -> Any:
-        wanted = (1 + entropy_gradient) if ctx.needs_input_grad[0] else 0
-        parts = []
-        for chunk, some in _chunks(model, hidden, tokens):
-            states = chunk.detach().requires_grad_(wanted > 0)
-            with torch.set_grad_enabled(wanted > 0):
-                found = _scores(model, states, some, entropy_gradient=wanted > 1)
-                slopes = [torch.autograd.grad(x.sum(), states, retain_graph=wanted > 1)[0] for x in found[:wanted]]
-            parts.append((*(x.detach() for x in found), *slopes))
-        logprobs, entropies, *directions = (torch.cat(part) for part in zip(*parts, strict=True))
-        ctx.save_for_backward(*directions)
-        if wanted < 2:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+    def linear(score: Tensor, more_follow: bool) -> Tensor:
+        (slope,) = torch.autograd.grad(score.sum(), states, retain_graph=more_follow)
+        return score.detach() + ((hidden - states.detach()) * slope).sum(-1)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        hidden = sum(
-            gradient[:, None] * direction
-            for gradient, direction in zip(gradients, ctx.saved_tensors, strict=False)  # not of the entropies
-        )
-        assert isinstance(hidden, Tensor)
-        return hidden.to(ctx.saved_tensors[0].dtype), None, None, None
+    return linear(logprobs, entropy_gradient), linear(entropies, False) if entropy_gradient else entropies
 
 
 def _chunks(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens) -> Iterator[tuple[Tensor, _Tokens]]:
@@ -206,9 +190,7 @@ def _chunks(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens) -> Iterator
         yield hidden[part], _Tokens(tokens.labels[part], tokens.temperatures[part], tokens.shaper, places)
 
 
-def _scores(
-    model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, *, entropy_gradient: bool
-) -> tuple[Tensor, Tensor]:
+def _scores(model: PreTrainedModel, hidden: Tensor, tokens: _Tokens, entropy_gradient: bool) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies of a chunk by ordinary autograd."""
     logits, places = _logits(model, hidden).float(), tokens.places
     if places is not None and tokens.shaper is not None:

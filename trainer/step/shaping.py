@@ -95,18 +95,15 @@ class Shaper:
             forbidden |= ~((bits >> torch.arange(32, device=bits.device)) & 1).bool().flatten()[:size]
         if sampling.allowed is not None:
             forbidden |= ~forbidden.new_zeros(size).index_fill(0, _ids(sampling.allowed, logits), True)
-        forbidden[_ids(self._bad_ends(place), logits)] = True
-        if len(place.answer) < sampling.min_tokens:
+        answer = place.answer.tolist()
+        for word in self._bad_words(sampling.bad_words):
+            if answer[len(answer) - len(word) + 1 :] == word[:-1]:
+                forbidden[word[-1]] = True
+        if len(answer) < sampling.min_tokens:
             without_ends = forbidden.index_fill(0, _ids([*self._ends, *sampling.stop_tokens], logits), True)
             # Where a grammar allows nothing but the end, vLLM lets the answer end.
             forbidden = forbidden if bool(without_ends.all()) else without_ends
         return forbidden
-
-    def _bad_ends(self, place: SampledPlace) -> list[int]:
-        """The tokens that would complete a bad word."""
-        answer = place.answer.tolist()
-        words = self._bad_words(place.sampling.bad_words)
-        return [word[-1] for word in words if answer[len(answer) - len(word) + 1 :] == word[:-1]]
 
     def _tokens_of_words(self, words: tuple[str, ...]) -> list[list[int]]:
         """The words' tokens, at the beginning of a text and, where that is as many tokens, after a space."""
@@ -128,6 +125,7 @@ def truncate(logprobs: Tensor, places: Sequence[SampledPlace | None]) -> Tensor:
         if place is not None:
             s = place.sampling
             alike.setdefault((s.min_p, s.top_k, s.top_p), []).append(row)
+    alike.pop((0.0, 0, 1.0), None)  # nothing is cut
     for limits, rows in alike.items():
         index = _ids(rows, logprobs)
         logprobs = logprobs.index_copy(0, index, _truncated(logprobs[index], *limits))

@@ -229,9 +229,7 @@ def fault_of_loss(rollout_ids: Sequence[str], given: LossInputs) -> str:
         "the policy's log-probabilities": given.logprobs,
     }
     for name, values in parts.items():
-        finite = values.isfinite().all(1).tolist()
-        if not all(finite):
-            bad = [rollout_id for rollout_id, fine in zip(rollout_ids, finite, strict=True) if not fine]
+        if bad := [one for one, row in zip(rollout_ids, values, strict=True) if not row.isfinite().all()]:
             return f"{name} not finite in {some_rollouts(bad)}"
     return f"the loss is not finite over {some_rollouts(rollout_ids)}"
 

@@ -69,7 +69,7 @@ class Totals(NamedTuple):
 
 
 class LightningTrainer:
-    """Holds the policy's weights and takes steps of AdamW on them (`TrainingEngine`).
+    """Holds the policy's weights and takes steps of AdamW on them. `TrainingEngine` says what its methods promise.
 
     `model` is the policy with its adapters, `policy_model` the bare causal LM. The ratios of the loss (`losses.py`) are
     to the policies that sampled the answers.
@@ -123,25 +123,22 @@ class LightningTrainer:
 
     @property
     def max_tokens(self) -> int:
-        """Return the longest sample that the model and the configuration allow."""
         assert self.settings.max_sample_tokens is not None
         return self.settings.max_sample_tokens
 
     @property
     def vocabulary(self) -> int:
-        """Return the number of tokens that the model has embeddings of."""
         return int(self.policy_model.get_input_embeddings().num_embeddings)
 
     # Training ------------------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step on `batch`. Return its metrics together with the batch's own."""
         self.forward_backward(batch)
         return self.optim_step()
 
     @on_every_process
     def forward_backward(self, batch: Batch) -> None:
-        """Compute the gradients of `batch`, in place of earlier ones.
+        """Compute the gradients of `batch`.
 
         Each adapter gets those that its own samples alone would give it; without any, it has none.
         A pass that memory runs out in is made in halves.
@@ -152,7 +149,9 @@ class LightningTrainer:
         metrics.numbers = numbers = self._add_gradients(batch, samples)
         if not metrics.skipped:
             self.processes.sum_gradients(self.weight_sets.parameters())
-            metrics.grad_norm = self._clip_gradients()  # on a GPU this waits for the backward passes
+            sets = map(self.weight_sets.parameters, self.weight_sets.names)  # each adapter's by itself
+            norms = [self.processes.clip(one, self.settings.max_grad_norm) for one in sets]
+            metrics.grad_norm = math.hypot(*norms)  # on a GPU this waits for the backward passes
             if not math.isfinite(metrics.grad_norm):
                 numbers.fault = f"the gradient is not finite over {some_rollouts([s.rollout_id for s in samples])}"
         self.warnings = metrics.warnings(self._tolerance)
@@ -165,7 +164,7 @@ class LightningTrainer:
 
     @on_every_process
     def optim_step(self) -> dict[str, float]:
-        """Move the weights by the last batch's gradients. Return the step's metrics together with the batch's own.
+        """Move the weights by the last batch's gradients.
 
         If a loss or gradient is not finite, weights, optimizer and scheduler stay as they are and `skipped` is 1.
         `skipped_because` then says what is not finite, in which rollouts; metrics that are not finite are left out.
@@ -233,7 +232,8 @@ class LightningTrainer:
         masked = masked_tokens(loss, given) if config.loss else torch.zeros(())
         if reference is not None:
             reference = torch.where(reference.isneginf(), given.logprobs.detach(), reference)
-            loss = loss + config.kl_coef * kl_penalty(given, reference)
+            if config.kl_coef:
+                loss = loss + config.kl_coef * kl_penalty(given, reference)
         if self.entropy.weight:
             loss = loss - self.entropy.weight * (entropies * given.mask).sum() / totals.trained
         if config.context_loss is not None:
@@ -249,29 +249,16 @@ class LightningTrainer:
             loss.backward()
         return numbers
 
-    def _clip_gradients(self) -> float:
-        """Clip each adapter's gradient by itself; returns the norm of all together, before clipping."""
-        parts = [self.weight_sets.parameters(name) for name in self.weight_sets.names]
-        return math.hypot(*(self.processes.clip(part, self.settings.max_grad_norm) for part in parts))
-
     # Scoring -------------------------------------------------------------------------------------------------------
 
     def logprobs(
         self, token_ids: Sequence[Sequence[int]], adapter: str = DEFAULT_ADAPTER, *, served: bool = False
     ) -> list[list[float]]:
-        """Return each token's log-probability at temperature 1 under an adapter; 0.0 for the first of each row.
-
-        With `served`, score as if the adapter had the weights that `remember_served` copied last.
-        """
         return self.scores_of([fully_scored(tuple(ids), adapter) for ids in token_ids], served=served)
 
     @on_every_shard
     @torch.no_grad()
     def scores_of(self, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
-        """Return the log-probabilities of each row's answers, as they were sampled; 0.0 for all other tokens.
-
-        `served`: as in `logprobs`.
-        """
         self.model.eval()
         found = {id(sample): [0.0] * len(sample.token_ids) for sample in samples}
         with ExitStack() as stack:
@@ -284,7 +271,6 @@ class LightningTrainer:
 
     @on_every_shard
     def remember_served(self, adapter: str = DEFAULT_ADAPTER) -> None:
-        """Remember an adapter's present weights as served, for `logprobs` to score with later."""
         self._served[adapter] = self.weight_sets.copy(adapter)
 
     def _score(
@@ -309,7 +295,6 @@ class LightningTrainer:
 
     @on_every_shard
     def adapter(self, name: str = DEFAULT_ADAPTER) -> Weights:
-        """Return a copy of an adapter's weights; `default` is also the name of a full model's."""
         return self.weight_sets.weights(name)
 
     def adopt(self, step: int) -> None:
@@ -319,7 +304,6 @@ class LightningTrainer:
 
     @on_every_shard
     def save(self, directory: Path) -> None:
-        """Write weights, optimizer, scheduler, random state and step; `directory` appears atomically."""
         state = {
             "step": self.trackers.state.global_step,
             "adapters": self.weight_sets.all_weights(),
@@ -335,7 +319,7 @@ class LightningTrainer:
                 write_config(temporary, self._saved_config, self.rate.value)
 
     def load(self, directory: Path) -> int:
-        """Resume exactly from what `save` wrote; returns the step it was written after.
+        """Resume from what `save` wrote.
 
         A learning rate that is set counts; `auto` keeps the checkpoint's. Raises ConfigError, and changes nothing, if
         the checkpoint is damaged, or belongs to other adapters or to another base model than configured.
@@ -371,15 +355,12 @@ class LightningTrainer:
 
     @on_every_shard
     def save_weights(self, directory: Path, *, merged: bool) -> None:
-        """Write what vLLM loads: adapters, or with `merged` a full model."""
         self.weight_sets.save(directory, self.tokenizer, merged=merged)
 
     def end(self) -> None:
-        """Let the other processes end."""
         self.processes.end()
 
     def close(self) -> None:
-        """Let the trackers finish their files."""
         self.trackers.close()
 
 
@@ -405,16 +386,13 @@ def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.AdamW:
 
 def without_values(state: State) -> State:
     """Return a state for processes that get their parts of sharded weights and moments from process 0."""
-    large = {key: state[key] for key in SHARDED if key in state}
-    return state | _on_meta(large)
+    return state | {key: _on_meta(state[key]) for key in SHARDED if key in state}
 
 
 def _on_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.to("meta") if value.dim() else value
     if isinstance(value, dict):
         return {key: _on_meta(inner) for key, inner in value.items()}
-    return [_on_meta(inner) for inner in value] if isinstance(value, list) else value
+    return value.to("meta") if value.dim() else value
 
 
 def _set_random_state(state: State) -> None:

@@ -58,8 +58,12 @@ class TreeMask:
 
     @cached_property
     def blocks(self) -> list[tuple[Block, Tensor | None]]:
-        """Return the plan's blocks, those of kind `tree` with their square of `visible`."""
-        return [(b, self._among(*b.keys) if b.kind == "tree" else None) for b in attention_plan(self.tree)]
+        """Return the plan's blocks, those of kind `tree` with what is added to scores: 0 or -inf, (1, 1, n, n)."""
+        found: list[tuple[Block, Tensor | None]] = []
+        for block in attention_plan(self.tree):
+            added = self._among(*block.keys).float().log()[None, None] if block.kind == "tree" else None
+            found.append((block, added))
+        return found
 
     @cached_property
     def block_mask(self) -> BlockMask:
@@ -104,13 +108,18 @@ def tree_attention_forward(
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     if wanted := [name for name in _UNSUPPORTED if kwargs.get(name) is not None]:
         raise ConfigError(f"policy.model: its attention needs {', '.join(wanted)}, which is not supported")
-    query, key, value = _of_one_dtype(query, key, value)
+    if torch.is_autocast_enabled(query.device.type):  # which does this for the attention that it knows
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     if tree_mask is not None and _has_flex_attention(query.device):
         return flex(query, key, value, tree_mask.block_mask, scaling, softcap).transpose(1, 2), None
     groups = query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     if tree_mask is None or softcap is not None or value.shape[-1] != query.shape[-1]:
-        visible = tree_mask.visible if tree_mask else _visible_in_rows(attention_mask, query)
+        visible = tree_mask.visible if tree_mask else attention_mask
+        if visible is None:  # causal, as SDPA has it
+            n = query.shape[2]
+            visible = torch.ones(n, n, dtype=torch.bool, device=query.device).tril()
         return _masked_softmax(query, key, value, visible, scaling, softcap).transpose(1, 2), None
     out: Tensor = _BlockAttention.apply(query, key, value, tree_mask.blocks, scaling)
     return out.transpose(1, 2), None
@@ -123,13 +132,6 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def _has_flex_attention(device: torch.device) -> bool:
     """Whether FlexAttention has a backward pass there; on a CPU it has none."""
     return device.type == "cuda"
-
-
-def _of_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in one dtype, as autocast would make them for an attention that it knows."""
-    kind = tensors[0].device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensors[0].dtype
-    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -148,13 +150,17 @@ class _BlockAttention(torch.autograd.Function):
         # Nodes come before heads in memory, as the caller needs them next. Sums over blocks are in float32.
         out = torch.zeros_like(query.transpose(1, 2), dtype=torch.float32).transpose(1, 2)
         lse = torch.full(query.shape[:-1], -torch.inf)
-        for block, visible in blocks:
+        blocks = [(block, None if added is None else added.to(query.dtype)) for block, added in blocks]
+        for block, added in blocks:
             q, kv = slice(*block.queries), slice(*block.keys)
             part, part_lse = _flash(
-                query[:, :, q], key[:, :, kv], value[:, :, kv], 0.0, block.kind == "causal",
-                attn_mask=_additive(visible, query.dtype), scale=scale,
+                query[:, :, q], key[:, :, kv], value[:, :, kv], 0.0, block.kind == "causal", attn_mask=added,
+                scale=scale,
             )  # fmt: skip
-            _merge(out[:, :, q], lse[:, :, q], part, part_lse)
+            total = torch.logaddexp(lse[:, :, q], part_lse)
+            out[:, :, q].mul_((lse[:, :, q] - total).exp_()[..., None])
+            out[:, :, q].addcmul_(part, (part_lse - total).exp_()[..., None])
+            lse[:, :, q] = total
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.blocks, ctx.scale = blocks, scale
@@ -164,37 +170,15 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
         found = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
-        for block, visible in ctx.blocks:
+        for block, added in ctx.blocks:
             q, kv = slice(*block.queries), slice(*block.keys)
             parts = _flash_backward(
                 gradients[0][:, :, q], query[:, :, q], key[:, :, kv], value[:, :, kv], out[:, :, q], lse[:, :, q], 0.0,
-                block.kind == "causal", attn_mask=_additive(visible, query.dtype), scale=ctx.scale,
+                block.kind == "causal", attn_mask=added, scale=ctx.scale,
             )  # fmt: skip
             for total, part, where in zip(found, parts, (q, kv, kv), strict=True):
                 total[:, :, where] += part
         return *(x.to(query.dtype) for x in found), None, None
-
-
-def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge attention over more keys, (1, H, n, D) and its log-sum-exp (1, H, n), into `out` and `lse`."""
-    total = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - total).exp_()[..., None]).addcmul_(part, (part_lse - total).exp_()[..., None])
-    lse.copy_(total)
-
-
-def _additive(visible: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """(1, 1, n, n): 0 where `visible`, else -inf."""
-    if visible is None:
-        return None
-    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)[None, None]
-
-
-def _visible_in_rows(mask: Tensor | None, query: Tensor) -> Tensor:
-    """The mask of rows without a tree, as SDPA takes it: None is causal."""
-    if mask is not None:
-        return mask
-    n = query.shape[2]
-    return torch.ones(n, n, dtype=torch.bool, device=query.device).tril()
 
 
 def _masked_softmax(
@@ -264,8 +248,8 @@ def block_mask(ends: Tensor) -> BlockMask:
     partly = earlier & (by_block.amax(1) > starts) & ~full
     own = torch.eye(len(starts), dtype=torch.bool, device=device)
     return BlockMask.from_kv_blocks(
-        *_lists(partly | own), *_lists(full), BLOCK_SIZE=FLEX_BLOCK, mask_mod=_ancestor_or_self(ends),
-        seq_lengths=(n, n),
+        *_lists(partly | own), *_lists(full), BLOCK_SIZE=FLEX_BLOCK, seq_lengths=(n, n),
+        mask_mod=lambda batch, head, q, k: (k <= q) & (q < ends[k]),
     )  # fmt: skip
 
 
@@ -293,15 +277,6 @@ def _lists(seen: Tensor) -> tuple[Tensor, Tensor]:
     """(B, B) -> how many blocks of keys each block of queries sees, (1, 1, B), and first of all these, (1, 1, B, B)."""
     order = seen.int().argsort(dim=1, descending=True, stable=True)
     return seen.sum(1, dtype=torch.int32)[None, None], order.int()[None, None].contiguous()
-
-
-def _ancestor_or_self(ends: Tensor) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """Whether the query is in the key's subtree, [key, ends[key])."""
-
-    def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < ends[key])
-
-    return mask_mod
 
 
 def _capped(cap: float) -> Callable[..., Tensor]:
