@@ -40,6 +40,10 @@ class NotServed(LightningError):
     status = 503
 
 
+class Loading(NotServed, UpstreamUnreachable):
+    """The server is being given weights: what is sent to it is frozen, and goes on with them."""
+
+
 class Superseded(LightningError):
     """Another version was made live by hand, so the planned successor of the old one is dropped."""
 
@@ -187,7 +191,8 @@ class Swap:
         if label is None or (is_right and not await server.is_paused()):
             return
         if only_look:
-            raise NotServed(f"it does not serve policy version {version.version} yet")
+            lacks = Loading if label == LOADING else NotServed
+            raise lacks(f"it does not serve policy version {version.version} yet")
         if is_right:
             log.warning("vLLM was left paused: resuming it")
             await server.resume()

@@ -15,10 +15,7 @@ class TiedHeads:
     model_runner: Any
 
     def reload_with_tied_heads(self, weights_path: str) -> None:
-        """Load the weights at a path, as `reload_weights` does, and prepare modules that share a weight once more.
-
-        On a CPU, vLLM 0.32 packs a copy of a head's weight, and renews those of modules with files of their own only.
-        """
+        """Load weights as `reload_weights` does, which on a CPU leaves the packed copy of a tied head as it was."""
         self.reload_weights(weights_path=weights_path)
         users: dict[int, list[Any]] = {}
         for module in self.model_runner.get_model().modules():

@@ -46,19 +46,15 @@ class Target(NamedTuple):
 
 @dataclass(eq=False)
 class Attempts:
-    """The attempts to get a call answered: `async with attempts as answer`.
-
-    `target` is the one that is under way, or that answered. For vLLM it has the additions of `dialect`. `chat` stands
-    for the request of another API. `open_first` sends the first upstream's requests.
-    """
+    """The attempts to get a call answered: `async with attempts as answer`. `target` is under way, or answered."""
 
     upstreams: Upstreams
     first: Route
     request: Request
     body: dict[str, Any]
-    dialect: Dialect | None = None
-    chat: Translator | None = None
-    open_first: Callable[[Request], Awaitable[Answer]] | None = None
+    dialect: Dialect | None = None  # whose additions vLLM gets
+    chat: Translator | None = None  # stands for the request of another API
+    open_first: Callable[[Request], Awaitable[Answer]] | None = None  # sends the first upstream's requests
 
     def __post_init__(self) -> None:
         self.target = self._target(self.first)

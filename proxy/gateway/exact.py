@@ -4,8 +4,7 @@ Rendered and tokenised again, an answer may become other tokens. So the next pro
 
     earlier prompt · earlier answer, as sampled · what the template puts after an answer · new messages, rendered
 
-Two routes of vLLM: `/v1/chat/completions/render` says which tokens messages become, and the ordinary
-`/v1/chat/completions` takes a prompt as tokens in `kv_transfer_params.prompt_token_ids`, skipping its own rendering.
+vLLM's render route says which tokens messages become, and its chat route takes a prompt as tokens, too.
 """
 
 from __future__ import annotations

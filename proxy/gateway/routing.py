@@ -22,7 +22,7 @@ from ...core.errors import Conflict, LightningError, NotFound, StoreUnavailable,
 from ...core.records import PolicyVersion, RolloutName
 from ...serving.health import Health, replica_name
 from ...serving.mode import other_mode
-from ...serving.swap import NotServed, Problems, Swap, obstacle
+from ...serving.swap import Loading, NotServed, Problems, Swap, obstacle
 from ...serving.vllm import AWAY, VllmServer
 from ...store.store import Store
 from .upstream import Route
@@ -142,7 +142,6 @@ class PolicyRouter:
         raise Conflict(why, param="policy_version")
 
     def alias_entry(self) -> dict[str, Any]:
-        """Return the alias as an entry of `GET /v1/models`."""
         return {"id": self.alias, "object": "model", "created": int(time.time()), "owned_by": "lightning-proxy"}
 
     def of_alias(self) -> list[UpstreamConfig]:
@@ -263,8 +262,10 @@ class Watch:
             return await self.swap.restore(pinned)
         try:
             problems = await self.swap.problems(pinned)
-        except NotServed:  # mending waits for a trainer that publishes, which may take minutes
+        except NotServed as error:  # mending waits for a trainer that publishes, which may take minutes
             done, _ = await asyncio.wait((self._mend(pinned),), timeout=MENDED_S)
+            if not done and isinstance(error, Loading):  # so do all that are there
+                return Problems()
             return await (done.pop() if done else self.swap.problems(pinned))
         if any(isinstance(problem, NotServed) for problem in problems.values()):
             self._mend(pinned)

@@ -1,9 +1,7 @@
 """Changes details of how uvicorn reads HTTP/1.1, lets answers know that the server stops, shares out its open files.
 
 Trailers are dropped: they come when what the headers say has been decided. Upgrades are ignored: some clients ask for
-HTTP/2 with every request. llhttp refuses what two parsers might read differently.
-
-Each connection holds a file, and a call another one to its upstream: connections that send nothing get a part of them.
+HTTP/2 with every request. Each connection holds a file, and a call another one: silent ones get a part of them.
 """
 
 from __future__ import annotations
@@ -198,8 +196,6 @@ class ServerProtocol(HttpToolsProtocol):
         self._taken()
         super().connection_lost(exc)
 
-    # A head that does not come, and requests ------------------------------------------------------------------------
-
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         try:
@@ -278,8 +274,6 @@ class ServerProtocol(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    # An answer that is not taken ------------------------------------------------------------------------------------
-
     def pause_writing(self) -> None:
         super().pause_writing()
         try:
@@ -317,8 +311,6 @@ class ServerProtocol(HttpToolsProtocol):
         """Return whether its request had no key, and its answer is not read or takes long."""
         waits = self.transport.get_write_buffer_size() > 0 or self.loop.time() > self._requested_at + WITHOUT_KEY_S
         return waits and "caller" not in self._state
-
-    # What is refused ------------------------------------------------------------------------------------------------
 
     def _ignore_upgrade(self, rest: bytes) -> None:
         """Read the request once more without its upgrade headers: with them the parser would leave its body unread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -154,8 +155,9 @@ async def test_what_one_replica_refuses_goes_live_nowhere(running: Any, tmp_path
         assert await answers(system) == before
 
 
-async def test_calls_go_on_however_long_the_only_server_takes_to_load_new_weights(
-    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_calls_go_on_however_long_all_servers_take_to_load_new_weights(
+    running: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, servers: int
 ) -> None:
     load, seen = VllmServer.load_weights, set[int]()
 
@@ -164,13 +166,19 @@ async def test_calls_go_on_however_long_the_only_server_takes_to_load_new_weight
         await asyncio.sleep(0.5)
         await load(server, path)
 
-    monkeypatch.setattr(VllmServer, "load_weights", slow)
-    monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.MENDED_S", 0.01)
-    monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.WATCH_S", 0.02)
-    async with running(tmp_path, publish="merged") as system:
+    async with contextlib.AsyncExitStack() as stack:
+        if servers == 1:
+            system = await stack.enter_async_context(running(tmp_path, publish="merged"))
+        else:
+            system, second, port = await stack.enter_async_context(replicated(running, tmp_path, "merged"))
+            await stack.enter_async_context(serving(second, port))
+            await until(up(system, port))
         assert (await system.chat("r"))[0] == 200
         async with system.store() as store:
             version = await system.earlier_version(store, tmp_path)
+        monkeypatch.setattr(VllmServer, "load_weights", slow)
+        monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.MENDED_S", 0.01)
+        monkeypatch.setattr("lightning_proxy.proxy.gateway.routing.WATCH_S", 0.02)
         promoting = asyncio.create_task(system.call("POST", "/policy/promote", {"version": version}))
         while not promoting.done():
             seen.add((await system.chat("r"))[0])
