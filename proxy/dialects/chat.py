@@ -199,7 +199,7 @@ class ChatStream(Transcript):
         self.rewrites = bool(injection)
         self._tokens = Tokens()
         self._injection = injection
-        self._held: tuple[bytes, Json] | None = None
+        self._held, self._last = b"", Json()  # the chunk with the finish reason, as the agent gets it
         self._assembler = Assembler()
         # Both were injected, so the agent gets neither.
         self.usual = UsualChunks() if injection.token_ids and injection.logprobs else None
@@ -232,7 +232,7 @@ class ChatStream(Transcript):
         self._assembler.feed(event)
         out = self.flush() + clean if is_error else self._without_extra(clean, event)
         if self.usual is not None:
-            self.usual.learn(raw, is_last=is_error or self._held is not None)
+            self.usual.learn(raw, is_last=is_error or bool(self._held))
         return out
 
     def read(self, raw: bytes, event: Json) -> Any:
@@ -243,15 +243,9 @@ class ChatStream(Transcript):
             self.failure = self.failure or message_of_error(error)
         return error
 
-    def flush(self, fingerprint: Any = None) -> bytes:
-        """Return the bytes held back. Their chunk gets the fingerprint of the usage chunk that the agent does not get.
-
-        vLLM has it in the last chunk.
-        """
-        held, self._held = self._held, None
-        if held is None or fingerprint is None:
-            return b"" if held is None else held[0]
-        return sse.encode(encode(held[1] | {"system_fingerprint": fingerprint}))
+    def flush(self) -> bytes:
+        held, self._held = self._held, b""
+        return held
 
     def response(self) -> Any:
         self._catch_up()
@@ -261,14 +255,17 @@ class ChatStream(Transcript):
         """The bytes to send now for a chunk, or nothing if there would be no such chunk."""
         usage, choices = self._injection.usage, dicts(chunk.get("choices"))
         if usage and chunk.get("choices") == [] and "usage" in chunk:
-            return self.flush(chunk.get("system_fingerprint"))
+            fingerprint = chunk.get("system_fingerprint")  # vLLM has it in the last chunk
+            if self._held and fingerprint is not None:
+                self._held = sse.encode(encode(self._last | {"system_fingerprint": fingerprint}))
+            return self.flush()
         is_last = any(choice.get("finish_reason") for choice in choices)
         if self.usual and choices and not is_last and all(choice.get("delta") == {} for choice in choices):
             # While a parser holds text back, vLLM sends these only to those who asked for token ids or logprobs.
             return b""
         before = self.flush()
         if usage and is_last:
-            self._held = clean, chunk
+            self._held, self._last = clean, chunk
             return before
         return before + clean
 

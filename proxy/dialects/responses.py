@@ -6,7 +6,7 @@ and of deltas.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...core.sse import event_name
 from ...core.tokens import Tokens
@@ -79,7 +79,7 @@ class ResponsesStream(Transcript):
         if name == "output_item" and isinstance(item, dict) and what in ("added", "done"):
             self._item_of(event, item, what).keep(item, what)
         elif text := _TEXTS.get(name.removesuffix(".annotation")) or _PARTS.get(_type(event.get("part"))):
-            self._item_of(event, {"type": text.item, "id": event.get("item_id")}, "").add(text, what, event)
+            self._item_of(event, {"type": text[0], "id": event.get("item_id")}, "").add(text, what, event)
 
     def _item_of(self, event: Json, item: Json, what: str) -> _Item:
         """The item that an event is about; a new one if it is about none that is known. `what`: empty for a text.
@@ -118,27 +118,20 @@ def _finish_reason(response: Json) -> str | None:
     return "stop" if response.get("status") == "completed" else None
 
 
-class _Text(NamedTuple):
-    """Where a text that comes in deltas belongs: in an item of type `item`, perhaps in a part in one of its lists."""
-
-    item: str
-    field: str
-    part: str = ""
-    in_list: str = ""
-
-
-_TEXTS = {
-    "output_text": _Text("message", "text", "output_text", "content"),
-    "refusal": _Text("message", "refusal", "refusal", "content"),
-    "reasoning_text": _Text("reasoning", "text", "reasoning_text", "content"),
-    "reasoning_summary_text": _Text("reasoning", "text", "summary_text", "summary"),
-    "function_call_arguments": _Text("function_call", "arguments"),
-    "custom_tool_call_input": _Text("custom_tool_call", "input"),
-    "mcp_call_arguments": _Text("mcp_call", "arguments"),
-    "code_interpreter_call_code": _Text("code_interpreter_call", "code"),
+# Where a text that comes in deltas belongs: the type of its item, the field, and if it is in a part, its type and list.
+_Text = tuple[str, str, str, str]
+_TEXTS: dict[str, _Text] = {
+    "output_text": ("message", "text", "output_text", "content"),
+    "refusal": ("message", "refusal", "refusal", "content"),
+    "reasoning_text": ("reasoning", "text", "reasoning_text", "content"),
+    "reasoning_summary_text": ("reasoning", "text", "summary_text", "summary"),
+    "function_call_arguments": ("function_call", "arguments", "", ""),
+    "custom_tool_call_input": ("custom_tool_call", "input", "", ""),
+    "mcp_call_arguments": ("mcp_call", "arguments", "", ""),
+    "code_interpreter_call_code": ("code_interpreter_call", "code", "", ""),
 }
 # By the type of a part that comes in one piece.
-_PARTS = {text.part: text for text in _TEXTS.values() if text.part}
+_PARTS = {part: text for text in _TEXTS.values() if (part := text[2])}
 
 
 class _Item:
@@ -163,12 +156,13 @@ class _Item:
             self._item, self._state, self._type = item, what, item.get("type")
 
     def add(self, text: _Text, what: str, event: Json) -> None:
+        _, field, kind, in_list = text
         made, part, logprobs = self._made, event.get("part"), dicts(event.get("logprobs"))
-        new = {text.field: event.get("delta" if what == "delta" else text.field) or ""}
+        new = {field: event.get("delta" if what == "delta" else field) or ""}
         new |= {"logprobs": logprobs} if logprobs else {}
-        if text.in_list:
+        if in_list:
             index = number(event.get("content_index", event.get("summary_index"))) or 0
-            made = self._parts.setdefault((text.in_list, index), {"type": text.part, text.field: ""})
+            made = self._parts.setdefault((in_list, index), {"type": kind, field: ""})
         if "annotation" in event:
             joined(made, {"annotations": [event["annotation"]]}, "")
         elif what == "delta":

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 from ...core.records import ToolCall, ToolResult
@@ -81,20 +80,19 @@ def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brou
     """
     items, previous = conversation(request), request.get("previous_response_id")
     newest_answer = next((i for i in range(len(items) - 1, -1, -1) if is_answer(items[i])), -1)
-    # By id and name, of the newest answer with them; None: with any.
-    waiting = defaultdict[tuple[str | None, str | None], deque[_Resent]](deque)
+    waiting = defaultdict[str | None, deque[_Resent]](deque)  # by id, of the newest answer that has it; None: any
     answered, turn, after_calls = set[str | None](), 0, -1
     for i in range(_first_call(items, known), len(items)):
         for call, place, item_id in _resent(items[i], places[i]):
             turn, after_calls = turn if i <= after_calls else i, i + 1
             resent = _Resent(turn, call, place, item_id)
-            for key in product({None, (call and call.id) or ""}, {None, call.name if call else None}):
+            for key in (None, (call and call.id) or ""):
                 if waiting[key] and waiting[key][-1].turn != turn:
                     waiting[key].clear()
                 waiting[key].append(resent)
         for result in results_in(items[i]):
             called, is_old = result.tool_call_id, not known or i < newest_answer
-            if found := _first(waiting[key] for key in product((called, ""), (result.name, None))):
+            if found := _first(waiting[called]) or _first(waiting[""]):
                 found.done = True
                 answered.add(called)
                 brought = Brought(result, found.call, found.place, found.item_id, is_old)
@@ -109,14 +107,11 @@ def results(request: Json, places: Sequence[bytes], known: int) -> Iterator[Brou
         yield Brought(result, None, places[before + i])
 
 
-def _first(queues: Iterator[deque[_Resent]]) -> _Resent | None:
+def _first(calls: deque[_Resent]) -> _Resent | None:
     """The first call without a result."""
-    for queue in queues:
-        while queue and queue[0].done:
-            queue.popleft()
-        if queue:
-            return queue[0]
-    return None
+    while calls and calls[0].done:
+        calls.popleft()
+    return calls[0] if calls else None
 
 
 def _resent(item: Any, place: bytes) -> Iterator[tuple[ToolCall | None, bytes, str | None]]:

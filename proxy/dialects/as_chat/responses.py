@@ -391,23 +391,20 @@ def _usage(usage: Json | None) -> Json | None:
     if usage is None:
         return None
     cache, spent = usage.get("prompt_tokens_details") or {}, usage.get("completion_tokens_details") or {}
+    read, written = cache.get("cached_tokens") or 0, cache.get("created_cache_tokens") or 0
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {
-            "cached_tokens": cache.get("cached_tokens") or 0,
-            "cache_write_tokens": cache.get("created_cache_tokens") or 0,
-            "input_tokens_per_turn": [],
-            "cached_tokens_per_turn": [],
+            "cached_tokens": read, "cache_write_tokens": written,
+            "input_tokens_per_turn": [], "cached_tokens_per_turn": [],
         },
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {
-            "reasoning_tokens": spent.get("reasoning_tokens") or 0,
-            "tool_output_tokens": 0,
-            "output_tokens_per_turn": [],
-            "tool_output_tokens_per_turn": [],
+            "reasoning_tokens": spent.get("reasoning_tokens") or 0, "tool_output_tokens": 0,
+            "output_tokens_per_turn": [], "tool_output_tokens_per_turn": [],
         },
         "total_tokens": usage["total_tokens"],
-    }
+    }  # fmt: skip
 
 
 def _repeated(given: Json) -> Json:
