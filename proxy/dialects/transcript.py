@@ -23,9 +23,6 @@ from .atoms import same_arguments
 
 Json = dict[str, Any]
 
-# With these a request refers to what only the provider has.
-_ELSEWHERE = ("conversation", "prompt", "background")
-
 
 class ChatMessage(dict[str, Any]):
     """A message. Calls that share it in their requests have the same one."""
@@ -97,7 +94,7 @@ class _Reader:
                 answer = [MessagesTranslator.history(response)] if "content" in response else []
                 return chat_messages(request, Template(merges_system=False)), answer, chat_tools(request)
             case "responses":
-                if name := next(filter(request.get, _ELSEWHERE), None):
+                if name := next(filter(request.get, ("conversation", "prompt", "background")), None):
                     raise Untranslatable(f"`{name}` refers to what only the provider has")
                 earlier = items_of(exchanges_up_to(self.known, request.get("previous_response_id")))
                 if not isinstance(request["input"], str):
@@ -106,25 +103,24 @@ class _Reader:
                 return messages_shown(request, _visible(earlier)), answer, tools_of(request.get("tools") or [])
             case "completions":
                 return *self._completions(request, response), []
-        messages, choices = request["messages"], dicts(response.get("choices"))
+        messages = request["messages"]
         if any(message.get("function_call") for message in messages):
             raise Untranslatable("`function_call`, which `tool_calls` replaced")
-        return messages, [choice["message"] for choice in choices[:1]], request.get("tools") or []
+        return messages, messages_answered(response), request.get("tools") or []
 
     def _completions(self, request: Json, response: Json) -> tuple[list[Json], list[Json]]:
         """A prompt that extends an earlier prompt and its answer is the next turn of the same conversation."""
         prompts = request["prompt"] if isinstance(request["prompt"], list) else [request["prompt"]]
         if len(prompts) != 1 or not isinstance(prompt := prompts[0], str):
             raise Untranslatable("a prompt of tokens, or of several texts")
-        before, answer = max(filter(prompt.startswith, self._texts), key=len), list[Json]()
+        before, answer = max(filter(prompt.startswith, self._texts), key=len), messages_answered(response)
         shown = self._texts[before]
         if rest := prompt[len(before) :]:
             shown = [*shown, {"role": "user", "content": rest}]
-        for choice in dicts(response.get("choices"))[:1]:
-            text = choice["text"].removeprefix(prompt) if request.get("echo") else choice["text"]
-            answer = [{"role": "assistant", "content": text}]
-            if text:
-                self._texts[prompt + text] = [*shown, *answer]
+        for message in answer:
+            message["content"] = message["content"].removeprefix(prompt if request.get("echo") else "")
+            if message["content"]:
+                self._texts[prompt + message["content"]] = [*shown, message]
         return shown, answer
 
 

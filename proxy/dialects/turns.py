@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from ...core.records import Choice
-from ...core.tools import dicts
+from ...core.tools import answers, dicts
 from ...core.values import as_read
 from ...store.requests import common_prefix
 from .atoms import Atom, item_atoms, same_arguments
@@ -61,14 +61,12 @@ def turn_of(
     request: Json, response: Any, prompt: Sequence[int], choices: Sequence[Choice], rendered: Sequence[int] = ()
 ) -> TokenTurn | None:
     """Return the turn of a call with known tokens and one answer. `rendered`: as in TokenTurn, or empty."""
-    messages: Any = request.get("messages")
-    answers = dicts(response.get("choices")) if isinstance(response, dict) else []
-    answer = answers[0].get("message") if len(answers) == len(choices) == 1 else None
-    if not (prompt and isinstance(answer, dict) and choices[0].token_ids and _are_texts(messages)):
+    messages, answered = request.get("messages"), answers(response)
+    if not (prompt and len(answered) == len(choices) == 1 and choices[0].token_ids and _are_texts(messages)):
         return None
     sampled, shown = choices[0].token_ids, array("i", rendered or prompt)
     ids = array("i", [*prompt, *sampled])
-    return TokenTurn(messages, shape(request), answer, ids, len(sampled), choices[0].finish_reason, shown)
+    return TokenTurn(messages, shape(request), answered[0][0], ids, len(sampled), choices[0].finish_reason, shown)
 
 
 def shape(request: Json) -> Json:
@@ -86,7 +84,7 @@ def is_supported(request: Json) -> bool:
     return is_plain and not any(map(request.get, _UNSUPPORTED.split())) and _are_texts(request.get("messages"))
 
 
-def _are_texts(messages: Any) -> bool:
+def _are_texts(messages: Any) -> TypeGuard[list[Any]]:
     return isinstance(messages, list) and all(
         isinstance(message, dict) and all(part.get("type") == "text" for part in dicts(message.get("content")))
         for message in messages

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ....core.errors import NotFound
@@ -19,9 +18,7 @@ Json = dict[str, Any]
 
 CHAT_ENDPOINT = "chat/completions"
 # By the name of their endpoint in a record.
-TRANSLATORS: Mapping[str, type[Translator]] = MappingProxyType(
-    {"messages": MessagesTranslator, "responses": ResponsesTranslator}
-)
+TRANSLATORS: dict[str, type[Translator]] = {"messages": MessagesTranslator, "responses": ResponsesTranslator}
 # An unknown one would make requests untranslatable, and what decides how an answer is sampled is the same with any.
 _ANY_TEMPLATE = Template(merges_system=False, disabled_effort="none", ignores_no_tools=True)
 
@@ -30,22 +27,18 @@ def as_chat(
     endpoint: str, request: Json, template: Template = _ANY_TEMPLATE, earlier: Sequence[Json] = ()
 ) -> Json | None:
     """Return a recorded request as the chat request that it was sent as; None if there is none."""
-    if endpoint == CHAT_ENDPOINT:
-        return request
-    translator = TRANSLATORS.get(endpoint)
     try:
-        return None if translator is None else translator(request).chat(template, earlier)
+        return request if endpoint == CHAT_ENDPOINT else TRANSLATORS[endpoint](request).chat(template, earlier)
     except MALFORMED:
         return None
 
 
 def chat_answer(endpoint: str, response: Any) -> Any:
     """Return a recorded answer as the chat answer that a later request has in its history."""
-    translator = TRANSLATORS.get(endpoint)
-    if translator is None or not isinstance(response, dict):
+    if endpoint not in TRANSLATORS or not isinstance(response, dict):
         return response
     try:
-        message = translator.history(response)
+        message = TRANSLATORS[endpoint].history(response)
     except MALFORMED:
         message = {"role": "assistant"}
     return {"choices": [{"index": 0, "message": message}]}

@@ -26,10 +26,6 @@ _SAME_IN_CHAT = """
     chat_template_kwargs media_io_kwargs mm_processor_kwargs
 """
 _UNSUPPORTED = ("background", "prompt", "enable_response_messages", "previous_input_messages")
-_INCLUDED = {
-    "code_interpreter_call.outputs", "computer_call_output.output.image_url", "file_search_call.results",
-    "message.input_image.image_url", "reasoning.encrypted_content",
-}  # fmt: skip
 _UNFINISHED = ("in_progress", "incomplete")
 _ROLES = ("user", "assistant", "system", "developer")
 
@@ -250,8 +246,8 @@ class ResponsesTranslator(Translator):
             raise Untranslatable(f"{name} is only known to the Responses route")
         if given.get("previous_response_id") and not earlier:
             raise Untranslatable("previous_response_id without the earlier conversation")
-        if more := next((name for name in given.get("include", ()) if name not in _INCLUDED), None):
-            raise Untranslatable(f"{more} is included by the Responses route alone")
+        if more := {*given.get("include", ())} - {"reasoning.encrypted_content"}:
+            raise Untranslatable(f"{min(more)} is included by the Responses route alone")
         chat = picked(given, _SAME_IN_CHAT)
         chat |= {"messages": messages_shown(given, earlier)} | _tools(given)
         if "max_output_tokens" in given:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -72,7 +71,7 @@ def _rendered(**body: Any) -> tuple[str, Json]:
 
 
 # What to post, by name: a path, and a body that lacks the model.
-PROBES: Mapping[str, tuple[str, Json]] = MappingProxyType({
+PROBES: dict[str, tuple[str, Json]] = {
     "inline": _counted(system="Hm.", messages=[_USER, _ASSISTANT, _INLINE, _USER]),
     "merged": _rendered(messages=[{"role": "system", "content": "Hm.Go on."}, _USER, _ASSISTANT, _USER]),
     "in place": _rendered(messages=[{"role": "system", "content": "Hm."}, _USER, _ASSISTANT, _INLINE, _USER]),
@@ -81,7 +80,7 @@ PROBES: Mapping[str, tuple[str, Json]] = MappingProxyType({
     "disabled": _counted(messages=[_USER], thinking={"type": "disabled"}),
     "none": _rendered(messages=[_USER], reasoning_effort="none"),
     "low": _rendered(messages=[_USER], reasoning_effort="low"),
-})  # fmt: skip
+}
 
 
 def learn(answers: Mapping[str, tuple[int, Any]]) -> Template:
