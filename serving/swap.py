@@ -40,10 +40,6 @@ class NotServed(LightningError):
     status = 503
 
 
-class Loading(NotServed, UpstreamUnreachable):
-    """The server is being given weights: what is sent to it is frozen, and goes on with them."""
-
-
 class Superseded(LightningError):
     """Another version was made live by hand, so the planned successor of the old one is dropped."""
 
@@ -153,10 +149,9 @@ class Swap:
 
     async def rollback(self) -> PolicyVersion:
         """Make the newest version before the live one live again; Conflict if there is none."""
-        live = await self.store.versions.live()
-        earlier = await self.store.versions.before(live.version)
-        if earlier is None:
-            raise Conflict(f"there is no version before {live.version} to go back to")
+        live = (await self.store.versions.live()).version
+        if (earlier := await self.store.versions.before(live)) is None:
+            raise Conflict(f"there is no version before {live} to go back to")
         return await self.promote(earlier.version)
 
     async def has_label(self, server: VllmServer | VllmFleet, version: PolicyVersion) -> bool:
@@ -191,8 +186,7 @@ class Swap:
         if label is None or (is_right and not await server.is_paused()):
             return
         if only_look:
-            lacks = Loading if label == LOADING else NotServed
-            raise lacks(f"it does not serve policy version {version.version} yet")
+            raise NotServed(f"it does not serve policy version {version.version} yet")
         if is_right:
             log.warning("vLLM was left paused: resuming it")
             await server.resume()

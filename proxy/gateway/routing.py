@@ -22,8 +22,8 @@ from ...core.errors import Conflict, LightningError, NotFound, StoreUnavailable,
 from ...core.records import PolicyVersion, RolloutName
 from ...serving.health import Health, replica_name
 from ...serving.mode import other_mode
-from ...serving.swap import Loading, NotServed, Problems, Swap, obstacle
-from ...serving.vllm import AWAY, VllmServer
+from ...serving.swap import NotServed, Problems, Swap, obstacle
+from ...serving.vllm import AWAY, LOADING, VllmServer
 from ...store.store import Store
 from .upstream import Route
 
@@ -49,9 +49,7 @@ class PolicyRouter:
 
     def __init__(self, config: Config, store: Store, watch: Watch | None, choose: Choose | None = None) -> None:
         """`watch`: that of the policy's vLLM; None without an upstream of kind vllm. Without `choose`, live answers."""
-        self.alias = config.policy.alias
-        self._policy = config.policy
-        self._first = config.upstreams[0]
+        self.alias, self._policy, self._first = config.policy.alias, config.policy, config.upstreams[0]
         self._upstreams = {upstream.name: upstream for upstream in config.upstreams}
         standing_by = {name for upstream in config.upstreams for name in upstream.fallbacks}
         self._named = {  # the first upstream that names a model; names that only a fallback maps are none
@@ -59,9 +57,7 @@ class PolicyRouter:
             for upstream in reversed(config.upstreams)
             for model in (*upstream.models, *(() if upstream.name in standing_by else upstream.model_map))
         }
-        self._store = store
-        self._watch = watch
-        self._choose = choose
+        self._store, self._watch, self._choose = store, watch, choose
 
     async def route(self, rollout: RolloutName, model: str | None, *, recorded: bool = False) -> Route:
         """Return where a call goes: if `recorded`, perhaps to another version. Raises NotServed, UpstreamTimeout."""
@@ -262,10 +258,12 @@ class Watch:
             return await self.swap.restore(pinned)
         try:
             problems = await self.swap.problems(pinned)
-        except NotServed as error:  # mending waits for a trainer that publishes, which may take minutes
+        except NotServed:  # mending waits for a trainer that publishes, which may take minutes
             done, _ = await asyncio.wait((self._mend(pinned),), timeout=MENDED_S)
-            if not done and isinstance(error, Loading):  # so do all that are there
-                return Problems()
+            if not done and self.swap.mode == "merged":
+                labels = await self.swap.vllm.each(VllmServer.weight_version)
+                if {*labels.values()} == {LOADING}:  # all are being given weights: their calls are frozen, and go on
+                    return Problems()
             return await (done.pop() if done else self.swap.problems(pinned))
         if any(isinstance(problem, NotServed) for problem in problems.values()):
             self._mend(pinned)

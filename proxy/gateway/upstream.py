@@ -103,9 +103,7 @@ class Answer(ABC):
     _ahead = b""  # was read, and waits for `piece`
 
     def __init__(self, status: int, *, is_stream: bool, retry_after: str = "") -> None:
-        self.status = status
-        self.is_stream = is_stream
-        self.retry_after = retry_after
+        self.status, self.is_stream, self.retry_after = status, is_stream, retry_after
 
     @abstractmethod
     def headers(self, *, keep_length: bool) -> list[Header]:
