@@ -203,14 +203,14 @@ def loads_in_turns(text: str | bytes, constant: Callable[[str], Any] = _refuse) 
     try:
         text = text if isinstance(text, str) else text.decode()
         return json.loads(
-            text, object_hook=lambda value: value, parse_int=_int, parse_float=_float, parse_constant=constant
+            text,
+            object_hook=lambda value: value,
+            parse_int=lambda digits: int(digits) if len(digits) < _MOST_DIGITS else Number(digits),
+            parse_float=_float,
+            parse_constant=constant,
         )
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def _int(digits: str) -> int | Number:
-    return int(digits) if len(digits) < _MOST_DIGITS else Number(digits)
 
 
 def _float(digits: str) -> float:

@@ -122,8 +122,8 @@ class Redactor:
 
     def event(self, event: Event) -> Event:
         """Return the event without the parts that may not be stored."""
-        values = {name: getattr(event, name) for name in ("name", "value", "arguments", "result")}
-        return replace(event, **{name: self.value(value, "event") for name, value in values.items()})
+        names = ("name", "value", "arguments", "result")
+        return replace(event, **{name: self.value(getattr(event, name), "event") for name in names})
 
     def start(self, start: CallStart) -> tuple[CallStart, bool]:
         """Return the redacted start of a call, and whether the record may lack something that the model saw.

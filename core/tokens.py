@@ -95,11 +95,6 @@ class Tokens:
         choice = self._choices.get(0)
         if choice is None or not choice.has_ids or not _are_ids(choice.ids) or not self.prompt_token_ids:
             return NO_TOKEN_IDS
-        if reason := self._mismatch(choice):
-            return reason
-        return GREEDY if is_greedy(request) else not_followed(request)
-
-    def _mismatch(self, choice: _ChoiceTokens) -> str | None:
         if not choice.ids:
             return "the answer is empty"
         if choice.finish_reason not in _COMPLETE:
@@ -110,14 +105,13 @@ class Tokens:
             return f"{len(choice.ids)} token ids but {len(choice.logprobs)} log-probabilities"
         if self.usage is None:
             return "no usage from the upstream to check the token count with"
-        usage = self.usage
         for what, ids, count in (
-            ("completion", choice.ids, usage.get("completion_tokens", usage.get("output_tokens"))),
-            ("prompt", self.prompt_token_ids, usage.get("prompt_tokens", usage.get("input_tokens"))),
+            ("completion", choice.ids, self.usage.get("completion_tokens", self.usage.get("output_tokens"))),
+            ("prompt", self.prompt_token_ids, self.usage.get("prompt_tokens", self.usage.get("input_tokens"))),
         ):
             if len(ids) != count:
                 return f"{len(ids)} {what} token ids but usage says {count}"
-        return None
+        return GREEDY if is_greedy(request) else not_followed(request)
 
     def _add_prompt(self, part: Json) -> None:
         ids = part["prompt_token_ids"]
@@ -167,7 +161,9 @@ def not_followed(request: Json) -> str | None:
 
     What is a function of the tokens is not among the reasons: `trainer/step/shaping.py` computes it.
     """
-    if _shows_media(request):
+    # One quick look: a request may have a hundred thousand messages.
+    messages = (message for name in ("messages", "input") for message in dicts(request.get(name)))
+    if any(_has_media(message.get("content") or message.get("output")) for message in messages):
         return MEDIA
     thinking = request.get("thinking")
     budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else request.get("thinking_token_budget")
@@ -191,10 +187,8 @@ def constraint(request: Json) -> str | None:
             shape = shape.get(name) if isinstance(shape, dict) else None
         if shape is not None and not (isinstance(shape, dict) and shape.get("type") == "text"):
             return path
-    return next((name for name in request if name.startswith("guided_")), None) or _tool_constraint(request)
-
-
-def _tool_constraint(request: Json) -> str | None:
+    if guided := next((name for name in request if name.startswith("guided_")), None):
+        return guided
     tools, choice = dicts(request.get("tools")), request.get("tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if not tools or kind == "none":
@@ -214,12 +208,6 @@ def can_be_imitated(reason: str | None) -> bool:
 def is_not_followed(reason: str | None) -> bool:
     """Return whether an answer was left out because of how it was sampled, or of images and files in its prompt."""
     return (reason or "").startswith((MEDIA, NOT_FOLLOWED))
-
-
-def _shows_media(request: Json) -> bool:
-    """One quick look: a request may have a hundred thousand messages."""
-    messages = (message for name in ("messages", "input") for message in dicts(request.get(name)))
-    return any(_has_media(message.get("content") or message.get("output")) for message in messages)
 
 
 def _has_media(parts: Any) -> bool:

@@ -52,8 +52,7 @@ def calls_in(item: Any) -> Iterator[ToolCall]:
     if not isinstance(item, dict):
         return
     if is_call(item):
-        name = _text(item.get("name")) or item["type"].removesuffix("_call")  # OpenAI's own tools have no name
-        yield ToolCall(_text(item.get("call_id")), name, call_arguments(item))
+        yield _call(item.get("call_id"), item, item["type"].removesuffix("_call"))  # OpenAI's own tools have no name
         return
     for call in dicts(item.get("tool_calls")):
         yield _call(call.get("id"), call.get("custom") if call.get("function") is None else call["function"])
@@ -64,9 +63,14 @@ def calls_in(item: Any) -> Iterator[ToolCall]:
             yield _call(block.get("id"), block)
 
 
-def _call(call_id: Any, function: Any) -> ToolCall:
+def _call(call_id: Any, function: Any, name: str = "") -> ToolCall:
+    """The call, with its arguments as the model wrote them, or as the server parsed them; empty if there are none."""
     function = function if isinstance(function, dict) else {}
-    return ToolCall(_text(call_id), _text(function.get("name")) or "", call_arguments(function))
+    value = next((function[where] for where in _ARGUMENTS if function.get(where) is not None), "")
+    if isinstance(value, dict) and [*value] == ["INVALID_JSON"]:  # so Anthropic and vLLM wrap a text
+        value = value["INVALID_JSON"]
+    arguments = value if isinstance(value, str) else dumps(value)
+    return ToolCall(_text(call_id), _text(function.get("name")) or name, arguments)
 
 
 def is_call(item: Json) -> bool:
@@ -78,14 +82,6 @@ def is_call(item: Json) -> bool:
     return kind in ("function_call", "custom_tool_call") or (
         isinstance(kind, str) and kind.endswith("_call") and isinstance(item.get("call_id"), str)
     )
-
-
-def call_arguments(item: Json) -> str:
-    """Return the arguments as the model wrote them, or as the server parsed them; empty if there are none."""
-    value = next((item[name] for name in _ARGUMENTS if item.get(name) is not None), "")
-    if isinstance(value, dict) and [*value] == ["INVALID_JSON"]:  # so Anthropic and vLLM wrap a text
-        value = value["INVALID_JSON"]
-    return value if isinstance(value, str) else dumps(value)
 
 
 def results_in(item: Any) -> Iterator[ToolResult]:

@@ -85,7 +85,7 @@ class StoreConfig(Section):
         """
         if self.is_postgres:
             raise ConfigError(f"this needs a store that is a file (store.url sqlite:///FILE), and it is {self.where}")
-        return Path(self.url.removeprefix("sqlite:///"))
+        return Path(self.url.removeprefix("sqlite:///")).expanduser()
 
     @property
     def is_postgres(self) -> bool:
@@ -94,12 +94,12 @@ class StoreConfig(Section):
     @property
     def may_be_there(self) -> bool:
         """Return whether there is a store to open: a file, or a server. Commands that only read make none."""
-        return self.is_postgres or self.path.expanduser().is_file()
+        return self.is_postgres or self.path.is_file()
 
     @property
     def where(self) -> str:
         """Return the store's place as a person may see it: a file, or a URL without its password."""
-        return shown(self.url) if self.is_postgres else str(self.path.expanduser().absolute())
+        return shown(self.url) if self.is_postgres else str(self.path.absolute())
 
     def faults(self) -> Iterator[str]:
         if self.is_postgres and self.retention.max_gib is not None:

@@ -107,7 +107,7 @@ class Keys:
     """
 
     def __init__(self, config: ProxyConfig, store: Store) -> None:
-        self._store = store
+        self._config, self._store = config, store
         self._default = Limits(**dict(config.limits))
         # By their hashes: the time of a look-up reveals nothing about keys.
         self._configured: dict[str, Caller] = {}
@@ -117,7 +117,6 @@ class Keys:
                 self._configured[hashed] = Caller(
                     limiter=self._limiter(), is_admin=is_admin, evidence=is_admin, name=name
                 )
-        self._always_required = bool(config.api_keys) or not config.is_loopback
         self._stored: Sequence[StoredKey] = ()
         self._by_id: dict[str, Caller] = {}
         # Let in only while no key is needed: then everybody is an admin, unless there are admins' keys.
@@ -133,11 +132,9 @@ class Keys:
         self._by_id = {key.key_id: self._by_id.get(key.key_id) or self._caller(key) for key in live}
         self._callers = self._configured | {key.key_hash: self._by_id[key.key_id] for key in live}
         self._stored = stored
-        self._has_admins = any(caller.is_admin for caller in self._configured.values()) or any(
-            key.role == "admin" for key in stored
-        )
+        self._has_admins = bool(self._config.admin_keys) or any(key.role == "admin" for key in stored)
         self._anybody = replace(self._anybody, evidence=not self._has_admins)
-        self.required = self._always_required or bool(stored)
+        self.required = bool(stored or self._config.api_keys) or not self._config.is_loopback
 
     async def watch(self) -> None:
         """Read the stored keys again and again until cancelled. Keep the last ones while the store cannot be read."""

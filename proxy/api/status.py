@@ -223,7 +223,7 @@ async def metrics(request: Request) -> Response:
         show("upstream_up", problem is None, name, replica_name(url))
     directories = {"policy": p.config.policy.directory}
     if not p.config.store.is_postgres:
-        directories["store"] = p.config.store.path.expanduser().absolute().parent
+        directories["store"] = p.config.store.path.absolute().parent
     for what, directory in directories.items():
         with suppress(OSError):  # no policy was published yet
             show("disk_free_bytes", (await asyncio.to_thread(shutil.disk_usage, directory)).free, what)
