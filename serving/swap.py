@@ -23,15 +23,13 @@ ASK_AGAIN_S = 30.0  # a server without operator routes
 LEAVE_S = 3.0  # until every proxy has seen that a server has no version's label, and sends it no call
 DRAIN_S = 120.0  # for requests under way; those that take longer are frozen, and finish with the new weights
 DRAIN_POLL_S = 0.2
-
+LOADED = "loaded "  # before the label of weights that are served to nobody yet
 
 # The servers whose merged weights are of another version than the live one, by URL.
 Placed = Callable[[], Awaitable[Mapping[str, PolicyVersion]]]
 # Why a server does not serve what is wanted of it; None if it does.
 Problems = dict[VllmServer, LightningError | None]
 Check = Callable[[VllmServer], Awaitable[None]]
-
-LOADED = "loaded "  # before the label of weights that are served to nobody yet
 
 
 class NotServed(LightningError):

@@ -22,7 +22,8 @@ from ...core.http import LARGE, in_thread_if_large
 from ...core.records import Header
 
 WATCH_AFTER_S = 0.02  # most answers are there by then; a task to watch for the agent's leaving costs more than they do
-
+WAIT_S = 5.0  # for memory
+SLOW_S, SLOW_BYTES = 10.0, 10_000  # a body, or an answer, of which less moves in this time is given up
 MOST_LAYERS = 4  # encodings that one body may have
 PIECE = 2**18  # bytes that are unpacked at a time
 MOST_PARTS = 100  # members of gzip and frames of zstd that one body may have
@@ -114,9 +115,6 @@ class Reply:
                 one.cancel()
 
 
-SLOW_S, SLOW_BYTES = 10.0, 10_000  # a body, or an answer, of which less moves in this time is given up
-
-
 class Bodies:
     """Reads the bodies of a process's requests. What arrives with its head, as most does, takes nothing of `memory`."""
 
@@ -156,9 +154,6 @@ class Bodies:
     def _require_size(self, size: int) -> None:
         if size > self.limit:
             raise TooLarge(f"the request body is larger than {self.limit} bytes (proxy.max_body_mb)")
-
-
-WAIT_S = 5.0
 
 
 class Memory:

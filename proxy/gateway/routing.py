@@ -31,13 +31,11 @@ log = logging.getLogger(__name__)
 
 # Says which version answers a rollout, given the live one: another one where two versions are compared.
 Choose = Callable[[RolloutName, PolicyVersion], Awaitable[PolicyVersion]]
-
-WATCH_S = 1.0
-MENDED_S = 3.0  # that a look waits for servers that are being mended
-
 # The live version, and by URL those of servers that are to have another.
 Wanted = tuple[PolicyVersion, Mapping[str, PolicyVersion]]
 
+WATCH_S = 1.0
+MENDED_S = 3.0  # that a look waits for servers that are being mended
 PROBE_S = 86_400.0  # between two questions to one server
 AGAIN_S = 120.0  # until a server is asked again that could not answer
 LOOK_S = 1.0  # until a restart is noticed

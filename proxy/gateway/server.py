@@ -35,7 +35,6 @@ UNTAKEN_S = 60.0  # in which a client takes a part of its answer
 UNTAKEN_WITHOUT_KEY = 2**26  # bytes of answers that clients without a key leave untaken, all together
 WITHOUT_KEY_S = 1.0  # for which a request without a key keeps its place where all are taken
 _PROBE_PATHS = (b"/healthz", b"/readyz", b"/metrics")
-
 OWN_FILES = 64  # of the process: store, log, threads' pipes, connections of our own to model servers
 FILES_OF_A_CALL = 2
 LEAST_SILENT = 1 / 16  # of the files are for connections whose head is to come

@@ -39,16 +39,11 @@ _HOP_BY_HOP = frozenset(
 _NOT_PASSED_ON = _HOP_BY_HOP.union(
     b"host content-length expect x-rollout-id x-task-id x-agent-name x-rollout-mode x-recording".split()
 )
-_QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
-# Of one answer's headers; more are a fault.
-MAX_HEADER_BYTES = 256 * 1024
-MAX_HEADERS = 1000
-# What aiohttp decodes.
-_DECODED = frozenset(["gzip", "deflate", "br", "zstd"])
 _CREDENTIALS = frozenset(b"authorization x-api-key api-key".split())
-
-# A server that closed an idle connection refuses what comes over it at once; a later end is one of the work itself.
-IDLE_CLOSED_S = 1.0
+_QUERY_SAFE = "%/:@!$&'()*+,;=~?[]{}|\"<>^`\\"
+_DECODED = frozenset(["gzip", "deflate", "br", "zstd"])  # by aiohttp
+MAX_HEADER_BYTES, MAX_HEADERS = 256 * 1024, 1000  # of an answer; more are a fault
+IDLE_CLOSED_S = 1.0  # in which a server refuses what comes over a connection that it had closed
 
 
 class Route(NamedTuple):
