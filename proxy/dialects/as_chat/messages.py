@@ -124,7 +124,8 @@ def chat_tools(body: Json) -> list[Json]:
     for tool in body.get("tools") or ():
         if "input_schema" not in tool:
             raise Untranslatable(f"vLLM does not take tools of type {tool.get('type')!r}")
-        schema = {"type": "object"} | tool["input_schema"]
+        # In the order of vLLM: templates show it.
+        schema = {**tool["input_schema"], "type": tool["input_schema"].get("type", "object")}
         function = {"name": tool["name"], "parameters": schema} | picked(tool, "description strict defer_loading")
         tools.append({"type": "function", "function": function})
     return tools
@@ -221,9 +222,8 @@ class MessagesTranslator(Translator):
         yield {"type": "message_delta", "delta": delta, "usage": _usage(self.told)}
         yield {"type": "message_stop"}
 
-    def error(self, error: Any) -> Json:
-        parts = error if isinstance(error, dict) else {"message": str(error)}
-        kind, message = parts.get("type") or "internal_error", str(parts.get("message"))
+    def error(self, error: Json) -> Json:
+        kind, message = error.get("type") or "internal_error", str(error.get("message"))
         return {"type": "error", "error": {"type": kind, "message": message}}
 
     def whole(self, events: Sequence[Json]) -> Json:

@@ -335,9 +335,8 @@ class ResponsesTranslator(Translator):
             response |= _cut(usage)
         yield self._event("response.completed", response=response)
 
-    def error(self, error: Any) -> Json:
-        fields = error if isinstance(error, dict) else {"message": str(error)}
-        code, message = fields.get("code"), str(fields.get("message"))
+    def error(self, error: Json) -> Json:
+        code, message = error.get("code"), str(error.get("message"))
         return self._event("error", code=None if code is None else str(code), message=message, param=None)
 
     def whole(self, events: Sequence[Json]) -> Json:

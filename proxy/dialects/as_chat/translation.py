@@ -245,7 +245,7 @@ class Translator(ChatApi, ABC):
         """Return the answer, without streaming, that all of its events are."""
 
     @abstractmethod
-    def error(self, error: Any) -> Json:
+    def error(self, error: Json) -> Json:
         """Return the event for an error in the stream."""
 
 
@@ -259,8 +259,9 @@ class TranslatedStream(ChatStream):
         self._translator = translator
 
     def take(self, raw: bytes, event: Json) -> bytes:
-        error = self.read(raw, event)
-        return self._sent(self._translator.feed(event) if error is None else [self._translator.error(error)])
+        if (error := self.read(raw, event)) is None:
+            return self._sent(self._translator.feed(event))
+        return self._sent([self._translator.error(error if isinstance(error, dict) else {"message": str(error)})])
 
     def last(self, raw: bytes) -> bytes:
         if self.failure:
