@@ -19,7 +19,7 @@ from .collect.sampled import AsChat
 from .functions import check_functions
 from .lock import only_trainer, require_free, while_alone
 from .loop import TrainingLoop
-from .plugins import Run, TrainerCore, TrainerPlugin, open_plugins, plugins_of
+from .plugins import Run, TrainerCore, TrainerHooks, TrainerPlugin, open_plugins, plugins_of
 from .publish import Publisher
 from .step.engine import TrainingEngine
 from .step.losses import check_gradients
@@ -48,34 +48,31 @@ async def train(config: Config, stop: asyncio.Event, run: Run | None = None, as_
                 async def work() -> None:
                     store = Store(database)
                     core = TrainerCore(config, store, engine, run, await swap_of(config, store, session))
-                    await _train(core, plugins, stop, as_chat)
+                    async with open_plugins(plugins, core) as hooks:
+                        await _train(core, hooks, stop, as_chat)
 
                 await (work() if is_file else while_alone(config, database, stop, work))
 
 
 async def swap_of(config: Config, store: Store, session: ClientSession) -> Swap:
     """Return what loads weights into the policy's vLLM."""
-    mode = await decide(config, store, "trainer")
-    return Swap(store, VllmFleet.of(config, session), mode, config.policy.directory)
+    return Swap(store, VllmFleet.of(config, session), await decide(config, store, "trainer"), config.policy.directory)
 
 
-async def _train(
-    core: TrainerCore, plugins: Sequence[TrainerPlugin], stop: asyncio.Event, as_chat: AsChat | None
-) -> None:
-    async with open_plugins(plugins, core) as hooks:
-        assert core.swap is not None
-        publisher = hooks.publisher or Publisher(core.config.policy, core.store, core.swap, core.engine)
-        publisher.background = hooks.background or publisher.background
-        if hooks.tune is not None:
-            await hooks.tune(publisher, stop, hooks.sift)
-            return
-        loop = TrainingLoop(core, publisher, hooks, as_chat=as_chat)
+async def _train(core: TrainerCore, hooks: TrainerHooks, stop: asyncio.Event, as_chat: AsChat | None) -> None:
+    assert core.swap is not None
+    publisher = hooks.publisher or Publisher(core.config.policy, core.store, core.swap, core.engine)
+    publisher.background = hooks.background or publisher.background
+    if hooks.tune is not None:
+        await hooks.tune(publisher, stop, hooks.sift)
+        return
+    loop = TrainingLoop(core, publisher, hooks, as_chat=as_chat)
 
-        async def steps() -> None:
-            await loop.run(stop, once=core.run.once)
-            await publisher.background.finish(stop)
+    async def steps() -> None:
+        await loop.run(stop, once=core.run.once)
+        await publisher.background.finish(stop)
 
-        await all_of([steps(), publisher.background.run()])
+    await all_of([steps(), publisher.background.run()])
 
 
 def follow(config: Config) -> None:
