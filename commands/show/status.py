@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ...core.config.cron import next_time
 from ...core.tokens import NO_TOKEN_IDS
 from ..api_client import ApiClient, ask
 from ..command_line import brought
@@ -82,7 +81,7 @@ def next_step(config: TrainerConfig, status: Json, now: float) -> str:
         case "rollouts":
             return f"{rollouts}; a round begins with {count(schedule.every_rollouts)}"
         case "times":
-            return f"{rollouts}; the next round begins {datetime.fromtimestamp(next_time(schedule.at, now)):%a %H:%M}"
+            return f"{rollouts}; the next round begins {datetime.fromtimestamp(schedule.next_time(now)):%a %H:%M}"
         case "idle":
             return f"{rollouts}; while the machine is idle"
     return f"{rollouts}; it takes {config.tasks_per_step} groups of {config.group_size}"

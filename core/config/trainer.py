@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Annotated, Any, ClassVar, Literal
 
+from cronsim import CronSim, CronSimError
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
 
-from . import cron
 from .rollouts import DEFAULT_RANGE
 from .section import (
     Above0,
@@ -41,27 +42,47 @@ class AirConfig(Section):
     truncated: Number = -0.1
 
 
+def _cron(text: str) -> str:
+    """The cron expression of a time of day (02:00); an expression (0 2 * * 1-5) is one already."""
+    day = re.fullmatch(r"(\d{1,2}):(\d{2})", text.strip())
+    return f"{int(day[2])} {int(day[1])} * * *" if day else text
+
+
+def _times(text: str, now: float, *, reverse: bool = False) -> Iterator[float]:
+    """The times from hours before `now` on, by the clock on the wall: an hour that comes twice counts once, first."""
+    begin = datetime.fromtimestamp(now + 4 * 3600 if reverse else now - 4 * 3600)
+    return (moment.timestamp() for moment in CronSim(_cron(text), begin, reverse=reverse))
+
+
 def _time(value: Any) -> Any:
     """Turn a number back into a time: YAML reads 12:30 without quotes as 12 * 60 + 30."""
     text = f"{value // 60:02}:{value % 60:02}" if type(value) is int else value
-    if isinstance(text, str):
-        cron.expression(text)
+    try:
+        next(_times(str(text), 0.0))
+    except (CronSimError, StopIteration):
+        raise ValueError(f"{text!r} is neither a time of day (02:00) nor a cron expression (0 2 * * 1-5)") from None
     return text
-
-
-Time = Annotated[str, BeforeValidator(_time)]
 
 
 class ScheduleConfig(Section):
     when: Literal["continuous", "rollouts", "times", "idle"] = "continuous"
     every_rollouts: Count = 512
-    at: list[Time] = []
+    at: list[Annotated[str, BeforeValidator(_time)]] = []
     idle_s: Seconds = 300.0
     max_load: Share = 0.5
 
     def faults(self) -> Iterator[str]:
         if self.when == "times" and not self.at:
             yield 'schedule.when times needs schedule.at, such as ["02:00"]'
+
+    def last_time(self, now: float) -> float | None:
+        """Return the last of the times up to `now` (both Unix time); None if there was none for many years."""
+        last = (next((t for t in _times(text, now, reverse=True) if t <= now), None) for text in self.at)
+        return max((moment for moment in last if moment is not None), default=None)
+
+    def next_time(self, now: float) -> float:
+        """Return the next of the times after `now` (both Unix time)."""
+        return min(next(t for t in _times(text, now) if t > now) for text in self.at)
 
 
 LossType = Literal["cispo", "grpo", "sapo", "vespo", "dapo", "bnpo", "dr_grpo", "luspo"]

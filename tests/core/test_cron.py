@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from lightning_proxy.core.config.cron import last_time, next_time
+from lightning_proxy.core.config.trainer import ScheduleConfig
 
 BERLIN = ZoneInfo("Europe/Berlin")
 
@@ -46,15 +46,16 @@ SAT, SUN, MON = "2026-10-24", "2026-10-25", "2026-10-26"  # at 03:00 on Sunday i
     ],
 )
 def test_a_time_of_day_counts_once_where_clocks_change(text: str, now: float, last: float, following: float) -> None:
-    assert (last_time([text], now), next_time([text], now)) == (last, following)
+    times = ScheduleConfig(at=[text])
+    assert (times.last_time(now), times.next_time(now)) == (last, following)
 
 
 @pytest.mark.parametrize("text", ["02:30", "0 2,3 * * *", "*/7 * * * *", "30 2 25 10 *"])
 def test_times_never_run_backwards_and_agree_with_each_other(text: str) -> None:
-    begin, before = at(f"{SUN} 00:00"), 0.0
+    begin, before, times = at(f"{SUN} 00:00"), 0.0, ScheduleConfig(at=[text])
     for minute in range(0, 6 * 60, 3):
         now = begin + 60.0 * minute
-        last, following = last_time([text], now), next_time([text], now)
+        last, following = times.last_time(now), times.next_time(now)
         assert last is not None and before <= last <= now < following
-        assert last_time([text], following) == following
+        assert times.last_time(following) == following
         before = last

@@ -10,7 +10,6 @@ from datetime import datetime
 
 import psutil
 
-from ...core.config.cron import last_time, next_time
 from ...core.config.trainer import ScheduleConfig
 from ...store.store import Store
 from .collector import Collector
@@ -31,10 +30,10 @@ def rollouts(config: ScheduleConfig, waiting: Waiting, round: float | None) -> s
 
 def times(config: ScheduleConfig, waiting: Waiting, now: float) -> str | None:
     """Train in rounds: one begins at each time, and ends when all rollouts that waited then are trained on."""
-    (count, oldest), round = waiting, last_time(config.at, now)
+    (count, oldest), round = waiting, config.last_time(now)
     if oldest is not None and round is not None and oldest <= round:
         return None
-    return f"{datetime.fromtimestamp(next_time(config.at, now)):%a %H:%M}, {count} complete rollouts so far"
+    return f"{datetime.fromtimestamp(config.next_time(now)):%a %H:%M}, {count} complete rollouts so far"
 
 
 def idle(config: ScheduleConfig, quiet_s: float | None, load: float | None) -> str | None:
@@ -78,7 +77,7 @@ class Schedule:
         if waits := times(config, waiting, now) if in_time else rollouts(config, waiting, self.round):
             self.round = None
         elif in_time:
-            self.round = last_time(config.at, now)
+            self.round = config.last_time(now)
         elif waiting[0] >= config.every_rollouts:
             self.round = now
         return waits
