@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.json_text import dumps_readable
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.progress import Progress
     from rich.table import Table
     from rich.text import Text
@@ -20,6 +21,13 @@ BARS = "▁▂▃▄▅▆▇█"
 def print_json(value: Any) -> None:
     """Print one JSON document on one line, whatever is in it and whatever characters the terminal has."""
     print(dumps_readable(value, sys.stdout.encoding or "utf-8"), flush=True)
+
+
+def print_view(*views: RenderableType, soft_wrap: bool = False) -> None:
+    """Print what a person reads, one below the other."""
+    from rich.console import Console
+
+    Console(highlight=False).print(*views, sep="\n", soft_wrap=soft_wrap)
 
 
 def progress_bar() -> Progress:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ..core.config.root import Config
 from ..core.errors import ConfigError, LightningError
 from ..trainer.plan import Plan, cards, cards_like, make_plan, model_config, shape_of
-from .formats import count, print_json, table
+from .formats import count, print_json, print_view, table
 from .vllm import require_model
 
 
@@ -29,7 +28,7 @@ def plan_command(config: Config, gpus: str | None, *, as_json: bool) -> None:
         config = config.model_copy(update={"policy": policy})
     plan = make_plan(config, machine)
     if not as_json:
-        Console(highlight=False).print(*plan_tables(plan), sep="\n")
+        print_view(*plan_tables(plan))
         return
     print_json({
         "settings": {key: value for key, value, _ in _settings(plan)},

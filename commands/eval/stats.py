@@ -32,12 +32,10 @@ class Comparison:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the unbiased chance that at least one of k rollouts passes, if c of n did. Needs n >= k.
+    """Return the unbiased chance that at least one of k <= n rollouts passes, if c of n did.
 
     Chen et al. 2021, arXiv 2107.03374, equation 1.
     """
-    if not 0 <= c <= n or not 1 <= k <= n:
-        raise ValueError(f"pass@{k} of {c} in {n}")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 

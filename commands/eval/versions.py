@@ -6,12 +6,10 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
-
 from ...core.config.root import Config
 from ...core.errors import LightningError
 from ..api_client import ask
-from ..formats import count, number, print_json, table
+from ..formats import count, number, print_json, print_view, table
 from ..show.find import checked
 from .stats import compare
 
@@ -44,8 +42,7 @@ def show_comparison(config: Config, a: int, b: int, mode: str | None, *, as_json
         numbers = [_shown(metric[side]) for side in ("a", "b", "difference")]
         shown.add_row(METRICS[name], *numbers, f"{low} to {high}", f"{metric['p']:.4f}", str(metric["tasks"]))
     rollouts = [f"{count(sum(task[side]['rollouts'] for task in tasks))} of version {found[side]}" for side in "ab"]
-    console = Console(highlight=False)
-    console.print(f"{mode} rollouts of {found['tasks']} common tasks: {' and '.join(rollouts)}", shown, sep="\n")
+    print_view(f"{mode} rollouts of {found['tasks']} common tasks: {' and '.join(rollouts)}", shown)
 
 
 def _compared(tasks: list[Json], name: str) -> Json | None:

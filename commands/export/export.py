@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
-from rich.console import Console
+import typer
 
 from ...core.config.root import Config
 from ...core.config.section import feature_sections
@@ -93,7 +93,7 @@ def export_command(
     rows = run_until_signal(export(config.store, target, format, kind, filters, statuses, left_out))
     lines = [f"{rows} {kind} rows to {target}"]
     lines += [f"conversations left out: {n}, {reason}" for reason, n in left_out.most_common()]
-    Console(stderr=True).print("\n".join(lines), markup=False, soft_wrap=True)
+    typer.echo("\n".join(lines), err=True)
 
 
 def file_format(path: Path, wanted: str | None) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from rich.console import Console
+import typer
 
 from ...core.config.root import Config
 from ...core.errors import ConfigError, InvalidRequest, NotFound, Unprocessable
@@ -61,7 +61,7 @@ def import_command(config: Config, file: Path, model: str, reward: float) -> Non
                 raise ConfigError(error.message) from None
     recorded = run_until_signal(import_file(config, file, model, reward, count))
     known = f", {count - recorded} were there already" if recorded < count else ""
-    Console(stderr=True).print(f"{recorded} rollouts from {file}{known}", markup=False, soft_wrap=True)
+    typer.echo(f"{recorded} rollouts from {file}{known}", err=True)
 
 
 async def import_file(config: Config, file: Path, model: str, reward: float, count: int) -> int:

@@ -22,13 +22,29 @@ Form = Literal["adapter", "merged"]
 MARKER = "COMPLETE"
 
 MAX_RANKS = (8, 16, 32, 64, 128, 256, 512)  # what vLLM takes for --max-lora-rank
-# Of each method of training: its tag on model hubs, and what it is, in words.
+# Of each method of training: its tag on model hubs, what it is, and what a step of it learned from.
 METHODS = {
-    "rl": ("reinforcement-learning", "reinforcement learning from rewards (LightningRL)"),
-    "sft": ("sft", "supervised fine-tuning on the best rollouts (TRL's SFTTrainer)"),
-    "dpo": ("dpo", "direct preference optimization on pairs of rollouts (TRL's DPOTrainer)"),
-    "kto": ("kto", "Kahneman-Tversky optimization on single rollouts (TRL's KTOTrainer)"),
+    "rl": ("reinforcement-learning", "reinforcement learning from rewards (LightningRL)", ""),
+    "sft": (
+        "sft",
+        "supervised fine-tuning on the best rollouts (TRL's SFTTrainer)",
+        "{samples} of {rollouts_trained}, the best of {rollouts}",
+    ),
+    "dpo": (
+        "dpo",
+        "direct preference optimization on pairs of rollouts (TRL's DPOTrainer)",
+        "{pairs} of {rollouts_trained}, out of {rollouts}",
+    ),
+    "kto": (
+        "kto",
+        "Kahneman-Tversky optimization on single rollouts (TRL's KTOTrainer)",
+        "{samples} of {rollouts_trained}: {thumbs_up} with thumbs up, {thumbs_down} with thumbs down",
+    ),
 }
+NOUNS = {
+    "samples": "row", "thumbs_up": "row", "thumbs_down": "row", "pairs": "pair", "rollouts": "rewarded rollout",
+    "rollouts_trained": "rollout", "groups_trained": "task",
+}  # fmt: skip
 
 
 async def export_policy(config: Config, number: int, target: Path, form: str | None) -> Form:
@@ -220,20 +236,10 @@ async def _learned_from(store: Store, steps: Sequence[Step]) -> str:
 
 def _tuned_on(method: str, metrics: Mapping[str, Any]) -> str:
     """What a step of fine-tuning learned from, by its metrics; it takes no rollouts from the store."""
-
-    def count(name: str, noun: str) -> str:
-        return _counted(metrics.get(name, 0), noun)
-
-    seen, learned = count("rollouts", "rewarded rollout"), count("rollouts_trained", "rollout")
-    kind = {
-        "sft": f"{count('samples', 'row')} of {learned}, the best of {seen}",
-        "dpo": f"{count('pairs', 'pair')} of {learned}, out of {seen}",
-        "kto": f"{count('samples', 'row')} of {learned}: {count('thumbs_up', 'row')} with thumbs up, "
-        f"{count('thumbs_down', 'row')} with thumbs down",
-    }[method]
+    counts = {name: _counted(metrics.get(name, 0), noun) for name, noun in NOUNS.items()}
     measured = round(metrics.get("groups_held_out", 0))
     held_out = f"; {measured} more {'was' if measured == 1 else 'were'} held out to measure on" if measured else ""
-    return f"{kind}, of {count('groups_trained', 'task')}{held_out}."
+    return f"{METHODS[method][2].format(**counts)}, of {counts['groups_trained']}{held_out}."
 
 
 def _use(form: Form, base: str, rank: int) -> str:

@@ -75,7 +75,7 @@ def run_command(
         if budget_usd is not None:
             told.append(f"{budget.spent:.4g} of {budget_usd:g} USD spent")
         for line in (*warnings(results), *told):
-            view.console.print(line, markup=False, style="yellow")
+            view.say(line, "yellow")
     if results or not budget.left_out:
         require_success(results)
     budget.require()
@@ -124,7 +124,7 @@ async def _work(
         if trains:
             waiting = (await api.request("GET", "/status")).get("waiting", 0)
             if (wrong := problem(trainer, tasks, size, waiting)) is not None:
-                view.console.print(wrong, markup=False, style="yellow")
+                view.say(wrong, "yellow")
         await kept.look(api)
         left = kept.left(tasks, size)
         budget.earlier = kept.usd

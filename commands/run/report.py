@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from statistics import fmean
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -38,16 +37,14 @@ class ProgressView:
         self._bars.append(Bar(self, label, total))
         return self._bars[-1]
 
-    def say(self, what: str) -> None:
-        self.console.print(what, style="dim", markup=False, highlight=False)
+    def say(self, what: str, style: str = "dim") -> None:
+        self.console.print(what, style=style, markup=False, highlight=False)
 
     def __enter__(self) -> ProgressView:
         self.progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.progress.stop()
         for bar in self._bars:
             bar.print_line()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from ...core.errors import ConfigError
 from ..api_client import ApiClient, ApiError
@@ -19,7 +19,6 @@ from .limits import Observer
 from .run import RolloutResult, result_of
 from .tasks import Task
 
-OPENED = {"rollout_id", "group"}  # all that a line says before there is a result
 BEGINS = '{"rollout_id": '  # each line, the last too, if its run was killed
 
 
@@ -61,8 +60,8 @@ class KeptResults(Observer):
         results: dict[str, RolloutResult | None] = {}
         for line in map(json.loads, lines):
             name = line["rollout_id"]
-            results[name] = None if line.keys() <= OPENED else _result(**line)
-            self._groups[name] = line.get("group", name)
+            self._groups[name] = line.pop("group", name)
+            results[name] = RolloutResult(**line) if len(line) > 1 else None
         self._opened = [name for name, result in results.items() if result is None]
         self.results = [result for result in results.values() if result is not None]
         self.usd = sum(result.usd for result in self.results)
@@ -111,7 +110,3 @@ class KeptResults(Observer):
         begun = {name: iter(of_task.values()) for name, of_task in groups.items()}
         joined = [replace(task, siblings=tuple(next(begun.get(task.task_id, iter(())), ()))) for task in tasks]
         return [task for task in joined if len(task.siblings) < group_size]
-
-
-def _result(*, group: str, **fields: Any) -> RolloutResult:
-    return RolloutResult(**fields)

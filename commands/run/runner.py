@@ -183,8 +183,6 @@ class LocalRunner(ServedRunner):
         keeping: Keeping | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        if not command:
-            raise ConfigError("run: no command given; put it after `--`")
         require_program(command)
         if modules and not is_script(command):
             raise ConfigError(f"--preload needs a command of the form `python script.py …`, got: {' '.join(command)}")
@@ -192,12 +190,9 @@ class LocalRunner(ServedRunner):
         warm = [command[1], *modules] if modules else []
         super().__init__([*python, str(SERVER), guard.__file__, *warm], say, keeping)
         self._command = tuple(command)
-        self.name = "fork server"
+        self.name = "preload server" if modules else "fork server"
         if modules:
-            self.name, self.cannot_start = (
-                "preload server",
-                f"--preload: {command[0]} cannot import {', '.join(modules)}",
-            )
+            self.cannot_start = f"--preload: {command[0]} cannot import {', '.join(modules)}"
 
     def _request(self, env: Mapping[str, str], log: Path) -> dict[str, Any]:
         found = variables(env, inherited(), log.with_name("task.json"))
@@ -206,10 +201,10 @@ class LocalRunner(ServedRunner):
 
 def runner_for(config: Config, command: Sequence[str], preload: Sequence[str], say: Callable[[str], None]) -> Runner:
     """Make the runner for a command line. ConfigError if it cannot work. `say` prints what the run waits for."""
-    if config.run.executor == "local":
-        return LocalRunner(command, preload, Keeping.of(config), say)
     if not command:
         raise ConfigError("run: no command given; put it after `--`")
+    if config.run.executor == "local":
+        return LocalRunner(command, preload, Keeping.of(config), say)
     if preload:
         raise ConfigError(f"--preload goes with executor local only, not with {config.run.executor}")
     for make in brought("executor"):

@@ -10,7 +10,7 @@ import typer
 
 from ...core.errors import ConfigError, LightningError
 from ..command_line import Commands, Json, brought, configuration, versions
-from ..formats import print_json, table
+from ..formats import print_json, print_view, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,8 +33,6 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
 
     Below: the best version, the test that is under way, and how the last one was decided (promotion.mode: gated).
     """
-    from rich.console import Console
-
     from ..api_client import look
 
     async def read(api: ApiClient) -> tuple[dict[str, Any], ...]:
@@ -49,9 +47,8 @@ def list_versions(context: typer.Context, as_json: Json = False) -> None:
             v["verification"] = {name: found.get(key) for name, key in VERIFICATION.items()}
         print_json(versions)
     else:
-        table = versions_table(versions["data"], of_steps)
         below = (line for lines in brought("below_versions") for line in lines(policy, versions["data"]))
-        Console(highlight=False).print(table, *below, sep="\n")
+        print_view(versions_table(versions["data"], of_steps), *below)
 
 
 @app.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -10,7 +11,9 @@ from urllib.parse import quote
 
 import typer
 
+from ...core.errors import ConfigError, LightningError, NotFound
 from ..command_line import Commands, Json, configuration, rollout_ids, task_ids
+from ..formats import print_json, print_view
 
 if TYPE_CHECKING:
     from ..api_client import ApiClient
@@ -51,7 +54,6 @@ def list_rollouts(
     from rich.console import Console
 
     from ..api_client import look
-    from ..formats import print_json
     from .find import collect, since_of
     from .rollout_view import rollouts_table
 
@@ -97,7 +99,6 @@ def _each(
     context: typer.Context, given: list[str], done: str, work: Callable[[ApiClient, str], Awaitable[None]]
 ) -> None:
     """Change each of these rollouts; one that is refused does not stop the others."""
-    from ...core.errors import LightningError, NotFound
     from ..api_client import ApiError, ask
     from .find import with_id
 
@@ -129,10 +130,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Show one rollout: its conversation, calls and rewards."""
-    from rich.console import Console
-
     from ..api_client import look
-    from ..formats import print_json
     from .find import credited, find
     from .rollout_view import rollout_detail
 
@@ -141,7 +139,7 @@ def show(
         print_json(look(config, lambda api: find(api, rollout_id)))
     else:
         rollout, credit = look(config, lambda api: credited(api, rollout_id))
-        Console(highlight=False).print(rollout_detail(rollout, full, credit))
+        print_view(rollout_detail(rollout, full, credit))
 
 
 @app.command()
@@ -151,8 +149,6 @@ def diff(
     b: Annotated[str, typer.Argument(metavar="B", help="another one", autocompletion=rollout_ids)],
 ) -> None:
     """Compare two rollouts: their numbers, and the lines of their conversations that differ."""
-    from rich.console import Console
-
     from ..api_client import look
     from .find import find
     from .rollout_view import rollout_diff
@@ -160,8 +156,7 @@ def diff(
     async def both(api: ApiClient) -> list[dict[str, Any]]:
         return [await find(api, one) for one in (a, b)]
 
-    first, second = look(configuration(context), both)
-    Console(highlight=False).print(rollout_diff(first, second))
+    print_view(rollout_diff(*look(configuration(context), both)))
 
 
 @app.command()
@@ -169,14 +164,9 @@ def tail(context: typer.Context, as_json: Json = False) -> None:
     """Follow rollouts as they change, until Ctrl-C."""
     from asyncio import sleep
 
-    from rich.console import Console
-
     from ..api_client import ask
-    from ..formats import print_json
     from ..signals import Interrupted
     from .rollout_view import rollout_line
-
-    console = Console(highlight=False)
 
     async def follow(api: ApiClient) -> None:
         shown = (await api.rollouts(limit=TAIL_PAGE))["data"][10:]  # the newest ten are told at first
@@ -184,7 +174,7 @@ def tail(context: typer.Context, as_json: Json = False) -> None:
             page = (await api.rollouts(limit=TAIL_PAGE))["data"]
             for rollout in reversed(page):
                 if rollout not in shown:
-                    print_json(rollout) if as_json else console.print(rollout_line(rollout), soft_wrap=True)
+                    print_json(rollout) if as_json else print_view(rollout_line(rollout), soft_wrap=True)
             shown = page
             await sleep(TAIL_POLL_S)
 
@@ -207,11 +197,7 @@ def reward(
     as_json: Json = False,
 ) -> None:
     """Post a reward for a rollout, or for one of its calls."""
-    import math
-
-    from ...core.errors import ConfigError
     from ..api_client import ask
-    from ..formats import print_json
     from .find import with_id
 
     if not math.isfinite(value):

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from ...core.tokens import NO_TOKEN_IDS
 from ..api_client import ApiClient, ask
 from ..command_line import brought
-from ..formats import count, duration, number, plain, print_json, sparkline
-from .steps import steps_table
+from ..formats import count, duration, number, plain, print_json, print_view, sparkline
+from .steps import step_line, steps_table
 
 if TYPE_CHECKING:
     from ...core.config.root import Config
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
 NEWEST_STEPS = 40
 NEWEST = 200  # rollouts, and calls
 SHOWN_STEPS = 10
-PHASES = (
-    ("waiting", "wait_s"), ("collecting", "collect_s"), ("training", "step_s"), ("verifying", "verify_s"),
-    ("checkpoint", "checkpoint_s"), ("publishing", "publish_s"),
-)  # fmt: skip
 NUMBERS = (
     "loss", "held_out_loss", "lr", "grad_norm", "advantage_mean", "advantage_std", "ratio_mean", "kl",
     "sampler_difference", "kl_base", "guide_kl", "entropy", "clip_share", "staleness_mean", "merge_rate",
@@ -49,10 +44,7 @@ def show_status(config: Config, *, as_json: bool) -> bool:
         grid.add_column(overflow="fold")
         for name, value in _rows(status, url, time.time()):
             grid.add_row(name, value)
-        console = Console(highlight=False)
-        console.print(grid)
-        if len(status["steps"]) > 1:
-            console.print("", steps_table(status["steps"][-SHOWN_STEPS:]), sep="\n")
+        print_view(grid, *(("", steps_table(status["steps"][-SHOWN_STEPS:])) if len(status["steps"]) > 1 else ()))
     return is_ready(status)
 
 
@@ -161,7 +153,8 @@ def step_facts(step: Json | None, now: float) -> Iterator[tuple[str, str]]:
         yield "last step", "none yet"
         return
     m: Json = step["metrics"]
-    yield "last step", f"{step['step']}, {duration(now - (step['finished_at'] or now))} ago"
+    ago = duration(now - (step["finished_at"] or now))
+    yield "last step", f"{ago} ago: {step_line(step['step'], {**m, 'version': step.get('version')}).plain}"
     if m.get("skipped"):
         yield "  skipped", m.get("skipped_because", "it had nothing to train on, or its numbers were not finite")
     if "left_out_because" in m:
@@ -169,13 +162,6 @@ def step_facts(step: Json | None, now: float) -> Iterator[tuple[str, str]]:
     for warning in m.get("warnings", {}).values():
         if warning != m.get("skipped_because"):
             yield "  warning", warning
-    if "reward_mean" in m:
-        mean, std, most = (number(m.get(f"reward_{name}")) for name in ("mean", "std", "max"))
-        yield "  reward", f"{mean} ± {std}, greatest {most}"
-    if "rollouts" in m:
-        yield "  rollouts", f"{count(m['rollouts'])} in {count(m.get('groups'))} groups"
-        equal, stale = count(m.get("groups_equal")), count(m.get("rollouts_stale"))
-        yield "  dropped", f"{equal} groups with equal rewards, {stale} stale rollouts"
     if len(tasks := m.get("reward_by_task") or {}) > 1:
         worst, *_, best = sorted(tasks, key=lambda task: tasks[task]["mean"])
         worst, best = (f"{task[:24]} {number(tasks[task]['mean'])}" for task in (worst, best))
@@ -183,8 +169,6 @@ def step_facts(step: Json | None, now: float) -> Iterator[tuple[str, str]]:
     if "trained_tokens" in m:
         kinds = [name for name in ("trained", "masked", "outside", "computed") if f"{name}_tokens" in m]
         yield "  tokens", ", ".join(f"{count(m[f'{name}_tokens'])} {name}" for name in kinds)
-    if times := [f"{name} {duration(m[key])}" for name, key in PHASES if key in m]:
-        yield "  time", ", ".join(times)
     if numbers := [f"{name} {number(m[name])}" for name in NUMBERS if name in m]:
         yield "  numbers", ", ".join(numbers)
 

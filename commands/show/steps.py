@@ -13,11 +13,27 @@ from ..formats import count, duration, number, share, table
 Metrics = Mapping[str, Any]
 GAP = "  "
 PHASES = {"wait": "wait_s", "train": "step_s", "publish": "publish_s"}
+# What may be left out of a step's line, from the end.
+OPTIONAL = {
+    "reward_std": "± {:.2f}",
+    "groups": "{} groups",
+    "tokens": "{}",
+    "kl": "kl {:.2g}",
+    "guide_kl": "guide_kl {:.2g}",
+    "masked": "{:,.0f} masked",
+    "clip_share": "{:.0%} clipped",
+    "entropy": "entropy {:.2g}",
+    "lr": "lr {:.2g}",
+    "staleness_mean": "staleness {:.2g}",
+    "times": "{}",
+}
+NOT_AT_0 = ("masked", "clip_share", "staleness_mean")
+STYLES = {"reward_std": "green", "times": "dim"}
 
 
 def step_line(step: int, metrics: Metrics, width: int | None = None) -> Text:
     """Return one step in at most `width` columns. What may be left out is, from the end."""
-    parts = [part for part in _parts(step, metrics) if part[0]]
+    parts = list(_parts(step, metrics))
     while width is not None and sum(len(text) + len(GAP) for text, *_ in parts) - len(GAP) > width:
         last = max((i for i, (_, _, optional) in enumerate(parts) if optional), default=None)
         if last is None:
@@ -48,12 +64,7 @@ def steps_table(steps: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def _parts(step: int, metrics: Metrics) -> Iterator[tuple[str, str, bool]]:
-    """Yield text, style and whether it may be left out of each part; empty texts are of what the step lacks."""
-
-    def optional(name: str, text: str, style: str = "", *, even_0: bool = True) -> tuple[str, str, bool]:
-        value = metrics.get(name)
-        return ("" if value is None or not (value or even_0) else text.format(value), style, True)
-
+    """Yield text, style and whether it may be left out of each part."""
     yield f"step {step}", "bold", False
     if method := metrics.get("method"):
         measured = ""
@@ -64,21 +75,18 @@ def _parts(step: int, metrics: Metrics) -> Iterator[tuple[str, str, bool]]:
         yield f"{method} loss {metrics['loss']:.3f}{measured}", "magenta", False
     if (mean := metrics.get("reward_mean")) is not None:
         yield f"reward {mean:.3f}", "green", False
-    yield optional("reward_std", "± {:.2f}", "green")
-    yield (f"{groups} groups" if (groups := _groups(metrics)) else ""), "", True
-    speed = metrics.get("trained_tokens_per_s")
-    yield optional("trained_tokens", "{:,.0f} tokens" + ("" if speed is None else f" at {count(speed)}/s"))
-    yield optional("kl", "kl {:.2g}")
-    yield optional("guide_kl", "guide_kl {:.2g}")
-    # The sampled tokens that taught nothing: a loss's mask dropped them, or top_p under the present weights.
-    masked = metrics.get("masked_tokens", 0) + metrics.get("outside_tokens", 0)
-    yield (f"{count(masked)} masked" if masked else ""), "", True
-    yield optional("clip_share", "{:.0%} clipped", even_0=False)
-    yield optional("entropy", "entropy {:.2g}")
-    yield optional("lr", "lr {:.2g}")
-    yield optional("staleness_mean", "staleness {:.2g}", even_0=False)
-    times = (f"{name} {duration(metrics[key])}" for name, key in PHASES.items() if key in metrics)
-    yield ", ".join(times), "dim", True
+    tokens, speed = metrics.get("trained_tokens"), metrics.get("trained_tokens_per_s")
+    values = {
+        **metrics,
+        "groups": _groups(metrics),
+        "tokens": "" if tokens is None else f"{count(tokens)} tokens{'' if speed is None else f' at {count(speed)}/s'}",
+        # The sampled tokens that taught nothing: a loss's mask dropped them, or top_p under the present weights.
+        "masked": metrics.get("masked_tokens", 0) + metrics.get("outside_tokens", 0),
+        "times": ", ".join(f"{name} {duration(metrics[key])}" for name, key in PHASES.items() if key in metrics),
+    }
+    for name, text in OPTIONAL.items():
+        if (value := values.get(name)) or (value == 0 and name not in NOT_AT_0):
+            yield text.format(value), STYLES.get(name, ""), True
     if warnings := metrics.get("warnings"):
         yield f"warning: {', '.join(warnings)}", "yellow", False
     if (version := metrics.get("version")) is not None:

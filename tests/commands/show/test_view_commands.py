@@ -152,7 +152,7 @@ async def test_status_shows_the_last_step_and_counts_rollouts(running: Running, 
         await store.steps.trained(step, None, metrics)
         code, out, _ = await system.lightning("status")
         assert code == 0
-        assert all(word in out for word in ("ready", "version 0", "1 running", "0.5 ± 0.25", "training 2.5s"))
+        assert all(word in out for word in ("ready", "version 0", "1 running", "reward 0.500", "± 0.25", "train 2.5s"))
         _, out, _ = await system.lightning("status", "--json")
         assert json.loads(out)["rollouts"] == {"train": {"running": 1}}
         assert json.loads(out)["next_step"] == "0 complete rollouts wait; it takes 8 groups of 8"
