@@ -20,12 +20,12 @@ from ..api_client import ApiClient
 from ..formats import print_json
 from ..run.command import programs, run_options
 from ..run.limits import Observer
-from ..run.report import Bar, ProgressView
-from ..run.run import RolloutResult, require_success
+from ..run.report import ProgressView
+from ..run.run import require_success
 from ..run.runner import runner_for
 from ..run.tasks import read_tasks
 from ..signals import run_until_signal
-from .eval import EvalRow, evaluate, parse_models
+from .eval import evaluate, parse_models
 from .report import check_writable, print_tables, report, save
 
 
@@ -60,17 +60,11 @@ def eval_command(
     # Where each rollout is let in by itself, it is a group of its own.
     options = run_options(config, 1 if paced else samples, concurrency, "eval", logs)
     read = read * (samples if paced else 1)
-    bars: dict[str, Bar] = {}
-
-    def on_result(row: EvalRow, result: RolloutResult) -> None:
-        if row.model not in bars:
-            bars[row.model] = view.bar(row.model, len(read) * options.group_size)
-        bars[row.model].add(result)
 
     async def work() -> None:
         api, gate = ApiClient.of(config, patience_s=60), PacedGate() if paced else Observer()
         async with programs(api, runner, view), gate if isinstance(gate, PacedGate) else nullcontext():
-            await evaluate(api, read, runner, options, rows, on_result, gate, promote=promote, say=view.say)
+            await evaluate(api, read, runner, options, rows, view, gate, promote=promote)
 
     try:
         run_until_signal(work())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core.errors import ConfigError, LightningError
 from ..api_client import ApiClient, ApiError
 from ..run.limits import Observer
+from ..run.report import Bar, ProgressView
 from ..run.run import RolloutResult, RunOptions, run_tasks
 from ..run.runner import Runner
 from ..run.tasks import Task
@@ -51,10 +52,10 @@ async def evaluate(
     runner: Runner,
     options: RunOptions,
     rows: Sequence[EvalRow],
-    on_result: Callable[[EvalRow, RolloutResult], None],
-    *observers: Observer,
+    view: ProgressView,
+    gate: Observer,
+    *,
     promote: bool,
-    say: Callable[[str], None],
 ) -> None:
     """Run all tasks, one row after another: vLLM on a CPU mixes up base model and adapters that share a batch.
 
@@ -70,22 +71,23 @@ async def evaluate(
         for row in rows:
             needed = before if row.model == LIVE else row.version
             if promote and needed is not None and needed != live:
-                say(f"making policy version {needed} live; version {before} will be live again at the end")
+                view.say(f"making policy version {needed} live; version {before} will be live again at the end")
                 live = needed  # even if the next line is cut short, it may be live by then
                 await api.request("POST", "/policy/promote", {"version": needed})
+            bar = view.bar(row.model, len(tasks) * options.group_size)
 
-            def take(result: RolloutResult, row: EvalRow = row) -> None:
+            def take(result: RolloutResult, row: EvalRow = row, bar: Bar = bar) -> None:
                 _check_answered_by(row, result, alias)
                 if versions := result.answers.get(alias):  # calls for other models are not evaluated
                     result = replace(result, answers={alias: versions})
                 row.results.append(result)
-                on_result(row, result)
+                bar.add(result)
 
-            await run_tasks(api, tasks, runner, replace(options, choice=row.choice), take, *observers)
+            await run_tasks(api, tasks, runner, replace(options, choice=row.choice), take, gate)
             row.complete = True
     finally:
         if live != before:
-            await asyncio.shield(_restore(api, before, say))
+            await asyncio.shield(_restore(api, before, view))
 
 
 async def _check(api: ApiClient, rows: Sequence[EvalRow], *, promote: bool) -> None:
@@ -102,10 +104,10 @@ async def _check(api: ApiClient, rows: Sequence[EvalRow], *, promote: bool) -> N
             raise LightningError(f"policy version {row.version} is {version['status']} and has no files to serve")
 
 
-async def _restore(api: ApiClient, version: int, say: Callable[[str], None]) -> None:
+async def _restore(api: ApiClient, version: int, view: ProgressView) -> None:
     try:
         await api.request("POST", "/policy/promote", {"version": version})
-        say(f"policy version {version} is live again")
+        view.say(f"policy version {version} is live again")
     except ApiError as error:
         again = f"lightning-proxy policy promote {version}"
         raise LightningError(f"version {version} is not live again: {error.message}; try `{again}`") from None

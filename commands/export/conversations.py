@@ -131,10 +131,6 @@ def _of_call(call: ModelCall) -> Json:
     }
 
 
-def is_trajectory(row: Any) -> bool:
-    return isinstance(row, dict) and str(row.get("schema_version")).startswith("ATIF-v1.")
-
-
 def conversation_of(row: Mapping[str, Any]) -> Json:
     """Return a trajectory as a line of `import`; ValueError if it is none. Copied context is not learned from."""
     try:

@@ -26,7 +26,7 @@ from ...store.store import Store
 from ..files import lines
 from ..formats import progress_bar
 from ..signals import run_until_signal
-from .conversations import conversation_of, is_trajectory
+from .conversations import conversation_of
 
 Json = dict[str, Any]
 
@@ -96,7 +96,7 @@ def conversations(file: Path, model: str, reward: float) -> Iterator[ImportedCon
 def _read(line: str, model: str, reward: float) -> ImportedConversation:
     """Read a line; ValueError or InvalidRequest if it is no conversation."""
     row = loads(line)
-    if is_trajectory(row):
+    if isinstance(row, dict) and str(row.get("schema_version")).startswith("ATIF-v1."):
         row = conversation_of(row)
     if not isinstance(row, dict) or not isinstance(row.get("messages"), list):
         raise ValueError("it is no object with `messages`")

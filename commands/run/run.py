@@ -188,9 +188,8 @@ class _TaskRun:
                 code, reason = LATE, f"ended after {options.timeout_s:g} s (run.timeout_s): {last_line(log)}"
             except ServerDied as error:
                 code, reason = LOST, error.message
-            except RunLost as error:
-                code, reason = LOST, error.message
-                if len(lost) < RESTARTS and (await self.api.rollout(name))["status"] == "running":
+                may_restart = isinstance(error, RunLost) and len(lost) < RESTARTS
+                if may_restart and (await self.api.rollout(name))["status"] == "running":
                     lost.append(name)
                     (rollout,) = await self._opened(task, 1, name)
                     continue

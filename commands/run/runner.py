@@ -27,12 +27,12 @@ from .output import Keeping, last_line, piped
 SERVER = Path(__file__).with_name("fork_server.py")
 
 
-class RunLost(LightningError):
-    """The machine under a run went away, through no fault of the program. Its outcome is not known."""
-
-
 class ServerDied(LightningError):
     """The process of ours that had started the program died, and the program ended with it."""
+
+
+class RunLost(ServerDied):
+    """The machine under a run went away, through no fault of the program. Its outcome is not known."""
 
 
 class RunTimedOut(LightningError):

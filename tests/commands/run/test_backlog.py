@@ -13,7 +13,7 @@ from traffic.server import config_of
 
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.run.limits import Backlog, PolicyCollapsed
-from lightning_proxy.features.promotion.config import PromotionConfig
+from lightning_proxy.core.config.root import Config
 from lightning_proxy.features.promotion.promotions import Promotions
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
@@ -213,9 +213,12 @@ async def test_a_test_of_a_new_version_holds_nothing_back(work: Work) -> None:
 
 
 async def test_a_step_that_is_not_tested_holds_nothing_back_behind_a_gate(tmp_path: Path) -> None:
-    config = config_of("http://127.0.0.1:9", tmp_path)
-    lora = config.policy.model_copy(update={"publish": "lora"})
-    config = config.model_copy(update={"policy": lora, "promotion": PromotionConfig(mode="gated")})
+    policy = {"publish": "lora", "directory": tmp_path / "policy"}
+    upstream = {"name": "policy", "base_url": "http://127.0.0.1:9/v1"}
+    store = {"url": f"sqlite:///{tmp_path}/store.db"}
+    config = Config.model_validate(
+        {"store": store, "upstreams": [upstream], "policy": policy, "promotion": {"mode": "gated"}}
+    )
     async with proxy_of(config) as url, Looks(url) as api, opened(config.store) as database:
         work = Work(api, Store(database))
         backlog = work.backlog()
