@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from ..errors import ConfigError, Unprocessable
 from .section import Above0, Number, Seconds, Section, check_url
@@ -59,14 +59,9 @@ class RewardsConfig(Section):
 
 class RunConfig(Section):
     executor: Literal["local", "ray"] = "local"
-    proxy_url: str | None = None
+    proxy_url: Annotated[str, AfterValidator(lambda url: check_url("it", url, is_vllm=False))] | None = None
     timeout_s: Seconds | None = None
     log_mb: Above0 = 10.0
-
-    def faults(self) -> Iterator[str]:
-        if self.proxy_url is not None:
-            check_url("proxy_url", self.proxy_url, is_vllm=False)
-        yield from ()
 
 
 def is_script(command: Sequence[str]) -> bool:

@@ -33,8 +33,8 @@ def check_key(what: str, key: SecretStr | None) -> None:
         raise ValueError(f"{what} cannot be sent: it must be ASCII without spaces or line ends, and not empty")
 
 
-def check_url(key: str, url: str, *, is_vllm: bool) -> None:
-    """Raise ValueError unless `url`, the value of `key`, is one that can be requested."""
+def check_url(key: str, url: str, *, is_vllm: bool) -> str:
+    """Return `url`, the value of `key`, if it is one that can be requested; raise ValueError otherwise."""
     parts = urlsplit(url)
     try:
         host, _ = parts.hostname, parts.port
@@ -44,6 +44,7 @@ def check_url(key: str, url: str, *, is_vllm: bool) -> None:
         raise ValueError(f"{key} must be an http(s) URL, got {shown(url)!r}")
     if is_vllm and (parts.query or not parts.path.strip("/")):
         raise ValueError(f"{key} of a vLLM must have a path, as a rule /v1, and no query; got {shown(url)!r}")
+    return url
 
 
 class Section(BaseModel):
