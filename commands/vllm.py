@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -165,7 +166,7 @@ def exec_vllm(config: Config) -> None:
     """Replace this process by vLLM. Does not return."""
     program = vllm_program(config, alone=True)
     for warning in filter(None, (without_tools(config), other_port(config))):
-        print(f"lightning-proxy: {warning}", file=sys.stderr, flush=True)
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     os.execvpe(program.argv[0], program.argv, {**os.environ, **program.env})
 
 
@@ -187,10 +188,9 @@ def other_port(config: Config) -> str | None:
 
 def _served_rank(rank: int) -> int:
     """The smallest rank that vLLM offers and that is at least `rank`."""
-    fitting = [offered for offered in LORA_RANKS if offered >= rank]
-    if not fitting:
+    if rank > LORA_RANKS[-1]:
         raise ConfigError(f"trainer.lora_rank: vLLM serves ranks up to {LORA_RANKS[-1]}, got {rank}")
-    return fitting[0]
+    return next(offered for offered in LORA_RANKS if offered >= rank)
 
 
 def _environment(config: Config, model: str, gpu: bool) -> dict[str, str]:
@@ -236,29 +236,15 @@ def parsers_of(model: str, extra_args: Sequence[str]) -> Parsers:
 
 
 def _known(model: str) -> tuple[str | None, str | None]:
+    """Return the tool parser and the reasoning parser by the model's name, else by its chat template."""
     path = Path(model)
-    names = [path.resolve().name if path.is_dir() else model.rpartition("/")[2]]
-    if path.is_dir():
-        names.append(str(_read(path / "config.json").get("_name_or_path") or "").rpartition("/")[2])
-    for name in names:
-        for pattern, tool, reasoning in FAMILIES:
-            if re.search(pattern, name.lower()):
-                return tool, reasoning
-    template = _template(path) if path.is_dir() else ""
+    name = path.resolve().name if path.is_dir() else model.rpartition("/")[2]
+    for pattern, tool, reasoning in FAMILIES:
+        if re.search(pattern, name.lower()):
+            return tool, reasoning
+    template = ""
+    with suppress(OSError, ValueError, AttributeError):
+        template = str(json.loads((path / "tokenizer_config.json").read_text()).get("chat_template"))
+    with suppress(OSError):
+        template = (path / "chat_template.jinja").read_text()
     return next((tool for text, tool in WRITTEN if text in template), None), None
-
-
-def _template(directory: Path) -> str:
-    """The chat template of a model's directory; empty if it has none."""
-    try:
-        return (directory / "chat_template.jinja").read_text()
-    except OSError:
-        return str(_read(directory / "tokenizer_config.json").get("chat_template") or "")
-
-
-def _read(path: Path) -> dict[str, object]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -17,11 +17,12 @@ import yaml
 from lightning_proxy.commands.api_client import ApiClient
 from lightning_proxy.commands.demo.model import cache_directory, prepare_model
 from lightning_proxy.commands.system.processes import ChildSpec, Supervisor, free_port
+from lightning_proxy.commands.trial import merged
 from lightning_proxy.core.config.file import config_of
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.features.experiment.experiment import Lesson
-from lightning_proxy.features.experiment.plan import Experiment, LessonPlan, merged
+from lightning_proxy.features.experiment.plan import Experiment, LessonPlan
 
 Json = dict[str, Any]
 HERE = Path(__file__).parent
@@ -96,21 +97,21 @@ class ExampleLesson(Lesson):
             settings = merged(settings, yaml.safe_load(file.read_text()))
         return settings
 
-    def prepare(self) -> Config:
+    def begin(self) -> None:
         """Empty the directory, if it is an earlier lesson's, and write what the run begins with."""
         if self.directory.exists() and not (self.directory / "config.yaml").is_file():
             raise ConfigError(f"{self.directory} is there and no earlier lesson's: choose another --dir")
-        return super().prepare()
+        super().begin()
 
-    def write_tasks(self) -> None:
+    def write_tasks(self, groups: int, seed: int) -> None:
         """Write this seed's tasks, again where the steps need more, and a model whose chat template knows tools."""
         sys.path.insert(0, str(self._example.example))
         import tasks
 
-        train, held_out = tasks.split(self._seed, self._example.train, self._example.held_out)
+        train, held_out = tasks.split(seed, self._example.train, self._example.held_out)
         taught = train[: self._example.imitate]
         for name, lines in (
-            ("tasks", islice(cycle(train), max(self._groups, len(train)))), ("taught", taught), ("held_out", held_out),
+            ("tasks", islice(cycle(train), max(groups, len(train)))), ("taught", taught), ("held_out", held_out),
         ):  # fmt: skip
             (self.directory / f"{name}.jsonl").write_text("".join(json.dumps(task) + "\n" for task in lines))
         if self._example.model is None:
@@ -154,6 +155,6 @@ class ExampleLesson(Lesson):
         url = f"http://127.0.0.1:{self._teacher_port}/v1/models"
         record = ["--tasks", str(taught), "--group-size", "1", *self.agent(TEACHER_CONCURRENCY)]
         async with Supervisor(self.logs) as own:
-            await own.wait_healthy(await own.start(ChildSpec("teacher", serve, self.env, url, 60)))
-            await self.done(own, "taught", "run", *record, MODEL="teacher")
-            await self.done(own, "imitate", "train", "--method", "sft", **OF_ALL_AGENTS)
+            await own.wait_healthy(await own.start(ChildSpec("teacher", serve, self.launch.env(), url, 60)))
+            await self.done("taught", "run", *record, env={"MODEL": "teacher"})
+            await self.done("imitate", "train", "--method", "sft", env=OF_ALL_AGENTS)

@@ -29,7 +29,7 @@ EXTRAS = {
     "features/tune": {"parquet", "train"},
     "commands/demo": {"demo", "train"},
     "commands/doctor/learn": {"train"},
-    "features/experiment": {"demo"},
+    "commands/trial.py": {"demo"},
     "commands/export": {"parquet", "train"},
     "commands/migrate": {"postgres"},
     "features/optimize": {"optimize", "providers"},

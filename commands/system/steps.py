@@ -26,9 +26,10 @@ POLL_S = 1.0
 WARNED_S, SILENT_S = 20.0, 300.0  # until a trainer that stands still is told: after a warning, after another line
 # Fewer steps than these are done between two polls.
 NEWEST = 20
+Show = Callable[[int, Mapping[str, Any]], None]
 
 
-def step_printer(console: Console) -> Callable[[int, Mapping[str, Any]], None]:
+def step_printer(console: Console) -> Show:
     """Make the function that shows a step: a coloured line on a terminal, elsewhere a line of the log."""
 
     def print_step(step: int, metrics: Mapping[str, Any]) -> None:
@@ -40,18 +41,8 @@ def step_printer(console: Console) -> Callable[[int, Mapping[str, Any]], None]:
     return print_step
 
 
-async def print_steps(
-    config: StoreConfig,
-    console: Console,
-    show: Callable[[int, Mapping[str, Any]], None] | None = None,
-    say: Callable[[str], None] | None = None,
-) -> None:
-    """Print every step that another process finishes from now on, and why it stops. Runs until cancelled.
-
-    `show` and `say`, if given, show it in another way.
-    """
-    show = show or (lambda step, metrics: console.print(step_line(step, metrics, console.width), soft_wrap=True))
-    say = say or (lambda what: console.print(what, style="red"))
+async def print_steps(config: StoreConfig, show: Show, say: Callable[[str], None]) -> None:
+    """Show every step that another process finishes from now on, and say why it stops. Runs until cancelled."""
     async with opened(config) as database:
         store = Store(database)
         last, stopped = await store.steps.last(), None

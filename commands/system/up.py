@@ -6,12 +6,11 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -46,8 +45,13 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console, log_f
         if warning := without_tools(config):
             view.say(warning, "yellow")
         await put_back_left(config, view.say)
-        parts = System(config, launch, logs, view.say, needs_trainer=False, serve_options=view.serve_options)
-        async with _starting_lock(config), parts as system:
+        parts = System(config, launch, logs, view.say, trains=True, serve_options=view.serve_options)
+        async with AsyncExitStack() as stack:
+            if not config.store.is_postgres:  # the lock tells other commands why the proxy is not there yet
+                path = config.store.path.expanduser()
+                path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock_file(path, "up"))
+            system = await stack.enter_async_context(parts)
             root = f"http://{address(config.proxy.host, config.proxy.port)}"
             ready = f"ready: OPENAI_BASE_URL={root}/v1, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops"
             view.say(ready, "bold")
@@ -55,20 +59,9 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console, log_f
             await system.guard(_show(config, logs, view))
 
 
-@asynccontextmanager
-async def _starting_lock(config: Config) -> AsyncIterator[None]:
-    """Hold the lock that tells other commands why the proxy is not there yet."""
-    with ExitStack() as stack:
-        if not config.store.is_postgres:
-            path = config.store.path.expanduser()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(lock_file(path, "up"))
-        yield
-
-
 async def _show(config: Config, logs: Path, view: UpView) -> None:
     say = partial(view.say, style="red")
-    steps = print_steps(config.store, view.console, view.step, say)
+    steps = print_steps(config.store, view.step, say)
     standing = report_standstill(logs / "trainer.log", say, math.inf)  # without rollouts it says nothing
     await asyncio.gather(view.follow(logs / "proxy.log"), steps, standing)
 
@@ -98,9 +91,7 @@ class UpView:
             self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._is_live:
             self._progress.stop()
 
@@ -126,28 +117,26 @@ class UpView:
 
     async def follow(self, log: Path) -> None:
         """Show the lines that are added to a log, until cancelled. They have their own times."""
-        size, rest = log.stat().st_size, ""
+        size, rest = log.stat().st_size, b""
         while True:
             await asyncio.sleep(POLL_S)
-            now = log.stat().st_size if log.exists() else 0
-            if now < size:  # it was begun anew
-                size, rest = 0, ""
+            if log.exists() and log.stat().st_size < size:  # it was begun anew
+                size, rest = 0, b""
             with log.open("rb") as file:
                 file.seek(size)
-                added = file.read()
+                *lines, rest = (rest + file.read()).split(b"\n")
                 size = file.tell()
-            *lines, rest = (rest + added.decode(errors="replace")).split("\n")
             for line in lines:
-                shown = DATE.sub("", line) if self._is_live else line
+                text = line.decode(errors="replace")
+                shown = DATE.sub("", text) if self._is_live else text
                 self.console.print(plain(shown), soft_wrap=True, highlight=False)
 
     def _print(self, what: str, style: str = "", **fields: Any) -> None:
+        line, shown_style = f"{time.strftime(self._time)} {what}", style
         if self._format == "json":
             at = datetime.now().astimezone().isoformat(timespec="milliseconds")
-            line = dumps_readable({"time": at, "level": "info", "message": what, **fields})
-            self.console.print(plain(line), soft_wrap=True, highlight=False)
-        else:
-            self.console.print(plain(f"{time.strftime(self._time)} {what}", style), soft_wrap=True, highlight=False)
+            line, shown_style = dumps_readable({"time": at, "level": "info", "message": what, **fields}), ""
+        self.console.print(plain(line, shown_style), soft_wrap=True, highlight=False)
 
 
 class _LastLine(ProgressColumn):

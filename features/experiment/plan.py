@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import shlex
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,46 +14,30 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from ...commands.run.runner import runner_for
 from ...commands.run.tasks import read_tasks
+from ...commands.trial import Json, Work, merged, with_own
 from ...commands.vllm import other_port, require_model
 from ...core.config.file import config_of, lines, read_config, read_yaml, variables
 from ...core.config.root import Config
-from ...core.config.section import Section
 from ...core.errors import ConfigError, LightningError
 from ...trainer.functions import check_functions, own_functions
 from ...trainer.plugins import Run, check
 
-Json = dict[str, Any]
 # Each lesson has its own.
 OWN = ("proxy.host", "proxy.port", "vllm.port", "store.url", "policy.directory", "trainer.seed")
 
 
-def _words(value: Any) -> Any:
-    return shlex.split(value) if isinstance(value, str) else value
-
-
-def _sections(value: Any) -> Any:
-    return {} if value is None else value
-
-
-Variant = Annotated[dict[str, Any], BeforeValidator(_sections)]
+Variant = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
-class Experiment(Section):
-    """An experiment's file. `samples` is rollouts per held-out task and evaluation; the rest is as `run` has it."""
+class Experiment(Work):
+    """An experiment's file."""
 
     config: Path | None = None
-    agent: Annotated[list[str], BeforeValidator(_words), Field(min_length=1)]
-    tasks: Path
-    held_out: Path
     rollouts: Annotated[int, Field(ge=1)] | None = None
     minutes: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     seeds: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
     variants: Annotated[dict[Name, Variant], Field(min_length=1)]
-    samples: Annotated[int, Field(ge=1, le=1000)] = 4
-    concurrency: Annotated[int, Field(ge=1)] = 8
-    ahead: Annotated[float, Field(ge=0, le=1000)] = 0.0
-    preload: str = ""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Experiment:
@@ -167,31 +150,6 @@ def _files(experiment: Experiment, config: Config) -> dict[str, str]:
     files = [experiment.tasks, experiment.held_out, *map(Path, words)]
     found = {str(path): path.expanduser() for path in files}
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in found.items() if path.is_file()}
-
-
-def with_own(settings: Json, directory: Path, seed: int, proxy_port: int, vllm_port: int) -> Json:
-    """Return a lesson's settings with what is its own: ports, store, folder and seed."""
-    upstreams = deepcopy(settings.get("upstreams") or [{"name": "policy"}])
-    policys = next(one for one in upstreams if one.get("kind", "vllm") == "vllm")
-    policys["base_url"] = f"http://127.0.0.1:{vllm_port}/v1"
-    own = {
-        "proxy": {"host": "127.0.0.1", "port": proxy_port},
-        "vllm": {"port": vllm_port},
-        "store": {"url": f"sqlite:///{directory / 'lightning.db'}"},
-        "policy": {"directory": str(directory / "policy")},
-        "trainer": {"seed": seed},
-        "upstreams": upstreams,
-    }
-    return merged(settings, own)
-
-
-def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Json:
-    """Return `base` with `changes` laid over it, section by section."""
-    found = deepcopy(dict(base))
-    for key, value in changes.items():
-        below = found.get(key)
-        found[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else deepcopy(value)
-    return found
 
 
 def flat(data: Mapping[str, Any], before: str = "") -> Json:

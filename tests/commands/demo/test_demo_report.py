@@ -4,42 +4,28 @@ from __future__ import annotations
 
 import io
 import json
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from lightning_proxy.commands.demo.demo import (
-    Demo,
-    DemoOptions,
-    DemoResult,
-    begin,
-    curve,
-    demo,
-    resumed,
-    save_png,
-    show,
-    write_config,
-)
-from lightning_proxy.commands.eval.report import save
-from lightning_proxy.commands.run.report import Totals
+from lightning_proxy.commands.demo.demo import Demo, DemoOptions, begin, demo, resumed, show
 from lightning_proxy.commands.signals import Interrupted
+from lightning_proxy.commands.trial import draw
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.errors import ConfigError, LightningError
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
 
-RESULT = DemoResult(
-    seed=0,
-    steps=3,
-    version=3,
-    before=Totals(160, 0, 0, 0.03, 0.0),
-    after=Totals(160, 0, 0, 0.9, 0.85),
-    curve=(0.1, 0.4, 0.8),
-    training_s=600.0,
-    total_s=900.0,
+BEFORE, AFTER = (
+    {"mean_reward": mean, "rollouts": 160, "passed": passed} for mean, passed in ((0.03, 0.0), (0.9, 0.85))
 )
+RESULT = {
+    "variant": "demo", "seed": 0, "steps_taken": 3, "steps_before": 1, "version": 3, "best": None, "rollouts": 192,
+    "held_out": {"before": BEFORE, "after": AFTER}, "minutes": {"start": 2.0, "training": 10.0},
+    "steps": [{"reward_mean": mean, "rollouts": 64} for mean in (0.1, 0.4, 0.8)],
+}  # fmt: skip
 
 
 def test_the_table_and_the_curve_are_shown_without_a_terminal() -> None:
@@ -47,19 +33,14 @@ def test_the_table_and_the_curve_are_shown_without_a_terminal() -> None:
     show(RESULT, Console(file=output, width=100))
     assert "85%" in output.getvalue()
     assert "mean training reward" in output.getvalue()
+    assert "3 steps, 1 of them before it was resumed, the others in 10.0 min, 12.0 min in all" in output.getvalue()
     assert "\x1b" not in output.getvalue()
     assert max(len(line) for line in output.getvalue().splitlines()) <= 100
 
 
-def test_the_curve_is_saved_as_a_picture_and_the_numbers_as_json(tmp_path: Path) -> None:
-    save_png(RESULT, tmp_path / "reward.png")
-    save(asdict(RESULT), tmp_path / "result.json")
+def test_the_curve_is_saved_as_a_picture(tmp_path: Path) -> None:
+    draw([RESULT], tmp_path / "reward.png")
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads((tmp_path / "result.json").read_text())["after"]["solved"] == 0.85
-
-
-def test_the_curve_holds_whole_windows_only() -> None:
-    assert curve([0, 1, 1, 1, 5], window=2) == (0.5, 1.0)
 
 
 def test_the_demo_never_empties_a_directory_that_is_not_its_own(tmp_path: Path) -> None:
@@ -103,18 +84,13 @@ def test_a_package_that_the_demo_lacks_is_named_before_it_starts(
     assert not (tmp_path / "demo").exists()
 
 
-def test_the_demo_writes_an_ordinary_configuration(tmp_path: Path) -> None:
-    config = load_config(write_config(tmp_path, tmp_path / "model", DemoOptions(steps=3, seed=5)))
-    assert (config.trainer.max_steps, config.trainer.seed, config.policy.publish) == (3, 5, "merged")
-    assert f":{config.vllm.port}/v1" in config.upstreams[0].base_url
-
-
 def test_a_demo_that_is_stopped_says_what_was_reached_and_where_the_model_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def stopped(work: Demo) -> DemoResult:
-        work._before, work._steps, work._rewards = RESULT.before, 2, [0.0] * 100 + [0.5] * 128
-        await publish(work._directory)
+    async def stopped(work: Demo) -> dict[str, Any]:
+        (work.directory / "before.json").write_text(json.dumps({"rows": [BEFORE | {"complete": True}]}))
+        work._steps, work._newest = 2, [0.5] * 64
+        await publish(work.directory)
         raise Interrupted("stopped")
 
     async def publish(directory: Path) -> None:
@@ -131,8 +107,7 @@ def test_a_demo_that_is_stopped_says_what_was_reached_and_where_the_model_is(
     with pytest.raises(Interrupted):
         demo(DemoOptions(directory=tmp_path / "demo", model=tmp_path / "model"))
     said = capsys.readouterr().out
-    assert "reached: 2 of 90 steps, 228 training rollouts; mean reward of held-out tasks before 0.030" in said
-    assert "of the newest 0.500" in said
+    assert "reached: 2 of 90 steps; mean reward of held-out tasks before 0.030; of the newest rollouts 0.500" in said
     assert f"policy version 1 (live): {tmp_path / 'demo' / 'weights'}" in said
     assert "policy export 1 DIR" in said
     assert f"go on: lightning-proxy demo --resume --dir {tmp_path / 'demo'}\n" in said

@@ -23,6 +23,7 @@ from lightning_proxy.commands.show.rollout_view import rollout_detail
 from lightning_proxy.commands.show.status import next_step
 from lightning_proxy.commands.show.steps import step_line
 from lightning_proxy.commands.system.steps import print_steps, step_printer
+from lightning_proxy.commands.system.up import UpView
 from lightning_proxy.proxy.dialects.transcript import additions, chat_turns
 from lightning_proxy.store.sqlite.file import lock_file
 from lightning_proxy.store.training import Collapse
@@ -251,7 +252,8 @@ async def test_up_tells_each_step_of_the_trainer_once(running: Running, tmp_path
         console = Console(file=StringIO(), width=200)
         assert isinstance(console.file, StringIO)
         await store.steps.trained(await store.steps.claim([], 0), None, STEP)  # before
-        telling = asyncio.create_task(print_steps(system.config.store, console))
+        view = UpView(console, tmp_path)
+        telling = asyncio.create_task(print_steps(system.config.store, view.step, view.say))
         await asyncio.sleep(0.3)
         await store.steps.trained(await store.steps.claim([], 0), None, {**STEP, "version": 1.0})
         while "version 1" not in console.file.getvalue():
@@ -268,7 +270,8 @@ async def test_a_collapse_is_said_everywhere_until_a_version_is_made_live_by_han
     async with running(tmp_path) as system, system.store() as store:
         console = Console(file=StringIO(), width=80)
         assert isinstance(console.file, StringIO)
-        telling = asyncio.create_task(print_steps(system.config.store, console))
+        view = UpView(console, tmp_path)
+        telling = asyncio.create_task(print_steps(system.config.store, view.step, view.say))
         what = "the reward fell from 0.9 to 0.1 with policy version 1 (7.2 sigmas, 64 compared with 64)"
         collapse = Collapse("reward", what, time.time(), (await store.versions.live()).live_at, 0)
         metrics = {**STEP, "warnings": {"reward": what}, "collapse": asdict(collapse)}

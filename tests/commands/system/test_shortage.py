@@ -45,7 +45,6 @@ async def running(log: Path) -> None:
 def quick(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(processes, "RESTART_DELAY_S", 0.01)
     monkeypatch.setattr(processes, "SHORTAGE_DELAY_S", 0.01)
-    monkeypatch.setattr(processes, "PROGRESS_S", 0.01)
     return monkeypatch
 
 

@@ -16,9 +16,10 @@ import yaml
 
 from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.commands.system.processes import ChildDied, ChildSpec
+from lightning_proxy.commands.trial import AgentFails
 from lightning_proxy.core.errors import ConfigError, LightningError
 from lightning_proxy.features.experiment import experiment as module
-from lightning_proxy.features.experiment.experiment import AgentFails, Lesson, run_lessons
+from lightning_proxy.features.experiment.experiment import Lesson, run_lessons
 from lightning_proxy.features.experiment.plan import LessonPlan, lessons_of, read_experiment
 from support.command_line import Done, lightning
 
@@ -235,16 +236,16 @@ async def test_only_a_first_evaluation_without_any_success_says_that_the_agent_f
     place: Path, rollouts: int, error: type[LightningError]
 ) -> None:
     experiment = read_experiment(write(place), place / "config.yaml")
-    row = {"complete": True, "failed": 2, "rollouts": rollouts}
+    row = {"complete": True, "failed": 2, "rollouts": rollouts, "by_task": {}}
     script = "import sys; open(sys.argv[-1], 'w').write(sys.argv[-2]); sys.exit('lightning-proxy: it failed')"
 
     class Played(Lesson):
-        def spec(self, name: str, *command: str, **env: str) -> ChildSpec:
+        def spec(self, name: str, *command: str, **options: Any) -> ChildSpec:
             out = command[command.index("--out") + 1]
             return ChildSpec(name, [sys.executable, "-c", script, json.dumps({"rows": [row]}), out])
 
     lesson = Played(experiment, lessons_of(experiment, place / "out")[0], {}, print)
-    lesson.prepare()
+    lesson.begin()
     with pytest.raises(error, match="it failed") as raised:
         await lesson.evaluate("before")
     assert type(raised.value) is error
@@ -286,7 +287,7 @@ def test_a_run_has_a_folder_ports_and_an_order_of_tasks_of_its_own(place: Path) 
     written = []
     for plan in lessons_of(experiment, place / "out"):
         if plan.variant == "discounted":
-            Lesson(experiment, plan, {}, print).prepare()
+            Lesson(experiment, plan, {}, print).begin()
             settings = yaml.safe_load((plan.directory / "config.yaml").read_text())
             assert settings["store"]["url"] == f"sqlite:///{place}/out/discounted/seed-{plan.seed}/lightning.db"
             assert settings["trainer"] == {"group_size": 4, "credit": "discounted", "seed": plan.seed}

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lightning_proxy.commands.trial import draw
 from lightning_proxy.core.errors import LightningError
 from lightning_proxy.core.statistics import bootstrap_mean
-from lightning_proxy.features.experiment.experiment import bootstrap_both, draw, lines, show
+from lightning_proxy.features.experiment.experiment import bootstrap_both, lines, show
 
 
 def result(variant: str, seed: int, *after: float) -> dict[str, Any]:

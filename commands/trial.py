@@ -1,0 +1,256 @@
+"""A trial: held-out tasks, training, and held-out tasks again. `demo` makes one, `experiment` one for each seed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shlex
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from copy import deepcopy
+from itertools import accumulate, chain, islice, repeat
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BeforeValidator, Field
+
+from ..core.config.file import load_config
+from ..core.config.root import Config
+from ..core.config.section import Section
+from ..core.errors import LightningError
+from .api_client import ApiClient
+from .run.tasks import read_tasks
+from .system.processes import ChildDied, ChildSpec, Supervisor, free_port, reason
+from .system.steps import report_standstill
+from .system.system import RESTARTS, Launch, System
+
+Json = dict[str, Any]
+OF_EVALUATION = ("mean_reward", "interval", "policy_versions", "rollouts", "failed", "without_reward", "tokens")
+OF_STEP = ("reward_mean", "rollouts", "groups_equal", "entropy", "staleness_mean", "step_s")
+
+
+class AgentFails(LightningError):
+    """Every program of the first evaluation failed."""
+
+
+class Work(Section):
+    """What agents do in a trial, as `run` has it. `samples` is rollouts per held-out task and evaluation."""
+
+    agent: Annotated[
+        list[str],
+        BeforeValidator(lambda value: shlex.split(value) if isinstance(value, str) else value),
+        Field(min_length=1),
+    ]
+    tasks: Path
+    held_out: Path
+    samples: Annotated[int, Field(ge=1, le=1000)] = 4
+    concurrency: Annotated[int, Field(ge=1)] = 8
+    ahead: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    preload: str = ""
+
+
+class Trial:
+    """Runs in a directory with a config.yaml and a tasks.jsonl, each part as a process of its own.
+
+    `env`: of its processes, such as which GPUs they see. `passes`: over the tasks.
+    """
+
+    passes = 1
+
+    def __init__(
+        self, work: Work, directory: Path, say: Callable[[str], None], env: Mapping[str, str] | None = None
+    ) -> None:
+        self.work, self.directory, self.say = work, directory, say
+        self.logs = directory / "logs"
+        self.launch = Launch(directory / "config.yaml", variables=env or {})
+        self.minutes: dict[str, float] = {}
+
+    async def run(self) -> Json:
+        """Return what is kept of the trial. LightningError has the reason from a log; AgentFails is one."""
+        config = load_config(self.launch.path)
+        async with AsyncExitStack() as stack:
+            with self.timed("start"):
+                system = System(config, self.launch, self.logs, self.say, trains=False)
+                await stack.enter_async_context(system)
+            return await system.guard(self.stages(config))
+
+    async def stages(self, config: Config) -> Json:
+        """Do all that is done while vLLM and proxy serve, and return what is kept."""
+        before = await self.evaluate("before")
+        self.say(f"held out {before['mean_reward']:.3f}; training")
+        async with ApiClient.of(config, patience_s=60) as api:
+            with self.timed("training"):
+                await self.train(api)
+            after = await self.evaluate("after")
+            found = await self.found(api)
+        end = f"held out {after['mean_reward']:.3f} after {found['rollouts']} rollouts, {found['steps_taken']} steps"
+        self.say(end)
+        return {"held_out": {"before": before, "after": after}, "minutes": self.minutes} | found
+
+    async def evaluate(self, name: str) -> Json:
+        """Return the held-out tasks' mean reward with the live version, and each task's own.
+
+        An evaluation that is there already, complete, is not made again.
+        """
+        out, log = self.directory / f"{name}.json", self.logs / f"{name}.log"
+        with self.timed("evaluations"):
+            if (row := evaluation(out)) is None or row["failed"] == row["rollouts"]:
+                self.say("the held-out tasks are evaluated")
+                options = ["--tasks", str(self.work.held_out), "--samples", str(self.work.samples), "--out", str(out)]
+                try:
+                    await self.done(name, "eval", *options, *self.agent())
+                except ChildDied:
+                    if name == "before" and (row := evaluation(out)) and row["failed"] == row["rollouts"]:
+                        raise AgentFails(f"{reason(log)}; see {log}") from None
+                    raise
+                row = evaluation(out)
+        assert row is not None
+        by_task = {task: found["mean_reward"] for task, found in row["by_task"].items()}
+        passed = row["pass_at_k"]["1"]["value"]
+        return {key: row[key] for key in OF_EVALUATION} | {"passed": passed, "by_task": by_task}
+
+    async def train(self, api: ApiClient) -> None:
+        """Let agents work and the trainer learn, until the tasks are used up, the trainer is done, or `ended` says so.
+
+        Where tasks are used up, what is left of their rollouts is trained on.
+        """
+        options = ["--tasks", str(self.directory / "tasks.jsonl"), "--ahead", str(self.work.ahead)]
+        options += ["--repeat", str(self.passes), *self.agent()]
+        async with Supervisor(self.logs) as both:
+            trainer = await both.start(self.spec("trainer", "train", restarts=RESTARTS))
+            agents = await both.start(self.spec("agents", "run", *options))
+            trained = asyncio.ensure_future(both.keep_up(trainer))
+            worked = asyncio.ensure_future(agents.process.wait())
+            ended = asyncio.ensure_future(self.ended(api))
+            telling = asyncio.ensure_future(report_standstill(trainer.log, self.say))
+            try:
+                done, _ = await asyncio.wait((trained, worked, ended), return_when=asyncio.FIRST_COMPLETED)
+                for future in done:
+                    future.result()
+            finally:
+                for future in (trained, worked, ended, telling):
+                    future.cancel()
+                await asyncio.gather(trained, worked, ended, telling, return_exceptions=True)
+            collapsed = (await api.policy())["collapse"] is not None
+            if agents.process.returncode and not collapsed:
+                raise agents.death()
+            await agents.interrupt()
+            await trainer.interrupt()  # it finishes its step
+        if done == {worked} and not collapsed:
+            await self.done("trainer-rest", "train", "--once")
+
+    async def ended(self, api: ApiClient) -> None:
+        """Return once training is to end before the tasks are used up."""
+        await asyncio.Event().wait()
+
+    async def found(self, api: ApiClient) -> Json:
+        """Return what the proxy knows of the training."""
+        policy = await api.policy()
+        steps = (await api.request("GET", "/policy/steps", params={"limit": "1000"}))["data"]
+        everything = [one async for one in api.every_rollout()]
+        rollouts = [one for one in everything if one["mode"] == "train" and one["status"] != "discarded"]
+        curve = [{"step": one["step"], **{key: one["metrics"].get(key) for key in OF_STEP}} for one in steps]
+        return {
+            "rollouts": len(rollouts),
+            "trained_on": sum(one["step"] is not None for one in rollouts),
+            "calls": sum(one["calls"] for one in everything),
+            "tokens": sum(one["tokens"] for one in rollouts),
+            "version": policy["live_version"],
+            "best": (policy.get("best") or {}).get("story"),
+            "steps_taken": policy["steps"],
+            "collapse": policy["collapse"],
+            "steps": sorted(curve, key=lambda one: one["step"]),
+        }
+
+    def prepare(self, settings: Json, seed: int, groups: int) -> None:
+        """Write tasks.jsonl and config.yaml, with ports that are free now."""
+        self.write_tasks(groups, seed)
+        own = with_own(settings, self.directory, seed, free_port(), free_port())
+        (self.directory / "config.yaml").write_text(yaml.safe_dump(own, sort_keys=False))
+
+    def write_tasks(self, groups: int, seed: int) -> None:
+        """Write tasks.jsonl: the tasks in another order in each pass, so many in all."""
+        lines, order = [task.line for task in read_tasks(self.work.tasks)], random.Random(seed)
+        shuffled = chain.from_iterable(order.sample(lines, len(lines)) for _ in repeat(None))
+        (self.directory / "tasks.jsonl").write_text("".join(f"{line}\n" for line in islice(shuffled, groups)))
+
+    def agent(self, concurrency: int | None = None) -> list[str]:
+        """Return how `run` and `eval` start it, as many programs at once as `work` says, or `concurrency`."""
+        preload = ["--preload", self.work.preload] if self.work.preload else []
+        return [*preload, "--concurrency", str(concurrency or self.work.concurrency), "--", *self.work.agent]
+
+    def spec(self, name: str, *command: str, env: Mapping[str, str] | None = None, restarts: int = 0) -> ChildSpec:
+        """Return a command of lightning-proxy as a child, which logs to NAME.log."""
+        given = {**self.launch.env(), **(env or {})}
+        return ChildSpec(name, self.launch.argv(*command), given, may_end=True, restarts=restarts)
+
+    async def done(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> None:
+        """Run a command to its end. Raise ChildDied if it fails."""
+        async with Supervisor(self.logs) as own:
+            await own.keep_up(await own.start(self.spec(name, *command, env=env)))
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Count the block's minutes."""
+        started = time.monotonic()
+        yield
+        self.minutes[name] = round(self.minutes.get(name, 0.0) + (time.monotonic() - started) / 60, 2)
+
+
+def with_own(settings: Json, directory: Path, seed: int, proxy_port: int, vllm_port: int) -> Json:
+    """Return a trial's settings with what is its own: ports, store, folder and seed."""
+    upstreams = deepcopy(settings.get("upstreams") or [{"name": "policy"}])
+    policys = next(one for one in upstreams if one.get("kind", "vllm") == "vllm")
+    policys["base_url"] = f"http://127.0.0.1:{vllm_port}/v1"
+    own = {
+        "proxy": {"host": "127.0.0.1", "port": proxy_port},
+        "vllm": {"port": vllm_port},
+        "store": {"url": f"sqlite:///{directory / 'lightning.db'}"},
+        "policy": {"directory": str(directory / "policy")},
+        "trainer": {"seed": seed},
+        "upstreams": upstreams,
+    }
+    return merged(settings, own)
+
+
+def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> Json:
+    """Return `base` with `changes` laid over it, section by section."""
+    found = deepcopy(dict(base))
+    for key, value in changes.items():
+        below = found.get(key)
+        found[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else deepcopy(value)
+    return found
+
+
+def evaluation(file: Path) -> Json | None:
+    """Return the numbers of an evaluation that got to its end."""
+    row: Json | None = json.loads(file.read_text())["rows"][0] if file.is_file() else None
+    return row if row is not None and row["complete"] else None
+
+
+def draw(results: Sequence[Json], path: Path) -> None:
+    """Save the curves: the rewards of each step, over the rollouts so far; rings: held-out tasks. LightningError."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise LightningError("the curves need matplotlib: pip install 'lightning-proxy[demo]'") from None
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    colours: dict[str, str] = {}
+    for one in results:
+        label = None if one["variant"] in colours else one["variant"]
+        colour = colours.setdefault(one["variant"], f"C{len(colours)}")
+        steps = [step for step in one["steps"] if step["reward_mean"] is not None]
+        seen, means = [*accumulate(step["rollouts"] for step in steps)], [step["reward_mean"] for step in steps]
+        axes.plot(seen, means, marker=".", color=colour, alpha=0.6, linewidth=1, label=label)
+        ends = [one["held_out"][when]["mean_reward"] for when in ("before", "after")]
+        axes.plot([0, one["rollouts"]], ends, "o", color=colour, fillstyle="none")
+    axes.set(xlabel="rollouts", ylabel="mean reward (rings: held-out tasks)")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
