@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..core.config.root import Config
 from ..core.errors import LightningError, UpstreamTimeout, UpstreamUnreachable
 from ..serving.swap import Swap
-from ..serving.vllm import VllmFleet, VllmServer, operator_session
+from ..serving.vllm import VllmFleet, operator_session
 from ..store.opening import opened
 from ..store.store import Store
 from ..trainer.lock import only_trainer, require_free
@@ -26,23 +26,13 @@ class LearnJournal:
 
     name: str
     merged: bool
-    directories: tuple[str, ...]
+    directories: Sequence[str]
 
     def write(self, path: Path) -> None:
         """Write the whole file, then give it its name."""
         part = path.with_name(f".{path.name}.part")
-        part.write_text(
-            json.dumps({"name": self.name, "merged": self.merged, "directories": [*self.directories]}) + "\n"
-        )
+        part.write_text(json.dumps(asdict(self)) + "\n")
         part.replace(path)
-
-    @classmethod
-    def read(cls, path: Path) -> LearnJournal | None:
-        """Return the journal that a doctor left; None if none did."""
-        if not path.is_file():
-            return None
-        found = json.loads(path.read_text())
-        return cls(found["name"], found["merged"], tuple(found["directories"]))
 
 
 def journal_path(config: Config) -> Path:
@@ -62,8 +52,9 @@ async def put_back_left(config: Config, say: Callable[[str], None]) -> None:
 async def put_back_if_left(config: Config, say: Callable[[str], None]) -> None:
     """Put back what a doctor left. Whoever calls it is alone on the store."""
     path, killed = journal_path(config), "a doctor was killed while it tried whether this system learns"
-    if (journal := LearnJournal.read(path)) is None:
+    if not path.is_file():
         return
+    journal = LearnJournal(**json.loads(path.read_text()))
     try:
         await put_back(config, journal)
         say(f"{killed}: what it had changed is put back")
@@ -86,29 +77,20 @@ async def put_back(config: Config, journal: LearnJournal) -> None:
     """Unload the doctor's adapters, or load the live weights again. Raises LightningError if a server does not."""
     async with operator_session() as session:
         fleet = VllmFleet.of(config, session)
-        if not journal.merged:
-            await _unload(await fleet.reachable(), journal.name)
-        elif config.store.may_be_there:
+        if journal.merged and config.store.may_be_there:
             async with opened(config.store) as database:
                 problems = await Swap(Store(database), fleet, "merged", config.policy.directory).restore(set())
             if problem := next(filter(None, problems.values()), None):
                 raise problem
-        else:
-            for server in await fleet.reachable():
-                await _as_started(server)
-
-
-async def _unload(servers: Iterable[VllmServer], name: str) -> None:
-    for server in servers:
-        await server.unload_adapters([adapter for adapter in await server.adapters() if adapter.startswith(name)])
-
-
-async def _as_started(server: VllmServer) -> None:
-    """Load the base model's weights where others are."""
-    if await server.weight_version() != FRESH:
-        root = next(str(model["root"]) for model in await server.models() if model.get("parent") is None)
-        await server.load_weights(root)
-        await server.go_on(FRESH)
+            return
+        for server in await fleet.reachable():
+            if not journal.merged:
+                left = [adapter for adapter in await server.adapters() if adapter.startswith(journal.name)]
+                await server.unload_adapters(left)
+            elif await server.weight_version() != FRESH:  # no version was ever live: the base model's weights
+                root = next(str(model["root"]) for model in await server.models() if model.get("parent") is None)
+                await server.load_weights(root)
+                await server.go_on(FRESH)
 
 
 @asynccontextmanager

@@ -6,18 +6,17 @@ import asyncio
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....core.config.root import Config
 from ....core.errors import LightningError, PublishError
-from ....serving.vllm import VllmFleet, VllmServer
-from ....store.store import Store
+from ....serving.vllm import VllmServer
 from ....trainer.loop import TrainingLoop
-from ....trainer.step.engine import TrainingEngine
+from ....trainer.plugins import TrainerCore
 from ....trainer.step.step_metrics import nats_apart, wrong_sampler
 from ....trainer.types import Batch
 from ....trainer.verify import SURE
@@ -45,41 +44,35 @@ LARGEST_P = 0.01  # the largest p-value that counts
 
 @dataclass(slots=True)
 class LearnSteps:
-    """The steps of a second system. `config` is that system's, `rate` the learning rate of the user's own."""
+    """The steps of a second system, whose trainer is `core`. `rate`: the learning rate of the user's own."""
 
-    config: Config
+    core: TrainerCore
     api: ApiClient
     runner: Runner
     tasks: Sequence[Task]
-    engine: TrainingEngine
     loop: TrainingLoop
-    store: Store
-    vllm: VllmFleet
     rate: float
     report: Report
     step: int = 0
     _aim: Aim | None = None
-    _decode: Callable[[Sequence[int]], str] | None = None
     _rewards: dict[str, float] = field(default_factory=dict)
-    _means: list[float] = field(default_factory=list)
 
     async def run(self) -> None:
         """Take the steps. Raise Broken at the first failed check."""
         await self.loop.resume()
         for self.step in range(1, STEPS + 1):
-            answers = self._tokens(await self._work())
-            await self._reward(answers)
+            answers = self._read(await self._work())
+            mean = await self._reward(answers)
             if (batch := await self._advantages()) is None:
                 break
             before = await self._logprobs(batch)
-            await in_thread(self.engine.forward_backward, batch)
-            metrics = await in_thread(self.engine.optim_step)
+            await in_thread(self.core.engine.forward_backward, batch)
+            metrics = await in_thread(self.core.engine.optim_step)
             self._ratios(metrics)
-            found = self._likelier(batch, before, await self._logprobs(batch))
+            gained = self._likelier(batch, before, await self._logprobs(batch))
             apart = await self._publish(batch, metrics)
             if self.step > 1:
-                shown = f"mean reward {self._means[-1]:.2f}; {found}; {apart}"
-                self.report(ok(f"step {self.step}", shown))
+                self.report(ok(f"step {self.step}", f"mean reward {mean:.2f}; {gained}; {apart}"))
 
     def _say(self, check: Check) -> None:
         """Tell of the first step's checks, and of those that are not ok."""
@@ -88,64 +81,63 @@ class LearnSteps:
 
     async def _work(self) -> list[Json]:
         """Let the agent work on every task; return its rollouts with their calls."""
-        name, options = "agent", RunOptions(GROUP_SIZE, CONCURRENCY, timeout_s=self.config.run.timeout_s)
+        name, options = "agent", RunOptions(GROUP_SIZE, CONCURRENCY, timeout_s=self.core.config.run.timeout_s)
         results = await run_tasks(self.api, self.tasks, self.runner, options)
-        if all(result.failed for result in results):
-            self.report(failed(name, f"every run failed: {results[0].reason}", "correct it; `run` shows more of it"))
         ended = [result for result in results if not result.failed]
+        if not ended:
+            self.report.fail(name, f"every run failed: {results[0].reason}", "correct it; `run` shows more of it")
         rollouts = [await self.api.rollout(result.rollout_id) for result in ended]
         calls = sum(len(rollout["calls"]) for rollout in rollouts)
         if not calls:
             fix = "have it call OPENAI_BASE_URL, which `doctor` and `run` set"
-            self.report(failed(name, f"{len(ended)} runs ended, and made no call through the proxy", fix))
+            self.report.fail(name, f"{len(ended)} runs ended, and made no call through the proxy", fix)
         lost = "" if len(ended) == len(results) else f"; {len(results) - len(ended)} runs failed"
         self._say(ok(name, f"{len(ended)} rollouts of {len(self.tasks)} tasks made {calls} calls{lost}"))
         return rollouts
 
-    def _tokens(self, rollouts: Sequence[Json]) -> dict[tuple[str, str], RolloutText]:
-        """Check that calls arrived with their tokens; return the answers by rollout and task."""
+    def _read(self, rollouts: Sequence[Json]) -> dict[str, dict[str, RolloutText]]:
+        """Check that calls arrived with their tokens; return the answers by task and rollout."""
         name, calls = "calls", [call for rollout in rollouts for call in rollout["calls"]]
-        alias, good = self.config.policy.alias, [call for call in calls if call["trainable"]]
-        if not any(call["policy_version"] is not None for call in calls):
+        if all(call["policy_version"] is None for call in calls):
             asked = Counter(str(call["request"].get("model")) for call in calls).most_common(1)[0][0]
             found = f"the calls ask for {asked!r}, which is not the policy's model: they cannot be trained on"
-            self.report(failed(name, found, f"have the agent ask for the model {alias!r}"))
+            self.report.fail(name, found, f"have the agent ask for the model {self.core.config.policy.alias!r}")
         reasons = Counter(str(call["untrainable_reason"]) for call in calls if not call["trainable"])
-        found = f"{len(good)} of {len(calls)} calls have the tokens that were sampled, and how likely each was"
+        good = len(calls) - reasons.total()
+        found = f"{good} of {len(calls)} calls have the tokens that were sampled, and how likely each was"
         if reasons:
             why = reasons.most_common(1)[0][0]
             fix = "if the agent asks for that, see docs/training.md; lightning-proxy doctor names what a server lacks"
             self._say((warning if good else failed)(name, f"{found}; the others: {why}", fix))
         else:
             self._say(ok(name, found))
-        return {(r["rollout_id"], r["task_id"]): self._answer(r["calls"]) for r in rollouts}
+        from transformers import AutoTokenizer
 
-    def _answer(self, calls: Sequence[Json]) -> RolloutText:
-        """All that was sampled in these calls."""
-        if self._decode is None:
-            from transformers import AutoTokenizer
+        tokenizer = AutoTokenizer.from_pretrained(str(self.core.config.policy.model))
+        answers: dict[str, dict[str, RolloutText]] = {}
+        for rollout in rollouts:
+            sampled = [call["response_token_ids"] or [] for call in rollout["calls"] if call["trainable"]]
+            text = " ".join(str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in sampled)
+            of_task = answers.setdefault(rollout["task_id"], {})
+            of_task[rollout["rollout_id"]] = RolloutText(text, sum(map(len, sampled)))
+        return answers
 
-            tokenizer = AutoTokenizer.from_pretrained(str(self.config.policy.model))
-            self._decode = lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True))
-        sampled = [call["response_token_ids"] or [] for call in calls if call["trainable"]]
-        return RolloutText(" ".join(map(self._decode, sampled)), sum(map(len, sampled)))
-
-    async def _reward(self, answers: dict[tuple[str, str], RolloutText]) -> None:
-        """Post the rewards, and check that they arrived."""
-        groups = [*by_task(answers, {name: answer for (name, _), answer in answers.items()})]
+    async def _reward(self, answers: Mapping[str, Mapping[str, RolloutText]]) -> float:
+        """Post the rewards, check that they arrived, and return their mean."""
+        groups = [[*of_task.values()] for of_task in answers.values()]
         if self._aim is None or not self._aim.tells_apart(groups):  # the model may have learnt it since
             self._aim = aim_of(groups)
-        given = {name: self._aim.reward(answer) for (name, _), answer in answers.items()}
+        given = {name: self._aim.reward(text) for of_task in answers.values() for name, text in of_task.items()}
         body = [{"rollout_id": name, "reward": reward, "name": REWARD} for name, reward in given.items()]
         await self.api.request("POST", "/reward", body)
-        arrived = [(await self.api.rollout(name))["reward"] for name in given]
-        found = f"{self._aim}; "
-        if missing := sum(reward is None for reward in arrived):
-            found += f"{missing} of {len(given)} rewards did not arrive"
-            self.report(failed("rewards", found, "look at the lines above: the proxy says why it refused them"))
+        missing = [name for name in given if (await self.api.rollout(name))["reward"] is None]
+        if missing:
+            found = f"{self._aim}; {len(missing)} of {len(given)} rewards did not arrive"
+            self.report.fail("rewards", found, "look at the lines above: the proxy says why it refused them")
         self._rewards |= given
-        self._means.append(sum(given.values()) / len(given))
-        self._say(ok("rewards", f"{found}{len(given)} rewards arrived, {self._means[-1]:.2f} on average"))
+        mean = fmean(given.values())
+        self._say(ok("rewards", f"{self._aim}; {len(given)} rewards arrived, {mean:.2f} on average"))
+        return mean
 
     async def _advantages(self) -> Batch | None:
         """Check that the rewards tell siblings apart; return the rows of the step. None if they did before."""
@@ -157,7 +149,7 @@ class LearnSteps:
             if why is None or "equal" not in why:
                 fix = "docs/faults.md says what to do"
             if self.step == 1:
-                self.report(failed(name, f"there is nothing to learn from: {why}", fix))
+                self.report.fail(name, f"there is nothing to learn from: {why}", fix)
             found = f"the answers are all alike after step {self.step - 1}: {why}"
             self.report(warning(f"step {self.step}", found, "trainer.learning_rate is high for this model"))
             return None
@@ -174,7 +166,7 @@ class LearnSteps:
     async def _logprobs(self, batch: Batch) -> list[float]:
         """Of each row, the log-probability of its sampled tokens by the trainer's present weights."""
         rows = [sample.token_ids for sample in batch.samples]
-        found = await in_thread(self.engine.logprobs, rows)
+        found = await in_thread(self.core.engine.logprobs, rows)
         return [
             math.fsum(value for value, sampled in zip(values, sample.mask, strict=True) if sampled)
             for values, sample in zip(found, batch.samples, strict=True)
@@ -183,13 +175,13 @@ class LearnSteps:
     def _ratios(self, metrics: Json) -> None:
         """Check that the trainer finds the sampled tokens as likely as the server said they were."""
         name = "ratios"
-        kl, allowed = metrics.get("kl", 0.0), tolerance(self.engine.settings, self.config.policy)
+        kl, allowed = metrics.get("kl", 0.0), tolerance(self.core.engine.settings, self.core.config.policy)
         if fix := wrong_sampler(kl, allowed):
             found = f"{metrics['ratio_mean']:.4f} on average ({nats_apart(kl):.2g} nats off)"
-            self.report(failed(name, f"with unchanged weights they are not 1, but {found}", fix))
+            self.report.fail(name, f"with unchanged weights they are not 1, but {found}", fix)
         if metrics["skipped"]:
-            why = self.engine.skipped_because
-            self.report(failed("step", f"the step was skipped: {why}", "docs/faults.md says what to do"))
+            why = self.core.engine.skipped_because
+            self.report.fail("step", f"the step was skipped: {why}", "docs/faults.md says what to do")
         found = f"{metrics['ratio_mean']:.4f} on average, {metrics['ratio_max']:.3f} at most"
         self._say(ok(name, f"with unchanged weights they are 1: {found}"))
 
@@ -200,14 +192,14 @@ class LearnSteps:
             of_task = changes.setdefault(sample.task_id, {})
             of_task[sample.rollout_id] = of_task.get(sample.rollout_id, 0.0) + new - old
         groups = [([self._rewards[name] for name in task], [*task.values()]) for task in changes.values()]
-        found, rate = likelier(groups), self.engine.rate.value
+        found, rate = likelier(groups), self.core.engine.rate.value
         gained = f"{found.nats:+.3g} nats (p = {found.p:.2g})"
         if not any(change for _, of_task in groups for change in of_task):
             fix = "set a larger trainer.learning_rate (docs/training.md has usual ones)"
-            self.report(failed("likelier", f"the step moved no weight: trainer.learning_rate is {rate:g}", fix))
+            self.report.fail("likelier", f"the step moved no weight: trainer.learning_rate is {rate:g}", fix)
         if not found.is_sure and self.step == 1:  # later, too few siblings may differ for a test
             fix = "run it again; if it stays so, look at your own trainer.loss or credit, and at trainer.learning_rate"
-            self.report(failed("likelier", f"a step did not make what was rewarded likelier: {gained}", fix))
+            self.report.fail("likelier", f"a step did not make what was rewarded likelier: {gained}", fix)
         own = "" if rate == self.rate else f", at a learning rate of {rate:g} (yours is {self.rate:g})"
         self._say(ok("likelier", f"a step made what was rewarded likelier than the rest: {gained}{own}"))
         return gained
@@ -220,9 +212,18 @@ class LearnSteps:
                 await self.loop.conclude(batch, metrics)
                 metrics |= await self.loop.verify_live()
         except TimeoutError:
-            self.report(failed(name, f"they are not live after {PUBLISH_S:.0f} s", fix))
+            self.report.fail(name, f"they are not live after {PUBLISH_S:.0f} s", fix)
+        except PublishError as error:
+            if missing := await self._not_served():
+                fix = f"{RESTART}, which adds --enable-lora and --max-lora-rank; its log says more"
+                self.report.fail(name, f"vLLM took the adapter {missing} and does not serve it", fix)
+            fix = (
+                f"vLLM took the new weights and answers with others: {RESTART}; behind a router, name every server in "
+                "upstreams.servers; give vLLM and trainer the same model and dtype"
+            )
+            self.report.fail(name, error.message, fix)
         except LightningError as error:
-            self.report(await self._unpublished(name, error))
+            self.report.fail(name, error.message, f"{RESTART}; its log says more")
         apart = float(metrics.get("verify_deviations", 0.0))
         shown = f"{apart:.0f} standard deviations apart"
         if apart < SURE:
@@ -232,21 +233,14 @@ class LearnSteps:
             self._say(ok(name, f"the server answers with them and not with the old ones: {shown}"))
         return shown
 
-    async def _unpublished(self, name: str, error: LightningError) -> Check:
-        """Why the new weights are not served, and what to do."""
-        version = max(await self.store.versions.all(), key=lambda version: version.version)
-        if self.config.policy.publish == "lora" and isinstance(error, PublishError):
-            served = {model["id"] for model in await self.vllm.first(VllmServer.models)}
-            if missing := [model for model in version.served_models if model not in served]:
-                fix = f"{RESTART}, which adds --enable-lora and --max-lora-rank; its log says more"
-                return failed(name, f"vLLM took the adapter {missing[0]} and does not serve it", fix)
-        if isinstance(error, PublishError):
-            fix = (
-                f"vLLM took the new weights and answers with others: {RESTART}; behind a router, name every server in "
-                "upstreams.servers; give vLLM and trainer the same model and dtype"
-            )
-            return failed(name, error.message, fix)
-        return failed(name, error.message, f"{RESTART}; its log says more")
+    async def _not_served(self) -> str | None:
+        """Return the newest version's adapter that vLLM took and does not list."""
+        swap = self.core.swap
+        if swap is None or self.core.config.policy.publish != "lora":
+            return None
+        version = max(await self.core.store.versions.all(), key=lambda version: version.version)
+        served = {model["id"] for model in await swap.vllm.first(VllmServer.models)}
+        return next((model for model in version.served_models if model not in served), None)
 
 
 class RolloutText(NamedTuple):
@@ -258,26 +252,25 @@ class RolloutText(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A synthetic reward: 1 for answers with the `word`; without one, more for fewer tokens of at most `longest`."""
+    """A synthetic reward: 1 for answers with the word or letter `piece`; without one, more for fewer tokens."""
 
-    word: str | None
+    piece: str | None
     longest: int = 1
-    is_letter: bool = False
 
     def reward(self, answer: RolloutText) -> float:
         """Return the reward of an answer, between 0 and 1."""
-        if self.word is None:
+        if self.piece is None:
             return max(0.0, 1 - answer.tokens / self.longest)
-        return float(self.word in (_letters if self.is_letter else _words)(answer.text))
+        return float(self.piece in _pieces(answer.text))
 
     def tells_apart(self, groups: Sequence[Sequence[RolloutText]]) -> bool:
         """Return whether siblings have different rewards."""
         return any(len({self.reward(answer) for answer in group}) > 1 for group in groups)
 
     def __str__(self) -> str:
-        if self.word is None:
+        if self.piece is None:
             return "more for a shorter answer"
-        return f'1 for an answer with the {"letter" if self.is_letter else "word"} "{self.word}"'
+        return f'1 for an answer with the {"letter" if len(self.piece) == 1 else "word"} "{self.piece}"'
 
 
 def aim_of(groups: Sequence[Sequence[RolloutText]]) -> Aim:
@@ -287,40 +280,23 @@ def aim_of(groups: Sequence[Sequence[RolloutText]]) -> Aim:
     >>> str(aim_of([group]))
     '1 for an answer with the word "red"'
     """
-    for find, is_letter in ((_words, False), (_letters, True)):
-        found = [[find(answer.text) for answer in group] for group in groups]
-        if (word := _tells_apart(found)) is not None:
-            return Aim(word, is_letter=is_letter)
-    return Aim(None, max(answer.tokens for group in groups for answer in group) or 1)
-
-
-def _tells_apart(groups: Sequence[Sequence[set[str]]]) -> str | None:
-    """The piece that differs most among siblings; of several the first by name."""
+    found = [[_pieces(answer.text) for answer in group] for group in groups]
     total = sum(map(len, groups))
-    score: dict[str, float] = {}
-    for piece in sorted(set().union(*(pieces for group in groups for pieces in group))):
-        shares = [sum(piece in pieces for pieces in group) / len(group) for group in groups if group]
-        counted = sum(piece in pieces for group in groups for pieces in group)
-        if SELDOM <= counted / total <= OFTEN:
-            score[piece] = sum(share * (1 - share) for share in shares)
-    best = max(score, key=lambda piece: score[piece], default=None)
-    return best if best is not None and score[best] > 0 else None
+    best: tuple[bool, float] = (False, 0.0)
+    aim = Aim(None, max(answer.tokens for group in groups for answer in group) or 1)
+    for piece in sorted({piece for group in found for pieces in group for piece in pieces}):
+        having = [sum(piece in pieces for pieces in group) for group in found]
+        shares = [count / len(group) for count, group in zip(having, groups, strict=True) if group]
+        score = (len(piece) > 1, sum(share * (1 - share) for share in shares))
+        if SELDOM <= sum(having) / total <= OFTEN and score[1] > 0 and score > best:
+            best, aim = score, Aim(piece)
+    return aim
 
 
-def _words(text: str) -> set[str]:
-    return {word for word in re.findall(r"[^\W_]+", text.lower()) if len(word) > 1}
-
-
-def _letters(text: str) -> set[str]:
-    return {letter for letter in text.lower() if letter.isalpha()}
-
-
-def by_task(named: Iterable[tuple[str, str]], answers: Mapping[str, RolloutText]) -> Iterator[list[RolloutText]]:
-    """Yield the answers of each task's rollouts. `named`: rollouts with their tasks."""
-    tasks: dict[str, list[RolloutText]] = {}
-    for rollout_id, task_id in named:
-        tasks.setdefault(task_id, []).append(answers[rollout_id])
-    yield from tasks.values()
+def _pieces(text: str) -> set[str]:
+    """The words of a text, and its letters."""
+    words = re.findall(r"[^\W_]+", text.lower())
+    return {word for word in words if len(word) > 1} | {letter for letter in text.lower() if letter.isalpha()}
 
 
 class Likelier(NamedTuple):

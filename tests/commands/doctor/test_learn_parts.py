@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lightning_proxy.commands.doctor.learn.learn import prompt_of
+from lightning_proxy.commands.doctor.learn.agent import prompt_of
 from lightning_proxy.commands.doctor.learn.steps import RolloutText, aim_of, likelier
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from lightning_proxy.commands.doctor.doctor import check_server
+from lightning_proxy.commands.doctor.doctor import check_servers
 from lightning_proxy.core.config.address import secrets_in, shown, without_secrets
 from lightning_proxy.core.config.section import check_url
 from lightning_proxy.core.config.upstreams import UpstreamConfig
@@ -57,7 +57,7 @@ async def test_a_key_in_an_address_is_in_no_answer_record_or_log(
             async with system.session.get(f"{system.url}/rollouts/r") as record:
                 text += await record.text()
             text += json.dumps(await system.call("GET", "/readyz"))
-            check = await check_server(system.config, system.session, other, other.urls[0])
+            check = await check_servers(system.config, system.session, other)
     assert f"key={KEY}".encode() in asked[0] and b"Basic " in asked[0], "it is sent"
     store = b"".join(file.read_bytes() for file in tmp_path.glob("store.db*"))
     for secret in (KEY, PASSWORD):
