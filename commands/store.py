@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .command_line import Commands, configuration
+from .command_line import Commands, Json, configuration
 
 if TYPE_CHECKING:
     from ..core.config.server import StoreConfig
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Show how large the store is, make its file smaller, copy it."
 )
-
-Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 
 
 @app.command()
@@ -96,10 +94,10 @@ def migrate_store(
     the end, or not at all.
     """
     from .formats import count
-    from .migrate.migrate import moved
+    from .migrate.migrate import move
     from .signals import run_until_signal
 
-    rows = run_until_signal(moved(source, target))
+    rows = run_until_signal(move(source, target))
     typer.echo(f"{count(rows)} rows moved, each compared. The weights are not in the store (policy.directory)")
 
 

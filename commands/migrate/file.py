@@ -7,7 +7,7 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ...core.config.server import StoreConfig
 from ...core.errors import LightningError
@@ -37,40 +37,15 @@ class Table:
     key: tuple[str, ...]
 
 
-class Source(Protocol):
-    """A store that is read as it was at one moment. Its records are as SQLite keeps them."""
-
-    async def count(self, table: Table) -> int: ...
-
-    def read(self, table: Table) -> AsyncIterator[Record]: ...
-
-    def require_unchanged(self) -> None:
-        """Raise LightningError if what was read may not be of one moment."""
-
-
-class NewStore(Source, Protocol):
-    """A new store, which is there only when the block that makes it ends without an error."""
-
-    async def fill(self, table: Table, records: AsyncIterable[Record]) -> None: ...
-
-    def kept(self, record: Record) -> Record:
-        """Return the record as this store keeps it."""
-        ...
-
-    async def finish(self) -> None:
-        """Make it as a store is in use, once all tables are filled."""
-
-
 def read_tables(schema: sqlite3.Connection) -> list[Table]:
     """Return the tables of an SQLite store, but for `schema_numbers`, which each store has for itself."""
     names = "SELECT name FROM sqlite_master WHERE type = 'table' AND name <> 'schema_numbers' ORDER BY rowid"
-    return [_table(schema, name) for (name,) in schema.execute(names)]
-
-
-def _table(schema: sqlite3.Connection, name: str) -> Table:
-    columns = [(row[1], row[5]) for row in schema.execute(f"PRAGMA table_info({name})")]  # name, and place in the key
-    key = sorted((place, column) for column, place in columns if place)
-    return Table(name, tuple(column for column, _ in columns), tuple(column for _, column in key))
+    tables = []
+    for (name,) in schema.execute(names).fetchall():
+        columns = [(row[1], row[5]) for row in schema.execute(f"PRAGMA table_info({name})")]  # and its place in the key
+        key = sorted((place, column) for column, place in columns if place)
+        tables.append(Table(name, tuple(column for column, _ in columns), tuple(column for _, column in key)))
+    return tables
 
 
 def quoted(columns: tuple[str, ...]) -> str:
@@ -78,7 +53,7 @@ def quoted(columns: tuple[str, ...]) -> str:
 
 
 class FileStore:
-    """A connection to the file. `idle`: where nobody may write to it meanwhile."""
+    """A store as it was at one moment, or a new one. `idle`: where nobody may write to the file meanwhile."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path, idle: IdleFile | None = None) -> None:
         self._connection = connection
@@ -96,6 +71,7 @@ class FileStore:
                 yield tuple(row)
 
     def require_unchanged(self) -> None:
+        """Raise LightningError if what was read may not be of one moment."""
         if self._idle is not None and self._idle.is_written():
             raise LightningError(
                 f"{self._path} was written to meanwhile: stop the proxy and the trainer, and try again"
@@ -113,9 +89,11 @@ class FileStore:
         self._connection.executemany(sql, batch)
 
     def kept(self, record: Record) -> Record:
+        """Return the record as this store keeps it."""
         return record
 
     async def finish(self) -> None:
+        """Check the new store, once all tables are filled."""
         if wrong := self._connection.execute("PRAGMA foreign_key_check").fetchone():
             raise LightningError(f"a row of {wrong[0]} refers to one of {wrong[2]} that is not there")
 

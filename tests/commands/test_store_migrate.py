@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_proxy.commands.migrate.file import file_to_read, new_file
-from lightning_proxy.commands.migrate.migrate import _tables as all_tables
+from lightning_proxy.commands.migrate.migrate import all_tables
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import LightningError, StoreUnavailable
 from lightning_proxy.core.records import Reward, RolloutName
