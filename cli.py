@@ -165,7 +165,7 @@ def train(
     """Run the trainer alone."""
     from .commands.train import train as run
     from .core.errors import ConfigError
-    from .trainer.plugins import Offline, methods
+    from .trainer.plugins import Offline, Run, methods
 
     if method not in methods():
         raise ConfigError(f"--method is {', '.join(methods())}; got {method!r}")
@@ -177,13 +177,8 @@ def train(
     overrides = {"tune.sft.min_reward": min_reward, **({f"tune.{method}.epochs": epochs} if tuning else {})}
     _write_for_the_owner_only()
     config = configuration(context, {"policy.model": model, "trainer.max_steps": max_steps, **overrides})
-    run(
-        config,
-        once=once,
-        offline=Offline(data, directory, epochs or 1) if offline else None,
-        method=method,
-        file=context.obj,
-    )
+    from_data = Offline(data, directory, epochs or 1) if offline else None
+    run(config, Run(method=method, once=once, offline=from_data, file=context.obj))
 
 
 @app.command(rich_help_panel=SYSTEM)
@@ -215,10 +210,7 @@ def run(
         Literal["train", "eval"], typer.Option(help="`train`, or `eval`: recorded but never trained on")
     ] = "train",
     repeat: Annotated[int, typer.Option(metavar="N", min=1, help="passes over the tasks")] = 1,
-    ahead: Annotated[
-        float | None,
-        typer.Option(metavar="N", min=0, max=1000, help=AHEAD),
-    ] = None,
+    ahead: Annotated[float | None, typer.Option(metavar="N", min=0, max=1000, help=AHEAD)] = None,
     budget: Annotated[
         float | None, typer.Option(metavar="USD", min=0, help="begin no rollouts once so much is spent; exit code 3")
     ] = None,
@@ -354,7 +346,10 @@ def demo(
     from .commands.demo.demo import DemoOptions
     from .commands.demo.demo import demo as run
 
-    run(DemoOptions(steps, seed, directory, model, repeat, ahead, api), resume=resume)
+    options = DemoOptions(
+        steps=steps, seed=seed, directory=directory, model=model, repeat=repeat, ahead=ahead, api=api
+    )
+    run(options, resume=resume)
 
 
 @app.command(rich_help_panel=SYSTEM)
@@ -456,8 +451,11 @@ def doctor(
     if learn:
         from .commands.doctor.learn.learn import LearnRequest, learn_command
 
-        modules = preload.split(",") if preload else []
-        done = learn_command(context.obj, LearnRequest(tasks, command or [], yes, as_json, modules, model))
+        request = LearnRequest(
+            tasks=tasks, command=command or [], yes=yes, as_json=as_json, model=model,
+            preload=preload.split(",") if preload else [],
+        )  # fmt: skip
+        done = learn_command(context.obj, request)
     else:
         from .commands.doctor.doctor import doctor as run
 

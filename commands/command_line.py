@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,7 @@ from ..core.features import modules
 
 if TYPE_CHECKING:
     from ..core.config.root import Config
-    from .api_client import ApiClient, OpenRollout
+    from .api_client import OpenRollout
 
 START, SYSTEM, WORK, RECORD = "First steps", "The system", "Work and rewards", "What was recorded and learnt"
 GROUPS = (START, SYSTEM, WORK, RECORD)
@@ -67,33 +67,21 @@ def config_file(given: Path | None) -> Path | None:
 
 def rollout_ids(context: typer.Context, incomplete: str) -> list[str]:
     """Return ids of the newest rollouts that begin so."""
-
-    async def look(api: ApiClient) -> Iterable[str]:
-        return [one["rollout_id"] for one in (await api.rollouts(limit=NEWEST))["data"]]
-
-    return known(context, incomplete, look)
+    return known(context, incomplete, f"/rollouts?limit={NEWEST}", lambda data: [one["rollout_id"] for one in data])
 
 
 def task_ids(context: typer.Context, incomplete: str) -> list[str]:
     """Return ids of tasks that begin so."""
-
-    async def look(api: ApiClient) -> Iterable[str]:
-        return [one["task_id"] for one in (await api.request("GET", "/tasks"))["data"]]
-
-    return known(context, incomplete, look)
+    return known(context, incomplete, "/tasks", lambda data: [one["task_id"] for one in data])
 
 
 def versions(context: typer.Context, incomplete: str) -> list[str]:
     """Return numbers of policy versions that begin so."""
-
-    async def look(api: ApiClient) -> Iterable[str]:
-        return [str(one["version"]) for one in (await api.request("GET", "/policy/versions"))["data"]]
-
-    return known(context, incomplete, look)
+    return known(context, incomplete, "/policy/versions", lambda data: [one["version"] for one in data])
 
 
-def known(context: typer.Context, incomplete: str, look: Callable[[ApiClient], Awaitable[Iterable[str]]]) -> list[str]:
-    """Return what the proxy knows that begins so; nothing if it does not answer soon."""
+def known(context: typer.Context, incomplete: str, path: str, names: Callable[[list[Any]], Iterable[Any]]) -> list[str]:
+    """Return the `names` in the data at this path of the proxy that begin so; none if it does not answer soon."""
     import asyncio
 
     from ..core.config.file import load_config
@@ -102,10 +90,10 @@ def known(context: typer.Context, incomplete: str, look: Callable[[ApiClient], A
 
     try:
         config = load_config(config_file(context.find_root().params.get("config")))
-        found = ask(config, lambda api: asyncio.wait_for(look(api), PATIENCE_S))
+        found = ask(config, lambda api: asyncio.wait_for(api.request("GET", path), PATIENCE_S))
     except (LightningError, TimeoutError):
         return []
-    return sorted({name for name in found if name and name.startswith(incomplete)})
+    return sorted({str(name) for name in names(found["data"]) if name is not None and str(name).startswith(incomplete)})
 
 
 def variables(proxy_url: str, rollout: OpenRollout) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,22 +10,35 @@ import typer
 
 from ..core.errors import ConfigError, LightningError
 
-# What a value may be written as without quotes, in YAML.
-_PLAIN = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./:"
-COLUMN = 40
+START = """\
+# Every key that is not here has its default.
+# A variable can set each key, too: LIGHTNING_PROXY__PORT=9000.
 
+proxy:
+  port: {port}    # agents use http://127.0.0.1:{port}/v1
 
-@dataclass(frozen=True, slots=True)
-class InitOptions:
-    """The options. None: the key is left out, and has its default."""
+store:
+  url: {store}    # what is recorded
+"""
+UPSTREAM = """
+upstreams:
+  - name: policy
+    kind: {kind}    # {recorded}
+    base_url: {upstream}    # what answers the agents
+"""
+NO_MODEL = """
+# To train: a Hugging Face id or a directory.
+# policy:
+#   model: Qwen/Qwen3-0.6B
+"""
+MODEL = """
+policy:
+  model: {model}    # what vLLM serves and the trainer trains
 
-    model: str | None
-    port: int
-    store: Path
-    upstream: str | None
-    kind: str
-    group_size: int
-    tasks_per_step: int
+trainer:
+  group_size: {group_size}    # rollouts of a task, compared with each other
+  tasks_per_step: {tasks_per_step}    # groups that make a step
+"""
 
 
 def init(
@@ -43,68 +55,36 @@ def init(
     force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
 ) -> None:
     """Write a small commented configuration."""
-    options = InitOptions(model, port, store, upstream, kind, group_size, tasks_per_step)
-    typer.echo(write(file, options, force=force), err=True)
+    recorded = "recorded with token ids, and trained on" if kind == "vllm" else "recorded"
+    url = json.dumps(f"sqlite:///{store}", ensure_ascii=False)
+    text = START.format(port=port, store=url)
+    if upstream is not None:
+        text += UPSTREAM.format(kind=kind, recorded=recorded, upstream=json.dumps(upstream, ensure_ascii=False))
+    if model is None:
+        text += NO_MODEL
+    else:
+        named = json.dumps(model, ensure_ascii=False)
+        text += MODEL.format(model=named, group_size=group_size, tasks_per_step=tasks_per_step)
+    write(file, text, force=force)
+    option = "" if file == Path("config.yaml") else f"--config {file} "
+    command = "up" if model and not upstream else "serve"
+    typer.echo(f"wrote {file}; next: lightning-proxy {option}{command}", err=True)
 
 
-def write(path: Path, options: InitOptions, *, force: bool) -> str:
-    """Write the file and return what to do next. Raise ConfigError for a wrong option, LightningError if it fails."""
+def write(path: Path, text: str, *, force: bool) -> None:
+    """Write the configuration, once it is checked. ConfigError for a wrong option, LightningError if it fails."""
     from ..core.config.file import load_config
 
     if path.exists() and not force:
         raise LightningError(f"{path} already exists; --force overwrites it")
-    text = configuration(options)
     part = path.with_name(f".{path.name}.part")
     try:
         part.write_text(text)
-        try:
-            load_config(part)
-        except ConfigError as error:
-            raise ConfigError(error.message.replace(str(part), str(path))) from None
+        load_config(part)
         part.replace(path)
+    except ConfigError as error:
+        raise ConfigError(error.message.replace(str(part), str(path))) from None
     except OSError as error:
         raise LightningError(f"cannot write {path}: {error.strerror}") from None
     finally:
         part.unlink(missing_ok=True)
-    option = "" if path == Path("config.yaml") else f"--config {path} "
-    command = "up" if options.model and not options.upstream else "serve"
-    return f"wrote {path}; next: lightning-proxy {option}{command}"
-
-
-def configuration(options: InitOptions) -> str:
-    """Return the configuration as YAML."""
-    lines = [
-        "# Every key that is not here has its default.",
-        "# A variable can set each key, too: LIGHTNING_PROXY__PORT=9000.",
-        "",
-        "proxy:",
-        _line("port", options.port, f"agents use http://127.0.0.1:{options.port}/v1", 2),
-        "",
-        "store:",
-        _line("url", f"sqlite:///{options.store}", "what is recorded", 2),
-    ]
-    if options.upstream is not None:
-        comment = {"vllm": "recorded with token ids, and trained on"}.get(options.kind, "recorded")
-        lines += ["", "upstreams:", _line("- name", "policy", "", 2), _line("kind", options.kind, comment, 4)]
-        lines += [_line("base_url", options.upstream, "what answers the agents", 4)]
-    if options.model is None:
-        lines += ["", "# To train: a Hugging Face id or a directory.", "# policy:", "#   model: Qwen/Qwen3-0.6B"]
-        return "\n".join(lines) + "\n"
-    lines += [
-        "",
-        "policy:",
-        _line("model", options.model, "what vLLM serves and the trainer trains", 2),
-        "",
-        "trainer:",
-    ]
-    lines += [_line("group_size", options.group_size, "rollouts of a task, compared with each other", 2)]
-    lines += [_line("tasks_per_step", options.tasks_per_step, "groups that make a step", 2)]
-    return "\n".join(lines) + "\n"
-
-
-def _line(name: str, value: object, comment: str, indent: int) -> str:
-    text = str(value)
-    is_plain = text[:1].isalpha() and not text.endswith(":") and all(character in _PLAIN for character in text)
-    shown = text if isinstance(value, int) or is_plain else json.dumps(text)
-    line = f"{' ' * indent}{name}: {shown}"
-    return f"{line:<{COLUMN - 1}} # {comment}" if comment else line

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from .command_line import Commands, configuration
+from .command_line import Commands, Json, configuration
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..store.keys import Keyring, Role, Scope, StoredKey
+    from ..store.keys import Keyring, Role, StoredKey
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, help="Make and revoke the keys of agents and admins.")
 
 T = TypeVar("T")
-Json = Annotated[bool, typer.Option("--json", help="print JSON, for programs")]
 Name = Annotated[str, typer.Argument(metavar="NAME")]
 PER_WORKER = "in each worker; default: proxy.limits"
 Number = Annotated[int | None, typer.Option(metavar="N", min=1, max=2**31 - 1, help=PER_WORKER)]
@@ -51,11 +50,14 @@ def create(
         raise ConfigError(f"--scope is all or own, got {scope!r}")
     if admin and scope == "own":
         raise ConfigError("an admin's key sees all rollouts: leave out --admin or --scope own")
-    limits = Limits(requests_per_minute, tokens_per_minute, concurrent)
     role: Role = "admin" if admin else "agent"
-    reach: Scope = "own" if scope == "own" else "all"
-    more: dict[str, Any] = {"recording": recording, "scope": reach, "evaluator": evaluator}
-    key, stored = _with_keyring(context, lambda ring: ring.create(name, role, limits, **more))
+    key, stored = _with_keyring(
+        context,
+        lambda ring: ring.create(
+            name, role, Limits(requests_per_minute, tokens_per_minute, concurrent), recording=recording,
+            scope="own" if scope == "own" else "all", evaluator=evaluator,
+        ),
+    )  # fmt: skip
     if as_json:
         print_json({"key": key} | _view(stored))
         return

@@ -18,7 +18,7 @@ from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
 from uvicorn import Config as Uvicorn
@@ -30,7 +30,7 @@ from ..core.config.root import Config
 from ..core.errors import LightningError
 from ..proxy.gateway.server import ServerProtocol, calls_at_once, files_allowed, raise_limit
 from ..serving.mode import check_base_model, publish_mode
-from .formats import address
+from .formats import address, how_it_ended
 from .lines import CallLines, LogFormat, say, set_up
 from .system.processes import require_free_port
 
@@ -80,27 +80,22 @@ def serve(config: Config, log_format: LogFormat = "text", *, calls: bool | None 
     asyncio.run(check_plugins(config))
     asyncio.run(require_keys(config))
     require_free_port(config.proxy.host, config.proxy.port, "proxy.port")
-    shown = Shown(log_format, sys.stderr.isatty() if calls is None else calls)
     set_up(log_format)
     raise_limit()
+    calls = sys.stderr.isatty() if calls is None else calls
     if config.proxy.workers == 1:
-        _serve_here(config, shown)
-    else:
-        with tempfile.TemporaryDirectory(prefix="lightning-metrics-") as shared:
-            _serve_in_workers(config, shown, shared)
+        _serve_here(config, calls=calls)
+        return
+    from ..proxy.gateway.metrics import SHARED
+
+    with tempfile.TemporaryDirectory(prefix="lightning-metrics-") as shared:
+        os.environ[SHARED] = shared  # the workers are started anew, not forked
+        _serve_in_workers(config, partial(_worker, config, log_format, calls))
 
 
-class Shown(NamedTuple):
-    """The format of a server's log lines, and whether each call gets one."""
-
-    format: LogFormat
-    calls: bool
-
-
-def _serve_here(config: Config, shown: Shown) -> None:
-    lines = _lines(config, shown)
-    uvicorn = Uvicorn(_app(config, lines), **uvicorn_options(config.proxy))
-    server = OneServer(uvicorn, partial(_say_serving, config), partial(_say_stopping, config.proxy))
+def _serve_here(config: Config, *, calls: bool) -> None:
+    lines = _lines(config, calls)
+    server = OneServer(Uvicorn(_app(config, lines), **uvicorn_options(config.proxy)), config)
     # Having ended as it was asked to, uvicorn raises the signal again: SIGTERM is then no failure either.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):
@@ -110,14 +105,9 @@ def _serve_here(config: Config, shown: Shown) -> None:
         raise typer.Exit(STARTUP_FAILURE)
 
 
-def _serve_in_workers(config: Config, shown: Shown, shared: str) -> None:
+def _serve_in_workers(config: Config, worker: Callable[[], ASGIApp]) -> None:
     """Serve in several workers, under uvicorn's supervisor, which starts one again that dies."""
-    from ..proxy.gateway.metrics import SHARED
-
-    os.environ[SHARED] = shared  # the workers are started anew, not forked
-    uvicorn = Uvicorn(
-        partial(_worker, config, shown), factory=True, workers=config.proxy.workers, **uvicorn_options(config.proxy)
-    )
+    uvicorn = Uvicorn(worker, factory=True, workers=config.proxy.workers, **uvicorn_options(config.proxy))
     listener = uvicorn.bind_socket()
     listener.listen(uvicorn.backlog)  # clients that come before the workers do wait for them
     supervisor = SeveralServers(uvicorn, sockets=[listener])
@@ -137,26 +127,20 @@ def _say_serving(config: Config, port: int) -> None:
     say(f"{calls:,} calls at once: {files:,} files may be open{where} (ulimit -Hn)", calls=calls, files=files)
 
 
-def _say_stopping(proxy: ProxyConfig, running: int) -> None:
-    calls = "1 call is" if running == 1 else f"{running} calls are"
-    text = f"stopping: {calls} under way, for at most {proxy.stop_timeout_s:g} s more; another Ctrl-C ends it now"
-    say(text, event="stopping", running=running)
-
-
-def _worker(config: Config, shown: Shown) -> ASGIApp:
+def _worker(config: Config, log_format: LogFormat, calls: bool) -> ASGIApp:
     from ..proxy.gateway.metrics import SHARED
 
-    set_up(shown.format, Path(os.environ[SHARED]))
+    set_up(log_format, Path(os.environ[SHARED]))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C on a terminal reaches all; the supervisor passes it on
-    return _app(config, _lines(config, shown))
+    return _app(config, _lines(config, calls))
 
 
-def _lines(config: Config, shown: Shown) -> CallLines:
+def _lines(config: Config, calls: bool) -> CallLines:
     from ..core.redact import Redactor
 
     redact = config.recording.redact.model_copy(update={"secrets": True})  # a log is read by more than the store is
-    return CallLines(each=shown.calls, redacted=Redactor(redact, config.keys()).text)
+    return CallLines(each=calls, redacted=Redactor(redact, config.keys()).text)
 
 
 def _app(config: Config, lines: CallLines) -> ASGIApp:
@@ -217,20 +201,22 @@ def _end_with_parent() -> None:
 
 
 class OneServer(Server):
-    """A server in this process. `started` is called with its port, `stopping` with the number of open requests."""
+    """A server in this process, which says when it serves, and that it stops."""
 
-    def __init__(self, config: Uvicorn, started: Callable[[int], None], stopping: Callable[[int], None]) -> None:
-        super().__init__(config)
-        self._has_started, self._is_stopping = started, stopping
+    def __init__(self, uvicorn: Uvicorn, config: Config) -> None:
+        super().__init__(uvicorn)
+        self._ours = config
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets)
         if self.started:
-            self._has_started(self.servers[0].sockets[0].getsockname()[1])
+            _say_serving(self._ours, self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: Any = None) -> None:
-        if self.server_state.tasks:
-            self._is_stopping(len(self.server_state.tasks))
+        if running := len(self.server_state.tasks):
+            calls = "1 call is" if running == 1 else f"{running} calls are"
+            wait = f"for at most {self._ours.proxy.stop_timeout_s:g} s more; another Ctrl-C ends it now"
+            say(f"stopping: {calls} under way, {wait}", event="stopping", running=running)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -252,9 +238,7 @@ class SeveralServers(Multiprocess):
         super().keep_subprocess_alive()
         for old, new in zip(before, self.processes, strict=True):
             if old is not new:
-                code = old.exitcode or 0
-                how = f"signal {-code}" if code < 0 else f"exit code {code}"
-                log.error("worker %s died (%s): another was started", old.pid, how)
+                log.error("worker %s died (%s): another was started", old.pid, how_it_ended(old.exitcode or 0))
 
     def terminate_all(self) -> None:
         for listener in self.sockets:

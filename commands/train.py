@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..core.config.root import Config
@@ -20,7 +19,7 @@ from ..core.errors import LightningError
 from ..proxy.dialects.as_chat.recorded import as_chat
 from ..serving.mode import check_base_model, has_gpu
 from ..trainer.plan import make_plan
-from ..trainer.plugins import Offline, Run, check
+from ..trainer.plugins import Run, check
 from .put_back import put_back_left
 from .vllm import require_model, visible_gpus
 
@@ -28,21 +27,12 @@ LAUNCHER_POLL_S = 1.0
 M_ARENA_MAX = -8  # of malloc.h
 
 
-def train(
-    config: Config,
-    *,
-    once: bool = False,
-    offline: Offline | None = None,
-    method: str = "rl",
-    file: Path | None = None,
-) -> None:
+def train(config: Config, run: Run) -> None:
     """Train until SIGINT or SIGTERM (it finishes the step under way) or `max_steps`; with `once`, on what is ready.
-
-    `file`: the one that the configuration was read from.
 
     Methods other than rl are one run, which SIGINT and SIGTERM interrupt; the next start resumes it.
     """
-    run = Run(method, once, offline, launched=_has_launcher(), file=file)
+    run = replace(run, launched=_has_launcher())
     config = prepared(config, run)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     quiet()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import quote
@@ -14,7 +13,6 @@ from ...commands.command_line import RECORD, Commands, Json, configuration, know
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ...commands.api_client import ApiClient
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Show and change the prompts that take the place of an agent's own."
@@ -23,21 +21,17 @@ app = typer.Typer(
 
 def names(context: typer.Context, incomplete: str) -> list[str]:
     """Return names of prompts that begin so, for a shell that completes them."""
-    return known(context, incomplete, lambda api: _of_prompts(api, lambda prompt: [prompt["name"]]))
+    return known(context, incomplete, "/prompts", lambda data: [prompt["name"] for prompt in data])
 
 
 def numbers(context: typer.Context, incomplete: str) -> list[str]:
     """Return versions of the prompt that is named before."""
+    name = context.params.get("name")
 
-    def of(prompt: dict[str, Any]) -> list[str]:
-        mine = prompt["name"] == context.params.get("name")
-        return [str(one["version"]) for one in prompt["versions"] if mine]
+    def of_prompt(data: list[Any]) -> list[int]:
+        return [one["version"] for prompt in data if prompt["name"] == name for one in prompt["versions"]]
 
-    return known(context, incomplete, lambda api: _of_prompts(api, of))
-
-
-async def _of_prompts(api: ApiClient, of: Callable[[dict[str, Any]], list[str]]) -> list[str]:
-    return [one for prompt in (await api.request("GET", "/prompts"))["data"] for one in of(prompt)]
+    return known(context, incomplete, "/prompts", of_prompt)
 
 
 Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=names)]

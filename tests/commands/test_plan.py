@@ -19,6 +19,7 @@ from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.serving import mode
 from lightning_proxy.trainer import plan as plan_module
 from lightning_proxy.trainer.plan import make_plan
+from lightning_proxy.trainer.plugins import Run
 from support.model_sizes import SIZES
 
 Machine = Callable[[str, list[float]], Config]
@@ -70,9 +71,9 @@ def test_the_trainer_sees_one_gpu_unless_a_launcher_shares_them_out(on: Any, mon
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    train_module.train(config)
+    train_module.train(config, Run())
     monkeypatch.setenv("WORLD_SIZE", "1")
-    train_module.train(config)
+    train_module.train(config, Run())
     assert seen == [None, "1"]
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
 
@@ -94,7 +95,7 @@ def test_a_base_model_that_is_sharded_over_gpus_is_trained_and_served(
         monkeypatch.delenv(name)
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    train_module.train(config)
+    train_module.train(config, Run())
     assert started[0].trainer.max_tokens_per_batch == 8192
     program = vllm_program(config, alone=True)
     assert program.env["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
@@ -115,7 +116,7 @@ def test_a_trainer_of_several_processes_has_gpus_of_its_own(on: Any, monkeypatch
     for name in ("PYTORCH_ALLOC_CONF", "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    train_module.train(config)
+    train_module.train(config, Run())
     assert started
 
 
@@ -124,7 +125,7 @@ async def test_up_refuses_what_cannot_fit_before_it_starts_anything(on: Any, tmp
     config = config.model_copy(update={"vllm": config.vllm.model_copy(update={"port": 8100})})
     logs = tmp_path / "logs"
     with pytest.raises(ConfigError, match="does not fit"):
-        async with System(config, Launch(None), logs, lambda _: None):
+        async with System(config, Launch(None), logs, lambda _: None, trains=True):
             pass
     assert not list(logs.glob("*"))
 

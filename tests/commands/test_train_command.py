@@ -13,6 +13,7 @@ from lightning_proxy.commands.train import train
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
 from lightning_proxy.features.litellm import proxy
+from lightning_proxy.trainer.plugins import Run
 from support.command_line import lightning
 from support.small_model import save_small_model
 
@@ -54,7 +55,7 @@ def test_a_judge_without_litellm_is_refused_before_anything_starts(
     }
     monkeypatch.setattr(proxy.importlib.util, "find_spec", lambda name: None if name == "litellm" else ...)
     with pytest.raises(ConfigError, match=r"judge.calls needs litellm: pip install 'lightning-proxy\[providers\]'"):
-        train(Config.model_validate(settings), once=True)
+        train(Config.model_validate(settings), Run(once=True))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc alone has a heap for each thread")

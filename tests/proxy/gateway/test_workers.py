@@ -73,7 +73,7 @@ async def test_a_killed_worker_has_lost_no_answer_and_another_takes_its_place(
                 before = workers(proxy)
                 os.kill(min(before), signal.SIGKILL)
                 await settled(proxy, 2, without={min(before)})
-                assert f"worker {min(before)} died (signal 9): another was started" in capfd.readouterr().err
+                assert f"worker {min(before)} died (signal SIGKILL): another was started" in capfd.readouterr().err
             for task in working:
                 task.cancel()
             await asyncio.gather(*working, return_exceptions=True)
