@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import math
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import typer
@@ -27,6 +26,7 @@ from ...commands.trial import AgentFails, Json, Trial, draw
 from ...commands.vllm import visible_gpus
 from ...core.errors import ConfigError, LightningError
 from ...core.statistics import RESAMPLES, Interval
+from ...store.sqlite.file import lock_file
 from ...trainer.plan import cards
 from .plan import Experiment, LessonPlan, check_agent, flat, lessons_of, read_experiment
 
@@ -52,7 +52,9 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
         return await Lesson(plan, lesson, env, tell).run()
 
     os.umask(0o077)
-    with _locked(make_directory(directory, "--dir")):
+    with lock_file(make_directory(directory, "--dir") / ".experiment", "lock") as is_ours:
+        if not is_ours:
+            raise LightningError(f"another `experiment` works in {directory}")
         results = results_of(lessons)
         try:
             failed = run_until_signal(run_lessons(lessons, results, gpus, work))
@@ -148,17 +150,6 @@ def gpus_of(jobs: int) -> list[Env]:
     return [visible_gpus(gpus[job * each : (job + 1) * each]) for job in range(jobs)]
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Raise LightningError if another `experiment` works there."""
-    with (directory / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise LightningError(f"another `experiment` works in {directory}") from None
-        yield
-
-
 def cost(plan: Experiment, lessons: Sequence[LessonPlan], results: Mapping[str, Json], jobs: int) -> list[str]:
     """Return lines about runs, rollouts, calls, tokens and minutes."""
     left = [lesson for lesson in lessons if lesson.name not in results]
@@ -166,8 +157,9 @@ def cost(plan: Experiment, lessons: Sequence[LessonPlan], results: Mapping[str, 
     train = f"{plan.rollouts} rollouts" if plan.rollouts else f"{plan.minutes:g} minutes"
     lines = [f"{len(lessons)} runs, {len(left)} to do; each trains for {train}, and evaluates {held_out} rollouts"]
     if results and left:
-        calls, tokens = (sum(_mean(lesson, results, key) for lesson in left) for key in ("calls", "tokens"))
-        minutes = sum(_mean(lesson, results, "minutes") for lesson in left) / jobs
+        runs, each = len(left), [*results.values()]
+        calls, tokens = (runs * fmean(one[key] for one in each) for key in ("calls", "tokens"))
+        minutes = runs * fmean(sum(one["minutes"].values()) for one in each) / jobs
         amount = f"{calls:.0f} calls, {tokens:.0f} tokens sampled in training, {minutes:.0f} minutes"
         lines.append(f"about {amount}, as measured on {len(results)} finished")
     elif left:
@@ -175,13 +167,6 @@ def cost(plan: Experiment, lessons: Sequence[LessonPlan], results: Mapping[str, 
         least += f" and {len(left) * plan.minutes / jobs:.0f} minutes" if plan.minutes else ""
         lines.append(f"at least {least}; once a run is finished, --dry-run says how long the others take")
     return lines
-
-
-def _mean(lesson: LessonPlan, results: Mapping[str, Json], key: str) -> float:
-    """The mean of the variant's finished lessons, or else of all."""
-    own = [one for one in results.values() if one["variant"] == lesson.variant] or list(results.values())
-    values = [sum(one["minutes"].values()) if key == "minutes" else one[key] for one in own]
-    return sum(values) / len(values)
 
 
 def show(results: Sequence[Json]) -> None:
