@@ -346,9 +346,7 @@ def demo(
     from .commands.demo.demo import DemoOptions
     from .commands.demo.demo import demo as run
 
-    options = DemoOptions(
-        steps=steps, seed=seed, directory=directory, model=model, repeat=repeat, ahead=ahead, api=api
-    )
+    options = DemoOptions(steps=steps, seed=seed, directory=directory, model=model, repeat=repeat, ahead=ahead, api=api)
     run(options, resume=resume)
 
 
