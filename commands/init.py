@@ -74,17 +74,13 @@ def init(
 def write(path: Path, text: str, *, force: bool) -> None:
     """Write the configuration, once it is checked. ConfigError for a wrong option, LightningError if it fails."""
     from ..core.config.file import load_config
+    from .files import written
 
     if path.exists() and not force:
         raise LightningError(f"{path} already exists; --force overwrites it")
-    part = path.with_name(f".{path.name}.part")
-    try:
+    with written(path) as part:
         part.write_text(text)
-        load_config(part)
-        part.replace(path)
-    except ConfigError as error:
-        raise ConfigError(error.message.replace(str(part), str(path))) from None
-    except OSError as error:
-        raise LightningError(f"cannot write {path}: {error.strerror}") from None
-    finally:
-        part.unlink(missing_ok=True)
+        try:
+            load_config(part)
+        except ConfigError as error:
+            raise ConfigError(error.message.replace(str(part), str(path))) from None

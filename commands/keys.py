@@ -126,19 +126,19 @@ def _view(key: StoredKey) -> dict[str, Any]:
 
 
 def _table(keys: list[StoredKey]) -> Table:
-    from rich.table import Table
+    from .formats import table
 
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
-    table.add_column("name", overflow="fold", min_width=10)  # what `revoke` takes: never cut
+    shown = table(padding=(0, 1))
+    shown.add_column("name", overflow="fold", min_width=10)  # what `revoke` takes: never cut
     for name in ("role", "requests\n/min", "tokens\n/min", "at\nonce", "recorded", "made", "revoked"):
-        table.add_column(name, no_wrap=True)
+        shown.add_column(name, no_wrap=True)
     for key in keys:
         limits = (key.requests_per_minute, key.tokens_per_minute, key.concurrent)
         role = key.role + ", own" * (key.scope == "own") + ", evaluator" * key.evaluator
         cells = [key.name, role, *("-" if limit is None else str(limit) for limit in limits)]
         cells += ["yes" if key.recording else "no", _when(key.created_at), _when(key.revoked_at)]
-        table.add_row(*cells)
-    return table
+        shown.add_row(*cells)
+    return shown
 
 
 def _when(at: float | None) -> str:

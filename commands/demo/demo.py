@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.console import Console
-from rich.table import Table
 
 from ...core.config.file import load_config
 from ...core.errors import ConfigError, LightningError
 from ..api_client import ApiClient, ApiError
 from ..eval.report import save
 from ..export.policy import where
-from ..formats import share
+from ..formats import share, table
 from ..run.report import ProgressView
 from ..signals import run_until_signal
 from ..system.processes import make_directory
@@ -207,13 +206,12 @@ def settings(model: Path, steps: int) -> Json:
 
 def show(result: Json, console: Console) -> None:
     """Print the table and the curve."""
-    table = Table(title="held-out tasks, through the live proxy")
-    for column in ("", "policy version", "rollouts", "exact answers", "mean reward"):
-        table.add_column(column, justify="left" if not column else "right")
+    heads = ("policy version", "rollouts", "exact answers", "mean reward")
+    shown = table("", right=heads, title="held-out tasks, through the live proxy")
     for name, version in (("before", 0), ("after", result["version"])):
         row = result["held_out"][name]
-        table.add_row(name, str(version), str(row["rollouts"]), share(row["passed"]), f"{row['mean_reward']:.3f}")
-    console.print(table)
+        shown.add_row(name, str(version), str(row["rollouts"]), share(row["passed"]), f"{row['mean_reward']:.3f}")
+    console.print(shown)
     curve = [step["reward_mean"] for step in result["steps"] if step["reward_mean"] is not None]
     if len(curve) > 1:
         console.print(terminal_curve(curve, min(console.width, 100)), markup=False, highlight=False)

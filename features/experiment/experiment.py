@@ -15,10 +15,10 @@ from statistics import fmean
 import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from ...commands.api_client import ApiClient
 from ...commands.eval.report import save
+from ...commands.formats import table
 from ...commands.run.tasks import read_tasks
 from ...commands.signals import Interrupted, run_until_signal
 from ...commands.system.processes import make_directory
@@ -171,15 +171,13 @@ def cost(plan: Experiment, lessons: Sequence[LessonPlan], results: Mapping[str, 
 
 def show(results: Sequence[Json]) -> None:
     """Print a line for each variant: mean reward of the held-out tasks, and 95 % intervals over seeds and tasks."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    heads, *rows = lines(results)
-    for head in heads:
-        table.add_column(head, justify="left" if head == "variant" else "right", no_wrap=True)
+    (first, *others), *rows = lines(results)
+    shown = table(first, right=others)
     for row in rows:
-        table.add_row(*row)
+        shown.add_row(*row)
     console = Console()
     console = console if console.is_terminal else Console(width=240, no_color=True)
-    console.print(table)
+    console.print(shown)
     if alone := [name for name, seeds, *_ in rows if seeds == "1"]:
         told = f"one seed ({', '.join(alone)}): these intervals are over tasks only"
         console.print(told, markup=False, highlight=False)
