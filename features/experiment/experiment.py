@@ -31,7 +31,7 @@ from ...trainer.plan import cards
 from .plan import Experiment, LessonPlan, check_agent, flat, lessons_of, read_experiment
 
 Env = Mapping[str, str]
-Work = Callable[[LessonPlan, Env, Callable[[str], None]], Awaitable[Json]]
+RunLesson = Callable[[LessonPlan, Env, Callable[[str], None]], Awaitable[Json]]
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 HEAD = ("variant", "seeds", "before", "after", "95 %", "gain", "95 %", "above {}", "95 %", "minutes", "tokens")
 GROUPS_A_MINUTE = 10_000  # more than agents can work off
@@ -85,7 +85,7 @@ def _tell(name: str, what: str) -> None:
 
 
 async def run_lessons(
-    lessons: Sequence[LessonPlan], results: dict[str, Json], slots: Sequence[Env], work: Work
+    lessons: Sequence[LessonPlan], results: dict[str, Json], slots: Sequence[Env], work: RunLesson
 ) -> list[str]:
     """Run the lessons without a result, as many at once as there are `slots`, and save each one's result.
 

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....core.errors import LightningError, PublishError
-from ....serving.vllm import VllmServer
+from ....core.errors import LightningError
 from ....trainer.loop import TrainingLoop
 from ....trainer.plugins import TrainerCore
 from ....trainer.step.step_metrics import nats_apart, wrong_sampler
@@ -207,17 +206,12 @@ class LearnSteps:
                 metrics |= await self.loop.verify_live()
         except TimeoutError:
             self.report.fail(name, f"they are not live after {PUBLISH_S:.0f} s", fix)
-        except PublishError as error:
-            if missing := await self._not_served():
-                fix = f"{RESTART}, which adds --enable-lora and --max-lora-rank; its log says more"
-                self.report.fail(name, f"vLLM took the adapter {missing} and does not serve it", fix)
+        except LightningError as error:
             fix = (
-                f"vLLM took the new weights and answers with others: {RESTART}; behind a router, name every server in "
-                "upstreams.servers; give vLLM and trainer the same model and dtype"
+                f"{RESTART}, which adds --enable-lora and --max-lora-rank; behind a router, name every server in "
+                "upstreams.servers; give vLLM and trainer the same model and dtype; vLLM's log says more"
             )
             self.report.fail(name, error.message, fix)
-        except LightningError as error:
-            self.report.fail(name, error.message, f"{RESTART}; its log says more")
         apart = float(metrics.get("verify_deviations", 0.0))
         shown = f"{apart:.0f} standard deviations apart"
         if apart < SURE:
@@ -226,15 +220,6 @@ class LearnSteps:
         else:
             self._say(ok(name, f"the server answers with them and not with the old ones: {shown}"))
         return shown
-
-    async def _not_served(self) -> str | None:
-        """Return the newest version's adapter that vLLM took and does not list."""
-        swap = self.core.swap
-        if swap is None or self.core.config.policy.publish != "lora":
-            return None
-        version = max(await self.core.store.versions.all(), key=lambda version: version.version)
-        served = {model["id"] for model in await swap.vllm.first(VllmServer.models)}
-        return next((model for model in version.served_models if model not in served), None)
 
 
 class Likelier(NamedTuple):
