@@ -74,7 +74,8 @@ SELECT promotion_rollouts.rollout_id, promotion_rollouts.task_id, opened_by, pla
 FROM promotion_rollouts JOIN rollouts USING (rollout_id) WHERE {IS_EVIDENCE} ORDER BY rollouts.n
 """
 PROMOTION_REWARDS = f"""
-SELECT rewards.* FROM promotion_rollouts JOIN rewards ON rewards.rollout_id = promotion_rollouts.rollout_id
+SELECT rewards.*, rewards.value AS reward
+FROM promotion_rollouts JOIN rewards ON rewards.rollout_id = promotion_rollouts.rollout_id
 WHERE {IS_EVIDENCE} AND rewards.evidence = 1 ORDER BY reward_id
 """
 OTHERS = "SELECT 1 FROM promotion_rollouts WHERE promotion = :n AND evidence = 0 AND compared = 1 LIMIT 1"
