@@ -80,15 +80,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The result of a tool call, which the agent sent back in a later request of the same rollout.
-
-    Some clients send no id; `name`: of the function, where it is sent.
-    """
+    """The result of a tool call, which the agent sent back in a later request of the same rollout; some send no id."""
 
     tool_call_id: str | None
     content: Any
     is_error: bool = False
-    name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,8 +89,7 @@ def results_in(item: Any) -> Iterator[ToolResult]:
     if not isinstance(item, dict):
         return
     if (role := item.get("role")) in ("tool", "function"):
-        name = _text(item.get("name"))
-        yield ToolResult(_text(item.get("tool_call_id")) or None, item.get("content"), name=name)
+        yield ToolResult(_text(item.get("tool_call_id")) or None, item.get("content"))
     elif str(item.get("type")).endswith("_call_output"):
         called = item.get("call_id", item.get("id"))  # OpenAI's local shell names this field `id`
         yield ToolResult(_text(called) or None, item.get("output"))

@@ -277,9 +277,9 @@ class ResponsesTranslator(Translator):
         return loads(text) if isinstance(body.get("error"), dict) else None
 
     def begun(self) -> Iterator[Json]:
-        given = {"id": self.body.get("request_id") or _new_id("resp")}
-        given |= {"created_at": self.told["created"], "model": self.told["model"]}
-        self._response = _repeated(self.body) | given
+        answer_id = self.body.get("request_id") or _new_id("resp")
+        told = {"id": answer_id, "created_at": self.told["created"], "model": self.told["model"]}
+        self._response = _repeated(self.body) | told
         self._functions = _functions(self._response["tools"])
         for kind in ("created", "in_progress"):
             yield self._event(f"response.{kind}", response=self._response)
