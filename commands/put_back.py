@@ -16,6 +16,7 @@ from ..serving.vllm import VllmFleet, operator_session
 from ..store.opening import opened
 from ..store.store import Store
 from ..trainer.lock import only_trainer, require_free
+from .files import written
 
 FRESH = "default"  # vLLM's label of the weights that it was started with
 
@@ -30,16 +31,15 @@ class LearnJournal:
 
     def write(self, path: Path) -> None:
         """Write the whole file, then give it its name."""
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(json.dumps(asdict(self)) + "\n")
-        part.replace(path)
+        with written(path) as part:
+            part.write_text(json.dumps(asdict(self)) + "\n")
 
 
 def journal_path(config: Config) -> Path:
     """Return the journal's place: beside the store's file, or in `policy.directory`."""
     if config.store.is_postgres:
         return config.policy.directory / "doctor.json"
-    return Path(f"{config.store.path.expanduser()}-doctor.json")
+    return Path(f"{config.store.path}-doctor.json")
 
 
 async def put_back_left(config: Config, say: Callable[[str], None]) -> None:

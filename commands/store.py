@@ -48,7 +48,7 @@ def backup(context: typer.Context, file: Annotated[Path, typer.Argument(help="a 
     from ..store.sqlite.file import back_up
     from .formats import size
 
-    back_up(_store_of(context).path.expanduser(), file)
+    back_up(_store_of(context).path, file)
     typer.echo(f"copied to {file}: {size(file.stat().st_size)}. The trained weights are not in it (policy.directory)")
 
 
@@ -57,7 +57,7 @@ def restore(context: typer.Context, file: Annotated[Path, typer.Argument(help="w
     """Make the store from a backup. There must be none at store.url yet."""
     from ..store.sqlite.file import restore as run
 
-    path = configuration(context).store.path.expanduser().absolute()
+    path = configuration(context).store.path.absolute()
     run(file, path)
     typer.echo(f"{path} is as {file} was")
     if missing := missing_weights(path):
@@ -111,7 +111,7 @@ async def read_info(config: StoreConfig) -> dict[str, Any]:
         pages = await read_pages(database)
         counts = {f"{mode} {status}": n for (mode, status), n in (await Rollouts(database).counts()).items() if n}
         totals = await read_totals(database)
-    log = None if config.is_postgres else Path(f"{config.path.expanduser()}-wal")
+    log = None if config.is_postgres else Path(f"{config.path}-wal")
     return {
         "path": database.where,
         **pages._asdict(),

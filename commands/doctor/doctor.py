@@ -224,7 +224,7 @@ async def probe_step(config: Config, report: Callable[[Check], None]) -> str:
 
 def trainer_runs(store: StoreConfig) -> bool:
     """Return whether a trainer on this machine holds the lock of the store's file."""
-    path = None if store.is_postgres else store.path.expanduser().resolve()
+    path = None if store.is_postgres else store.path.resolve()
     if path is None or not Path(f"{path}-trainer").exists():
         return False
     with lock_file(path, "trainer") as is_free:

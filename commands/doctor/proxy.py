@@ -36,7 +36,7 @@ async def probe_store(config: StoreConfig) -> str:
     if config.is_postgres:
         await _require_writable(config)
         return f"{config.where}, writable"
-    path = config.path.expanduser().absolute()
+    path = config.path.absolute()
     directory, is_there = next(parent for parent in path.parents if parent.exists()), path.exists()
     can_write = os.access(directory, os.W_OK | os.X_OK)
     if not is_there and not (directory.is_dir() and can_write):

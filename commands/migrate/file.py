@@ -101,7 +101,7 @@ class FileStore:
 @asynccontextmanager
 async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
     """Yield a snapshot of the store; others may keep writing to it."""
-    path = config.path.expanduser().absolute()
+    path = config.path.absolute()
     if not path.is_file():
         raise LightningError(f"there is no store at {path}")
     idle = None if is_in_use(path) else IdleFile(path)
@@ -114,7 +114,7 @@ async def file_to_read(config: StoreConfig) -> AsyncIterator[FileStore]:
 @asynccontextmanager
 async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
     """Yield an empty store, which gets its name after the block. Raise LightningError where there is one."""
-    path = config.path.expanduser().absolute()
+    path = config.path.absolute()
     _require_none(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")

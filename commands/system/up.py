@@ -48,9 +48,8 @@ async def up(config: Config, launch: Launch, logs: Path, console: Console, log_f
         parts = System(config, launch, logs, view.say, trains=True, serve_options=view.serve_options)
         async with AsyncExitStack() as stack:
             if not config.store.is_postgres:  # the lock tells other commands why the proxy is not there yet
-                path = config.store.path.expanduser()
-                path.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(lock_file(path, "up"))
+                config.store.path.parent.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock_file(config.store.path, "up"))
             system = await stack.enter_async_context(parts)
             root = f"http://{address(config.proxy.host, config.proxy.port)}"
             ready = f"ready: OPENAI_BASE_URL={root}/v1, model {config.policy.alias!r}; logs in {logs}/; Ctrl-C stops"

@@ -48,7 +48,7 @@ def second_system(config: Config, *, own_agent: bool) -> Iterator[Setup]:
     `own_agent`: the user's agent works, whose name and credit count.
     """
     name = f"lightning-doctor-{secrets.token_hex(2)}"
-    beside = config.policy.directory if config.store.is_postgres else config.store.path.expanduser().parent
+    beside = config.policy.directory if config.store.is_postgres else config.store.path.parent
     weights = config.policy.directory.absolute() / name
     beside.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=beside.absolute()) as directory:
