@@ -295,12 +295,11 @@ class Calls(Table):
 
     async def newest(self) -> float | None:
         """Return when the newest call ended, or began if it has not ended (Unix time)."""
-        ended: float | None = await self._db.value(CALL_NEWEST)
-        return ended
+        return await self._db.value(float, CALL_NEWEST)
 
     async def under_way(self, since: float) -> int:
         statement = "SELECT COUNT(*) FROM calls WHERE status = 'incomplete' AND started_at > :since"
-        return int(await self._db.value(statement, since=since))
+        return await self._db.value(int, statement, since=since) or 0
 
 
 def _read_calls(

@@ -135,9 +135,9 @@ class Database(Reads):
     async def write(self, work: Work[T], size: int = SMALL) -> T:
         """Do `work` in one transaction, of about `size` bytes: statements that need each other's answers."""
 
-    async def value(self, sql: str, **params: object) -> Any:
-        """Return the first column of a query's first row, or None without one."""
-        return row[0] if (row := await self.one(sql, params)) else None
+    async def value(self, kind: Callable[[Any], T], sql: str, **params: object) -> T | None:
+        """Return the first column of a query's first row, as this kind; None without one, or where it is NULL."""
+        return kind(row[0]) if (row := await self.one(sql, params)) and row[0] is not None else None
 
     async def record(self, kind: type[T], sql: str, **params: object) -> T | None:
         return read(kind, row) if (row := await self.one(sql, params)) else None
@@ -240,4 +240,4 @@ class Feed(Table):
 
     async def knows(self, cursor: int) -> bool:
         """Return whether all events after `cursor` are still here."""
-        return bool(await self._db.value(FEED_KNOWS, cursor=cursor))
+        return bool(await self._db.value(bool, FEED_KNOWS, cursor=cursor))

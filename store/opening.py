@@ -41,11 +41,11 @@ async def opened(config: StoreConfig, *, to_write: bool = True) -> AsyncIterator
 
 
 def first_value(config: StoreConfig, statement: str) -> Any:
-    """Return the first column of a query's first row, at once and without making a store; None where there is none."""
+    """Return the text in a query's first row and column, at once and without making a store; None without one."""
 
     async def ask() -> Any:
         async with opened(config, to_write=False) as database:
-            return await database.value(statement)
+            return await database.value(str, statement)
 
     with ThreadPoolExecutor(1) as thread:  # an event loop that runs here cannot run another
         try:

@@ -162,8 +162,7 @@ class Rewards(Table):
 
     async def newest(self) -> int | None:
         """Return the number of the newest reward; it grows with every reward."""
-        newest: int | None = await self._db.value("SELECT MAX(reward_id) FROM rewards")
-        return newest
+        return await self._db.value(int, "SELECT MAX(reward_id) FROM rewards")
 
     async def changed(self, reward_ids: Sequence[int]) -> list[str]:
         """Return the rollouts of rewards that came in the place of earlier ones. `reward_ids`: those of one post."""

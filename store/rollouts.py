@@ -238,8 +238,7 @@ class Rollouts(Table):
     async def of_another_key(self, rollout_ids: Iterable[str], key_id: str | None) -> str | None:
         """Return one of these rollouts that was not opened with this key, or None if there is none."""
         ids = dumps([*rollout_ids])
-        row = await self._db.one(ROLLOUT_OF_ANOTHER_KEY, {"rollout_ids": ids, "key_id": key_id})
-        return None if row is None else row["rollout_id"]
+        return await self._db.value(str, ROLLOUT_OF_ANOTHER_KEY, rollout_ids=ids, key_id=key_id)
 
     async def page(
         self, filters: Mapping[str, Any], limit: int, cursor: int | None = None
@@ -267,7 +266,7 @@ class Rollouts(Table):
 
     async def active(self, since: float) -> int:
         """Count the running rollouts that were opened, or made a call, after `since` (Unix time)."""
-        return int(await self._db.value(ROLLOUTS_ACTIVE, since=since))
+        return await self._db.value(int, ROLLOUTS_ACTIVE, since=since) or 0
 
     async def counts_of_key(self, key_id: str) -> tuple[dict[tuple[str, str], int], int]:
         """Count the newest rollouts of a key by (mode, status), and those of them that wait for the trainer."""
@@ -313,7 +312,7 @@ class Rollouts(Table):
 
     async def use_function(self, function: str | None) -> None:
         """Set the reward function that completed rollouts await from now on; None: they await none."""
-        if await self._db.value("SELECT function FROM reward_function") == function:
+        if await self._db.value(str, "SELECT function FROM reward_function") == function:
             return
 
         async def work(db: Transaction) -> None:

@@ -219,8 +219,9 @@ class TrainingSteps(Table):
 
     async def under_way_since(self) -> float | None:
         """Return when the step under way began (Unix time); None if none is."""
-        step = await self._db.record(Step, "SELECT * FROM steps WHERE status = 'claimed' ORDER BY step LIMIT 1")
-        return None if step is None else step.created_at
+        return await self._db.value(
+            float, "SELECT created_at FROM steps WHERE status = 'claimed' ORDER BY step LIMIT 1"
+        )
 
     async def _trained(self, rest: str, **params: object) -> list[Step]:
         return await self._db.records(Step, f"SELECT * FROM steps WHERE status = 'trained' {rest}", **params)

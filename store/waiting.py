@@ -176,7 +176,7 @@ class Waiting(Table):
     async def count(self, *, lone: bool, failed: bool = False) -> int:
         """Count the rewarded rollouts that no step has taken; those without a task only if `lone`."""
         of_nothing = await self.lone(failed) if lone else None
-        of_tasks: int = await self._db.value(WAITING_COUNT, failed=failed)
+        of_tasks = await self._db.value(int, WAITING_COUNT, failed=failed) or 0
         return of_tasks + (of_nothing.rewarded if of_nothing else 0)
 
     async def owners(self, rollout_ids: Iterable[str]) -> dict[str, str | None]:
