@@ -219,9 +219,7 @@ class TrainingSteps(Table):
 
     async def under_way_since(self) -> float | None:
         """Return when the step under way began (Unix time); None if none is."""
-        return await self._db.value(
-            float, "SELECT created_at FROM steps WHERE status = 'claimed' ORDER BY step LIMIT 1"
-        )
+        return await self._db.value(float, "SELECT MIN(created_at) FROM steps WHERE status = 'claimed'")
 
     async def _trained(self, rest: str, **params: object) -> list[Step]:
         return await self._db.records(Step, f"SELECT * FROM steps WHERE status = 'trained' {rest}", **params)

@@ -19,8 +19,7 @@ from ...store.sqlite.file import (
     lock_file,
     make_private,
     make_tables,
-    remove_store,
-    rename_store,
+    new_store,
 )
 
 Record = tuple[Any, ...]
@@ -117,22 +116,20 @@ async def new_file(config: StoreConfig) -> AsyncIterator[FileStore]:
     path = config.path.absolute()
     _require_none(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    with lock_file(part, "lock") as ours:
+    lock = path.with_name(f".{path.name}.part")
+    with lock_file(lock, "lock") as ours:
         if not ours:
             raise LightningError(f"another process moves a store to {path} now")
-        remove_store(part)
         try:
-            make_private(part)
-            with closing(sqlite3.connect(part, isolation_level=None)) as connection, _without_triggers(connection):
-                connection.execute("BEGIN")
-                yield FileStore(connection, path)
-                connection.execute("COMMIT")
-            _require_none(path)
-            rename_store(part, path)
+            with new_store(path) as part:
+                make_private(part)
+                with closing(sqlite3.connect(part, isolation_level=None)) as connection, _without_triggers(connection):
+                    connection.execute("BEGIN")
+                    yield FileStore(connection, path)
+                    connection.execute("COMMIT")
+                _require_none(path)
         finally:
-            remove_store(part)
-            Path(f"{part}-lock").unlink(missing_ok=True)
+            Path(f"{lock}-lock").unlink(missing_ok=True)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from ...core.records import CallEnd, CallStart, Choice, Reward, RolloutName, che
 from ...core.tools import tool_calls
 from ...proxy.gateway.recorder import Recorder
 from ...store.opening import opened
-from ...store.sqlite.file import copy_store, ended_after, is_sqlite, remove_store, rename_store
+from ...store.sqlite.file import copy_store, ended_after, is_sqlite, new_store
 from ...store.store import Store
 
 log = logging.getLogger(__name__)
@@ -57,18 +57,17 @@ async def prepare(source: Path, directory: Path) -> StoreConfig:
     if not source.is_file():
         raise ConfigError(f"there is nothing to train on at {source}: name a store or an export (--data)")
     directory.mkdir(parents=True, exist_ok=True)
-    part = StoreConfig(url=f"sqlite:///{directory / '.store.db.part'}")
-    remove_store(part.path)
     made = {"source": str(source), "made_at": time.time()}
-    if is_sqlite(source):
-        copy_store(source, part.path)
-        async with opened(part) as database:
-            await Store(database).steps.forget_all()
-        _, made["newest_end"] = ended_after(part.path, 0)
-    else:
-        made["digest"] = _digest(source)
-        await _import(source, part)
-    rename_store(part.path, target)
+    with new_store(target) as path:
+        part = StoreConfig(url=f"sqlite:///{path}")
+        if is_sqlite(source):
+            copy_store(source, path)
+            async with opened(part) as database:
+                await Store(database).steps.forget_all()
+            _, made["newest_end"] = ended_after(path, 0)
+        else:
+            made["digest"] = _digest(source)
+            await _import(source, part)
     _write_note(note, made)
     return config
 

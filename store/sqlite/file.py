@@ -44,13 +44,8 @@ def back_up(store: Path, target: Path) -> None:
         raise LightningError(f"{target} is there already: name a new file")
     if not target.absolute().parent.is_dir():
         raise LightningError(f"there is no directory {target.absolute().parent}")
-    part = target.with_name(f".{target.name}.part")
-    remove_store(part)
-    try:
+    with new_store(target) as part:
         copy_store(store, part)
-        rename_store(part, target)
-    finally:
-        remove_store(part)
 
 
 def restore(backup: Path, store: Path) -> None:
@@ -65,20 +60,26 @@ def restore(backup: Path, store: Path) -> None:
     back_up(backup, store)
 
 
-def rename_store(part: Path, target: Path) -> None:
-    """Give a finished store its final name, once all its data is on disk in one file."""
-    with closing(sqlite3.connect(part)) as connection:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    with part.open("rb") as file:
-        os.fsync(file.fileno())
-    remove_store(target)
-    part.replace(target)
-    remove_store(part)
+@contextmanager
+def new_store(target: Path) -> Iterator[Path]:
+    """Yield a place to make a store. It gets its name when the block ends well, once all is on disk in one file."""
+    part = target.with_name(f".{target.name}.part")
+    _remove(part)
+    try:
+        yield part
+        with closing(sqlite3.connect(part)) as connection:
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        _remove(target)
+        part.replace(target)
+    finally:
+        _remove(part)
 
 
-def remove_store(path: Path) -> None:
+def _remove(store: Path) -> None:
     for suffix in FILES:
-        path.with_name(path.name + suffix).unlink(missing_ok=True)
+        store.with_name(store.name + suffix).unlink(missing_ok=True)
 
 
 def ended_after(store: Path, at: float) -> tuple[int, float]:
