@@ -250,7 +250,7 @@ class Calls(Table):
         nor one before the newest `REPEATED`. `known`: as in `some`.
         """
         rows = await self._db.all(CALLS_TO_REPEAT, {"rollout_id": rollout_id, "newest": REPEATED})
-        calls = await self.some([row["call_id"] for row in rows if row["call_id"] not in running], known)
+        calls = await self.some([call_id for (call_id,) in rows if call_id not in running], known)
         alike = [call for call in calls if call.request == request]
         return max(alike, key=lambda call: (RANK[call.status], call.seq), default=None)
 
@@ -283,15 +283,16 @@ class Calls(Table):
 
     async def giver(self, rollout_id: str, response_id: str) -> Giver | None:
         """Return the call that gave the answer with this `id`."""
-        for row in await self._db.all(RESPONSES_WITH, {"rollout_id": rollout_id, "response_id": response_id}):
-            answer = loads_or_none(row["response"])
+        params = {"rollout_id": rollout_id, "response_id": response_id}
+        for call_id, response, upstream in await self._db.all(RESPONSES_WITH, params):
+            answer = loads_or_none(response)
             if isinstance(answer, dict) and answer.get("id") == response_id:
-                return Giver(rollout_id, row["call_id"], row["upstream"], answer)
+                return Giver(rollout_id, call_id, upstream, answer)
         return None
 
     async def untrainable(self, newest: int) -> dict[str, int]:
         """Count those of the `newest` calls that the policy answered and that cannot be trained on, by reason."""
-        return {row["untrainable_reason"]: row["n"] for row in await self._db.all(UNTRAINABLE, {"newest": newest})}
+        return dict(map(tuple, await self._db.all(UNTRAINABLE, {"newest": newest})))
 
     async def newest(self) -> float | None:
         """Return when the newest call ended, or began if it has not ended (Unix time)."""
@@ -370,7 +371,7 @@ class Events(Table):
                 | {"agent": event.agent or rollout.agent} for event in events
             ])  # fmt: skip
             answer = {"rollout_id": rollout.rollout_id, "status": "recorded"}
-            return [{"event_id": one["event_id"]} | answer for one in recorded]
+            return [{"event_id": event_id} | answer for (event_id,) in recorded]
 
         request = rollout.rollout_id.encode() + b"\n" + body
         return await self._db.write(lambda db: answer_once(db, key, request, lambda: work(db)))

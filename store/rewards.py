@@ -277,7 +277,7 @@ async def count_returns(db: Transaction, rollout_ids: Iterable[str]) -> None:
 
 async def _count_some(db: Transaction) -> None:
     rollouts = await db.all(STALE, {"limit": COUNTED_AT_ONCE})
-    await count_returns(db, (rollout["rollout_id"] for rollout in rollouts))
+    await count_returns(db, (rollout_id for _, rollout_id in rollouts))
     await db.all(COUNTED_TO, {"to": rollouts[-1]["n"] - 1 if len(rollouts) == COUNTED_AT_ONCE else 0})
 
 

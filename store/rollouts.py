@@ -254,7 +254,7 @@ class Rollouts(Table):
         numbers, until, following = list[int](), time.monotonic() + MOST_S, cursor or ALL
         while following and left > 0 and len(numbers) <= limit and time.monotonic() < until:
             rows = await self._db.all(statement, {**values, "cursor": following, "limit": chunk})
-            numbers += [row["n"] for row in rows if row["fits"]]
+            numbers += [n for n, fits in rows if fits]
             left -= len(rows)
             following = rows[-1]["n"] if len(rows) == chunk else 0
         if len(numbers) > limit:
@@ -262,7 +262,7 @@ class Rollouts(Table):
         return await self._db.records(Rollout, ROLLOUTS_OF_NUMBERS, numbers=dumps(numbers)), following or None
 
     async def counts(self) -> dict[tuple[str, str], int]:
-        return {(r["mode"], r["status"]): r["rollouts"] for r in await self._db.all(ROLLOUT_COUNTS)}
+        return {(mode, status): rollouts for mode, status, rollouts in await self._db.all(ROLLOUT_COUNTS)}
 
     async def active(self, since: float) -> int:
         """Count the running rollouts that were opened, or made a call, after `since` (Unix time)."""
@@ -271,7 +271,7 @@ class Rollouts(Table):
     async def counts_of_key(self, key_id: str) -> tuple[dict[tuple[str, str], int], int]:
         """Count the newest rollouts of a key by (mode, status), and those of them that wait for the trainer."""
         rows = await self._db.all(ROLLOUT_COUNTS_OF_KEY, {"key_id": key_id, "newest": NEWEST_OF_KEY})
-        return {(r["mode"], r["status"]): r["rollouts"] for r in rows}, sum(int(r["waiting"]) for r in rows)
+        return {(mode, status): n for mode, status, n, _ in rows}, sum(int(waiting) for *_, waiting in rows)
 
     async def end(self, rollout_id: str, status: RolloutStatus, reason: str | None, by: Sender = OPERATOR) -> Rollout:
         """End a rollout. Ending it again with the same status changes nothing; with another one it is a Conflict."""
@@ -305,7 +305,7 @@ class Rollouts(Table):
         times = {"quiet": now - idle_s, "abandoned": now - max(ABANDONED_S, idle_s)}
         end = {"reason": f"no call or reward for {idle_s:g} s", "at": now, **times}
         while rows := await self._db.all(ROLLOUTS_RUNNING, {"after": after, "limit": LOOK, **times}):
-            if idle := [row["n"] for row in rows if row["is_idle"]]:
+            if idle := [n for n, is_idle in rows if is_idle]:
                 ended += len(await all_in_passing(self._db, ROLLOUTS_END_IDLE, {"numbers": dumps(idle), **end}))
             after = rows[-1]["n"]
         return ended
@@ -327,7 +327,7 @@ class Rollouts(Table):
     async def awaiting(self, rollout_ids: Sequence[str] | None = None) -> set[str]:
         """Return the rollouts, of these or of all, that await the reward function."""
         rows = await self._db.all(AWAITING if rollout_ids is None else AWAITING_OF, {"ids": dumps(rollout_ids)})
-        return {row["rollout_id"] for row in rows}
+        return {rollout_id for (rollout_id,) in rows}
 
 
 def page_statement(filters: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -243,7 +243,7 @@ class PolicyVersions(Table):
 
     async def never_verified(self) -> frozenset[int]:
         """Return the versions that were not seen to be served, and are not live."""
-        return frozenset(row["version"] for row in await self._db.all(VERSIONS_NEVER_VERIFIED))
+        return frozenset(version for (version,) in await self._db.all(VERSIONS_NEVER_VERIFIED))
 
     async def to_serve(self, pinned: Iterable[int]) -> list[PolicyVersion]:
         """Return those of the live version, the candidate and the `pinned` ones whose files are there, by number."""
@@ -256,8 +256,8 @@ class PolicyVersions(Table):
 
     async def new(self, publish: PublishMode, step: int, metrics: dict[str, Any]) -> int:
         row = {"publish": publish, "step": step, "at": time.time(), "metrics": dumps(metrics)}
-        (made,) = await self._db.write(lambda db: db.all(VERSION_NEW, row))
-        return int(made["version"])
+        ((version,),) = await self._db.write(lambda db: db.all(VERSION_NEW, row))
+        return int(version)
 
     async def reserve(self, versions: Iterable[int]) -> None:
         """Reserve the numbers of versions that imported rollouts were sampled by; their files are not here."""
@@ -304,11 +304,11 @@ class PolicyVersions(Table):
 
     async def pinned(self, since: float) -> set[int]:
         """Return the versions that running rollouts, opened after `since` (Unix time), began with."""
-        return {row["policy_version"] for row in await self._db.all(PINNED_VERSIONS, {"since": since})}
+        return {version for (version,) in await self._db.all(PINNED_VERSIONS, {"since": since})}
 
     async def parents(self) -> dict[int, int]:
         """Return, by version, the version that its training step started from; the base model has none."""
-        return {row["version"]: row["base"] for row in await self._db.all(PARENTS)}
+        return dict(map(tuple, await self._db.all(PARENTS)))
 
     async def line(self, version: int, until: int, since: float) -> list[Ancestor]:
         """Return a version and those that it was trained on from, newest first, as far back as `until`.

@@ -155,7 +155,7 @@ class Waiting(Table):
         if cursor is None or not await feed.knows(cursor):
             return newest, None
         rows = await self._db.all(CHANGED, {"cursor": cursor, "newest": newest}) if newest > cursor else ()
-        return newest, {row["task_id"] for row in rows}
+        return newest, {task_id for (task_id,) in rows}
 
     async def siblings(self, group: Group) -> Siblings:
         assert group.pool is not None
