@@ -6,7 +6,7 @@ The records of every call are named tuples, which are created four times as fast
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from .errors import InvalidRequest
@@ -348,8 +348,7 @@ class Limits:
 
     def __or__(self, other: Limits) -> Limits:
         """These limits, and where there is none the other's."""
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return Limits(*(theirs if mine is None else mine for mine, theirs in pairs))
+        return replace(other, **{name: most for name, most in asdict(self).items() if most is not None})
 
     def __bool__(self) -> bool:
         return self != Limits()

@@ -28,7 +28,6 @@ REFUSED_S = 5.0  # that a record which could not be written counts
 TELL_S = 60.0
 LOOK_S = 5.0  # from one look to the next without news: who wrote may have ended before it told
 
-
 # Where it is True, no statement of the task takes longer than `store.busy_timeout_s`: somebody waits for its answer.
 HURRIED: ContextVar[bool] = ContextVar("hurried", default=False)
 
@@ -103,9 +102,9 @@ class Reads(ABC):
 class Transaction(Reads):
     """Statements of one transaction. Their work awaits nothing else: SQLite does it in a thread without a loop."""
 
-    @abstractmethod
     async def many(self, sql: str, rows: Sequence[Params]) -> Sequence[Row]:
-        """Run a statement once for each row of parameters, in one round trip; return all rows that it returned."""
+        """Run a statement once for each row of parameters; return all rows that it returned."""
+        return [row for params in rows for row in await self.all(sql, params)]
 
 
 Work = Callable[[Transaction], Coroutine[Any, Any, T]]

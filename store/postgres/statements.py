@@ -65,6 +65,7 @@ class PostgresTransaction(Transaction):
         return await self._connection.fetch(statement.text, *_values(statement, params or {}))
 
     async def many(self, sql: str, rows: Sequence[Params]) -> list[asyncpg.Record]:
+        """In one round trip."""
         if len(rows) < 2:
             return await self.all(sql, rows[0]) if rows else []
         statement = translated(sql)

@@ -156,11 +156,9 @@ class SqliteDatabase(Database):
     def _require_place(self) -> None:
         """Raise StoreUnavailable if the file or its write-ahead log has lost its name: it goes with the process."""
         for file, known in self._files.items():
-            if (found := _identity(file)) != known:
-                problem = f"the file {file} was removed or replaced: start the proxy again"
-                if found == (*known[:2], False):
-                    problem = f"the file {file} was emptied: it has 0 bytes. Make it anew from a backup"
-                self._writes.failed(problem)
+            if _identity(file) != known:
+                way = "put it back, or make it anew from a backup, and start the proxy again"
+                self._writes.failed(problem := f"the file {file} was removed or replaced, or it has 0 bytes: {way}")
                 raise StoreUnavailable(problem)
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
@@ -255,28 +253,24 @@ def _connect(path: Path, config: StoreConfig, mode: str = "rwc") -> sqlite3.Conn
         stop=stop_after_delay(wait), wait=wait_random(0.01, 0.05), retry=retry_if_exception(_is_locked), reraise=True
     )
     try:
-        patient(_set_up, connection, str(path), config)
+        patient(missing_in, connection, str(path))  # before anything is written to what is not ours
+        if connection.execute("PRAGMA page_count").fetchone()[0] == 0:  # a new file; any other would be written to
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        for pragma in (
+            "journal_mode = WAL",
+            f"journal_size_limit = {LONG_LOG}",
+            "wal_autocheckpoint = 0",
+            f"synchronous = {config.synchronous.upper()}",
+            "foreign_keys = ON",
+            "secure_delete = ON",  # what is deleted is overwritten; with many builds of SQLite it is so anyway
+            "temp_store = MEMORY",
+            "mmap_size = 268435456",
+        ):
+            patient(connection.execute, f"PRAGMA {pragma}")
     except BaseException:
         connection.close()
         raise
     return connection
-
-
-def _set_up(connection: sqlite3.Connection, where: str, config: StoreConfig) -> None:
-    missing_in(connection, where)  # before anything is written to what is not ours
-    if connection.execute("PRAGMA page_count").fetchone()[0] == 0:  # a new file; of any other, this would be a write
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
-    for pragma in (
-        "journal_mode = WAL",
-        f"journal_size_limit = {LONG_LOG}",
-        "wal_autocheckpoint = 0",
-        f"synchronous = {config.synchronous.upper()}",
-        "foreign_keys = ON",
-        "secure_delete = ON",  # what is deleted is overwritten; with many builds of SQLite it is so anyway
-        "temp_store = MEMORY",
-        "mmap_size = 268435456",
-    ):
-        connection.execute(f"PRAGMA {pragma}")
 
 
 def _set_timeout(connection: sqlite3.Connection, seconds: float) -> None:
@@ -327,9 +321,6 @@ class SqliteTransaction(Transaction):
 
     async def all(self, sql: str, params: Params | None = None) -> list[sqlite3.Row]:
         return self._connection.execute(sql, params or {}).fetchall()
-
-    async def many(self, sql: str, rows: Sequence[Params]) -> list[sqlite3.Row]:
-        return [row for params in rows for row in await self.all(sql, params)]
 
 
 def finish(work: Coroutine[Any, Any, T]) -> T:
