@@ -68,17 +68,6 @@ def unavailable(what: str, why: object) -> StoreUnavailable:
     return StoreUnavailable(f"the store cannot be {what}: {why}{nothing}")
 
 
-class Sql(str):
-    """A statement that the two databases need different texts for: itself SQLite's, and `postgres`."""
-
-    postgres: str
-
-    def __new__(cls, sqlite: str, *, postgres: str) -> Sql:
-        statement = super().__new__(cls, sqlite)
-        statement.postgres = postgres
-        return statement
-
-
 class Row(Protocol):
     def __getitem__(self, column: Any, /) -> Any: ...
 
@@ -226,7 +215,7 @@ def _decoder(name: str, hint: Any) -> Callable[[Any], Any] | None:
 FEED_KNOWS = """
 SELECT :cursor BETWEEN COALESCE((SELECT MIN(n) - 1 FROM feed), 0) AND COALESCE((SELECT MAX(n) FROM feed), 0)
 """
-FEED_NEWEST = Sql("SELECT MAX(n) AS newest FROM feed", postgres="SELECT feed_newest() AS newest")
+FEED_NEWEST = "SELECT MAX(n) AS newest FROM feed /* PostgreSQL: SELECT feed_newest() AS newest */"
 
 
 class Feed(Table):

@@ -19,7 +19,7 @@ from ..core.config.root import Config
 from ..core.config.server import RetentionConfig
 from ..core.errors import LightningError
 from .conversations import CONVERSATION_COUNTS, POINTS_FORGET, TIPS_FORGET
-from .database import Database, Feed, Sql, Transaction, all_in_passing
+from .database import Database, Feed, Transaction, all_in_passing
 from .rewards import IDEMPOTENT_FORGET
 from .rollouts import ABANDONED_S, ALL, LOOK
 from .waiting import HAS_REWARD, IS_OWN
@@ -59,16 +59,14 @@ WHERE (SELECT COUNT(*) FROM rollout_count_changes) > (SELECT COUNT(*) FROM rollo
 RETURNING mode, status, rollouts
 """
 COUNT_CHANGE = "INSERT INTO rollout_count_changes (mode, status, rollouts) VALUES (:mode, :status, :rollouts)"
-PAGES = Sql(
-    """
+PAGES = """
 SELECT page_size * page_count AS bytes, page_size * freelist_count AS free
 FROM pragma_page_size, pragma_page_count, pragma_freelist_count
-""",
-    postgres="""
+/* PostgreSQL:
 SELECT COALESCE(SUM(pg_total_relation_size(oid)), 0)::BIGINT AS bytes, 0::BIGINT AS free
 FROM pg_class WHERE relkind = 'r' AND relnamespace = current_schema()::regnamespace
-""",
-)
+*/
+"""
 STORE_TOTALS = """
 SELECT (SELECT COUNT(*) FROM calls) AS calls, (SELECT COUNT(*) FROM rewards) AS rewards,
        (SELECT MIN(created_at) FROM rollouts WHERE n = (SELECT MIN(n) FROM rollouts)) AS oldest

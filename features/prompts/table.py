@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ...core.errors import Conflict, NotFound
 from ...core.json_text import dumps, loads
-from ...store.database import Database, Row, Sql, Transaction, read
+from ...store.database import Database, Row, Transaction, read
 
 Role = Literal["system", "user"]
 
@@ -74,23 +74,21 @@ WHERE name = :name AND version = :version AND (NOT :own OR rollouts.key_id IS :k
 ORDER BY rollouts.n DESC LIMIT :limit
 """
 # Oldest first. Whoever opens rollouts can name a run: only the asker's own count, and those of keys that give evidence.
-PROMPT_RUN = Sql(
-    """
+PROMPT_RUN = r"""
 SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
     COALESCE(metadata ->> '$.held_out', 0) AS held_out
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
 WHERE name = :name AND (:every OR metadata ->> '$.optimize' = :run) AND metadata ->> '$.optimize' IS NOT NULL
     AND (rollouts.key_id IS :key_id OR (NOT :own AND evidence = 1)) ORDER BY n
-""",
-    postgres=r"""
+/* PostgreSQL:
 SELECT rollouts.rollout_id, version, task_id, mode, status, reward,
     COALESCE(metadata::json ->> 'held_out' NOT IN ('false', '0'), FALSE) AS held_out
 FROM rollout_prompts JOIN rollouts USING (rollout_id)
 WHERE name = :name AND CASE WHEN strpos(metadata, '\u') = 0 THEN
         (:every OR metadata::json ->> 'optimize' = :run) AND metadata::json ->> 'optimize' IS NOT NULL END
     AND (rollouts.key_id IS :key_id OR (NOT :own AND evidence = 1)) ORDER BY n
-""",
-)
+*/
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import asyncpg
 
-from ..database import Params, Sql, Transaction
+from ..database import Params, Transaction
 
+_OTHERWISE = re.compile(r"/\* PostgreSQL:(.*)\*/", re.DOTALL)  # a statement that each database needs in its own words
 _PARTS = re.compile(r"""'(?:[^']|'')*'|"[^"]*"|::|:(\w+)""")
 _LISTED = r"SELECT CAST\(value AS (TEXT|BIGINT)\) FROM json_each\((:\w+)\)"
 # LIKE has no escape character in SQLite unless one is named, and takes ASCII letters of both cases for equal.
@@ -40,8 +41,8 @@ class Numbered(NamedTuple):
 
 @cache
 def translated(sql: str) -> Numbered:
-    if isinstance(sql, Sql):
-        sql = sql.postgres
+    if found := _OTHERWISE.search(sql):
+        sql = found[1]
     for word, other in _WORDS:
         sql = word.sub(other, sql)
     names: dict[str, int] = {}

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 
 from lightning_proxy.core.config.server import StoreConfig
-from lightning_proxy.store.database import Database, Sql
+from lightning_proxy.store.database import Database
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.rollouts import ROLLOUT_FILTERS, page_of, page_statement
 from support.postgres import Server, postgres_server
@@ -44,7 +44,7 @@ async def database(server: Server) -> AsyncIterator[Database]:
          "n = ANY(ARRAY(SELECT json_array_elements_text($1::json)::BIGINT))", ("a",)),
         ("id NOT IN (SELECT CAST(value AS TEXT) FROM json_each(:a))",
          "id NOT IN (SELECT json_array_elements_text($1::json)::TEXT)", ("a",)),
-        (Sql("SELECT json(:a)", postgres="SELECT :a::json"), "SELECT $1::json", ("a",)),
+        ("SELECT json(:a) /* PostgreSQL: SELECT :a::json */", " SELECT $1::json ", ("a",)),
     ],
 )  # fmt: skip
 def test_parameters_get_numbers_and_few_words_change(sql: str, text: str, names: tuple[str, ...]) -> None:
