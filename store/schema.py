@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from functools import cache
 from importlib import resources
 from operator import attrgetter
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from ..core.errors import OtherSchema
 
@@ -32,16 +32,10 @@ _FOR_POSTGRES = (
 _TRIGGER = re.compile(r"CREATE TRIGGER (\w+) (AFTER .*? ON \w+)(?:\s+WHEN (.*?))? BEGIN\n(.*?)\nEND;", re.DOTALL)
 
 
-class Part(NamedTuple):
-    name: str  # `store`, or that of a feature
-    number: int
-    script: str
-
-
 @cache
-def parts(database: Literal["sqlite", "postgres"]) -> tuple[Part, ...]:
-    """Return all tables as a database takes them, the core's first."""
-    found = []
+def parts(database: Literal["sqlite", "postgres"]) -> dict[str, tuple[int, str]]:
+    """Return numbers and scripts of the core (`store`) and of features by name, as a database takes them."""
+    found = {}
     package = resources.files("lightning_proxy")
     for folder in [package / "store", *sorted((package / "features").iterdir(), key=attrgetter("name"))]:
         if (file := folder / "schema.sql").is_file():
@@ -50,24 +44,24 @@ def parts(database: Literal["sqlite", "postgres"]) -> tuple[Part, ...]:
             script = script if database == "sqlite" else _for_postgres(script)
             script += own.read_text() if own.is_file() else ""
             script += f"INSERT INTO schema_numbers VALUES ('{folder.name}', {number});\n"
-            found.append(Part(folder.name, number, script))
-    return tuple(found)
+            found[folder.name] = number, script
+    return found
 
 
 def missing_parts(where: str, tables: Collection[str], numbers: Mapping[str, int]) -> list[str]:
     """Return the features whose tables are missing. Raise OtherSchema if it is no store, or of another schema.
 
-    `tables`: their names; `numbers`: of the schemas that it has, by `Part.name`.
+    `tables`: their names; `numbers`: of the schemas that it has, by the names of `parts`.
     """
-    wanted = {part.name: part.number for part in parts("sqlite")}
+    wanted = {name: number for name, (number, _) in parts("sqlite").items()}
     if tables and "schema_numbers" not in tables:
         other = "it belongs to another program; set store.url to a new file or database"
-        raise OtherSchema(f"store {where} cannot be opened: {other}")
-    for name in wanted.keys() & numbers.keys():
-        if numbers[name] != wanted[name]:
-            other = f"its schema of {name} is number {numbers[name]}, and this checkout's {wanted[name]}: {WAY_OUT}"
-            raise OtherSchema(f"store {where} cannot be opened: {other}")
-    return [name for name in wanted if name not in numbers]
+    elif differ := [name for name in wanted if numbers.get(name, wanted[name]) != wanted[name]]:
+        name = differ[0]
+        other = f"its schema of {name} is number {numbers[name]}, and this checkout's {wanted[name]}: {WAY_OUT}"
+    else:
+        return [name for name in wanted if name not in numbers]
+    raise OtherSchema(f"store {where} cannot be opened: {other}")
 
 
 def require_all(where: str, missing: Collection[str]) -> None:

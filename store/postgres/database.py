@@ -282,10 +282,8 @@ async def make_tables(connection: asyncpg.Connection, where: str) -> None:
         return
     async with connection.transaction():
         await connection.execute(LOCK_SCHEMA)
-        missing = await missing_in(connection, where)
-        for part in parts("postgres"):
-            if part.name in missing:
-                await connection.execute(part.script)
+        for name in await missing_in(connection, where):
+            await connection.execute(parts("postgres")[name][1])
 
 
 class OutcomeUnknown(StoreUnavailable):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import asyncpg
 
@@ -32,15 +32,9 @@ _WORDS = (
 )
 
 
-class Numbered(NamedTuple):
-    """A statement for PostgreSQL, and the names of its parameters in the order of their numbers."""
-
-    text: str
-    names: tuple[str, ...]
-
-
 @cache
-def translated(sql: str) -> Numbered:
+def translated(sql: str) -> tuple[str, tuple[str, ...]]:
+    """Return a statement as PostgreSQL takes it, and the names of its parameters in the order of their numbers."""
     if found := _OTHERWISE.search(sql):
         sql = found[1]
     for word, other in _WORDS:
@@ -52,7 +46,7 @@ def translated(sql: str) -> Numbered:
             return part[0]
         return f"${names.setdefault(name, len(names) + 1)}"
 
-    return Numbered(_PARTS.sub(numbered, sql), tuple(names))
+    return _PARTS.sub(numbered, sql), tuple(names)
 
 
 class PostgresTransaction(Transaction):
@@ -62,19 +56,19 @@ class PostgresTransaction(Transaction):
         self._connection = connection
 
     async def all(self, sql: str, params: Params | None = None) -> list[asyncpg.Record]:
-        statement = translated(sql)
-        return await self._connection.fetch(statement.text, *_values(statement, params or {}))
+        text, names = translated(sql)
+        return await self._connection.fetch(text, *_values(names, params or {}))
 
     async def many(self, sql: str, rows: Sequence[Params]) -> list[asyncpg.Record]:
         """In one round trip."""
         if len(rows) < 2:
             return await self.all(sql, rows[0]) if rows else []
-        statement = translated(sql)
-        return await self._connection.fetchmany(statement.text, [_values(statement, row) for row in rows])
+        text, names = translated(sql)
+        return await self._connection.fetchmany(text, [_values(names, row) for row in rows])
 
 
-def _values(statement: Numbered, params: Params) -> list[Any]:
-    return [storable(params[name]) for name in statement.names]
+def _values(names: Sequence[str], params: Params) -> list[Any]:
+    return [storable(params[name]) for name in names]
 
 
 def storable(value: Any) -> Any:

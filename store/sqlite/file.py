@@ -155,18 +155,10 @@ def make_tables(connection: sqlite3.Connection, where: str) -> None:
     if not missing_in(connection, where):
         return
     connection.execute("BEGIN IMMEDIATE")
-    missing = missing_in(connection, where)
-    for part in parts("sqlite"):
-        if part.name in missing:
-            _run(connection, part.script)
-    connection.execute("COMMIT")
-
-
-def _run(connection: sqlite3.Connection, script: str) -> None:
-    """Run the statements of a script; `executescript` would commit the transaction around them."""
     statement = ""
-    for line in script.splitlines(keepends=True):
+    for line in "".join(parts("sqlite")[name][1] for name in missing_in(connection, where)).splitlines(keepends=True):
         statement += line
-        if sqlite3.complete_statement(statement):
+        if sqlite3.complete_statement(statement):  # `executescript` would commit the transaction around them
             connection.execute(statement)
             statement = ""
+    connection.execute("COMMIT")

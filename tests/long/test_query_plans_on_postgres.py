@@ -95,10 +95,10 @@ async def _plans(url: str) -> dict[str, Any]:
         await connection.execute("VACUUM ANALYZE")
         await connection.execute("SET plan_cache_mode = force_custom_plan")
         for name, sql in STATEMENTS.items():
-            statement = translated(sql)
-            types = [kind.name for kind in (await connection.prepare(statement.text)).get_parameters()]
-            values = [f"'{_value(*one)}'::{one[1]}" for one in zip(statement.names, types, strict=True)]
-            await connection.execute(f"PREPARE tried AS {statement.text}")
+            text, names = translated(sql)
+            types = [kind.name for kind in (await connection.prepare(text)).get_parameters()]
+            values = [f"'{_value(*one)}'::{one[1]}" for one in zip(names, types, strict=True)]
+            await connection.execute(f"PREPARE tried AS {text}")
             given = f"({', '.join(values)})" if values else ""
             (row,) = await connection.fetch(f"EXPLAIN (FORMAT JSON) EXECUTE tried{given}")
             found[name] = json.loads(row[0])[0]["Plan"]

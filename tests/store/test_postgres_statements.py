@@ -62,11 +62,11 @@ async def test_every_statement_of_the_store_is_one_for_postgresql(server: Server
     for name, sql in {**dict(statements()), **pages, **own}.items():
         if "sqlite_master" in sql:
             continue
-        statement = translated(sql)
+        text, names = translated(sql)
         try:
-            prepared = await connection.prepare(statement.text)
-            assert len(prepared.get_parameters()) == len(statement.names)
+            prepared = await connection.prepare(text)
+            assert len(prepared.get_parameters()) == len(names)
         except asyncpg.PostgresError as error:
-            wrong[name] = f"{error}: {statement.text}"
+            wrong[name] = f"{error}: {text}"
     await connection.close()
     assert wrong == {}
