@@ -84,7 +84,7 @@ def looks(size: Size) -> list[tuple[str, str, Look]]:
 
     async def step(store: Store) -> None:
         groups = await store.waiting.groups()
-        rollouts = [one.rollout_id for group in groups[:1] for one in (await store.waiting.siblings(group)).ended]
+        rollouts = [one.rollout_id for group in groups[:1] for one in (await store.waiting.siblings(group))[0]]
         await store.steps.claim(rollouts[:0], newest)
         await store.steps.release_unfinished()
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 from ..core.groups import NO_END, Group, Grouping, Member, formed
 from ..core.http import in_thread_if_large
@@ -123,14 +122,6 @@ class Standstill:
     story: str
 
 
-class Siblings(NamedTuple):
-    """The siblings of a group: those that `ended`, those that it waits for, and those that steps took or dropped."""
-
-    ended: list[Rollout]
-    awaited: list[Rollout]
-    before: list[Rollout]
-
-
 class Waiting(Table):
     """Reads rollouts that wait for training; `store.steps` takes them."""
 
@@ -157,13 +148,14 @@ class Waiting(Table):
         rows = await self._db.all(CHANGED, {"cursor": cursor, "newest": newest}) if newest > cursor else ()
         return newest, {task_id for (task_id,) in rows}
 
-    async def siblings(self, group: Group) -> Siblings:
+    async def siblings(self, group: Group) -> tuple[list[Rollout], list[Rollout], list[Rollout]]:
+        """Return those of a group that ended, those that it waits for, and those that steps took or dropped."""
         assert group.pool is not None
         values = group.pool._asdict() | {"after": group.after, "last": group.last, "awaited": dumps([*group.awaited])}
-        found = Siblings([], [], [])
+        found = defaultdict[str, list[Rollout]](list)
         for row in await self._db.all(SIBLINGS if group.pool.group_id else SIBLINGS_ONE_BY_ONE, values):
-            getattr(found, row["place"]).append(read(Rollout, row))
-        return found
+            found[row["place"]].append(read(Rollout, row))
+        return found["ended"], found["awaited"], found["before"]
 
     async def lone(self, failed: bool = False, limit: int = NO_END) -> Group | None:
         """Return rewarded rollouts without a task as a group, if there are any; at most so many are counted."""
