@@ -374,7 +374,7 @@ class Events(Table):
             return [{"event_id": event_id} | answer for (event_id,) in recorded]
 
         request = rollout.rollout_id.encode() + b"\n" + body
-        return await self._db.write(lambda db: answer_once(db, key, request, lambda: work(db)))
+        return await self._db.write(lambda db: answer_once(db, key, request, work))
 
     async def of(self, rollout_id: str) -> list[Event]:
         statement = "SELECT * FROM events WHERE rollout_id = :rollout_id ORDER BY seq, created_at, event_id"

@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -177,8 +178,8 @@ class Rewards(Table):
         A second post with the same `key` (Idempotency-Key) and body gets the first answer again; with another body it
         is a Conflict.
         """
-
-        return await self._db.write(lambda db: answer_once(db, key, body, lambda: post_rewards(db, rewards, by)))
+        work = partial(post_rewards, rewards=rewards, by=by)
+        return await self._db.write(lambda db: answer_once(db, key, body, work))
 
     async def trusted(self, rollout_ids: Iterable[str]) -> dict[str, float]:
         """Return the returns that act on everybody, by rollout id; without those that have none."""
@@ -286,14 +287,16 @@ def _read_rules(row: Row | None) -> Rules:
     return Rules(loads(row["weights"]), row["failed"], (row["low"], row["high"]))
 
 
-async def answer_once(db: Transaction, key: str | None, body: bytes, work: Callable[[], Awaitable[Answer]]) -> Answer:
+async def answer_once(
+    db: Transaction, key: str | None, body: bytes, work: Callable[[Transaction], Awaitable[Answer]]
+) -> Answer:
     """Do `work`, or return the stored answer to the same key and body. Raise Conflict if the body differs."""
     if key is None:
-        return await work()
+        return await work(db)
     body_hash = hashlib.sha256(body).hexdigest()
     row = await db.one("SELECT body_hash, answer FROM idempotency WHERE key = :key", {"key": key})
     if row is None:
-        answer = await work()
+        answer = await work(db)
         await db.all(
             "INSERT INTO idempotency (key, body_hash, answer, created_at) VALUES (:key, :body_hash, :answer, :at)",
             {"key": key, "body_hash": body_hash, "answer": dumps(answer), "at": time.time()},
