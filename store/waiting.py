@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 
 from ..core.groups import NO_END, Group, Grouping, Member, formed
 from ..core.http import in_thread_if_large
@@ -126,18 +125,14 @@ class Waiting(Table):
     """Reads rollouts that wait for training; `store.steps` takes them."""
 
     async def groups(self, grouping: Grouping = Grouping(), tasks: Collection[str] | None = None) -> list[Group]:
-        """Return the groups, of all tasks or of some, with at least one rollout to train on, the longest waiting first.
+        """Return the groups, of all tasks or of some, with at least one rollout to train on.
 
         By default, those of a task that were opened one by one are one group.
         """
         statements = (MEMBERS_ENDED, MEMBERS_RUNNING) if tasks is None else (MEMBERS_ENDED_OF, MEMBERS_RUNNING_OF)
         some = {"tasks": dumps([*(tasks or ())])}
         rows = [row for statement in statements for row in await self._db.all(statement, some)]
-
-        def found() -> list[Group]:
-            return formed((Member(*row) for row in rows), grouping)
-
-        return sorted(await in_thread_if_large(ROW_SIZE * len(rows), found), key=attrgetter("oldest"))
+        return await in_thread_if_large(ROW_SIZE * len(rows), lambda: formed((Member(*row) for row in rows), grouping))
 
     async def changed(self, cursor: int | None) -> tuple[int, set[str] | None]:
         """Return a cursor, and the tasks whose groups may have changed after the last; None: all."""
