@@ -124,12 +124,14 @@ def _groups(pool: Pool, members: Sequence[Member], grouping: Grouping) -> Iterat
 def _parts(members: Sequence[Member], grouping: Grouping) -> list[list[Member]]:
     """Rollouts that were opened one by one, as many as make a group in each part. Only the last may have fewer."""
     first = next((member.opened_at for member in members if member.has_ended), float("inf"))
-    parts: list[list[Member]] = [[]]
+    parts = list[list[Member]]()
     for member in members:
         if member.has_ended or member.opened_at >= first - grouping.timeout_s:
-            if len(parts[-1]) >= grouping.size and (not member.has_ended or grouping.is_rewarded(member)):
+            counts = not member.has_ended or grouping.is_rewarded(member)
+            if not parts or (counts and len(parts[-1]) >= grouping.size):
                 parts.append([])
             parts[-1].append(member)
     if grouping.timeout_s <= 0 and len(parts) > 1 and len(parts[-1]) < grouping.size:  # no others will come
-        parts[-2:] = [[*parts[-2], *parts[-1]]]
-    return [part for part in parts if part]
+        last = parts.pop()
+        parts[-1] += last
+    return parts

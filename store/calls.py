@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..core.json_text import dumps, dumps_or_none, fields_of, loads_or_none
 from ..core.records import CallStatus, Choice, Event, ModelCall, RolloutName, ToolCall
-from .database import Database, Row, Table, Transaction, read
+from .database import Database, Records, Row, Transaction, read
 from .requests import Parent, full_calls, short_calls
 from .rewards import Answer, Rewards, answer_once
 from .rollouts import ROLLOUT_SEEN, Rollouts
@@ -210,7 +210,7 @@ class Giver(NamedTuple):
     response: dict[str, Any]
 
 
-class Calls(Table):
+class Calls(Records):
     """The table of calls, with their tool calls. The recorder writes it, in batches."""
 
     def __init__(self, database: Database, rollouts: Rollouts, rewards: Rewards) -> None:
@@ -351,7 +351,7 @@ def _choices(row: Row, answer: tuple[int, ...]) -> tuple[Choice, ...]:
     return (first, *(Choice(index, tuple(ids), tuple(lps), reason) for index, ids, lps, reason in more))
 
 
-class Events(Table):
+class Events(Records):
     """The table of events. Events are context and are never trained on."""
 
     async def post(

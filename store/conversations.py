@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .database import Database, Table
+from .database import Database, Records
 
 CONVERSATION_POINT = """
 INSERT INTO conversation_points (digest, rollout_id, at) VALUES (:digest, :rollout_id, :at)
@@ -76,7 +76,7 @@ POINTS_OF = "SELECT digest, rollout_id FROM conversation_points WHERE rollout_id
 POINT_DELETE = "DELETE FROM conversation_points WHERE digest = :digest AND rollout_id = :rollout_id"
 
 
-class ConversationIndex(Table):
+class ConversationIndex(Records):
     """Finds the rollout of a digest. The recorder writes digests, in the commit of their call."""
 
     async def leads_to(self, digest: bytes) -> str | None:

@@ -160,7 +160,7 @@ class Database(Reads):
         """
 
 
-class Table:
+class Records:
     """What reads and writes the records of one kind."""
 
     def __init__(self, database: Database) -> None:
@@ -218,7 +218,7 @@ SELECT :cursor BETWEEN COALESCE((SELECT MIN(n) - 1 FROM feed), 0) AND COALESCE((
 FEED_NEWEST = "SELECT MAX(n) AS newest FROM feed /* PostgreSQL: SELECT feed_newest() AS newest */"
 
 
-class Feed(Table):
+class Feed(Records):
     """The log of what happens in the store: the newest 10,000 events, in the order of commits. Triggers write it."""
 
     async def newest(self) -> int:

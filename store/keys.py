@@ -12,7 +12,7 @@ from uuid import uuid4
 from ..core.config.root import Config
 from ..core.errors import ConfigError, Conflict, NotFound
 from ..core.records import Limits, check_id
-from .database import ConstraintRefused, Table, read
+from .database import ConstraintRefused, Records, read
 from .opening import opened
 
 _NEW = (
@@ -71,7 +71,7 @@ class StoredKey:
         return Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrent)
 
 
-class Keyring(Table):
+class Keyring(Records):
     """The table of keys. It has few rows and is read entirely."""
 
     async def all(self) -> list[StoredKey]:

@@ -12,7 +12,7 @@ from typing import Any
 from ..core.json_text import dumps, loads_or_none
 from ..core.prices import Used, used
 from ..core.records import CallStatus
-from .database import Row, Table, read
+from .database import Records, Row, read
 from .rollouts import ROLLOUT_FILTERS
 
 NEWEST_ROLLOUTS = 20_000  # rollouts that are looked at
@@ -102,7 +102,7 @@ class RecentTraffic:
     response_tokens: int
 
 
-class Reports(Table):
+class Reports(Records):
     """Reads what lists and the status show of the newest rollouts and calls."""
 
     async def newest_rollouts(self, filters: dict[str, Any]) -> Sequence[Row]:
@@ -156,7 +156,7 @@ class ComparedRollout:
     dropped: str | None
 
 
-class Credit(Table):
+class Credit(Records):
     """Reads how calls were trained. `TrainingSteps.claim` writes it."""
 
     async def of(self, rollout_id: str) -> Sequence[Row]:

@@ -31,7 +31,7 @@ from ..core.errors import Conflict, NotFound, StoreUnavailable
 from ..core.json_text import dumps, loads
 from ..core.records import OPERATOR, Reward, Sender
 from ..core.returns import Earned, Rules, earned
-from .database import LOOK_S, Row, Table, Transaction, in_passing
+from .database import LOOK_S, Records, Row, Transaction, in_passing
 
 REWARD = """
 INSERT INTO rewards (rollout_id, call_id, name, value, source, comment, final, key_id, evidence, created_at)
@@ -149,7 +149,7 @@ class Uncounted:
     story: str
 
 
-class Rewards(Table):
+class Rewards(Records):
     """The table of rewards, in which nothing is ever changed, and the rules by which the store counts returns."""
 
     async def of(self, rollout_id: str) -> list[Reward]:

@@ -15,7 +15,7 @@ from ..core.errors import Conflict, LightningError, NotFound
 from ..core.json_text import dumps
 from ..core.records import OPERATOR, Mode, Rollout, RolloutName, RolloutStatus, Sender
 from .conversations import forget_conversations
-from .database import Database, Table, Transaction, all_in_passing
+from .database import Database, Records, Transaction, all_in_passing
 from .rewards import count_returns
 
 log = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class RolloutKey:
     evidence: bool = False
 
 
-class Rollouts(Table):
+class Rollouts(Records):
     """The tables of rollouts, their keys and the models chosen for them."""
 
     async def open(

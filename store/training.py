@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.json_text import dumps
 from ..core.records import CollapseSign, PolicyVersion, Rollout
-from .database import Database, Table, Transaction
+from .database import Database, Records, Transaction
 from .rollouts import ALL, LOOK
 from .versions import PolicyVersions
 
@@ -144,7 +144,7 @@ class Collapse:
         )
 
 
-class TrainingSteps(Table):
+class TrainingSteps(Records):
     def __init__(self, database: Database, versions: PolicyVersions) -> None:
         super().__init__(database)
         self._versions = versions

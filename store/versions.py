@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..core.errors import NotFound
 from ..core.json_text import dumps
 from ..core.records import Mode, PolicyVersion, PublishMode, VersionStatus
-from .database import Database, Table, Transaction, read
+from .database import Database, Records, Transaction, read
 from .rewards import FAILED_HELD_OUT
 
 VERSION_LIVE_NOW = """
@@ -191,7 +191,7 @@ class VersionReward(MeanReward):
         return cls(mean, rollouts, mean - half, mean + half)
 
 
-class PolicyVersions(Table):
+class PolicyVersions(Records):
     """The table of policy versions. `set_live` is the commit that moves the alias."""
 
     def __init__(self, database: Database) -> None:

@@ -10,7 +10,7 @@ from ..core.groups import NO_END, Group, Grouping, Member, formed
 from ..core.http import in_thread_if_large
 from ..core.json_text import dumps
 from ..core.records import Rollout
-from .database import Feed, Table, read
+from .database import Feed, Records, read
 
 # Whether an ended rollout has a reward. `:failed`: failed ones count for something (`trainer.failed_rollouts`).
 HAS_REWARD = "CASE status WHEN 'completed' THEN rewarded_at IS NOT NULL WHEN 'failed' THEN :failed ELSE FALSE END"
@@ -121,7 +121,7 @@ class Standstill:
     story: str
 
 
-class Waiting(Table):
+class Waiting(Records):
     """Reads rollouts that wait for training; `store.steps` takes them."""
 
     async def groups(self, grouping: Grouping = Grouping(), tasks: Collection[str] | None = None) -> list[Group]:

@@ -89,15 +89,15 @@ class SqliteDatabase(Database):
                 connection.executemany(statement, rows)
 
         self._of_turn.clear()
-        is_done = False
-        if size <= LARGE and self._config.synchronous != "full":
-            try:
+        here = size <= LARGE and self._config.synchronous != "full"
+        try:
+            if here:
                 _in_transaction(work, self._here)
-                is_done = True
-            except sqlite3.DatabaseError as error:
-                if not _is_locked(error):
-                    self._failed(error)
-        if not is_done:
+        except sqlite3.DatabaseError as error:
+            if not _is_locked(error):
+                self._failed(error)
+            here = False
+        if not here:
             await self._in_thread(partial(_in_transaction, work))
         self._committed(size)
         self._writes.succeeded()
