@@ -104,7 +104,7 @@ def looks(size: Size) -> list[tuple[str, str, Look]]:
         ("a poll", "why publication is stopped", lambda s: s.steps.collapse()),
         ("a poll", "the line of the live version", lambda s: s.versions.line(newest, newest - 2, 0.0)),
         ("a poll", "the last test of a version", lambda s: tests_of(s).last_of(newest)),
-        ("a poll", "what a probe found", lambda s: s.versions.problem(newest)),
+        ("a poll", "what a probe found", lambda s: s.versions.probed(newest)),
         ("a poll", "groups that wait", groups),
         ("a poll", "rollouts without a task that wait", lambda s: s.waiting.lone(limit=SIBLINGS)),
         ("a poll", "rewards of the newest versions", lambda s: s.rewards.since(newest - 2, 64)),

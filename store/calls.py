@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ..core.json_text import dumps, dumps_or_none, fields_of, loads_or_none
 from ..core.records import CallStatus, Choice, Event, ModelCall, RolloutName, ToolCall
+from ..core.returns import earned
 from .database import Database, Records, Row, Transaction, read
 from .requests import Parent, full_calls, short_calls
 from .rewards import Answer, Rewards, answer_once
@@ -228,7 +229,7 @@ class Calls(Records):
         tools = "SELECT * FROM tool_calls WHERE rollout_id = :rollout_id ORDER BY call_id, position"
         params = {"rollout_id": rollout_id}
         calls, made, log = [await self._db.all(statement, params) for statement in (CALLS, tools, POLICY_LOG_DURING)]
-        rewards = (await self._rewards.earned(rollout_id)).calls
+        rewards = earned(await self._rewards.of(rollout_id), await self._rewards.rules()).calls
         return await asyncio.to_thread(_read_calls, calls, made, log, rewards, short=short)
 
     async def some(self, call_ids: Collection[str], known: Mapping[str, Parent]) -> list[ModelCall]:

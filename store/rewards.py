@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from ..core.errors import Conflict, NotFound, StoreUnavailable
 from ..core.json_text import dumps, loads
 from ..core.records import OPERATOR, Reward, Sender
-from ..core.returns import Earned, Rules, earned
+from ..core.returns import Rules, earned
 from .database import LOOK_S, Records, Row, Transaction, in_passing
 
 REWARD = """
@@ -156,10 +156,6 @@ class Rewards(Records):
         """Return all rewards ever posted for a rollout, oldest first."""
         every = "SELECT *, value AS reward, 0 AS retrain FROM rewards WHERE rollout_id = :rollout_id ORDER BY reward_id"
         return await self._db.records(Reward, every, rollout_id=rollout_id)
-
-    async def earned(self, rollout_id: str) -> Earned:
-        """Return the rewards of a rollout and its calls, whatever its status."""
-        return earned(await self.of(rollout_id), await self.rules())
 
     async def newest(self) -> int | None:
         """Return the number of the newest reward; it grows with every reward."""

@@ -357,8 +357,3 @@ class PolicyVersions(Records):
         """Keep the time and the result of the newest comparison with the first answer."""
         statement = "UPDATE probes SET problem = :problem, at = :at WHERE version = :version"
         await self._db.execute(statement, version=version, problem=problem, at=time.time())
-
-    async def problem(self, version: int) -> str | None:
-        """Return why its server does not seem to serve this version; None if it does, or that is not known."""
-        probed = await self.probed(version)
-        return probed and probed.problem

@@ -176,7 +176,7 @@ async def readyz(request: Request) -> Response:
     try:
         await _require_store(p)
         warnings = {
-            "policy": await p.store.versions.problem((await p.store.versions.live()).version),
+            "policy": (await verified(p.store)).problem,
             "publish": None if p.watch is None else p.watch.other_mode,
             "store": p.store.database.damage,
             "retention": await over_bound(p.store.database, p.config.store.retention),
