@@ -250,7 +250,7 @@ class Promotions:
         rollouts = await self._db.all(PROMOTION_OBSERVED, {"n": test.n})
         earned = defaultdict[str, list[Reward]](list)
         for row in await self._db.all(PROMOTION_REWARDS, {"n": test.n}):
-            earned[row["rollout_id"]].append(read(Reward, row, retrain=False))
+            earned[row["rollout_id"]].append(read(Reward, row, reward=row["value"], retrain=False))
         return [read(Observed, row, rewards=tuple(earned[row["rollout_id"]])) for row in rollouts]
 
     async def has_others(self, test: Promotion) -> bool:

@@ -59,7 +59,7 @@ SORTS = {
 SORTED = (
     "SELECT * FROM rollouts WHERE step =",
     "SELECT * FROM tool_calls WHERE",
-    "SELECT rewards.*, 0 AS retrain FROM rewards WHERE",
+    "SELECT *, value AS reward, 0 AS retrain FROM rewards WHERE",
     "SELECT * FROM events WHERE rollout_id",
     "tasks by",
 )
