@@ -183,10 +183,9 @@ class VersionReward(MeanReward):
         mean = math.fsum(n * one.mean for one, n in zip(means, units, strict=True)) / count
         if count == 1:
             return cls(mean, rollouts)
-        squares = 0.0
+        squares, freedom = 0.0, count - 1
         for one, n in zip(means, units, strict=True):  # a task counts by its mean; rollouts spread around theirs
-            squares += n * (one.mean - mean) ** 2 + (n * max(one.square - one.mean**2, 0) if n > 1 else 0)
-        freedom = count - 1
+            squares += n * ((one.mean - mean) ** 2 + (n > 1) * max(one.square - one.mean**2, 0))
         half = 1.96 * math.sqrt(squares / freedom / count * (freedom + FEW) / freedom)
         return cls(mean, rollouts, mean - half, mean + half)
 

@@ -28,6 +28,7 @@ from ..database import (
     Writing,
     unavailable,
 )
+from ..rollouts import ROLLOUT_SEEN
 from ..schema import NUMBERS, missing_parts, parts, require_all
 from .statements import PostgresTransaction
 
@@ -137,7 +138,8 @@ class PostgresDatabase(Database):
             if len(ids) > 1:
                 await db.all(HOLD_ROLLOUTS, {"ids": dumps(ids)})
             for statement, rows in runs:
-                await db.many(statement, sorted(rows, key=lambda r: (r.get("digest", b""), r.get("rollout_id", ""))))
+                column = "rollout_id" if statement == ROLLOUT_SEEN else "digest"  # others keep their order
+                await db.many(statement, sorted(rows, key=lambda row: str(row.get(column, ""))))
 
         try:
             await self._to_the_end(work, "BEGIN", self._patience(hurried=True) + size / BYTES_A_SECOND)
