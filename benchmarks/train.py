@@ -78,7 +78,7 @@ class PaddedTrainer(LightningTrainer):
 
     def padded_step(self, samples: Sequence[Sample]) -> None:
         weights = token_weights(samples, self.settings)
-        trl = self._trl
+        trl = self.trl
         trl.current_gradient_accumulation_steps = trl.args.steps_per_generation
         self.model.train()
         for rows in in_passes(samples, self.settings.max_tokens_per_batch):
@@ -88,7 +88,8 @@ class PaddedTrainer(LightningTrainer):
         self.finish()
 
     @cached_property
-    def _trl(self) -> Any:
+    def trl(self) -> Any:
+        """TRL's trainer of the same model."""
         config = self.settings
         args = GRPOConfig(
             use_cpu=self.device.type == "cpu", bf16=False, report_to="none", loss_type="cispo",
@@ -221,6 +222,7 @@ class Bench:
         self._config, self._saved = config, [p.detach().clone() for p in self._parameters()]
         self.trainer.optimizer.register_step_pre_hook(lambda *_: self._keep_gradient())
         self._gradient: Tensor | None = None
+        assert self.trainer.trl is not None  # made here, and not in the first step
 
     def ways(self) -> list[Way]:
         budget = self.trainer.settings.max_tokens_per_batch
