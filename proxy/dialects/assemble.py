@@ -243,6 +243,7 @@ class _Choice:
         self._fields: Json = {"index": index}
         self._message: Json = {}
         self._calls: dict[str, ToolCalls] = {}
+        self._has_deltas = False
 
     def feed(self, choice: Json) -> None:
         for name, value in choice.items():
@@ -250,7 +251,12 @@ class _Choice:
                 self._fields[name] = joined(self._fields.get(name), value, name)
             elif name not in ("index", "delta", "message"):
                 put(self._fields, name, value)
-        if not isinstance(delta := choice.get("delta", choice.get("message")), dict):
+        delta, message = choice.get("delta"), choice.get("message")
+        self._has_deltas |= delta is not None
+        if delta is None and isinstance(message, dict):
+            known = self._message | self._calls if self._has_deltas else {}
+            delta = {name: value for name, value in message.items() if not known.get(name)}
+        if not isinstance(delta, dict):
             return
         self._fields["message"] = self._message
         for name, value in delta.items():

@@ -20,7 +20,6 @@ from .assemble import Assembler
 from .stream import Dialect, Injection, Transcript
 
 Json = dict[str, Any]
-Endpoint = Literal["chat", "completions"]
 
 
 def _wants_usage(body: Json, options: Any) -> bool:
@@ -153,7 +152,7 @@ def _is_utf8(raw: bytes) -> bool:
 
 
 class ChatApi(Dialect):
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Literal["chat", "completions"]) -> None:
         self._is_chat = endpoint == "chat"
 
     def inject(self, body: Json) -> tuple[Json, Injection]:
