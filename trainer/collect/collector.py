@@ -108,7 +108,7 @@ class Collector:
             limit = self._config.rollouts_per_step
             lone = await self._trainable(take, await waiting.lone_rollouts(limit, self._failed_has_reward))
             owners = await waiting.owners(member.rollout.rollout_id for member in lone)
-            take.comparisons = [Comparison([one], [], owners.get(one.rollout.rollout_id)) for one in lone]
+            take.comparisons = [ComparedRollouts([one], [], owners.get(one.rollout.rollout_id)) for one in lone]
             return take
         siblings, awaited, before = await waiting.siblings(group)
         take.counts["groups"] += 1
@@ -118,13 +118,13 @@ class Collector:
         members = await self._trainable(take, siblings)
         known = [s for rollout in before if self._has_reward(rollout) and (s := await self._sibling(rollout))]
         known = [s for s in known if self._unfit(s.calls, base) in (None, STALE)]
-        take.comparisons = [Comparison(members, known, group.pool and group.pool.owner)]
+        take.comparisons = [ComparedRollouts(members, known, group.pool and group.pool.owner)]
         return take
 
-    async def _trainable(self, take: Take, rollouts: Sequence[Rollout]) -> list[Member]:
+    async def _trainable(self, take: Take, rollouts: Sequence[Rollout]) -> list[TrainableRollout]:
         """Those of ended rollouts that can be trained on. The others are dropped, with the reason."""
         take.drop("failed or discarded", [rollout for rollout in rollouts if not self._counts(rollout)])
-        members = [Member(r, s) for r in rollouts if self._has_reward(r) and (s := await self._sibling(r))]
+        members = [TrainableRollout(r, s) for r in rollouts if self._has_reward(r) and (s := await self._sibling(r))]
         self._roll_call.look(member.sibling.calls for member in members)
         await self._sampled.look(call for member in members for call in self._trained(member.sibling.calls))
         counted = await self._store.rewards.trusted(member.rollout.rollout_id for member in members)
@@ -134,7 +134,7 @@ class Collector:
                 take.counts["rollouts_stale"] += reason == STALE
                 take.drop(reason, [rollout])
             elif judged := await self._sibling(rollout, self._judge) if self._judge else sibling:
-                found.append(Member(rollout, judged))
+                found.append(TrainableRollout(rollout, judged))
                 take.counts["rollouts_failed"] += rollout.status == "failed"
                 take.seen.reward(rollout.task_id, rollout.reward, counted.get(rollout.rollout_id))
                 took_part = {self._adapter_of(call.agent) for call in self._trained(judged.calls)}
@@ -172,7 +172,7 @@ class Collector:
                 return siblings
         return []
 
-    async def _compare(self, take: Take, comparison: Comparison) -> None:
+    async def _compare(self, take: Take, comparison: ComparedRollouts) -> None:
         """Compare the members with each other, or a lone one with earlier rollouts, and take those to learn from."""
         members, known, _ = comparison
         if len(members) == 1 and not known and self._config.lone_rollouts == "running":
@@ -193,7 +193,9 @@ class Collector:
             else:
                 take.drop(nothing, [member.rollout])
 
-    def _take_rollout(self, take: Take, member: Member, credit: Sequence[Credited | None], nothing: str | None) -> None:
+    def _take_rollout(
+        self, take: Take, member: TrainableRollout, credit: Sequence[Credited | None], nothing: str | None
+    ) -> None:
         """Add the rows of a rollout to the step. `nothing`: why its rewards teach nothing, where tools' results may."""
         rollout, calls = member.rollout, member.sibling.calls
         taught = [(call, one) for call, one in zip(calls, credit, strict=True) if one is not None]
@@ -308,12 +310,12 @@ class Collector:
     def _across_tasks(self, takes: Sequence[Take]) -> Take:
         """One take of all groups: an owner's rollouts are compared, lone ones only with `lone_rollouts: running`."""
         joined = together(takes)
-        parts: dict[tuple[str | None, int], Comparison] = {}
+        parts: dict[tuple[str | None, int], ComparedRollouts] = {}
         for take, group in zip(takes, joined.waiting, strict=True):
             are_compared = group.task_id is not None or self._config.lone_rollouts == "running"
             for one in take.comparisons:
                 key = one.owner, 0 if are_compared else id(one)
-                part = parts.setdefault(key, Comparison([], [], one.owner))
+                part = parts.setdefault(key, ComparedRollouts([], [], one.owner))
                 part.members.extend(one.members)
                 part.known.extend(one.known)
         joined.comparisons = [*parts.values()]
@@ -372,20 +374,20 @@ def _oldest_version(calls: Sequence[ModelCall], base: int) -> int:
     return min((c.policy_version for c in calls if c.trainable and c.policy_version is not None), default=base)
 
 
-class Member(NamedTuple):
+class TrainableRollout(NamedTuple):
     """A rollout that a step may train on."""
 
     rollout: Rollout
     sibling: Sibling
 
 
-class Comparison(NamedTuple):
+class ComparedRollouts(NamedTuple):
     """Rollouts that are compared with each other. `known` were looked at before: they only count in the baseline.
 
     `owner`: the key that all were opened with, if it sees only its own.
     """
 
-    members: list[Member]
+    members: list[TrainableRollout]
     known: list[Sibling]
     owner: str | None
 
@@ -399,7 +401,7 @@ class Take:
 
     base: int
     waiting: list[Group] = field(default_factory=list)
-    comparisons: list[Comparison] = field(default_factory=list)
+    comparisons: list[ComparedRollouts] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
     staleness: list[int] = field(default_factory=list)

@@ -60,7 +60,7 @@ State = dict[str, Any]
 SHARDED = ("adapters", "optimizer")
 
 
-class Totals(NamedTuple):
+class StepTotals(NamedTuple):
     """What a pass has to know of its adapter's whole step: weights of tokens by rollout, tokens trained, of tools."""
 
     weights: dict[str, float]
@@ -211,13 +211,13 @@ class LightningTrainer:
             self._cost = replace(self._cost, max_nodes=numbers.fitting)
         return numbers
 
-    def _totals(self, batch: Batch, samples: Sequence[Sample], adapter: str) -> Totals:
+    def _totals(self, batch: Batch, samples: Sequence[Sample], adapter: str) -> StepTotals:
         own = [sample for sample in samples if sample.adapter == adapter]
         compared = batch.compared_by_adapter.get(adapter, batch.compared)
         weights = token_weights(own, self.settings, compared)
-        return Totals(weights, sum(s.trained_tokens for s in own), sum(s.result_tokens for s in own))
+        return StepTotals(weights, sum(s.trained_tokens for s in own), sum(s.result_tokens for s in own))
 
-    def _pass(self, one: Pass, totals: Totals, version: int | None) -> Numbers:
+    def _pass(self, one: Pass, totals: StepTotals, version: int | None) -> Numbers:
         """Add the gradients of a pass, unless its loss is not finite. A pass that does not count adds 0."""
         samples, config = one.micro_batch.samples, self.settings
         answers, reference = Answers.of(samples, self.device), None
