@@ -181,11 +181,11 @@ def ask(config: Config, work: Callable[[ApiClient], Awaitable[T]]) -> T:
 
 def up_runs(store: StoreConfig) -> bool:
     """Return whether an `up` on this machine holds its lock on the store's file."""
-    if store.is_postgres or not Path(f"{store.path.expanduser()}-up").exists():
+    if store.is_postgres or not Path(f"{store.path}-up").exists():
         return False
     from ..store.sqlite.file import lock_file
 
-    with suppress(OSError), lock_file(store.path.expanduser(), "up") as nobody_does:
+    with suppress(OSError), lock_file(store.path, "up") as nobody_does:
         return not nobody_does
     return False
 

@@ -128,7 +128,7 @@ async def export(
     """
     if not config.may_be_there:
         raise LightningError(f"there is no store at {config.where} (store.url)")
-    path = None if config.is_postgres else config.path.expanduser()
+    path = None if config.is_postgres else config.path
     rows = 0
     with written(target) as file, _parquet(file, kind) if format == "parquet" else _json_lines(file) as write:
         idle = None if path is None or is_in_use(path) else IdleFile(path)
