@@ -149,7 +149,7 @@ class Observed:
 Chooser = Callable[[str | None, int], Assigned]  # by a rollout's task, and its place among those of the task
 
 
-class TestedVersion(NamedTuple):
+class UnderTest(NamedTuple):
     """The test that is under way."""
 
     promotion: Promotion
@@ -161,9 +161,9 @@ class Promotions:
 
     def __init__(self, database: Database) -> None:
         self._db = database
-        self._now: TestedVersion | None = None
+        self._now: UnderTest | None = None
 
-    async def now(self) -> TestedVersion | None:
+    async def now(self) -> UnderTest | None:
         """Return the test that is under way; None without one. Its evidence may be older than that of `last`."""
         row = await self._db.quick(TESTING)
         if row is None:
@@ -286,10 +286,10 @@ class Promotions:
         """Take back the version that waits."""
         await self._db.commit([(WITHDRAWN, [{"withdrawn": reason}])])
 
-    async def _trial(self, n: int) -> TestedVersion | None:
+    async def _trial(self, n: int) -> UnderTest | None:
         test = await self._db.record(Promotion, PROMOTION, n=n)
         version = None if test is None else await self._db.record(PolicyVersion, CANDIDATE, version=test.version)
-        return None if test is None or version is None else TestedVersion(test, version)
+        return None if test is None or version is None else UnderTest(test, version)
 
 
 def _opened(rollout: Row | Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.records import Reward, RolloutName
 from lightning_proxy.features.promotion import gate
 from lightning_proxy.features.promotion.gate import Gate
-from lightning_proxy.features.promotion.promotions import Assigned, Promotions, TestedVersion
+from lightning_proxy.features.promotion.promotions import Assigned, Promotions, UnderTest
 from lightning_proxy.features.promotion.splitting import PolicySplit
 from lightning_proxy.store.opening import opened
 from lightning_proxy.store.store import Store
@@ -22,7 +22,7 @@ from lightning_proxy.store.training import Collapse
 from support.calls import ANSWERED
 from support.stores import store_url
 
-Tested = tuple[Config, Store, TestedVersion]
+Tested = tuple[Config, Store, UnderTest]
 
 
 def of_policy(config: Config, store: Store) -> Gate:
