@@ -55,8 +55,11 @@ class Config(WithFeatures):
         return {name: value if name in cls.model_fields else (name, value) for name, value in given.items()}
 
     def model_post_init(self, _: Any) -> None:
-        self._sections = tuple(self.__pydantic_extra__.values())
-        self.__dict__["trainer"] = self.trainer.with_sections(self.rewards.range, self._sections)
+        self.__dict__["trainer"] = self.trainer.with_sections(self.rewards.range, self.sections)
+
+    @property
+    def sections(self) -> tuple[FeatureSection, ...]:
+        return tuple((self.__pydantic_extra__ or {}).values())
 
     def faults(self) -> Iterator[str]:
         if not self.upstreams:
@@ -70,7 +73,7 @@ class Config(WithFeatures):
                 "trainer.reward_weights: name at least one reward. Its weight is not 0, unless a feature teaches "
                 "something beside rewards"
             )
-        for section in self._sections:
+        for section in self.sections:
             section.check(self)
         if trainer.weights == "full" and policy.publish == "lora":
             yield "trainer.weights full has no adapter to publish: set policy.publish to merged or auto"
@@ -83,20 +86,20 @@ class Config(WithFeatures):
     @property
     def merged_obstacle(self) -> str | None:
         """Return why weights cannot be published merged, as a feature says; None if they can."""
-        return next(filter(None, (section.merged_obstacle(self) for section in self._sections)), None)
+        return next(filter(None, (section.merged_obstacle(self) for section in self.sections)), None)
 
     @property
     def longest_wait_s(self) -> float | None:
         """Return how long a rollout's reward may take once it has ended; None if nothing here gives any."""
         own = None if self.rewards.function is None else self.rewards.timeout_s
-        waits = (own, *(section.longest_wait_s for section in self._sections))
+        waits = (own, *(section.longest_wait_s for section in self.sections))
         return max((wait for wait in waits if wait is not None), default=None)
 
     def not_absolute(self, names: Collection[str]) -> str | None:
         """Return why rewards of these names cannot tell how good a version is; None if they can."""
         if self.rewards.function is not None:  # which may give rewards of any name
             return None
-        return next(filter(None, (section.not_absolute(names) for section in self._sections)), None)
+        return next(filter(None, (section.not_absolute(names) for section in self.sections)), None)
 
     @cached_property
     def policy_upstream(self) -> UpstreamConfig | None:

@@ -139,7 +139,7 @@ class WithFeatures(Section):
 
     def section(self, kind: type[Kind]) -> Kind:
         """Return a feature's section; with its defaults if it is not there."""
-        return next((one for one in self._sections if isinstance(one, kind)), None) or kind()
+        return next((one for one in self.sections if isinstance(one, kind)), None) or kind()
 
 
 @cache
