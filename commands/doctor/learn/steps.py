@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ RESTART = "start vLLM with `lightning-proxy vllm`"
 
 Json = dict[str, Any]
 
+SELDOM, OFTEN = 0.2, 0.8
+
 SHUFFLES = 2000
 LARGEST_P = 0.01  # the largest p-value that counts
 
@@ -50,14 +53,15 @@ class LearnSteps:
     rate: float
     report: Report
     step: int = 0
-    _longest: int = 0  # of the first step's answers, in characters
+    _aim: Aim | None = None
     _rewards: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Take the steps. Raise Broken at the first failed check."""
         await self.loop.resume()
         for self.step in range(1, STEPS + 1):
-            mean = await self._reward(self._read(await self._work()))
+            answers = self._read(await self._work())
+            mean = await self._reward(answers)
             if (batch := await self._advantages()) is None:
                 break
             before = await self._logprobs(batch)
@@ -90,8 +94,8 @@ class LearnSteps:
         self._say(ok(name, f"{len(ended)} rollouts of {len(self.tasks)} tasks made {calls} calls{lost}"))
         return rollouts
 
-    def _read(self, rollouts: Sequence[Json]) -> dict[str, int]:
-        """Check that calls arrived with their tokens; return how many characters the model said in each rollout."""
+    def _read(self, rollouts: Sequence[Json]) -> dict[str, dict[str, RolloutText]]:
+        """Check that calls arrived with their tokens; return the answers by task and rollout."""
         name, calls = "calls", [call for rollout in rollouts for call in rollout["calls"]]
         if all(call["policy_version"] is None for call in calls):
             asked = Counter(str(call["request"].get("model")) for call in calls).most_common(1)[0][0]
@@ -109,27 +113,29 @@ class LearnSteps:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(str(self.core.config.policy.model))
-        characters = {}
+        answers: dict[str, dict[str, RolloutText]] = {}
         for rollout in rollouts:
-            answers = [call["response_token_ids"] or [] for call in rollout["calls"] if call["trainable"]]
-            texts = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
-            characters[rollout["rollout_id"]] = sum(map(len, texts))
-        return characters
+            sampled = [call["response_token_ids"] or [] for call in rollout["calls"] if call["trainable"]]
+            text = " ".join(str(tokenizer.decode(ids, skip_special_tokens=True)) for ids in sampled)
+            of_task = answers.setdefault(rollout["task_id"], {})
+            of_task[rollout["rollout_id"]] = RolloutText(text, sum(map(len, sampled)))
+        return answers
 
-    async def _reward(self, characters: Mapping[str, int]) -> float:
-        """Post more for a shorter answer, check that it arrived, and return the mean."""
-        name = "rewards"
-        self._longest = self._longest or max(characters.values()) or 1
-        given = {rollout: max(0.0, 1 - length / self._longest) for rollout, length in characters.items()}
-        body = [{"rollout_id": rollout, "reward": reward, "name": REWARD} for rollout, reward in given.items()]
+    async def _reward(self, answers: Mapping[str, Mapping[str, RolloutText]]) -> float:
+        """Post the rewards, check that they arrived, and return their mean."""
+        groups = [[*of_task.values()] for of_task in answers.values()]
+        if self._aim is None or not self._aim.tells_apart(groups):  # the model may have learnt it since
+            self._aim = aim_of(groups)
+        given = {name: self._aim.reward(text) for of_task in answers.values() for name, text in of_task.items()}
+        body = [{"rollout_id": name, "reward": reward, "name": REWARD} for name, reward in given.items()]
         await self.api.request("POST", "/reward", body)
-        missing = [rollout for rollout in given if (await self.api.rollout(rollout))["reward"] is None]
+        missing = [name for name in given if (await self.api.rollout(name))["reward"] is None]
         if missing:
-            fix = "look at the lines above: the proxy says why it refused them"
-            self.report.fail(name, f"{len(missing)} of {len(given)} rewards did not arrive", fix)
+            found = f"{self._aim}; {len(missing)} of {len(given)} rewards did not arrive"
+            self.report.fail("rewards", found, "look at the lines above: the proxy says why it refused them")
         self._rewards |= given
         mean = fmean(given.values())
-        self._say(ok(name, f"more for a shorter answer; {len(given)} rewards arrived, {mean:.2f} on average"))
+        self._say(ok("rewards", f"{self._aim}; {len(given)} rewards arrived, {mean:.2f} on average"))
         return mean
 
     async def _advantages(self) -> Batch | None:
@@ -220,6 +226,62 @@ class LearnSteps:
         else:
             self._say(ok(name, f"the server answers with them and not with the old ones: {shown}"))
         return shown
+
+
+class RolloutText(NamedTuple):
+    """All that the model said in a rollout: its text, and the number of its tokens."""
+
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """A synthetic reward: 1 for answers with the word or letter `piece`; without one, more for fewer tokens."""
+
+    piece: str | None
+    longest: int = 1
+
+    def reward(self, answer: RolloutText) -> float:
+        """Return the reward of an answer, between 0 and 1."""
+        if self.piece is None:
+            return max(0.0, 1 - answer.tokens / self.longest)
+        return float(self.piece in _pieces(answer.text))
+
+    def tells_apart(self, groups: Sequence[Sequence[RolloutText]]) -> bool:
+        """Return whether siblings have different rewards."""
+        return any(len({self.reward(answer) for answer in group}) > 1 for group in groups)
+
+    def __str__(self) -> str:
+        if self.piece is None:
+            return "more for a shorter answer"
+        return f'1 for an answer with the {"letter" if len(self.piece) == 1 else "word"} "{self.piece}"'
+
+
+def aim_of(groups: Sequence[Sequence[RolloutText]]) -> Aim:
+    """Return what tells siblings apart best: a word, else a letter, that 20 % to 80 % of the answers have, else length.
+
+    >>> group = [RolloutText(text, 3) for text in ("a red fox", "a grey fox", "one red ant", "fox")]
+    >>> str(aim_of([group]))
+    '1 for an answer with the word "red"'
+    """
+    found = [[_pieces(answer.text) for answer in group] for group in groups]
+    total = sum(map(len, groups))
+    best: tuple[bool, float] = (False, 0.0)
+    aim = Aim(None, max(answer.tokens for group in groups for answer in group) or 1)
+    for piece in sorted({piece for group in found for pieces in group for piece in pieces}):
+        having = [sum(piece in pieces for pieces in group) for group in found]
+        shares = [count / len(group) for count, group in zip(having, groups, strict=True) if group]
+        score = (len(piece) > 1, sum(share * (1 - share) for share in shares))
+        if SELDOM <= sum(having) / total <= OFTEN and score[1] > 0 and score > best:
+            best, aim = score, Aim(piece)
+    return aim
+
+
+def _pieces(text: str) -> set[str]:
+    """The words of a text, and its letters."""
+    words = re.findall(r"[^\W_]+", text.lower())
+    return {word for word in words if len(word) > 1} | {letter for letter in text.lower() if letter.isalpha()}
 
 
 class Likelier(NamedTuple):

@@ -1,11 +1,39 @@
-"""The test of `doctor --learn` of whether what was rewarded became likelier."""
+"""What `doctor --learn` rewards, and its test of whether that became likelier."""
 
 from __future__ import annotations
 
 import random
 
+import pytest
+
 from lightning_proxy.commands.doctor.learn.agent import prompt_of
-from lightning_proxy.commands.doctor.learn.steps import likelier
+from lightning_proxy.commands.doctor.learn.steps import RolloutText, aim_of, likelier
+
+
+def of_texts(*groups: list[str]) -> list[list[RolloutText]]:
+    return [[RolloutText(text, len(text)) for text in group] for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("groups", "aim"),
+    [
+        ([["a dog", "my cat"], ["a dog", "my dog"]], 'the word "my"'),
+        # A word that tells tasks apart, but no siblings, teaches nothing.
+        ([["red", "red"], ["blue", "blue"]], "a shorter answer"),
+        ([["xy", "xz"], ["xz", "xyz"]], 'the word "xz"'),
+        ([["啊好", "好"], ["好", "啊好"]], 'the word "啊好"'),
+        ([["x1", "x2"], ["x3", "x4"], ["x5", "x6"], ["y7", "x8"]], "a shorter answer"),
+        ([["xq"], ["xr", "yr"], ["ys", "yt", "yu"]], 'the letter "x"'),
+        ([["same", "same"]], "a shorter answer"),
+    ],
+)
+def test_what_tells_siblings_apart_is_rewarded(groups: list[list[str]], aim: str) -> None:
+    assert str(aim_of(of_texts(*groups))).endswith(aim)
+
+
+def test_a_shorter_answer_gets_more() -> None:
+    aim = aim_of([[RolloutText("a", 10), RolloutText("a", 4)]])
+    assert [aim.reward(RolloutText("a", tokens)) for tokens in (10, 4, 20)] == [0.0, 0.6, 0.0]
 
 
 def test_only_what_follows_the_rewards_is_likelier() -> None:
