@@ -270,6 +270,6 @@ class _Choice:
         if "message" not in self._fields:
             return self._fields
         message = self._message | {name: [call.result() for call in calls] for name, calls in self._calls.items()}
-        if "function_call" in message:  # of OpenAI's API before there were tools
+        if "function_call" in self._calls:  # of OpenAI's API before there were tools
             message["function_call"] = next((call["function"] for call in message["function_call"]), None)
         return self._fields | {"message": message}
