@@ -95,7 +95,8 @@ async def test_no_answer_is_scored_twice_while_answers_do_not_tell(
 
     def undecided(_: Any, samples: Sequence[Sample], *, served: bool = False) -> list[list[float]]:
         scored.append(0 if served else len(samples))
-        return [[value - 0.1 * (n % 2 == served) for value in row.logprobs] for n, row in enumerate(samples)]
+        near = [0.1 * (n % 2 == served) + 0.01 * served for n in range(len(samples))]  # a little nearer to the new ones
+        return [[value - off for value in row.logprobs] for off, row in zip(near, samples, strict=True)]
 
     monkeypatch.setattr("lightning_proxy.trainer.publish.QUIET_S", 3600.0)
     async with first_version(base, tmp_path) as (b, loop):

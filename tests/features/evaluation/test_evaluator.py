@@ -193,7 +193,7 @@ async def test_tasks_that_are_not_text_end_no_training(running: Running, tmp_pat
         (tmp_path / "held_out.jsonl").write_bytes(b'{"x": "\xff"}\n')
         await e.done(beside)
         found = await e.evaluations.of(0)
-        assert found is not None and found.error is not None and "is not UTF-8" in found.error
+        assert found is not None and found.error is not None and "UTF-8" in found.error
 
 
 async def test_merged_weights_are_replaced_once_they_are_evaluated(running: Running, tmp_path: Path) -> None:
