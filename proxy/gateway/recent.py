@@ -200,20 +200,21 @@ class History:
 
     async def read(self, rollout_id: str, newest: int = LATELY) -> Answered:
         """Return what is in memory, and of the rollout's `newest` calls those that other workers have answered."""
+        before = self.known(rollout_id).seen.copy()
         answered = await self._calls.answered(rollout_id, newest)
         if not answered:  # it was deleted, perhaps by another process
             self.forget(rollout_id)
         kept = self.known(rollout_id)
-        if unseen := answered - kept.seen:
+        while unseen := answered - kept.seen:
             read = await self._calls.some(unseen, kept.parents)
-            read = [call for call in read if call.call_id not in kept.seen]
-            kept.seen |= unseen
             exchanges, made = await asyncio.to_thread(self._made, read, kept.exchanges.copy())
-            kept.exchanges = exchanges | kept.exchanges  # these are unredacted
-            kept.parents = newest_parents(kept.parents, read)
-            kept.turns = [*kept.turns, *made][-TURNS:]
-            self._kept.keep(rollout_id, kept, kept.size)
-        kept.seen &= answered
+            if kept.seen.isdisjoint(unseen):  # else some were noted meanwhile, by `add` or another `read`
+                kept.seen |= unseen
+                kept.exchanges = exchanges | kept.exchanges  # these are unredacted
+                kept.parents = newest_parents(kept.parents, read)
+                kept.turns = [*kept.turns, *made][-TURNS:]
+                self._kept.keep(rollout_id, kept, kept.size)
+        kept.seen -= before - answered  # what `add` noted meanwhile is not among these
         return kept
 
     async def up_to(self, rollout_id: str, response_id: str) -> list[Exchange]:

@@ -60,6 +60,31 @@ async def test_only_the_newest_turns_are_made_of_a_stored_rollout_and_not_in_the
     await database.close()
 
 
+async def test_a_call_that_is_noted_while_the_store_answers_is_one_turn(tmp_path: Path) -> None:
+    database = await open_database(StoreConfig(url=f"sqlite:///{tmp_path}/store.db"))
+    store, name, answer = Store(database), RolloutName("r", None, None), (Choice(0, (3,), (-1.0,), "stop"),)
+    response = {"choices": [{"index": 0, "message": {"role": "assistant", "content": "ok"}}]}
+    request = {"model": "m", "messages": [user("hi")]}
+    history = History(store, lambda call, known: call.request)
+    stored = store.calls.answered
+
+    async def answered(rollout_id: str, newest: int) -> set[str]:
+        found = await stored(rollout_id, newest)
+        history.add("r", "c1", turn_of(request, response, (1, 1), answer))
+        return found
+
+    async with Recorder(store, merged=False) as recorder:
+        for n in range(2):
+            if n == 1:
+                store.calls.answered = answered  # type: ignore[method-assign]
+                await history.read("r")
+                store.calls.answered = stored  # type: ignore[method-assign]
+            await recorder.start(CallStart(f"c{n}", name, "chat/completions", "m", 0, request, 0.0))
+            await recorder.end(CallEnd(f"c{n}", "r", "ok", response, 200, (1, n), answer))
+    assert [turn.ids.tolist() for turn in (await history.read("r")).turns] == [[1, 1, 3], [1, 0, 3]]
+    await database.close()
+
+
 @pytest.mark.parametrize("earlier", [10, 1000])
 async def test_an_edited_history_reads_the_rollout_once(
     earlier: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
