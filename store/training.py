@@ -14,7 +14,7 @@ from typing import Any
 from ..core.json_text import dumps
 from ..core.records import CollapseSign, PolicyVersion, Rollout
 from .database import Database, Records, Transaction
-from .rollouts import ALL, LOOK
+from .rollouts import ALL
 from .versions import PolicyVersions
 
 STEP_NEW = """
@@ -244,7 +244,7 @@ class TrainingSteps(Records):
     async def first(self, limit: int) -> list[Step]:
         """Return the first RL steps that changed the policy, oldest first."""
         found, after, rest = list[Step](), 0, "AND step > :after ORDER BY step LIMIT :limit"
-        while len(found) < limit and (steps := await self._trained(rest, after=after, limit=LOOK)):
+        while len(found) < limit and (steps := await self._trained(rest, after=after, limit=limit)):
             # Others are of other methods, or have changed nothing.
             found += [s for s in steps if s.metrics.get("method") is None and s.metrics.get("skipped") == 0]
             after = steps[-1].step
