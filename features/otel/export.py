@@ -9,42 +9,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
 from ...core.errors import ConfigError
-from ...core.json_text import dumps, loads
 from ...core.records import CallEnd, CallStart
 from ...core.redact import Redactor
-from ...core.tools import dicts
 from .config import OtelConfig
+from .genai import PARAMETERS, conversation_attributes
 
 log = logging.getLogger(__name__)
 FLUSH_S = 3.0  # how long the remaining spans may take at the end
-Json = dict[str, Any]
-# By the field of a request, in any of the recorded APIs.
-_PARAMETERS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "seed": "seed",
-    "n": "choice.count",
-    "max_tokens": "max_tokens",
+_PARAMETERS = {field: name for name, field in PARAMETERS.items()} | {
     "max_completion_tokens": "max_tokens",
     "max_output_tokens": "max_tokens",
 }
-# What the recorded APIs say in place of the conventions' word.
-_REASONS = {
-    "tool_calls": "tool_call", "function_call": "tool_call", "tool_use": "tool_call", "end_turn": "stop",
-    "stop_sequence": "stop", "completed": "stop", "max_tokens": "length", "incomplete": "length",
-    "refusal": "content_filter", "failed": "error",
-}  # fmt: skip
-_RESULTS = ("tool_result", "function_call_output", "custom_tool_call_output")
 
 
 class Telemetry:
@@ -101,7 +82,7 @@ class Telemetry:
         attributes: dict[str, Any] = attributes_of(start, end, content=self._content)
         began = int(start.started_at * 1e9)
         span = self._tracer.start_span(
-            f"{operation_of(start)} {attributes.get('gen_ai.request.model', '')}".rstrip(),
+            f"{attributes['gen_ai.operation.name']} {attributes.get('gen_ai.request.model', '')}".rstrip(),
             context=self._propagator.extract(headers),
             kind=SpanKind.CLIENT,
             attributes=attributes,
@@ -125,23 +106,26 @@ def require_sdk(config: OtelConfig) -> None:
         ) from None
 
 
-def operation_of(start: CallStart) -> str:
-    return "text_completion" if start.endpoint == "completions" else "chat"
-
-
 def attributes_of(start: CallStart, end: CallEnd, *, content: bool) -> dict[str, Any]:
     """Return the span's attributes, with the conversation's text only if `content` is true."""
+    request = start.request
     response = end.response if isinstance(end.response, dict) else {}
     usage = end.usage or {}
-    found = {
-        "gen_ai.operation.name": operation_of(start),
+    stops = request.get("stop_sequences", request.get("stop"))
+    stops = [stops] if isinstance(stops, str) else stops
+    is_streamed = request.get("stream") is True
+    told = {
+        "gen_ai.operation.name": "text_completion" if start.endpoint == "completions" else "chat",
         "gen_ai.provider.name": "anthropic" if start.endpoint == "messages" else "openai",
-        "gen_ai.request.model": _text(start.request.get("model")),
-        "gen_ai.response.id": _text(response.get("id")),
-        "gen_ai.response.model": _text(response.get("model")),
+        "gen_ai.request.model": request.get("model"),
+        "gen_ai.request.stop_sequences": stops or None,
+        "gen_ai.request.stream": is_streamed or None,
+        "gen_ai.response.id": response.get("id"),
+        "gen_ai.response.model": response.get("model"),
         "gen_ai.response.finish_reasons": [c.finish_reason for c in end.choices if c.finish_reason] or None,
-        "gen_ai.usage.input_tokens": _count(usage.get("prompt_tokens", usage.get("input_tokens"))),
-        "gen_ai.usage.output_tokens": _count(usage.get("completion_tokens", usage.get("output_tokens"))),
+        "gen_ai.response.time_to_first_chunk": end.ttft_ms / 1000 if is_streamed and end.ttft_ms is not None else None,
+        "gen_ai.usage.input_tokens": usage.get("prompt_tokens", usage.get("input_tokens")),
+        "gen_ai.usage.output_tokens": usage.get("completion_tokens", usage.get("output_tokens")),
         "gen_ai.agent.name": start.rollout.agent,
         "error.type": None if end.status == "ok" else str(end.http_status or end.status),
         "lightning.rollout_id": start.rollout.rollout_id,
@@ -155,134 +139,13 @@ def attributes_of(start: CallStart, end: CallEnd, *, content: bool) -> dict[str,
         "lightning.untrainable_reason": end.untrainable_reason,
         "lightning.ttft_ms": end.ttft_ms,
     }
-    found |= _parameters(start.request)
-    if start.request.get("stream") is True and end.ttft_ms is not None:
-        found["gen_ai.response.time_to_first_chunk"] = end.ttft_ms / 1000
+    told |= {f"gen_ai.request.{name}": request.get(field) for field, name in _PARAMETERS.items() if field in request}
     if content:
-        messages = {
-            "gen_ai.system_instructions": system_instructions(start.request),
-            "gen_ai.input.messages": input_messages(start.request),
-            "gen_ai.tool.definitions": [_tool(tool) for tool in dicts(start.request.get("tools"))],
-            "gen_ai.output.messages": output_messages(response),
-        }
-        found |= {name: dumps(value) for name, value in messages.items() if value}
-    return {name: value for name, value in found.items() if value is not None}
+        told |= conversation_attributes(request, response)
+    return {name: value for name, value in told.items() if _is_attribute(value)}
 
 
-def _parameters(request: Json) -> dict[str, Any]:
-    found: dict[str, Any] = {"gen_ai.request.stop_sequences": _stops(request)}
-    for name, as_name in _PARAMETERS.items():
-        value = request.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[f"gen_ai.request.{as_name}"] = value
-    return found | ({"gen_ai.request.stream": True} if request.get("stream") is True else {})
-
-
-def system_instructions(request: Json) -> list[Json]:
-    """Return the instructions that were given apart from the conversation, in parts."""
-    return [part for name in ("system", "instructions") if request.get(name) for part in _parts(request[name])]
-
-
-def input_messages(request: Json) -> list[Json]:
-    """Return the conversation that the model was shown, of any recorded API, as messages in parts."""
-    messages = request.get("messages", request.get("input", request.get("prompt")))
-    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
-        return [{"role": "user", "parts": list(_parts(messages))}]
-    return [_message(item) for item in messages]
-
-
-def output_messages(response: Json) -> list[Json]:
-    """Return the model's answer, each choice a message."""
-    if isinstance(output := response.get("output"), list):
-        items = [part for item in dicts(output) for part in _message(item)["parts"]]
-        return [{"role": "assistant", "parts": items, "finish_reason": _reason(response.get("status"))}]
-    if "content" in response:
-        parts = list(_parts(response["content"]))
-        return [{"role": "assistant", "parts": parts, "finish_reason": _reason(response.get("stop_reason"))}]
-    found = []
-    for choice in dicts(response.get("choices")):
-        message = choice.get("message")
-        shown = _message(message if isinstance(message, dict) else {"content": choice.get("text")})
-        found.append(shown | {"role": "assistant", "finish_reason": _reason(choice.get("finish_reason"))})
-    return found
-
-
-def _message(item: Json) -> Json:
-    """A chat's message, an item of Responses, or a message of Anthropic's, in the conventions' shape."""
-    kind = item.get("type")
-    if kind in ("function_call", "custom_tool_call"):
-        arguments = item.get("arguments", item.get("input"))
-        return {"role": "assistant", "parts": [_call(item.get("call_id"), item.get("name"), arguments)]}
-    if kind in _RESULTS:
-        return {"role": "tool", "parts": [_response(item.get("call_id"), item.get("output"))]}
-    if kind == "reasoning":
-        return {"role": "assistant", "parts": _reasoning(item.get("summary"), item.get("content"))}
-    if item.get("role") == "tool":
-        return {"role": "tool", "parts": [_response(item.get("tool_call_id"), item.get("content"))]}
-    calls = []
-    for call in dicts(item.get("tool_calls")):
-        function = call.get("function")
-        function = function if isinstance(function, dict) else {}
-        calls.append(_call(call.get("id"), function.get("name"), function.get("arguments")))
-    thought = _reasoning(item.get("reasoning_content") or item.get("reasoning"))
-    return {"role": str(item.get("role", "assistant")), "parts": [*thought, *_parts(item.get("content")), *calls]}
-
-
-def _parts(content: Any) -> Iterator[Json]:
-    for part in content if isinstance(content, list) else [] if content is None else [content]:
-        if not isinstance(part, dict):
-            yield {"type": "text", "content": str(part)}
-        elif part.get("type") == "tool_use":
-            yield _call(part.get("id"), part.get("name"), part.get("input"))
-        elif part.get("type") in _RESULTS:
-            yield _response(part.get("tool_use_id"), part.get("content"))
-        elif part.get("type") == "thinking":
-            yield from _reasoning(part.get("thinking"))
-        elif isinstance(part.get("text"), str):
-            yield {"type": "text", "content": part["text"]}
-        else:
-            yield part
-
-
-def _reasoning(*contents: Any) -> list[Json]:
-    """A part for each text in the contents."""
-    parts = (part for content in contents for part in _parts(content))
-    return [{"type": "reasoning", "content": part["content"]} for part in parts if part.get("content")]
-
-
-def _call(call_id: Any, name: Any, arguments: Any) -> Json:
-    """A tool call. Its arguments are a value; text that is no JSON stays as it is."""
-    if isinstance(arguments, str):
-        with suppress(ValueError):
-            arguments = loads(arguments)
-    return {"type": "tool_call", "id": call_id, "name": name, "arguments": arguments}
-
-
-def _tool(tool: Json) -> Json:
-    """A tool's definition, from chat's, Responses' or Anthropic's."""
-    function = tool["function"] if isinstance(tool.get("function"), dict) else tool
-    found = {"name": function.get("name"), "description": function.get("description")}
-    found["parameters"] = function.get("parameters", function.get("input_schema"))
-    return {"type": tool.get("type") or "function"} | {n: value for n, value in found.items() if value is not None}
-
-
-def _stops(request: Json) -> list[str] | None:
-    stops = request.get("stop_sequences", request.get("stop"))
-    stops = [stops] if isinstance(stops, str) else stops
-    return stops if isinstance(stops, list) and stops and all(isinstance(stop, str) for stop in stops) else None
-
-
-def _reason(reason: Any) -> Any:
-    return _REASONS.get(reason, reason) if isinstance(reason, str) else reason
-
-
-def _response(call_id: Any, result: Any) -> Json:
-    return {"type": "tool_call_response", "id": call_id, "response": result}
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
+def _is_attribute(value: Any) -> bool:
+    """Whether OpenTelemetry takes the value, which may be any that an agent or upstream sent."""
+    texts = value if isinstance(value, list) else []
+    return isinstance(value, str | int | float | list) and all(isinstance(text, str) for text in texts)

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...core.errors import InvalidRequest, LightningError, UnsupportedMediaType
 from ...core.json_text import dumps, loads_in_turns
-from .genai_read import as_genai
 
 Encoding = Literal["protobuf", "json"]
 MEDIA = {"protobuf": "application/x-protobuf", "json": "application/json"}
 
-# google.rpc.Code by the HTTP status; any other is UNKNOWN.
+# google.rpc.Code by the HTTP status; any other is UNKNOWN: 2.
 _CODES = {400: 3, 401: 16, 403: 7, 413: 8, 415: 3, 429: 8, 501: 12, 503: 14}
-_UNKNOWN = 2
-_ERROR = 2  # a span's status
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +45,9 @@ class Span:
 def encoding_of(content_type: str) -> Encoding:
     """Return the encoding that a Content-Type names; raises UnsupportedMediaType for another one."""
     media = content_type.partition(";")[0].strip().lower()
-    for encoding, name in MEDIA.items():
-        if media == name:
-            return encoding  # type: ignore[return-value]
-    raise UnsupportedMediaType(f"OTLP is sent as {' or '.join(MEDIA.values())}, got {media[:60]!r}")
+    if media not in MEDIA.values():
+        raise UnsupportedMediaType(f"OTLP is sent as {' or '.join(MEDIA.values())}, got {media[:60]!r}")
+    return "json" if media == MEDIA["json"] else "protobuf"
 
 
 def read_spans(body: bytes, encoding: Encoding) -> tuple[list[Span], list[str]]:
@@ -86,28 +82,31 @@ def read_spans(body: bytes, encoding: Encoding) -> tuple[list[Span], list[str]]:
 
 def accepted(encoding: Encoding, rejected: int, why: str) -> bytes:
     """Return the answer to an export with `rejected` spans not taken. The exporter does not send them again."""
+    if not rejected:
+        return b"{}" if encoding == "json" else b""
     if encoding == "json":
-        partial = {"rejectedSpans": str(rejected), "errorMessage": why} if rejected or why else None
-        return dumps({"partialSuccess": partial} if partial else {}).encode()
-    if not (rejected or why):
-        return b""
-    text = why.encode(errors="replace")
-    partial_success = b"\x08" + _varint(rejected) + b"\x12" + _varint(len(text)) + text
+        return dumps({"partialSuccess": {"rejectedSpans": str(rejected), "errorMessage": why}}).encode()
+    partial_success = _number_and_text(rejected, why)
     return b"\x0a" + _varint(len(partial_success)) + partial_success
 
 
 def refused(encoding: Encoding, error: LightningError) -> bytes:
     """Return the error as a google.rpc.Status, as OTLP wants it."""
-    code = _CODES.get(error.status, _UNKNOWN)
+    code = _CODES.get(error.status, 2)
     if encoding == "json":
         return dumps({"code": code, "message": error.message}).encode()
-    text = error.message.encode(errors="replace")
-    return b"\x08" + _varint(code) + b"\x12" + _varint(len(text)) + text
+    return _number_and_text(code, error.message)
+
+
+def _number_and_text(number: int, text: str) -> bytes:
+    """The fields 1 and 2 of a message of protobuf."""
+    raw = text.encode(errors="replace")
+    return b"\x08" + _varint(number) + b"\x12" + _varint(len(raw)) + raw
 
 
 def _span(span: Any, resource: dict[str, Any]) -> Span:
     status = span.get("status") or {}
-    failed = status.get("code") in (_ERROR, "STATUS_CODE_ERROR")
+    failed = status.get("code") in (2, "STATUS_CODE_ERROR")
     attributes = resource | _attributes(span.get("attributes"))
     for event in span.get("events") or ():
         if str(event.get("name")).startswith("gen_ai."):  # where some put the messages
@@ -120,7 +119,7 @@ def _span(span: Any, resource: dict[str, Any]) -> Span:
         started_at=began or ended,
         ended_at=max(began, ended),
         error=(_text(status.get("message")) or "the span's status is an error") if failed else None,
-        attributes=as_genai(attributes),
+        attributes=attributes,
         parent_id=str(span.get("parentSpanId") or "").lower(),
     )
 
@@ -152,50 +151,53 @@ def _text(value: Any) -> str:
     return str(value or "").encode(errors="replace").decode()
 
 
-# A message of protobuf: by the number of a field, its name in JSON and what it holds. A list: there are several.
+def _texted(raw: bytes) -> str:
+    return raw.decode(errors="replace")
+
+
+def _time(raw: bytes) -> int:
+    return int.from_bytes(raw, "little")
+
+
+# A message of protobuf: by the number of a field, its name in JSON and what reads it. A list: there are several.
 _Shape = dict[int, tuple[str, Any]]
 _VALUE: _Shape = {}
-_PAIR: _Shape = {1: ("key", "text"), 2: ("value", _VALUE)}
+_PAIR: _Shape = {1: ("key", _texted), 2: ("value", _VALUE)}
 _VALUE |= {
-    1: ("stringValue", "text"), 2: ("boolValue", "bool"), 3: ("intValue", "integer"), 4: ("doubleValue", "double"),
-    5: ("arrayValue", {1: ("values", [_VALUE])}), 6: ("kvlistValue", {1: ("values", [_PAIR])}),
-    7: ("bytesValue", "base64"),
-}  # fmt: skip
+    1: ("stringValue", _texted),
+    2: ("boolValue", bool),
+    3: ("intValue", lambda number: number - 2**64 if number >= 2**63 else number),
+    4: ("doubleValue", lambda raw: struct.unpack("<d", raw)[0]),
+    5: ("arrayValue", {1: ("values", [_VALUE])}),
+    6: ("kvlistValue", {1: ("values", [_PAIR])}),
+    7: ("bytesValue", lambda raw: base64.b64encode(raw).decode()),
+}
 _SPAN: _Shape = {
-    1: ("traceId", "hex"), 2: ("spanId", "hex"), 4: ("parentSpanId", "hex"), 5: ("name", "text"),
-    7: ("startTimeUnixNano", "time"), 8: ("endTimeUnixNano", "time"), 9: ("attributes", [_PAIR]),
-    11: ("events", [{2: ("name", "text"), 3: ("attributes", [_PAIR])}]),
-    15: ("status", {2: ("message", "text"), 3: ("code", "integer")}),
+    1: ("traceId", bytes.hex), 2: ("spanId", bytes.hex), 4: ("parentSpanId", bytes.hex), 5: ("name", _texted),
+    7: ("startTimeUnixNano", _time), 8: ("endTimeUnixNano", _time), 9: ("attributes", [_PAIR]),
+    11: ("events", [{2: ("name", _texted), 3: ("attributes", [_PAIR])}]),
+    15: ("status", {2: ("message", _texted), 3: ("code", int)}),
 }  # fmt: skip
+# Spans are kept as bytes: each is read apart from all others.
 _RESOURCE_SPANS: _Shape = {
-    1: ("resource", {1: ("attributes", [_PAIR])}), 2: ("scopeSpans", [{2: ("spans", ["span"])}]),
+    1: ("resource", {1: ("attributes", [_PAIR])}), 2: ("scopeSpans", [{2: ("spans", [bytes])}]),
 }  # fmt: skip
 _EXPORT: _Shape = {1: ("resourceSpans", [_RESOURCE_SPANS])}
-_KINDS: dict[str, Callable[[Any], Any]] = {
-    "text": lambda raw: raw.decode(errors="replace"),
-    "hex": lambda raw: raw.hex(),
-    "base64": lambda raw: base64.b64encode(raw).decode(),
-    "time": lambda raw: int.from_bytes(raw, "little"),
-    "double": lambda raw: struct.unpack("<d", raw)[0],
-    "bool": bool,
-    "integer": lambda number: number - 2**64 if number >= 2**63 else number,
-    "span": bytes,  # read apart from all others
-}
 
 
 def _message(data: bytes, shape: _Shape) -> dict[str, Any]:
     """A message of protobuf as OTLP's JSON has it. Raise ValueError, and others for fields of a wrong type."""
     found: dict[str, Any] = {}
     for number, raw in _fields(data):
-        if number in shape:
-            name, kind = shape[number]
-            is_one_of_several = isinstance(kind, list)
-            kind = kind[0] if is_one_of_several else kind
-            value = _message(raw, kind) if isinstance(kind, dict) else _KINDS[kind](raw)
-            if is_one_of_several:
-                found.setdefault(name, []).append(value)
-            else:
-                found[name] = value
+        if number not in shape:
+            continue
+        name, kind = shape[number]
+        of = kind[0] if isinstance(kind, list) else kind
+        value = _message(raw, of) if isinstance(of, dict) else of(raw)
+        if isinstance(kind, list):
+            found.setdefault(name, []).append(value)
+        else:
+            found[name] = value
     return found
 
 
@@ -205,14 +207,13 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     while at < len(data):
         tag, at = _read_varint(data, at)
         value: Any
-        match tag & 7:
-            case 0:
-                value, at = _read_varint(data, at)
-            case 1 | 2 | 5 as kind:
-                size, at = _read_varint(data, at) if kind == 2 else (8 if kind == 1 else 4, at)
-                value, at = data[at : at + size], at + size
-            case kind:
-                raise ValueError(f"a field of type {kind}")
+        if (kind := tag & 7) not in (0, 1, 2, 5):
+            raise ValueError(f"a field of type {kind}")
+        if kind in (0, 2):
+            value, at = _read_varint(data, at)
+        if kind:
+            size = {1: 8, 5: 4}.get(kind) or value
+            value, at = data[at : at + size], at + size
         if at > len(data):
             raise ValueError("it is cut off")
         yield tag >> 3, value
@@ -221,18 +222,14 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     """An integer of seven bits a byte, and the place after it."""
     number = 0
-    for shift in range(0, 70, 7):
-        if at >= len(data):
-            break
-        number, at = number | (data[at] & 127) << shift, at + 1
-        if data[at - 1] < 128:
-            return number, at
+    for shift, byte in enumerate(data[at : at + 10]):
+        number |= (byte & 127) << 7 * shift
+        if byte < 128:
+            return number, at + shift + 1
     raise ValueError("it is cut off")
 
 
 def _varint(number: int) -> bytes:
-    found = bytearray()
-    while number > 127:
-        found.append(number & 127 | 128)
-        number >>= 7
-    return bytes([*found, number])
+    if number < 128:
+        return bytes([number])
+    return bytes([number & 127 | 128]) + _varint(number >> 7)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 from fastapi import APIRouter, Request, Response
 
@@ -26,34 +26,25 @@ from ...proxy.gateway.asgi import ClientDisconnected, read_headers, unpack
 from ...proxy.hooks import Core, Hooks, ProxyPlugin
 from .config import OtelConfig
 from .export import Telemetry, require_sdk
-from .genai_read import action_of, is_action, is_call, request_of, response_of, tokens_of
+from .genai import CALLS, action_of, first, is_action, operation_of, request_of, response_of, tokens_of
 from .otlp import MEDIA, Encoding, Span, accepted, encoding_of, read_spans, refused
 
 router = APIRouter()
 log = logging.getLogger(__name__)
-UPSTREAM = "otlp"
-PREFIXES = ("lightning.", "agentlightning.")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.:-]")
-_INT32 = 2**31
 MOST_DEPTH = 100  # of spans around one
 BY_ITS_OWN_KEY = "reported through OpenTelemetry with the rollout's own key"
 
 
-@dataclass(frozen=True, slots=True)
-class Imported:
+class Imported(NamedTuple):
     """A call read from a span."""
 
-    span: Span
+    rollout: RolloutName
     start: CallStart
     end: CallEnd
 
-    @property
-    def rollout(self) -> RolloutName:
-        return self.start.rollout
 
-
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """An action read from a span; `key` is the span's own, `at` when it began."""
 
     rollout: RolloutName
@@ -86,40 +77,38 @@ async def _record(request: Request, encoding: Encoding) -> bytes:
         body = await unpack(body, headers.get("content-encoding", ""), p.bodies.limit, loan)
         # In threads: a large export takes a while to read, and agents wait for their answers meanwhile.
         spans, problems = await asyncio.to_thread(read_spans, body, encoding)
-        found, odd = await asyncio.to_thread(read_all, spans)
+        told, odd = await asyncio.to_thread(read_all, spans)
         problems += odd
-        admitted = await _admitted(p, caller, found, problems)
-        for one in admitted:
+        for one in await _admitted(p, caller, told, problems):
             await _recorded(p, one, problems)
     return accepted(encoding, len(problems), "; ".join(problems[:3]))
 
 
 async def _admitted(
-    p: Parts, caller: Caller, found: Iterable[Imported | Action], problems: list[str]
+    p: Parts, caller: Caller, told: Iterable[Imported | Action], problems: list[str]
 ) -> list[Imported | Action]:
     """What the caller may report of this, as it may. `problems` gets the others; if there are only these, raise one.
 
     The policy's code can read a rollout's own key: it is no proof.
     """
     admitted: list[Imported | Action] = []
-    refused: LightningError | None = None
-    for one in found:
+    refusal: LightningError | None = None
+    for one in told:
         try:
             await p.keys.require(caller, [one.rollout.rollout_id])
             name = caller.admit(one.rollout)
         except LightningError as error:
             if error.status >= 500:
                 raise
-            refused = error
+            refusal = error
             problems.append(error.message)
             continue
-        if isinstance(one, Action):
-            admitted.append(replace(one, rollout=name))
-        else:
-            end = one.end if caller.rollout is None else one.end._replace(untrainable_reason=BY_ITS_OWN_KEY)
-            admitted.append(Imported(one.span, one.start._replace(rollout=name), end))
-    if refused is not None and not admitted:
-        raise refused
+        own = one._replace(rollout=name)
+        if isinstance(own, Imported) and caller.rollout is not None:
+            own = own._replace(end=own.end._replace(untrainable_reason=BY_ITS_OWN_KEY))
+        admitted.append(own)
+    if refusal is not None and not admitted:
+        raise refusal
     return admitted
 
 
@@ -130,7 +119,7 @@ async def _recorded(p: Parts, one: Imported | Action, problems: list[str]) -> No
             event = await asyncio.to_thread(p.redactor.event, one.event)
             await p.store.events.post(one.rollout, [event], one.key, at=one.at)
         else:
-            await _record_call(p, one)
+            await _record_call(p, one.start._replace(rollout=one.rollout), one.end)
     except StoreUnavailable:
         raise
     except Exception as error:
@@ -138,41 +127,58 @@ async def _recorded(p: Parts, one: Imported | Action, problems: list[str]) -> No
         problems.append(f"a span of rollout {one.rollout.rollout_id} was not recorded: {error!r:.200}")
 
 
+async def _record_call(p: Parts, start: CallStart, end: CallEnd) -> None:
+    """Record the call, unless it is there already: by an earlier try, or because it went through the proxy."""
+    status = await p.store.calls.status(end.rollout_id, end.call_id)
+    response_id = (end.response or {}).get("id")
+    if status not in (None, "incomplete"):
+        return
+    if status is not None:
+        p.recorder.resume(start)
+    elif isinstance(response_id, str) and response_id and await p.store.calls.giver(end.rollout_id, response_id):
+        return
+    else:
+        await p.recorder.start(start)
+    await (await p.recorder.end_large(end))
+    await p.recorder.put_in_order(end)
+    p.metrics.call_ended(end, True)
+
+
 def read_all(spans: Sequence[Span]) -> tuple[list[Imported | Action], list[str]]:
     """Return the calls and actions among spans, oldest first, and the errors of spans that cannot be taken."""
-    found: list[Imported | Action] = []
+    told: list[Imported | Action] = []
     problems: list[str] = []
     for span in sorted(_with_agents(spans), key=lambda span: span.started_at):
         try:
-            if is_call(span.attributes):
-                found.append(read_call(span))
+            if operation_of(span.attributes) in CALLS:
+                told.append(_call(span, _rollout(span)))
             elif is_action(span.attributes):
-                _check(span)
                 rollout, event = _rollout(span), action_of(span.attributes, span.error)
                 key = f"otlp-{span.trace_id}{span.span_id}-{rollout.rollout_id}"
-                found.append(Action(rollout, key, span.started_at, event))
+                told.append(Action(rollout, key, span.started_at, event))
         except InvalidRequest as error:
             problems.append(f"span {span.span_id}: {error.message}")
         except Exception as error:  # whatever attributes from outside lead to
             problems.append(f"span {span.span_id}: it cannot be read: {error!r:.200}")
-    return found, problems
+    return told, problems
 
 
-def read_call(span: Span) -> Imported:
-    """Return the call that a span describes. Raise InvalidRequest for impossible ids and times."""
-    attributes = span.attributes
-    _check(span)
-    request, response = request_of(attributes), response_of(attributes)
-    tokens, version = tokens_of(attributes, response), _version(attributes)
+def _call(span: Span, rollout: RolloutName) -> Imported:
+    """The call that a span describes."""
+    request, response = request_of(span.attributes), response_of(span.attributes)
+    tokens = tokens_of(span.attributes, response)
+    version = span.attributes.get("lightning.policy_version")
+    version = version if type(version) is int and 0 <= version < 2**31 else None
+    model = response["model"]
     start = CallStart(
         call_id=f"{span.trace_id}{span.span_id}",
-        rollout=_rollout(span),
+        rollout=rollout,
         endpoint="chat/completions",
-        model=_text(response["model"]),
+        model=model if isinstance(model, str) else None,
         policy_version=version,
         request=request,
         started_at=span.started_at,
-        upstream=UPSTREAM,
+        upstream="otlp",
         pins=False,
         imported=True,
     )
@@ -181,7 +187,7 @@ def read_call(span: Span) -> Imported:
         reason = "no policy version in the span"
     end = CallEnd(
         call_id=start.call_id,
-        rollout_id=start.rollout.rollout_id,
+        rollout_id=rollout.rollout_id,
         status="error" if span.error else "ok",
         response=None if span.error else response,
         http_status=None,
@@ -194,45 +200,23 @@ def read_call(span: Span) -> Imported:
         latency_ms=(span.ended_at - span.started_at) * 1000,
         imported=True,
     )
-    return Imported(span, start, end)
+    return Imported(rollout, start, end)
 
 
-async def _record_call(p: Parts, call: Imported) -> None:
-    """Record the call, unless it is there already: by an earlier try, or because it went through the proxy."""
-    status = await p.store.calls.status(call.end.rollout_id, call.end.call_id)
-    response_id = _text((call.end.response or {}).get("id"))
-    if status not in (None, "incomplete"):
-        return
-    if status is None and response_id and await p.store.calls.giver(call.end.rollout_id, response_id):
-        return
-    if status is None:
-        await p.recorder.start(call.start)
-    else:
-        p.recorder.resume(call.start)
-    await (await p.recorder.end_large(call.end))
-    await p.recorder.put_in_order(call.end)
-    p.metrics.call_ended(call.end, True)
-
-
-def _check(span: Span) -> None:
-    """Raise InvalidRequest for impossible ids, or without a time."""
+def _rollout(span: Span) -> RolloutName:
+    """The rollout that the span or its resource names; else its trace is one. InvalidRequest for a span without ids."""
     if not re.fullmatch("[0-9a-f]{32}", span.trace_id) or not re.fullmatch("[0-9a-f]{16}", span.span_id):
         raise InvalidRequest("its trace id must have 16 bytes and its span id 8")
     if span.started_at <= 0:
         raise InvalidRequest("it has no time")
-
-
-def _rollout(span: Span) -> RolloutName:
-    """The rollout that the span or its resource names; else its trace is one."""
-    found = {name: _named(span.attributes, name) for name in ("rollout_id", "task_id", "agent_name", "rollout_mode")}
-    for name in ("rollout_id", "task_id", "agent_name"):
-        if found[name] is not None:
-            check_id(cast(str, found[name]), f"lightning.{name}")
-    if found["rollout_mode"] not in (None, "train", "eval"):
-        raise InvalidRequest(f"lightning.rollout_mode must be train or eval, got {found['rollout_mode']!r}")
-    agent = found["agent_name"] or span.agent
-    mode = cast(Mode, found["rollout_mode"] or "train")
-    return RolloutName(found["rollout_id"] or span.trace_id, found["task_id"], agent, mode)
+    ids = {name: _named(span, name) for name in ("rollout_id", "task_id", "agent_name")}
+    for name, value in ids.items():
+        if value is not None:
+            check_id(value, f"lightning.{name}")
+    if (mode := _named(span, "rollout_mode") or "train") not in ("train", "eval"):
+        raise InvalidRequest(f"lightning.rollout_mode must be train or eval, got {mode!r}")
+    agent = ids["agent_name"] or span.agent
+    return RolloutName(ids["rollout_id"] or span.trace_id, ids["task_id"], agent, cast(Mode, mode))
 
 
 def _with_agents(spans: Sequence[Span]) -> Iterator[Span]:
@@ -249,27 +233,16 @@ def _with_agents(spans: Sequence[Span]) -> Iterator[Span]:
 
 
 def _own_agent(span: Span) -> str | None:
-    """The agent that the span names itself, as an id."""
-    return _as_id(_named(span.attributes, "agent_name") or _text(span.attributes.get("gen_ai.agent.name")))
+    """The agent that the span names itself, as an id: characters that ids may not have are replaced."""
+    name: Any = _named(span, "agent_name") or span.attributes.get("gen_ai.agent.name")
+    if name is None and operation_of(span.attributes) == "invoke_agent":
+        name = span.attributes.get("agent.name")  # OpenInference's
+    return _NOT_IN_NAMES.sub("_", name)[:200] if name and isinstance(name, str) else None
 
 
-def _named(attributes: Mapping[str, Any], name: str) -> str | None:
-    value = next((attributes[p + name] for p in PREFIXES if attributes.get(p + name) is not None), None)
+def _named(span: Span, name: str) -> str | None:
+    value = first(span.attributes, (f"lightning.{name}", f"agentlightning.{name}"))
     return None if value is None else str(value)
-
-
-def _as_id(name: str | None) -> str | None:
-    """An agent's name as an id: characters that ids may not have are replaced."""
-    return _NOT_IN_NAMES.sub("_", name)[:200] if name else None
-
-
-def _version(attributes: Mapping[str, Any]) -> int | None:
-    value = attributes.get("lightning.policy_version")
-    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _INT32 else None
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 class OtelPlugin(ProxyPlugin):

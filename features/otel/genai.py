@@ -1,0 +1,317 @@
+"""Reads the attributes of a span as a chat call or an action, and writes messages as GenAI's. Pure.
+
+GenAI (https://opentelemetry.io/docs/specs/semconv/gen-ai/gen-ai-spans/) has messages as JSON text. OpenLLMetry
+(`gen_ai.prompt.0.content`) and OpenInference (https://arize-ai.github.io/openinference/spec/) number them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ...core.json_text import dumps, loads
+from ...core.records import Event
+from ...core.tokens import Tokens
+from ...core.tools import answers, calls_in, dicts, results_in
+from ...proxy.dialects.transcript import messages_in
+
+Json = dict[str, Any]
+Attributes = Mapping[str, Any]
+
+CALLS = frozenset({"chat", "text_completion", "generate_content"})
+# What GenAI, OpenLLMetry and OpenInference call it. The first that a span has counts.
+OPERATION = ("gen_ai.operation.name", "llm.request.type", "openinference.span.kind")
+MODEL = ("gen_ai.request.model", "llm.model_name")
+INPUT = ("gen_ai.input.messages", "gen_ai.prompt", "llm.input_messages", "input.value")
+OUTPUT = ("gen_ai.output.messages", "gen_ai.completion", "llm.output_messages", "output.value")
+TOOLS = ("gen_ai.tool.definitions", "llm.request.functions", "llm.tools")
+PROMPT_TOKENS = ("gen_ai.usage.input_tokens", "gen_ai.usage.prompt_tokens", "llm.token_count.prompt")
+ANSWER_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
+DOCUMENTS = ("gen_ai.retrieval.documents", "retrieval.documents")
+QUERY = {
+    "query": ("gen_ai.retrieval.query.text", "input.value"),
+    "top_k": ("gen_ai.retrieval.top_k",),
+    "data_source": ("gen_ai.data_source.id",),
+}
+# OpenInference's kinds of spans as GenAI's operations.
+KINDS = {"LLM": "chat", "RETRIEVER": "retrieval", "AGENT": "invoke_agent"}
+# A chat request's parameters, by their names in `gen_ai.request.…`.
+PARAMETERS = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_tokens": "max_tokens", "seed": "seed",
+    "frequency_penalty": "frequency_penalty", "presence_penalty": "presence_penalty", "choice.count": "n",
+}  # fmt: skip
+# Levels of OpenInference's names that say nothing more: `tool_calls.0.tool_call.function.name`.
+_WRAPPERS = frozenset({"message", "message_content", "tool_call", "function", "tool", "document", "image"})
+_CHATS_REASONS = {"tool_call": "tool_calls", "end_turn": "stop"}
+# What the recorded APIs say in place of the conventions' word.
+_REASONS = {
+    "tool_calls": "tool_call", "function_call": "tool_call", "tool_use": "tool_call", "end_turn": "stop",
+    "stop_sequence": "stop", "completed": "stop", "max_tokens": "length", "incomplete": "length",
+    "refusal": "content_filter", "failed": "error",
+}  # fmt: skip
+
+
+def operation_of(attributes: Attributes) -> str | None:
+    """Return what the span did: `chat`, `retrieval`, `execute_tool`, … None: it does not say."""
+    named = first(attributes, OPERATION)
+    if named is None:
+        return "chat" if "gen_ai.request.model" in attributes else None
+    return KINDS.get(str(named), str(named))
+
+
+def is_action(attributes: Attributes) -> bool:
+    """Return whether the span is a retriever, or a tool that no model called.
+
+    The results of tools that a model called are in the next request.
+    """
+    operation = operation_of(attributes)
+    return operation == "retrieval" or (operation == "execute_tool" and not attributes.get("gen_ai.tool.call.id"))
+
+
+def action_of(attributes: Attributes, error: str | None) -> Event:
+    """Return the agent's action and its result."""
+    if operation_of(attributes) == "retrieval":
+        query = {name: first(attributes, names) for name, names in QUERY.items()}
+        arguments: Any = {name: value for name, value in query.items() if value is not None}
+        name, result = "retrieval", listed(attributes, DOCUMENTS) or parsed(attributes.get(DOCUMENTS[0]))
+    else:
+        name, result = attributes.get("gen_ai.tool.name") or "tool", parsed(attributes.get("gen_ai.tool.call.result"))
+        arguments = parsed(attributes.get("gen_ai.tool.call.arguments"))
+    result = error if result is None else result
+    return Event("action", name=str(name)[:200], arguments=arguments, result=result, is_error=error is not None)
+
+
+def request_of(attributes: Attributes) -> Json:
+    """Return the call's request, as /v1/chat/completions takes it."""
+    system = parsed(attributes.get("gen_ai.system_instructions"))
+    asked = [{"role": "system", "parts": system if isinstance(system, list) else [system]}] if system else []
+    messages = [chat for one in (*asked, *listed(attributes, INPUT)) for chat in _chat_messages(one, "user")]
+    found: Json = {"model": first(attributes, MODEL), "messages": messages}
+    given = parsed(attributes.get("llm.invocation_parameters"))
+    for name, field in PARAMETERS.items():
+        value = attributes.get(f"gen_ai.request.{name}", given.get(field) if isinstance(given, dict) else None)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[field] = value
+    if isinstance(stop := attributes.get("gen_ai.request.stop_sequences"), list):
+        found["stop"] = stop
+    if tools := [tool for one in listed(attributes, TOOLS) if (tool := _chat_tool(one))]:
+        found["tools"] = tools
+    return found
+
+
+def response_of(attributes: Attributes) -> Json:
+    """Return the call's answer, as /v1/chat/completions gives it."""
+    reasons = attributes.get("gen_ai.response.finish_reasons")
+    reasons = reasons if isinstance(reasons, list) else []
+    answered = [
+        (chat, one.get("finish_reason"))
+        for one in listed(attributes, OUTPUT)
+        for chat in _chat_messages(one, "assistant")
+    ]
+    choices = []
+    for index, (message, own) in enumerate(answered or [({"role": "assistant", "content": None}, None)]):
+        reason = own or next(iter(reasons[index:]), None)
+        reason = _CHATS_REASONS.get(str(reason), reason)
+        choices.append({"index": index, "message": message, "finish_reason": reason})
+    prompt, answer = first(attributes, PROMPT_TOKENS), first(attributes, ANSWER_TOKENS)
+    usage = None
+    if isinstance(prompt, int) and isinstance(answer, int):
+        usage = {"prompt_tokens": prompt, "completion_tokens": answer, "total_tokens": prompt + answer}
+    return {
+        "id": attributes.get("gen_ai.response.id"),
+        "object": "chat.completion",
+        "model": first(attributes, ("gen_ai.response.model", *MODEL)),
+        "choices": choices,
+        "usage": usage,
+    }
+
+
+def tokens_of(attributes: Attributes, response: Json) -> Tokens:
+    """Return the token ids and log-probabilities that the span gives, if any, under the names in docs/client.md."""
+    prompt, ids, logprobs = (
+        first(attributes, (f"lightning.{name}", name))
+        for name in ("prompt_token_ids", "response_token_ids", "logprobs")
+    )
+    choices = [{"index": choice["index"]} for choice in response["choices"]]
+    choices[0] |= {"finish_reason": response["choices"][0]["finish_reason"], "token_ids": ids}
+    if isinstance(logprobs, list):
+        choices[0]["logprobs"] = {"content": [{"logprob": value} for value in logprobs]}
+    return Tokens({"prompt_token_ids": prompt, "choices": choices, "usage": response["usage"]})
+
+
+def first(attributes: Attributes, names: Iterable[str]) -> Any:
+    """Return the first of these attributes that the span has."""
+    return next((attributes[name] for name in names if attributes.get(name) is not None), None)
+
+
+def listed(attributes: Attributes, names: Iterable[str]) -> list[Json]:
+    """Return the objects of the first of these attributes that the span has: in JSON, numbered, or a single text."""
+    for name in names:
+        value = parsed(attributes.get(name))
+        if isinstance(value, dict):
+            value = value.get("messages", value.get("choices"))
+        if found := dicts(value) or dicts(_numbered(attributes, f"{name}.")):
+            return [one["message"] if isinstance(one.get("message"), dict) else one for one in found]
+        if name.endswith(".value") and name in attributes:
+            return [{"content": attributes[name]}]
+    return []
+
+
+def parsed(value: Any) -> Any:
+    """Return the value of an attribute: on spans, most structures are JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return loads(value)
+    except ValueError:
+        return value
+
+
+def _numbered(attributes: Attributes, prefix: str) -> Any:
+    """`PREFIX0.role`, `PREFIX0.tool_calls.1.name` and the like as a list of objects."""
+    root: Json = {}
+    for name, value in attributes.items():
+        if not name.startswith(prefix):
+            continue
+        node: Any = root
+        *path, last = [key for key in name.removeprefix(prefix).split(".") if key not in _WRAPPERS] or [""]
+        for key in path:
+            node = node.setdefault(key, {}) if isinstance(node, dict) else None
+        if isinstance(node, dict):
+            node.setdefault(last, value)
+    return _with_lists(root)
+
+
+def _with_lists(tree: Any) -> Any:
+    """The tree with lists in place of its numbered branches."""
+    if not isinstance(tree, dict):
+        return tree
+    numbers = sorted((key for key in tree if key.isascii() and key.isdigit() and len(key) < 5), key=int)
+    if numbers:
+        return [_with_lists(tree[key]) for key in numbers]
+    return {key: _with_lists(value) for key, value in tree.items()}
+
+
+def _chat_messages(told: Json, role: str) -> Iterator[Json]:
+    """Yield chat's messages for one that a span tells: the results in it, then what was said, thought and called."""
+    parts = told.get("parts", told.get("contents", told.get("content")))
+    if isinstance(parts, str) and parts.startswith("[{"):  # OpenLLMetry has a list of parts as text
+        parts = parsed(parts)
+    content, thoughts, called = list[Json](), list[str](), dicts(told.get("tool_calls"))
+    for part in parts if isinstance(parts, list) else ():
+        match part:
+            case {"type": "tool_call"}:
+                called.append(part)
+            case {"type": "tool_call_response"}:
+                result = part.get("response", part.get("result"))
+                yield {"role": "tool", "tool_call_id": part.get("id"), "content": _text(result)}
+            case {"type": "reasoning" | "thinking"}:
+                thoughts.append(_text(part.get("content")))
+            case {"type": "text"}:
+                content.append({"type": "text", "text": _text(part.get("content", part.get("text")))})
+            case {"type": "image", "url": url}:
+                content.append({"type": "image_url", "image_url": {"url": url}})
+            case _:
+                content.append(part if isinstance(part, dict) else {"type": "text", "text": str(part)})
+    if isinstance(parts, list) and not (content or thoughts or called):
+        return
+    ours = ("parts", "contents", "finish_reason", "tool_calls")
+    message = {"role": role} | {name: value for name, value in told.items() if name not in ours}
+    message["content"] = _joined(content) if isinstance(parts, list) else parts
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    if called:
+        message["tool_calls"] = [*map(_chat_call, called)]
+    yield message
+
+
+def _chat_call(call: Json) -> Json:
+    function = call["function"] if isinstance(call.get("function"), dict) else call
+    made = {"name": str(function.get("name") or ""), "arguments": _text(function.get("arguments"))}
+    return {"id": call.get("id"), "type": "function", "function": made}
+
+
+def _chat_tool(tool: Json) -> Json | None:
+    """A tool's definition, with the `function` around it that chat has."""
+    if "json_schema" in tool:  # OpenInference's
+        schema = parsed(tool["json_schema"])
+        return schema if isinstance(schema, dict) else None
+    if "function" in tool or "name" not in tool:
+        return tool
+    function = {name: value for name, value in tool.items() if name != "type"}
+    if "parameters" in function:
+        function["parameters"] = parsed(function["parameters"])  # OpenLLMetry has them as text
+    return {"type": "function", "function": function}
+
+
+def _joined(content: list[Json]) -> Any:
+    """A message's content: a string where it is text alone, as most clients send it."""
+    if all(part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
+        return "".join(part["text"] for part in content) if content else None
+    return content
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else "" if value is None else dumps(value)
+
+
+def conversation_attributes(request: Json, response: Json) -> Json:
+    """Return what was said in a call of any recorded API, as GenAI's attributes in JSON text."""
+    apart = bool(request.get("system") or request.get("instructions"))  # given beside the conversation
+    messages = [*map(_message, messages_in(request))]
+    told = {
+        "gen_ai.system_instructions": messages[0]["parts"] if apart else [],
+        "gen_ai.input.messages": messages[apart:],
+        "gen_ai.tool.definitions": [*map(_tool, dicts(request.get("tools")))],
+        "gen_ai.output.messages": [*_output_messages(response)],
+    }
+    return {name: dumps(value) for name, value in told.items() if value}
+
+
+def _output_messages(response: Json) -> Iterator[Json]:
+    """The model's answer, each choice a message."""
+    reasons = [choice.get("finish_reason") for choice in dicts(response.get("choices"))]
+    reasons = reasons or [response.get("stop_reason", response.get("status"))]
+    for answer, reason in zip(answers(response), reasons, strict=False):
+        parts = [part for item in answer for part in _message(item)["parts"]]
+        yield {"role": "assistant", "parts": parts, "finish_reason": _REASONS.get(str(reason), reason)}
+
+
+def _message(item: Json) -> Json:
+    """A message of chat or Messages, or an item of Responses, in parts."""
+    kind = "reasoning" if item.get("type") == "reasoning" else "text"
+    results = [
+        {"type": "tool_call_response", "id": one.tool_call_id, "response": one.content} for one in results_in(item)
+    ]
+    calls = [
+        {"type": "tool_call", "id": one.id, "name": one.name, "arguments": parsed(one.arguments)}
+        for one in calls_in(item)
+    ]
+    said = [] if item.get("role") in ("tool", "function") else [*_parts(item.get("content"), kind)]
+    thoughts = _parts(item.get("reasoning_content") or item.get("reasoning") or item.get("summary"), "reasoning")
+    role = "tool" if results and not said else str(item.get("role", "assistant"))
+    return {"role": role, "parts": [*thoughts, *said, *calls, *results]}
+
+
+def _parts(content: Any, kind: str) -> Iterator[Json]:
+    """The texts, thoughts and media of a content; its tool calls and results are read apart."""
+    for part in content if isinstance(content, list) else [content]:
+        match part:
+            case None | "" | {"type": "tool_use" | "tool_result"}:
+                continue
+            case {"type": "thinking", "thinking": text}:
+                yield {"type": "reasoning", "content": text}
+            case {"text": str(text)}:
+                yield {"type": kind, "content": text}
+            case {}:
+                yield part
+            case _:
+                yield {"type": kind, "content": str(part)}
+
+
+def _tool(tool: Json) -> Json:
+    """A tool's definition, from chat's, Responses' or Anthropic's."""
+    function = tool["function"] if isinstance(tool.get("function"), dict) else tool
+    found = {"name": function.get("name"), "description": function.get("description")}
+    found["parameters"] = function.get("parameters", function.get("input_schema"))
+    return {"type": tool.get("type") or "function"} | {n: value for n, value in found.items() if value is not None}
