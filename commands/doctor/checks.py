@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal
 
 import aiohttp
 from rich.table import Table
@@ -30,38 +29,35 @@ class Check:
     fix: str | None = None
 
 
-def ok(name: str, found: str) -> Check:
-    return Check(name, "ok", found)
-
-
-def warning(name: str, found: str, fix: str) -> Check:
-    return Check(name, "warning", found, fix)
-
-
-def failed(name: str, found: str, fix: str) -> Check:
-    return Check(name, "failed", found, fix)
-
-
 class Finding(Exception):
     """What a probe found that is not well. `fix`: in place of its row's."""
 
-    def __init__(self, found: str, fix: str | None = None, outcome: Outcome = "failed") -> None:
+    outcome: Outcome = "failed"
+
+    def __init__(self, found: str, fix: str | None = None) -> None:
         super().__init__(found)
-        self.found, self.fix, self.outcome = found, fix, outcome
+        self.fix = fix
+
+
+class Doubt(Finding):
+    """What is not well, and breaks nothing."""
+
+    outcome = "warning"
 
 
 async def check(name: str, probe: Awaitable[str], fix: str) -> Check:
     """Return the row's check. What the probe returns is well; errors mean that it failed."""
     try:
-        return ok(name, await probe)
+        return Check(name, "ok", await probe)
     except Finding as finding:
-        return Check(name, finding.outcome, finding.found, finding.fix or fix)
+        return Check(name, finding.outcome, str(finding), finding.fix or fix)
     except LightningError as error:
-        return failed(name, error.message, fix)
+        found = error.message
     except (aiohttp.ClientError, TimeoutError) as error:
-        return failed(name, without_secrets(str(error)) or "no answer in time", fix)
+        found = without_secrets(str(error)) or "no answer in time"
     except OTHER_SHAPE:
-        return failed(name, "an answer has another shape than expected", fix)
+        found = "an answer has another shape than expected"
+    return Check(name, "failed", found, fix)
 
 
 def checks_table(checks: Sequence[Check], widths: tuple[int, int] = (0, 0)) -> Table:
@@ -75,35 +71,3 @@ def checks_table(checks: Sequence[Check], widths: tuple[int, int] = (0, 0)) -> T
         if one.fix:
             table.add_row("", "", plain(f"→ {one.fix}"))
     return table
-
-
-class Broken(Exception):
-    """A check failed, and those after it would say nothing."""
-
-
-class Report:
-    """Shows checks, and keeps them."""
-
-    def __init__(self, show: Callable[[Check], None]) -> None:
-        self.checks: list[Check] = []
-        self._show = show
-
-    def __call__(self, check: Check) -> None:
-        """Show a check. Raise Broken if it failed."""
-        self.checks.append(check)
-        self._show(check)
-        if check.outcome == "failed":
-            raise Broken
-
-    def fail(self, name: str, found: str, fix: str) -> NoReturn:
-        """Show a check that failed. Raise Broken."""
-        self(Check(name, "failed", found, fix))
-        raise Broken
-
-    @contextmanager
-    def errors(self, name: str, fix: str) -> Iterator[None]:
-        """Show a LightningError of the block as a check that failed, and raise Broken."""
-        try:
-            yield
-        except LightningError as error:
-            self.fail(name, error.message, fix)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+from uuid import uuid4
 
 import aiohttp
 from rich.console import Console
@@ -24,37 +28,36 @@ from ...core.prices import require_litellm
 from ...proxy.gateway.attempts import Upstreams
 from ...proxy.gateway.upstream import Request, make_session
 from ...proxy.plugins import makers_of, plugins_of
-from ...store.opening import opened
+from ...serving.mode import publish_mode
+from ...store.opening import first_value, opened
+from ...store.sqlite.database import ROOM, has_room
 from ...store.sqlite.file import lock_file
 from ...store.store import Store
+from ...store.versions import DECIDED
 from ...trainer.collect.groups import full_groups, what_is_missing
 from ...trainer.plan import make_plan
-from ..api_client import ApiClient
+from ..api_client import ApiClient, ApiError, ProxyNotThere
 from ..formats import print_json
 from ..plan import plan_line
 from ..put_back import put_back_left
 from ..signals import run_until_signal
 from ..vllm import other_port
-from .checks import Check, Finding, check, checks_table, failed, ok, warning
-from .proxy import (
-    NO_REWARDS,
-    OTHER_STORE,
-    REFUSED,
-    probe_alias,
-    probe_mode,
-    probe_proxy,
-    probe_rewards,
-    probe_store,
-)
-from .vllm import VllmChecks
+from .checks import Check, Doubt, Finding, check, checks_table
+from .vllm import REFUSED, VllmChecks
 
 TIMEOUT_S = 120.0  # the first answer of a fresh vLLM is slow
 REACH_S = 5.0
+LOW_DISK_GIB = 1.0
+NEWEST = 200  # rollouts whose rewards are looked for
 STARTING = (
     "start it with `lightning-proxy vllm`; if it is starting, wait until it prints `Application startup complete` (of "
     "`up`: in lightning-logs/vllm.log); or correct upstreams.base_url"
 )
-PROVIDER = "check the provider's status, or correct upstreams.base_url"
+NO_REWARDS = (
+    "POST /reward with each rollout's id when it is done, or let a function or a judge give it (docs/rewards.md)"
+)
+OTHER_STORE = "answers, but its store is not this configuration's"
+ELSEWHERE = "run doctor where it was started, or with `--config` and its file"
 HEADERS = [(b"content-type", b"application/json"), (b"anthropic-version", b"2023-06-01")]
 
 
@@ -73,12 +76,22 @@ async def run_checks(path: Path | None, model: str | None = None) -> list[Check]
     try:
         config = load_config(path, {"policy.model": model})
     except ConfigError as error:
-        return [failed("configuration", error.message, "correct it and run doctor again")]
-    checks = [ok("configuration", str(path) if path else "defaults and environment"), *check_memory(config)]
+        return [Check("configuration", "failed", error.message, "correct it and run doctor again")]
+    checks = [Check("configuration", "ok", str(path) if path else "defaults and environment")]
+    memory = await check(
+        "memory", probe_memory(config), "lightning-proxy plan --gpus … shows what other cards would do"
+    )
+    checks += [memory] if memory.found else []
     mend = "start the server, or set store.url" if config.store.is_postgres else "make it writable, or set store.url"
-    checks += [await check("store", probe_store(config.store), mend), *await check_left(config)]
+    checks.append(await check("store", probe_store(config.store), mend))
+    put_back: list[str] = []
+    try:
+        await put_back_left(config, put_back.append)
+    except ConfigError:
+        put_back.append("a `doctor --learn` is at work")
+    checks += [Check("learn", "ok", line) for line in put_back]
     async with open_session() as session, ApiClient.of(config) as api:
-        await check_running(config, session, api, checks.append)
+        checks += [one async for one in check_running(config, session, api)]
     return checks
 
 
@@ -86,62 +99,92 @@ def open_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S, sock_connect=REACH_S))
 
 
-async def check_left(config: Config) -> list[Check]:
-    """Put back what a `doctor --learn` left that was killed, and say so."""
-    told: list[str] = []
-    try:
-        await put_back_left(config, told.append)
-    except ConfigError:
-        told = ["a `doctor --learn` is at work"]
-    return [ok("learn", line) for line in told]
-
-
-def check_memory(config: Config) -> list[Check]:
-    """Return the check of the memory plan, on a machine with GPUs."""
-    try:
-        plan = make_plan(config)
-    except ConfigError as error:
-        return [failed("memory", error.message, "lightning-proxy plan --gpus … shows what other cards would do")]
-    return [] if not plan.cards else [ok("memory", plan_line(plan))]
-
-
-async def check_running(
-    config: Config, session: aiohttp.ClientSession, api: ApiClient, report: Callable[[Check], None]
-) -> None:
+async def check_running(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> AsyncIterator[Check]:
     """Check what has been started: the proxy, model servers, the policy's among them, and what is trained on."""
     wrong = "use the configuration that the proxy was started with"
     proxy = await check("proxy", probe_proxy(api, config.store), wrong)
-    report(proxy)
+    yield proxy
     if OTHER_STORE in proxy.found:
         return  # another system's: what this configuration says of vLLM is not about it
-    answers, policy = proxy.outcome != "failed", config.policy_upstream
-    policy_answers = False
+    answers, policy, policy_answers = proxy.outcome != "failed", config.policy_upstream, False
     for upstream in config.upstreams:
         servers = await check_servers(config, session, upstream)
         for one in servers:
-            report(one)
+            yield one
         reachable = servers[0].outcome == "ok" if servers else True
         if upstream is policy:
             policy_answers = reachable
         elif reachable and (upstream.api_key is not None or upstream.kind == "litellm"):
-            report(
-                await check(f"upstream {upstream.name}", probe_call(config, upstream), "check the provider's status")
-            )
+            yield await check(f"upstream {upstream.name}", probe_call(config, upstream), "check the provider's status")
     if policy is None:
-        fix = "add an upstream with kind: vllm to train"
-        report(warning("policy", "no upstream of kind vllm: calls are recorded but never trained on", fix))
+        found = "no upstream of kind vllm: calls are recorded but never trained on"
+        yield Check("policy", "warning", found, "add an upstream with kind: vllm to train")
     elif policy_answers:
-        await VllmChecks(config, session, policy, report).run()
-        if answers:
-            fix = "give proxy, trainer and vLLM the same policy.publish, and start all of them again"
-            report(await check("publish mode", probe_mode(config, api), fix))
-            report(await check("alias", probe_alias(config, session, api), "look at the proxy's log"))
+        async for one in VllmChecks(config, session, policy).run():
+            yield one
+    rows: list[tuple[str, Awaitable[str], str]] = []
+    if answers and policy_answers:
+        same = "give proxy, trainer and vLLM the same policy.publish, and start all of them again"
+        rows += [("publish mode", probe_mode(config, api), same)]
+        rows += [("alias", probe_alias(config, session, api), "look at the proxy's log")]
     if answers:
-        report(await check("rewards", probe_rewards(api), NO_REWARDS))
+        rows += [("rewards", probe_rewards(api), NO_REWARDS)]
+    if answers and policy is not None and config.store.may_be_there:
+        rows += [("trainer", probe_trainer(config), "start it with `lightning-proxy train`")]
+        rows += [("next step", probe_step(config), "see the store's check above")]
+    for row in rows:
+        yield await check(*row)
+    if answers:
         for line in (await api.policy()).get("warnings", ()):
-            report(Check("policy", "warning", line))
-        if policy is not None and config.store.may_be_there:
-            report(await check("next step", probe_step(config, report), "see the store's check above"))
+            yield Check("policy", "warning", line)
+
+
+async def probe_memory(config: Config) -> str:
+    """Return the memory plan; nothing on a machine without GPUs."""
+    plan = make_plan(config)
+    return plan_line(plan) if plan.cards else ""
+
+
+async def probe_store(config: StoreConfig) -> str:
+    """Check that the store can be opened and written, or made, on a disk with room."""
+
+    async def require_writable() -> None:
+        async with opened(config, to_write=False):
+            pass  # one of another schema is not changed by looking
+        async with opened(config) as database:
+            await database.require_writable()
+
+    if config.is_postgres:
+        await require_writable()
+        return f"{config.where}, writable"
+    path = config.path.absolute()
+    directory, is_there = next(parent for parent in path.parents if parent.exists()), path.exists()
+    can_write = os.access(directory, os.W_OK | os.X_OK)
+    if not is_there and not (directory.is_dir() and can_write):
+        raise Finding(f"{path} cannot be made: {directory} is not writable", "set store.url to another place")
+    free = shutil.disk_usage(directory).free
+    if free < ROOM or (can_write and not has_room(directory)):
+        raise Finding(f"{directory}: the disk is full", "make room: calls and rewards are refused with 503")
+    if is_there:
+        await require_writable()
+    found = f"{path}, writable" if is_there else f"{path} is not there yet: the first start makes it"
+    if free < LOW_DISK_GIB * 2**30:
+        few = f"{found}, but only {free / 2**30:.1f} GiB free"
+        raise Doubt(few, "make room: a full disk stops agents with 503")
+    return f"{found}, {free / 2**30:.0f} GiB free"
+
+
+async def probe_proxy(api: ApiClient, store: StoreConfig) -> str:
+    """Check that the proxy answers, accepts this configuration's key and can have its store."""
+    try:
+        policy = await api.policy()
+    except ProxyNotThere:
+        start = "start it with `lightning-proxy serve`; `up` starts it once vLLM answers"
+        elsewhere = "" if store.may_be_there else f"; if it runs already, {ELSEWHERE}"
+        raise Finding(f"nothing answers at {api.url}", f"{start}{elsewhere}") from None
+    if not store.may_be_there:
+        raise Finding(f"{api.url} {OTHER_STORE}: there is no {store.where}", ELSEWHERE)
+    return f"{api.url}, policy version {policy['live_version']} live"
 
 
 async def check_servers(config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig) -> list[Check]:
@@ -151,10 +194,12 @@ async def check_servers(config: Config, session: aiohttp.ClientSession, upstream
         try:
             require_litellm(f"{name} of kind litellm")
         except ConfigError as error:
-            return [failed(name, error.message, "install it, or remove the upstream")]
+            return [Check(name, "failed", error.message, "install it, or remove the upstream")]
         return []
+    fix = "check the provider's status, or correct upstreams.base_url"
+    if upstream.kind == "vllm":
+        fix = other_port(config) or STARTING
     urls = dict.fromkeys((*upstream.urls, *upstream.published_to))
-    fix = (other_port(config) or STARTING) if upstream.kind == "vllm" else PROVIDER
     return [await check(name, probe_server(session, upstream, url), fix) for url in urls]
 
 
@@ -203,29 +248,90 @@ async def probe_call(config: Config, upstream: UpstreamConfig) -> str:
         raise Finding(f"it refuses its key: {said}", "correct its api_key")
     if status in REFUSED:
         fix = "set its api_key or the provider's environment variable, unless the agents bring keys"
-        raise Finding(f"it wants another key: {said}", fix, "warning")
+        raise Doubt(f"it wants another key: {said}", fix)
     if status >= 400 and (named or status >= 429):
-        raise Finding(said, "see what it says: calls of agents may end so, too", "warning")
+        raise Doubt(said, "see what it says: calls of agents may end so, too")
     return found
 
 
-async def probe_step(config: Config, report: Callable[[Check], None]) -> str:
-    """Report whether a trainer runs, and return what its next step waits for."""
+async def probe_mode(config: Config, api: ApiClient) -> str:
+    """Check that proxy, store and this configuration publish in the same mode."""
+    mode, kept, policy = publish_mode(config), first_value(config.store, DECIDED), await api.policy()
+    others = {"the running proxy": policy["publish"], "the store": kept}
+    if wrong := [f"{name} has {other}" for name, other in others.items() if other not in (None, mode)]:
+        raise Finding(f"{mode} by this configuration, but {' and '.join(wrong)}")
+    return mode
+
+
+async def probe_alias(config: Config, session: aiohttp.ClientSession, api: ApiClient) -> str:
+    """Check that a call for the policy alias is answered and recorded well enough to train on. It is deleted again."""
+    alias, rollout, left = config.policy.alias, f"doctor-{uuid4().hex}", ""
+    # Rollouts in mode eval are never trained on.
+    headers = {"X-Rollout-Id": rollout, "X-Rollout-Mode": "eval", **api.headers}
+    body = {"model": alias, "messages": [{"role": "user", "content": "Say hello."}], "max_tokens": 4}
+    async with session.post(f"{api.url}/v1/chat/completions", json=body, headers=headers) as answer:
+        text = await answer.text()
+    call = (await api.rollout(rollout))["calls"][0]
+    await api.end_rollout(rollout, "discarded", "a check of lightning-proxy doctor")
+    try:
+        await api.delete_rollout(rollout)
+    except ApiError as error:
+        if error.status_code not in REFUSED:
+            raise
+        left = f"; rollout {rollout} stays: only an admin's key deletes it"
+    if answer.status != 200:
+        raise Finding(f"model {alias!r} answers HTTP {answer.status}: {text[:200]}", "look at the upstream's log")
+    if not call["trainable"]:
+        raise Finding(f"its calls cannot be trained on: {call['untrainable_reason']}", "see the checks above")
+    tokens = f"{len(call['prompt_token_ids'])}+{len(call['response_token_ids'])} tokens"
+    return f"{alias!r} answers through the proxy; recorded as trainable, {tokens}{left}"
+
+
+async def probe_rewards(api: ApiClient) -> str:
+    """Check that most of the newest ended training rollouts have a reward."""
+    called = [r for r in (await api.rollouts(mode="train", limit=NEWEST))["data"] if r["calls"]]
+    ended = [r for r in called if r["status"] in ("completed", "failed")]
+    rewarded = sum(r["reward"] is not None for r in ended)
+    if not called:
+        return "no training rollout yet"
+    if not ended:
+        idle = f"{NO_REWARDS}; rollouts.end_after_idle_s ends those that nobody ends"
+        raise Doubt(f"none of the newest {len(called)} training rollouts has ended", idle)
+    found = f"{rewarded} of the newest {len(ended)} ended training rollouts have one"
+    if rewarded == 0:
+        raise Finding(found, await _uncounted(api, ended))
+    if rewarded < len(ended) / 2:
+        raise Doubt(found)
+    if all(r["task_id"] is None for r in ended):
+        fix = "send X-Task-Id: only rollouts of one task are compared"
+        raise Doubt(f"{found}, but none names its task", fix)
+    return found
+
+
+async def _uncounted(api: ApiClient, ended: Sequence[dict[str, Any]]) -> str | None:
+    """The fix if rollouts have rewards, but under names that do not count."""
+    posted = [reward for one in ended[:3] for reward in (await api.rollout(one["rollout_id"]))["rewards"]]
+    names = ", ".join(sorted({reward["name"] for reward in posted}))
+    return f"they have rewards named {names}: give these names weights in trainer.reward_weights" if names else None
+
+
+async def waiting_groups(config: Config) -> Any:
     async with opened(config.store, to_write=False) as database:
-        groups = await Store(database).waiting.groups(grouping=Grouping.of(config.trainer))
-    if trainer_runs(config.store):
-        report(ok("trainer", "one runs on this store"))
-    elif full_groups(groups) >= config.trainer.tasks_per_step:
-        report(warning("trainer", "none runs, and a step could be made", "start it with `lightning-proxy train`"))
-    else:
-        report(ok("trainer", "none runs on this machine; `lightning-proxy train` starts one"))
-    return what_is_missing(groups, config.trainer)
+        return await Store(database).waiting.groups(grouping=Grouping.of(config.trainer))
 
 
-def trainer_runs(store: StoreConfig) -> bool:
-    """Return whether a trainer on this machine holds the lock of the store's file."""
-    path = None if store.is_postgres else store.path.resolve()
-    if path is None or not Path(f"{path}-trainer").exists():
-        return False
-    with lock_file(path, "trainer") as is_free:
-        return not is_free
+async def probe_trainer(config: Config) -> str:
+    """Check that a trainer runs where a step could be made. One on this machine holds the lock of the store's file."""
+    path = None if config.store.is_postgres else config.store.path.resolve()
+    if path is not None and Path(f"{path}-trainer").exists():
+        with lock_file(path, "trainer") as is_free:
+            if not is_free:
+                return "one runs on this store"
+    if full_groups(await waiting_groups(config)) >= config.trainer.tasks_per_step:
+        raise Doubt("none runs, and a step could be made")
+    return "none runs on this machine; `lightning-proxy train` starts one"
+
+
+async def probe_step(config: Config) -> str:
+    """Return what the next step waits for."""
+    return what_is_missing(await waiting_groups(config), config.trainer)

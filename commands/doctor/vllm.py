@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import fields
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,57 +18,52 @@ from ...serving.mode import publish_mode
 from ...serving.operator import key_file, operator_headers
 from ...trainer.rows.sampling import is_installed, sampling_of
 from ...trainer.types import Sampling
-from .checks import Check, Finding, check
-from .proxy import REFUSED
+from .checks import Check, Doubt, Finding, check
 
+REFUSED = (401, 403)
 RESTART = "start the server with `lightning-proxy vllm`"
 QUESTION = [{"role": "user", "content": "What is two plus two?"}]
 ANSWER = "The answer is four."
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-TOP = 5
 # The sampling parameters for which a model's generation configuration may have defaults.
 SHOWN = frozenset({"temperature", "top_p", "top_k", "min_p", "repetition_penalty"})
 CHAT, LOAD, UNLOAD = "/v1/chat/completions", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-ADAPTER = "lightning-doctor"
 # An adapter without weights: vLLM reads this file, then says that the tensors are missing.
 ABOUT = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["q_proj"], "bias": "none"}
-NO_TENSORS, NOT_FOUND = "contain tensors", "No adapter found"
 
 
 class VllmChecks:
-    """Runs the checks of one vLLM server, and reports each."""
+    """The checks of one vLLM server."""
 
-    def __init__(
-        self,
-        config: Config,
-        session: aiohttp.ClientSession,
-        upstream: UpstreamConfig,
-        report: Callable[[Check], None],
-    ) -> None:
-        self._config, self._session, self._report = config, session, report
+    def __init__(self, config: Config, session: aiohttp.ClientSession, upstream: UpstreamConfig) -> None:
+        self._config, self._session = config, session
         self._roots = [url.removesuffix("/v1") for url in upstream.published_to]
         self._headers = upstream.credentials | operator_headers(config.policy.directory)
         self._publish = publish_mode(config)
         self._model = ""
 
-    async def run(self) -> None:
-        rows: list[tuple[str, Callable[[], Awaitable[str]]]] = [
-            ("tokens", self._tokens),
-            ("logprobs", self._logprobs),
-            ("sampling", self._sampling),
-            ("template", self._template),
-            ("tools", self._tools),
-        ]
-        if self._config.policy.token_continuity == "exact":
-            rows.append(("continuity", self._continuity))
-        rows += [("publishing", self._publishing), ("operator", self._operator)]
-        if self._publish == "lora":
-            rows.append(("shared directory", self._shared))
+    async def run(self) -> AsyncIterator[Check]:
+        """Yield each check; only the first if the server serves no model."""
         first = await check("policy server", self._length(), RESTART)
-        self._report(first)
+        yield first
+        rows = {
+            "tokens": self._tokens,
+            "logprobs": self._logprobs,
+            "sampling": self._sampling,
+            "template": self._template,
+            "tools": self._tools,
+            "continuity": self._continuity,
+            "publishing": self._publishing,
+            "operator": self._operator,
+            "shared directory": self._shared,
+        }
+        if self._config.policy.token_continuity != "exact":
+            del rows["continuity"]
+        if self._publish != "lora":
+            del rows["shared directory"]
         if first.outcome != "failed":
-            for name, probe in rows:
-                self._report(await check(name, probe(), RESTART))
+            for name, probe in rows.items():
+                yield await check(name, probe(), RESTART)
 
     async def _length(self) -> str:
         """Find the base model, and check that samples may be as long as its context."""
@@ -80,11 +75,11 @@ class VllmChecks:
         self._model, length = base["id"], base.get("max_model_len")
         longest = self._config.trainer.max_sample_tokens
         if not isinstance(length, int):
-            raise Finding("it does not say how long a context may be", "use vLLM", "warning")
+            raise Doubt("it does not say how long a context may be", "use vLLM")
         if longest is not None and length > longest:
             fix = f"raise trainer.max_sample_tokens to {length}, or set vllm.max_model_len"
             found = f"{self._model} serves {length} tokens; samples over {longest} are dropped"
-            raise Finding(found, fix, "warning")
+            raise Doubt(found, fix)
         return f"{self._model} serves {length} tokens"
 
     async def _tokens(self) -> str:
@@ -102,10 +97,16 @@ class VllmChecks:
 
     async def _logprobs(self) -> str:
         """Halving the temperature doubles the gaps between log-probabilities taken after temperature."""
-        warm, cold = [_top(await self._chat(max_tokens=1, temperature=t, top_logprobs=TOP)) for t in (1.0, 0.5)]
+        tops = []
+        for temperature in (1.0, 0.5):
+            answer = await self._chat(max_tokens=1, temperature=temperature, top_logprobs=5)
+            first = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+            # Those that cannot be sampled are left out.
+            tops.append({entry["token"]: entry["logprob"] for entry in first if entry["logprob"] > -1000})
+        warm, cold = tops
         common = sorted(warm.keys() & cold.keys(), key=lambda token: warm[token])
         if len(common) < 2 or (gap := warm[common[-1]] - warm[common[0]]) < 0.1:
-            raise Finding("cannot tell whether they are taken after temperature", None, "warning")
+            raise Doubt("cannot tell whether they are taken after temperature")
         if any(value > 0.001 for value in warm.values()):
             raise Finding("logits come back instead")
         if (cold[common[-1]] - cold[common[0]]) / gap < 1.5:
@@ -118,28 +119,31 @@ class VllmChecks:
         status, rendered = await self._post(RENDER, messages=QUESTION)
         if status >= 400 or "sampling_params" not in rendered:
             found = "the server does not say how it samples: calls with a grammar are not trained on"
-            raise Finding(found, f"{RESTART}, or add --enable-scale-out", "warning")
+            raise Doubt(found, f"{RESTART}, or add --enable-scale-out")
         if not is_installed():
             found = "xgrammar is missing: calls with a grammar are not trained on"
-            raise Finding(found, "pip install xgrammar beside the trainer; it comes with vLLM", "warning")
-        own, usual = sampling_of(rendered["sampling_params"]) or Sampling(), Sampling()
-        values = [(field.name, getattr(own, field.name), getattr(usual, field.name)) for field in fields(usual)]
-        changed = [f"{name} {value}" for name, value, default in values if name in SHOWN and value != default]
+            raise Doubt(found, "pip install xgrammar beside the trainer; it comes with vLLM")
+        own, usual = asdict(sampling_of(rendered["sampling_params"]) or Sampling()), asdict(Sampling())
+        changed = [f"{name} {own[name]}" for name in usual if name in SHOWN and own[name] != usual[name]]
         if changed:
             return f"by the server's own defaults: {', '.join(changed)}; the trainer reckons with them"
         return "as requests say, without defaults of the server's own"
 
     async def _template(self) -> str:
         """Check that a second turn's prompt begins with the first turn's prompt and the answer's tokens."""
-        first = await self._tokenize(messages=QUESTION, add_generation_prompt=True)
-        turn = first + await self._tokenize(prompt=ANSWER, add_special_tokens=False)
         more = [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": "And plus one?"}]
-        second = await self._tokenize(messages=[*QUESTION, *more], add_generation_prompt=True)
+        asked = (
+            {"messages": QUESTION, "add_generation_prompt": True},
+            {"prompt": ANSWER, "add_special_tokens": False},
+            {"messages": [*QUESTION, *more], "add_generation_prompt": True},
+        )
+        first, said, second = [list((await self._answer("/tokenize", **body))["tokens"]) for body in asked]
+        turn = first + said
         same = next((i for i, (a, b) in enumerate(zip(turn, second, strict=False)) if a != b), len(second))
         if same < len(turn):
             found = f"a second turn changes token {same + 1} of the {len(turn)} before it: a row for each call"
             fix = "give vLLM a --chat-template that leaves earlier turns as they were (slower, not wrong)"
-            raise Finding(found, fix, "warning")
+            raise Doubt(found, fix)
         return "a second turn begins as the first one was: a conversation is trained on as one row"
 
     async def _tools(self) -> str:
@@ -148,9 +152,9 @@ class VllmChecks:
             return "a request with tools is answered"
         found = f"a request with tools gets HTTP {status}; agents without tools need not care"
         if "tool" not in str(answer).lower():
-            raise Finding(f"{found} ({str(answer)[:200]})", "look at vLLM's log", "warning")
+            raise Doubt(f"{found} ({str(answer)[:200]})", "look at vLLM's log")
         fix = "for others add --enable-auto-tool-choice --tool-call-parser NAME to vllm.extra_args (docs/agents.md)"
-        raise Finding(found, fix, "warning")
+        raise Doubt(found, fix)
 
     async def _continuity(self) -> str:
         """Check the two routes that `policy.token_continuity: exact` needs."""
@@ -187,12 +191,10 @@ class VllmChecks:
         """Check that a web page could not use the routes that publishing needs."""
         method, path = ("POST", LOAD) if self._publish == "lora" else ("GET", "/is_paused")
         status, _ = await self._send(method, path, {}, {"Origin": "https://page.example"})
-        if status in REFUSED:
+        if status in (*REFUSED, 404, 405):
             return "only we can change its weights"
-        if status in (404, 405):
-            return "nothing that reaches it can change its weights"
         found = "a web page, or any program that reaches this vLLM, can replace its weights"
-        raise Finding(found, f"{RESTART}, or give it our guard (docs/security.md)", "warning")
+        raise Doubt(found, f"{RESTART}, or give it our guard (docs/security.md)")
 
     async def _shared(self) -> str:
         """Have each server look for an adapter in the directory of new weights. Nothing is loaded."""
@@ -206,23 +208,21 @@ class VllmChecks:
         with made as path:
             Path(path, "adapter_config.json").write_text(json.dumps(ABOUT))
             for root in self._roots:
-                status, answer = await self._send("POST", LOAD, {"lora_name": ADAPTER, "lora_path": path}, root=root)
+                adapter = {"lora_name": "lightning-doctor"}
+                status, answer = await self._send("POST", LOAD, adapter | {"lora_path": path}, root=root)
                 if status < 400:
-                    await self._send("POST", UNLOAD, {"lora_name": ADAPTER}, root=root)
-                elif status == 404 or NOT_FOUND in str(answer):
+                    await self._send("POST", UNLOAD, adapter, root=root)
+                elif status == 404 or "No adapter found" in str(answer):
                     raise Finding(f"{root} does not see {directory.absolute()}: it can get no new weights", fix)
-                elif NO_TENSORS not in str(answer):
+                elif "contain tensors" not in str(answer):
                     found = f"{root} cannot say whether it sees {directory}: HTTP {status} {str(answer)[:200]}"
-                    raise Finding(found, fix, "warning")
+                    raise Doubt(found, fix)
         return f"{', '.join(self._roots)} reads adapters from {directory}"
 
     async def _chat(self, **more: Any) -> Any:
         plain = {"messages": QUESTION, "logprobs": True, "top_p": 1.0, "top_k": 0}
         ids = {"return_token_ids": True, "return_tokens_as_token_ids": True}
         return await self._answer(CHAT, **plain, **ids, **more)
-
-    async def _tokenize(self, **body: Any) -> list[int]:
-        return list((await self._answer("/tokenize", **body))["tokens"])
 
     async def _answer(self, path: str, **body: Any) -> Any:
         status, answer = await self._post(path, **body)
@@ -241,9 +241,3 @@ class VllmChecks:
         async with self._session.request(method, url, json=body, headers=sent) as answer:
             is_json = "json" in answer.content_type
             return answer.status, await (answer.json() if is_json else answer.text())
-
-
-def _top(answer: Any) -> dict[str, float]:
-    """The most likely first tokens and their log-probabilities, without those that cannot be sampled."""
-    top = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-    return {entry["token"]: entry["logprob"] for entry in top if entry["logprob"] > -1000}

@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ....core.config.file import load_config
 from ....core.config.root import Config
+from ....core.config.upstreams import UpstreamConfig
 from ....core.errors import LightningError
 from ....proxy.gateway.routing import difference
 from ....serving.mode import publish_mode
@@ -27,28 +28,49 @@ from ....store.store import Store
 from ....trainer.plugins import Run
 from ...api_client import ApiClient, ApiError
 from ...formats import print_json
-from ...put_back import FRESH, LearnJournal, alone, forget, journal_path, put_back, put_back_if_left
+from ...put_back import FRESH, alone, forget, journal_path, put_back, put_back_if_left
 from ...run.runner import LocalRunner, runner_for
 from ...run.tasks import Task, read_tasks
 from ...signals import Interrupted, run_until_signal
 from ...train import prepared, quiet
-from ..checks import Broken, Check, Report, checks_table, ok
+from ..checks import Check, Finding, check, checks_table
 from ..doctor import check_servers, open_session
 from ..vllm import VllmChecks
-from .setup import TASKS, Setup, own_rate, second_system, served
+from .setup import TASKS, own_rate, second_system, served
 
 ACTIVE_S = 600.0  # a rollout that did nothing for so long was forgotten, not ended
 # So much nearer to the first answer than the trained weights' answer is the one that weights of before give.
 NEARER, ALIKE = 4.0, 1e-3
-WIDTHS = (7, 18)
 AGENT = Path(__file__).with_name("agent.py")
-
 PROMPTS = (
     "Name an animal and say what it does.",
     "Describe the sea in a few words.",
     "What is good to eat in the morning?",
     "Tell me something about the moon.",
 )
+
+
+class Broken(Exception):
+    """A check failed, and those after it would say nothing."""
+
+
+class Report:
+    """Shows checks, and keeps them."""
+
+    def __init__(self, show: Callable[[Check], None]) -> None:
+        self.checks: list[Check] = []
+        self._show = show
+
+    def __call__(self, check: Check) -> None:
+        """Show a check. Raise Broken if it failed."""
+        self.checks.append(check)
+        self._show(check)
+        if check.outcome == "failed":
+            raise Broken
+
+    async def row(self, name: str, probe: Awaitable[str], fix: str) -> None:
+        """Make a check and show it. Raise Broken if it failed."""
+        self(await check(name, probe, fix))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +91,7 @@ def learn_command(path: Path | None, request: LearnRequest) -> bool:
 
     def show(check: Check) -> None:
         if not request.as_json:
-            console.print(checks_table([check], WIDTHS))
+            console.print(checks_table([check], (7, 18)))
 
     report = Report(show)
     tasks = own_tasks() if request.tasks is None else read_tasks(request.tasks)[:TASKS]
@@ -79,73 +101,86 @@ def learn_command(path: Path | None, request: LearnRequest) -> bool:
         except Interrupted:
             raise
         except LightningError as error:
-            report.fail("learn", error.message, "docs/faults.md names what can be wrong")
+            report(Check("learn", "failed", error.message, "docs/faults.md names what can be wrong"))
     if request.as_json:
         print_json([asdict(check) for check in report.checks])
     return not any(check.outcome == "failed" for check in report.checks)
 
 
+def own_tasks() -> list[Task]:
+    """Return tasks that a model answers in many ways."""
+    return [Task(f"doctor-{i}", json.dumps({"prompt": prompt})) for i, prompt in enumerate(PROMPTS)]
+
+
 async def learn(path: Path | None, request: LearnRequest, tasks: Sequence[Task], report: Report) -> None:
     """Make all checks in their order. Raise Broken at the first that failed; what was changed is put back."""
-    with report.errors("configuration", "correct it and run doctor again"):
-        config = load_config(path, {"policy.model": request.model})
-    report(await _own_proxy(config))
-    if (upstream := config.policy_upstream) is None:
-        names = ", ".join(upstream.name for upstream in config.upstreams)
-        fix = "add an upstream with kind: vllm; providers' models are recorded and never trained"
-        report.fail("policy", f"{names}: no upstream of kind vllm, so nothing can be trained", fix)
+    config = load_config(path, {"policy.model": request.model})
+    await report.row("your proxy", _own_proxy(config), "")
+    fix = "add an upstream with kind: vllm; providers' models are recorded and never trained"
+    await report.row("policy", _policy(config), fix)
     async with AsyncExitStack() as stack:
-        with report.errors("trainer", "two trainers would share its memory, and the server"):
+
+        async def trainer() -> str:
+            nonlocal config
             await stack.enter_async_context(alone(config))
-        with report.errors("trainer", "correct it: `lightning-proxy train` would say the same"):
-            settled = prepared(config, Run())
+            config = prepared(config, Run())
+            return "installed, and none works on this store"
+
+        await report.row("trainer", trainer(), "correct it: `lightning-proxy train` would say the same")
         quiet()
-        report(ok("trainer", "installed, and none works on this store"))
-        await put_back_if_left(config, lambda line: report(ok("learn", line)))
+        await put_back_if_left(config, lambda line: report(Check("learn", "ok", line)))
         async with open_session() as session:
-            for check in await check_servers(config, session, upstream):
-                report(check)
-            await VllmChecks(config, session, upstream, report).run()
+            upstream = _policy_upstream(config)
+            for one in await check_servers(config, session, upstream):
+                report(one)
+            async for one in VllmChecks(config, session, upstream).run():
+                report(one)
         if publish_mode(config) == "merged":
-            await _check_weights(config, report, yes=request.yes)
-        await _learn(settled, request, tasks, report)
+            fix = "start `lightning-proxy serve`, which loads what is live, or vLLM again"
+            await report.row("weights", _weights(config, yes=request.yes), fix)
+        await _learn(config, request, tasks, report)
 
 
-async def _own_proxy(config: Config) -> Check:
+async def _own_proxy(config: Config) -> str:
     """Say whether the user's own proxy answers. It is asked for nothing that it would record."""
     async with ApiClient.of(config) as api:
         try:
             policy = await api.policy()
         except ApiError as error:
-            return ok("your proxy", f"not needed: {error.message.partition(';')[0]}")
+            return f"not needed: {error.message.partition(';')[0]}"
     found = f"{api.url} answers, policy version {policy['live_version']}, and records in {config.store.where}"
-    return ok("your proxy", f"{found}; nothing of what follows goes through it")
+    return f"{found}; nothing of what follows goes through it"
 
 
-async def _check_weights(config: Config, report: Report, *, yes: bool) -> None:
+def _policy_upstream(config: Config) -> UpstreamConfig:
+    if config.policy_upstream is None:
+        names = ", ".join(upstream.name for upstream in config.upstreams)
+        raise Finding(f"{names}: no upstream of kind vllm, so nothing can be trained")
+    return config.policy_upstream
+
+
+async def _policy(config: Config) -> str:
+    return f"{_policy_upstream(config).name} is trained"
+
+
+async def _weights(config: Config, *, yes: bool) -> str:
     """Check that the server's weights, which will be others for a while, are those to come back to, and not in use."""
-    running, found = 0, ""
+    running = 0
     async with operator_session() as session:
         fleet = VllmFleet.of(config, session)
         if config.store.may_be_there:
             async with opened(config.store, to_write=False) as database:
                 store = Store(database)
                 running = await store.rollouts.active(time.time() - ACTIVE_S)
-                try:
-                    problems = await Swap(store, fleet, "merged", config.policy.directory).problems()
-                    found = "; ".join(str(problem) for problem in problems.values() if problem is not None)
-                except LightningError as error:
-                    found = error.message
+                problems = await Swap(store, fleet, "merged", config.policy.directory).problems()
+                if found := "; ".join(str(problem) for problem in problems.values() if problem is not None):
+                    raise Finding(found)
         elif (label := await fleet.weight_version()) != FRESH:
-            found = f"the server has weights of another store ({label})"
-    if found:
-        report.fail("weights", found, "start `lightning-proxy serve`, which loads what is live, or vLLM again")
+            raise Finding(f"the server has weights of another store ({label})")
     if running and not yes:
         fix = "wait for them, or add --yes: their calls would be answered by weights of this check for some minutes"
-        report.fail("weights", f"{running} rollouts run in {config.store.where}", fix)
-    report(
-        ok("weights", "the server's are replaced for some minutes (policy.publish: merged), and put back at the end")
-    )
+        raise Finding(f"{running} rollouts run in {config.store.where}", fix)
+    return "the server's are replaced for some minutes (policy.publish: merged), and put back at the end"
 
 
 Served = tuple[dict[str, str | None], list[Any]]
@@ -162,46 +197,47 @@ async def _served(fleet: VllmFleet, model: str | None = None) -> list[Served]:
     ]
 
 
+def _apart(some: list[Served], others: list[Served]) -> float:
+    """Return by how many nats the servers' answers differ at most."""
+    return max((difference(one[1], other[1]) for one, other in zip(some, others, strict=False)), default=0.0)
+
+
 async def _learn(config: Config, request: LearnRequest, tasks: Sequence[Task], report: Report) -> None:
     """Take the steps in a second system, and put everything back."""
     async with AsyncExitStack() as stack:
-        setup = stack.enter_context(second_system(config, own_agent=bool(request.command)))
-        journal = LearnJournal(setup.name, publish_mode(config) == "merged", tuple(map(str, setup.directories)))
+        second, journal = stack.enter_context(second_system(config, own_agent=bool(request.command)))
         fleet = VllmFleet.of(config, await stack.enter_async_context(operator_session()))
-        before, trained, name = await _served(fleet), list[Served](), "as before"
+        before, trained = await _served(fleet), list[Served]()
 
-        async def undo() -> None:
+        async def undo() -> str:
             """Put everything back, and check that it is."""
-            with report.errors(name, "run it again: a journal beside the store says what to put back"):
-                await put_back(config, journal)
-                after = await _served(fleet)
+            await put_back(config, journal)
+            after = await _served(fleet)
             forget(journal_path(config), journal)
             apart, others = _apart(before, after), _apart(before, trained)
             if [one[0] for one in before] != [one[0] for one in after] or apart > max(ALIKE, others / NEARER):
                 fix = "`lightning-proxy status` says what is served; a restart of vLLM has its own weights again"
-                report.fail(name, f"the server answers otherwise than before, by {apart:.3g} nats", fix)
+                raise Finding(f"the server answers otherwise than before, by {apart:.3g} nats", fix)
             new = f"; the trained weights were {others:.3g} away" if trained else ""
             left = "no weights or rollouts of this check are left"
-            report(ok(name, f"the server answers as before (to {apart:.1g} nats{new}); {left}"))
+            return f"the server answers as before (to {apart:.1g} nats{new}); {left}"
 
         journal.write(journal_path(config))
         try:
             async with AsyncExitStack() as swapping:
                 if journal.merged:  # else the user's proxy would load the live weights again
                     await swapping.enter_async_context(swap_lock(config.policy.directory))
-                model = await _steps(setup, config, request, tasks, report)
+                model = await _steps(second, journal.name, own_rate(config), request, tasks, report)
                 trained += await _served(fleet, model)
         finally:
+            again = "run it again: a journal beside the store says what to put back"
             with suppress(Broken):
-                await asyncio.shield(undo())
+                await asyncio.shield(report.row("as before", undo(), again))
 
 
-def _apart(some: list[Served], others: list[Served]) -> float:
-    """Return by how many nats the servers' answers differ at most."""
-    return max((difference(one[1], other[1]) for one, other in zip(some, others, strict=False)), default=0.0)
-
-
-async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Sequence[Task], report: Report) -> str:
+async def _steps(
+    second: Config, name: str, rate: float, request: LearnRequest, tasks: Sequence[Task], report: Report
+) -> str:
     """Start the second system, and take the steps. Return the name that the trained weights are served under."""
     from ....proxy.dialects.as_chat.recorded import as_chat
     from ....trainer.loop import TrainingLoop
@@ -210,7 +246,7 @@ async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Seq
     from ....trainer.train import open_engine, swap_of
     from .steps import LearnSteps
 
-    second, say = setup.config, partial(print, file=sys.stderr)
+    say = partial(print, file=sys.stderr)
     if request.command:
         runner = runner_for(second, request.command, request.preload, say)
     else:
@@ -223,13 +259,7 @@ async def _steps(setup: Setup, config: Config, request: LearnRequest, tasks: Seq
         closing.push_async_callback(runner.close)
         store = Store(database)
         swap = await swap_of(second, store, session)
-        publisher = Publisher(second.policy, store, swap, engine, setup.name)
         core = TrainerCore(second, store, engine, Run(), swap)
-        loop = TrainingLoop(core, publisher, as_chat=as_chat)
-        await LearnSteps(core, api, runner, tasks, loop, own_rate(config), report).run()
+        loop = TrainingLoop(core, Publisher(second.policy, store, swap, engine, name), as_chat=as_chat)
+        await LearnSteps(core, api, runner, tasks, loop, rate).run(report)
         return str((await store.versions.live()).served_model)
-
-
-def own_tasks() -> list[Task]:
-    """Return tasks that a model answers in many ways."""
-    return [Task(f"doctor-{i}", json.dumps({"prompt": prompt})) for i, prompt in enumerate(PROMPTS)]

@@ -9,7 +9,6 @@ import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from ....serving.mode import publish_mode
 from ....serving.operator import key_file, operator_headers
 from ....trainer.plan import model_config, shape_of
 from ....trainer.rate import WIDTH, rate_of
+from ...put_back import LearnJournal
 from ...serve import uvicorn_options
 from ...system.processes import free_port
 
@@ -28,20 +28,10 @@ GROUP_SIZE, TASKS = 8, 4
 # A few steps with less are too small for a server's answers to show.
 LEAST_RATE = {"lora": 1e-4, "full": 1e-5}
 TINY = 1e-9  # a rate that is as good as none is not raised: it is what there is to find
-POLL_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """The second system: its configuration, what the names of its adapters begin with, and its directories."""
-
-    config: Config
-    name: str
-    directories: tuple[Path, ...]
 
 
 @contextmanager
-def second_system(config: Config, *, own_agent: bool) -> Iterator[Setup]:
+def second_system(config: Config, *, own_agent: bool) -> Iterator[tuple[Config, LearnJournal]]:
     """Make the directories and the configuration, and remove the directories at the end.
 
     The store is beside the user's, and weights are below `policy.directory`, which the policy's servers see.
@@ -57,7 +47,7 @@ def second_system(config: Config, *, own_agent: bool) -> Iterator[Setup]:
             operator_headers(config.policy.directory)  # makes the key
             shutil.copy(key_file(config.policy.directory), key_file(weights))
             second = _second(config, Path(directory), weights, own_agent=own_agent)
-            yield Setup(second, name, (Path(directory), weights))
+            yield second, LearnJournal(name, publish_mode(config) == "merged", (directory, str(weights)))
         finally:
             shutil.rmtree(weights, ignore_errors=True)
 
@@ -73,14 +63,15 @@ def _second(config: Config, directory: Path, weights: Path, *, own_agent: bool) 
     sections["store"] = {"url": f"sqlite:///{directory / 'store.db'}"}
     sections["rewards"], sections["rollouts"] = {}, {}
     sections["policy"] |= {"directory": weights, "publish": publish_mode(config), "adapters": {}}
+    rate = own_rate(config)
     sections["trainer"] |= {
-        "group_size": GROUP_SIZE, "tasks_per_step": TASKS, "learning_rate": rate(config), "reward_weights": {REWARD: 1},
+        "group_size": GROUP_SIZE, "tasks_per_step": TASKS, "reward_weights": {REWARD: 1},
+        "learning_rate": rate if rate < TINY else max(rate, LEAST_RATE[config.trainer.weights]),
         "schedule": {}, "lr_scheduler": "constant", "warmup_steps": 0, "max_steps": None, "dynamic_sampling": False,
         "lone_rollouts": "drop", "context_loss": None, "air": {}, "collapse": {"action": "off"}, "report_to": [],
         **({} if own_agent else {"agents": None, "agent_credit": "team"}),
     }  # fmt: skip
-    credit = config.trainer.credit
-    named = [credit] if isinstance(credit, str) else credit.values()
+    named = config.trainer.credits.values()
     if not own_agent or not all(name in TrainerConfig.functions["credit"] or ":" in name for name in named):
         sections["trainer"]["credit"] = "uniform"
     return Config.model_validate(sections)
@@ -90,12 +81,6 @@ def own_rate(config: Config) -> float:
     """Return the user's learning rate, which `auto` takes from the model's width."""
     shape = shape_of(model_config(str(config.policy.model)) or {})
     return rate_of(config.trainer, shape.hidden if shape else WIDTH).value
-
-
-def rate(config: Config) -> float:
-    """Return the learning rate of the second system: the user's, but at least one that a few steps can show."""
-    own = own_rate(config)
-    return own if own < TINY else max(own, LEAST_RATE[config.trainer.weights])
 
 
 @asynccontextmanager
@@ -113,7 +98,7 @@ async def served(config: Config) -> AsyncIterator[None]:
         while not server.started:
             if not thread.is_alive():
                 raise LightningError("the second proxy could not start; see the lines above")
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(0.05)
         yield
     finally:
         server.should_exit = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import random
 import sys
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import AsyncIterator, Sequence
@@ -16,10 +17,12 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_proxy.commands.doctor.checks import Broken, Check, Report
+from lightning_proxy.commands.doctor.checks import Check
 from lightning_proxy.commands.doctor.learn import steps
-from lightning_proxy.commands.doctor.learn.learn import LearnRequest, learn, own_tasks
-from lightning_proxy.commands.doctor.learn.setup import own_rate, rate, second_system
+from lightning_proxy.commands.doctor.learn.agent import prompt_of
+from lightning_proxy.commands.doctor.learn.learn import Broken, LearnRequest, Report, learn, own_tasks
+from lightning_proxy.commands.doctor.learn.setup import own_rate, second_system
+from lightning_proxy.commands.doctor.learn.steps import LARGEST_P, likelier, piece_of, pieces
 from lightning_proxy.commands.put_back import LearnJournal, journal_path, put_back_left
 from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.config.root import Config
@@ -81,19 +84,45 @@ async def patient(
         yield Patient(directory, server, file)
 
 
-def test_a_rate_that_a_few_steps_would_not_show_is_raised(tmp_path: Path) -> None:
+def test_the_second_system_learns_from_rewards_alone_at_a_rate_that_shows(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SIZES["Qwen3-8B"]))
-    config = Config.model_validate({"policy": {"model": str(tmp_path)}})
-    assert (own_rate(config), rate(config)) == (4.3e-5, 1e-4)
-
-
-def test_rewards_alone_are_learned_from(tmp_path: Path) -> None:
-    """Else groups of equal rewards would make a step of which nothing is to be found likelier."""
-    policy = {"model": str(save_small_model(tmp_path / "model")), "directory": tmp_path / "policy"}
+    policy = {"model": str(tmp_path), "directory": tmp_path / "policy"}
     store = {"url": f"sqlite:///{tmp_path / 'store.db'}"}
     config = Config.model_validate({"policy": policy, "store": store, "trainer": {"context_loss": "echo"}})
-    with second_system(config, own_agent=True) as setup:
-        assert setup.config.trainer.context_loss is None
+    with second_system(config, own_agent=True) as (second, _):
+        assert (own_rate(config), second.trainer.learning_rate) == (4.3e-5, 1e-4)
+        assert second.trainer.context_loss is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "piece"),
+    [
+        ([["a dog", "my cat"], ["a dog", "my dog"]], "my"),
+        ([["xy", "xz"], ["xz", "xyz"]], "xz"),
+        ([["啊好", "好"], ["好", "啊好"]], "啊好"),
+        ([["red", "red", "x"], ["blue", "xblue", "blue"]], "x"),  # a word that tells tasks apart teaches nothing
+    ],
+)
+def test_what_tells_siblings_apart_is_rewarded(groups: list[list[str]], piece: str) -> None:
+    assert piece_of([[pieces(text) for text in group] for group in groups]) == piece
+
+
+def test_only_what_follows_the_rewards_is_likelier() -> None:
+    chance = random.Random(0)
+    rewards = [[float(chance.random() < 0.5) for _ in range(8)] for _ in range(4)]
+    noise = [[chance.gauss(0, 1) for _ in range(8)] for _ in range(4)]
+    learnt = [[n + 3 * r for n, r in zip(ns, rs, strict=True)] for ns, rs in zip(noise, rewards, strict=True)]
+    nats, p = likelier(list(zip(rewards, learnt, strict=True)))
+    assert nats > 0 and p <= LARGEST_P
+    assert likelier(list(zip(rewards, noise, strict=True)))[1] > LARGEST_P
+    opposite = [[-change for change in changes] for changes in learnt]
+    assert likelier(list(zip(rewards, opposite, strict=True)))[1] > 0.9
+    assert likelier([([1.0, 1.0], [0.5, 0.1])]) == (0.0, 1.0)
+
+
+def test_a_task_of_the_users_own_has_a_prompt() -> None:
+    assert prompt_of('{"task_id": "1", "question": "Why?", "answer": "so"}') == "Why?"
+    assert prompt_of('{"n": 3}') == '{"n": 3}'
 
 
 @pytest.mark.parametrize("publish", ["lora", "merged"])
