@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .records import CallStatus, Choice
-from .tools import dicts
+from .tools import conversation, dicts
 from .values import as_read, number
 
 Json = dict[str, Any]
@@ -161,10 +161,10 @@ def not_followed(request: Json) -> str | None:
 
     What is a function of the tokens is not among the reasons: `trainer/step/shaping.py` computes it.
     """
-    # One quick look: a request may have a hundred thousand messages.
-    messages = (message for name in ("messages", "input") for message in dicts(request.get(name)))
-    if any(_has_media(message.get("content") or message.get("output")) for message in messages):
-        return MEDIA
+    for message in conversation(request):  # a request may have a hundred thousand: plain texts are passed over here
+        content = (message.get("content") or message.get("output")) if isinstance(message, dict) else None
+        if isinstance(content, list) and _has_media(content):
+            return MEDIA
     thinking = request.get("thinking")
     budget = thinking.get("budget_tokens") if isinstance(thinking, dict) else request.get("thinking_token_budget")
     if budget is not None:

@@ -93,8 +93,8 @@ def results_in(item: Any) -> Iterator[ToolResult]:
     elif str(item.get("type")).endswith("_call_output"):
         called = item.get("call_id", item.get("id"))  # OpenAI's local shell names this field `id`
         yield ToolResult(_text(called) or None, item.get("output"))
-    elif role == "user":
-        for block in dicts(item.get("content")):
+    elif role == "user" and isinstance(content := item.get("content"), list):
+        for block in dicts(content):
             if block.get("type") == "tool_result":
                 called = _text(block.get("tool_use_id")) or None
                 yield ToolResult(called, block.get("content"), block.get("is_error") is True)
@@ -119,7 +119,9 @@ def _words(item: Any, role: str) -> str:
     if not isinstance(item, dict) or item.get("role") != role:
         return ""
     content = item.get("content")
-    parts = [content] if isinstance(content, str) else [part.get("text") for part in dicts(content)]
+    if isinstance(content, str):
+        return content
+    parts = [part.get("text") for part in dicts(content)]
     return "\n".join(part for part in parts if isinstance(part, str))
 
 
@@ -134,7 +136,8 @@ def _text(value: Any) -> str | None:
 
 def has_results(items: Sequence[Any], known: int) -> bool:
     """Return whether there are results after the first `known` messages or items."""
-    return any(map(brings_result, items[known:])) or any(True for _ in written_results(items[max(known - 1, 0) :]))
+    written = written_results(items[max(known - 1, 0) :])
+    return any(map(brings_result, items[known:])) or next(written, None) is not None
 
 
 def only_results(items: Sequence[Any]) -> bool:
@@ -161,4 +164,4 @@ def is_answer(item: Any) -> bool:
 
 def brings_result(item: Any) -> bool:
     """Return whether a message or item is, or has, a tool's result."""
-    return any(True for _ in results_in(item))
+    return next(results_in(item), None) is not None

@@ -98,19 +98,20 @@ def taken(value: Any, most: int = 2**27) -> int:
 
     By lengths: `sys.getsizeof` takes four times as long. CPython has a byte for a character of ASCII, else up to four.
     """
-    size, left = 0, [value]
-    while left and size < most:
-        one = left.pop()
-        if type(one) is dict:
+    size, found = 0, [value]
+    for one in found:  # it grows meanwhile
+        if type(one) is str:
+            size += 50 + len(one) * (1 if one.isascii() else 4)
+        elif type(one) is dict:
             size += 64 + 50 * len(one) + sum(map(len, one))
-            left += one.values()
+            found += one.values()
         elif type(one) is list:
             size += 56 + 8 * len(one)
-            left += one
-        elif type(one) is str:
-            size += 50 + len(one) * (1 if one.isascii() else 4)
+            found += one
         else:
             size += 32
+        if size >= most:
+            break
     return size
 
 
