@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from ..core.errors import ConfigError, LightningError
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield each line of a text that is not empty, with its number. ConfigError if the file cannot be read.
+    """Yield each row of a file with its number, as JSON text: the lines that are not empty, or the rows of Parquet.
 
-    Lines end at line breaks only: JSON strings may hold U+2028, where `splitlines` would split them.
+    Lines end at line breaks only: JSON strings may hold U+2028, where `splitlines` would split them. ConfigError if
+    the file cannot be read.
     """
     try:
+        with path.open("rb") as start:
+            is_parquet = start.read(4) == b"PAR1"
+        if is_parquet or path.suffix == ".parquet":
+            yield from _parquet_rows(path)
+            return
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if text := line.strip("\ufeff \t\r\n"):  # a byte-order mark begins files that were saved on Windows
@@ -25,6 +33,29 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"cannot read {path}: it is no text in UTF-8") from None
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, str]]:
+    pa = pyarrow()
+    try:
+        number, file = 0, pa.parquet.ParquetFile(path)
+        texts = [field.name for field in file.schema_arrow if field.type == pa.json_()]
+        for batch in file.iter_batches(256):
+            for row in batch.to_pylist():
+                number += 1
+                row |= {name: json.loads(row[name]) for name in texts if row[name] is not None}
+                yield number, json.dumps(row, ensure_ascii=False, default=str)
+    except pa.ArrowException as error:
+        raise ConfigError(f"cannot read {path}: it is no Parquet file: {error}") from None
+
+
+def pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise LightningError("Parquet needs pyarrow: pip install 'lightning-proxy[parquet]'") from None
+    return pyarrow
 
 
 def is_stream(path: Path) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, get_args
@@ -13,7 +13,6 @@ import typer
 
 from ...core.config.root import Config
 from ...core.config.section import feature_sections
-from ...core.config.server import StoreConfig
 from ...core.errors import ConfigError, LightningError, NotFound
 from ...core.json_text import dumps, fields_of
 from ...core.records import Event, Mode, ModelCall, Reward, Rollout, RolloutStatus
@@ -22,7 +21,7 @@ from ...store.database import Row
 from ...store.opening import opened
 from ...store.sqlite.file import IdleFile, is_in_use, make_private
 from ...store.store import Store
-from ..files import is_stream, written
+from ..files import is_stream, pyarrow, written
 from ..formats import progress_bar
 from ..show.find import since_of
 from ..signals import run_until_signal
@@ -46,22 +45,19 @@ OF_CALL = ("temperature", "untrainable_reason", "started_at", "latency_ms", "usa
 OF_REWARD = ("call_id", "name", "reward", "source")
 TOKENS = ("prompt_token_ids", "response_token_ids", "logprobs")
 OF_CREDIT = ("return", "advantage", "step")
-# Their shape differs from row to row, so Parquet holds them as JSON text.
-JSON_COLUMNS = {
-    "transitions": ("state", "action", "next_state", "rewards", "usage", "metadata", *CALL_FIELDS),
-    "sft": ("messages", "tools"),
+# The columns of Parquet by their type. Objects, whose shape differs from row to row, are JSON text there.
+COLUMNS: dict[str, dict[str, Sequence[str]]] = {
+    "transitions": {
+        "json": ("state", "action", "next_state", "rewards", "usage", "metadata", *CALL_FIELDS),
+        "string": (*OF_ROLLOUT, "kind", "agent", "call_id", "untrainable_reason"),
+        "float64": ("rollout_reward", "reward", "call_reward", "temperature", *OF_CREDIT[:2], *OF_CALL[2:4]),
+        "int32": ("t", "policy_version", "step"),
+        "bool": ("done",),
+        "list_int32": TOKENS[:2],
+        "list_float32": TOKENS[2:],
+    },
+    "sft": {"json": ("messages", "tools"), "string": (*OF_ROLLOUT, "agent", "model"), "float64": ("reward",)},
 }
-TYPES = {
-    "string": (
-        "rollout_id", "task_id", "mode", "status", "kind", "agent", "call_id", "untrainable_reason",
-        *JSON_COLUMNS["transitions"],
-    ),
-    "double": (
-        "rollout_reward", "reward", "call_reward", "temperature", "return", "advantage", "started_at", "latency_ms",
-    ),
-    "int32": ("t", "policy_version", "step"),
-    "bool": ("done",),
-}  # fmt: skip
 
 
 def export_command(
@@ -76,7 +72,7 @@ def export_command(
     min_reward: float | None,
     since: str | None,
 ) -> None:
-    """Run `export`. Raises ConfigError for a wrong option, LightningError if it fails."""
+    """Run `export`: a file is written atomically. Raises ConfigError for a wrong option, LightningError if it fails."""
     if kind not in KINDS:
         raise ConfigError(f"--kind is {', '.join(KINDS)}; got {kind!r}")
     for option, given, known in (("mode", mode, get_args(Mode)), ("status", status, get_args(RolloutStatus))):
@@ -85,15 +81,32 @@ def export_command(
     format = file_format(target, format)
     if kind == "atif" and format != "jsonl":
         raise ConfigError("--kind atif is written as JSON Lines only")
+    if not config.store.may_be_there:
+        raise LightningError(f"there is no store at {config.store.where} (store.url)")
     statuses = IMITATED if kind == "sft" and status is None else get_args(RolloutStatus)
     mode = mode or ("train" if kind == "sft" else None)
     filters = {"mode": mode, "status": status, "task_id": task, "min_reward": min_reward, "since": since_of(since)}
     filters = {name: value for name, value in filters.items() if value not in (None, ALL)}
     left_out: Counter[str] = Counter()
-    rows = run_until_signal(export(config.store, target, format, kind, filters, statuses, left_out))
-    lines = [f"{rows} {kind} rows to {target}"]
-    lines += [f"conversations left out: {n}, {reason}" for reason, n in left_out.most_common()]
-    typer.echo("\n".join(lines), err=True)
+
+    async def run() -> int:
+        path = None if config.store.is_postgres else config.store.path
+        rows = 0
+        with written(target) as file, _parquet(file, kind) if format == "parquet" else _json_lines(file) as write:
+            idle = None if path is None or is_in_use(path) else IdleFile(path)
+            async with opened(config.store, to_write=False) as database:
+                store = Store(database)
+                async for rollout in _rollouts(store, filters):
+                    for row in await _rows(store, rollout, kind, left_out) if rollout.status in statuses else ():
+                        write(row)
+                        rows += 1
+            if idle is not None and idle.is_written():
+                raise LightningError(f"{path} is in use again, so what was read may be out of date: export again")
+        return rows
+
+    typer.echo(f"{run_until_signal(run())} {kind} rows to {target}", err=True)
+    for reason, n in left_out.most_common():
+        typer.echo(f"conversations left out: {n}, {reason}", err=True)
 
 
 def file_format(path: Path, wanted: str | None) -> str:
@@ -113,41 +126,18 @@ def file_format(path: Path, wanted: str | None) -> str:
     return suffix
 
 
-async def export(
-    config: StoreConfig,
-    target: Path,
-    format: str,
-    kind: str,
-    filters: Mapping[str, Any],
-    statuses: Sequence[str],
-    left_out: Counter[str],
-) -> int:
-    """Write the rows to `target` (`-`: standard output), and return how many. A file is written atomically.
-
-    `left_out` counts the conversations that cannot be written, by reason.
-    """
-    if not config.may_be_there:
-        raise LightningError(f"there is no store at {config.where} (store.url)")
-    path = None if config.is_postgres else config.path
-    rows = 0
-    with written(target) as file, _parquet(file, kind) if format == "parquet" else _json_lines(file) as write:
-        idle = None if path is None or is_in_use(path) else IdleFile(path)
-        async with opened(config, to_write=False) as database:
-            store, cursor, is_over = Store(database), None, False
-            total = None if filters else sum((await store.rollouts.counts()).values())
-            with progress_bar() as progress:
-                bar = progress.add_task("rollouts", total=total)
-                while not is_over:
-                    page, cursor = await store.rollouts.page(filters, PAGE, cursor)
-                    is_over = cursor is None
-                    for rollout in page:
-                        progress.advance(bar)
-                        for row in await _rows(store, rollout, kind, left_out) if rollout.status in statuses else ():
-                            write(row)
-                            rows += 1
-        if idle is not None and idle.is_written():
-            raise LightningError(f"{path} is in use again, so what was read may be out of date: export again")
-    return rows
+async def _rollouts(store: Store, filters: Json) -> AsyncIterator[Rollout]:
+    """The rollouts that fit, newest first, with a progress bar."""
+    total = None if filters else sum((await store.rollouts.counts()).values())
+    with progress_bar() as progress:
+        bar = progress.add_task("rollouts", total=total)
+        cursor, is_over = None, False
+        while not is_over:
+            page, cursor = await store.rollouts.page(filters, PAGE, cursor)
+            is_over = cursor is None
+            for rollout in page:
+                progress.advance(bar)
+                yield rollout
 
 
 async def _rows(store: Store, rollout: Rollout, kind: str, left_out: Counter[str]) -> list[Json]:
@@ -221,39 +211,30 @@ def _json_lines(path: Path) -> Iterator[Callable[[Json], None]]:
 @contextmanager
 def _parquet(path: Path, kind: str) -> Iterator[Callable[[Json], None]]:
     """Yield what writes a row, and holds a group of rows in memory."""
-    try:
-        import pyarrow
-        from pyarrow.parquet import ParquetWriter
-    except ImportError:
-        raise LightningError("Parquet needs pyarrow: pip install 'lightning-proxy[parquet]'") from None
+    pa = pyarrow()
     make_private(path)
-    schema, json = _schema(pyarrow, kind), JSON_COLUMNS[kind]
-    rows: list[Json] = []
-    with ParquetWriter(path, schema) as file:
+    # What Hugging Face's `datasets` takes the columns for: JSON becomes objects there.
+    schema, features, rows = [], Json(), list[Json]()
+    for alias, names in COLUMNS[kind].items():
+        of = alias.removeprefix("list_")
+        kept = pa.json_() if alias == "json" else pa.type_for_alias(of)
+        feature = {"_type": "Json"} if alias == "json" else {"dtype": of, "_type": "Value"}
+        is_list = of != alias
+        schema += [(name, pa.list_(kept) if is_list else kept) for name in names]
+        features |= dict.fromkeys(names, {"feature": feature, "_type": "List"} if is_list else feature)
+    typed = pa.schema(schema).with_metadata({"huggingface": dumps({"info": {"features": features}})})
+    with pa.parquet.ParquetWriter(path, typed) as file:
 
         def flush() -> None:
-            file.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
+            file.write_table(pa.Table.from_pylist(rows, schema=typed))
             rows.clear()
 
         def write(row: Json) -> None:
-            rows.append(row | {name: dumps(row[name]) for name in json if row.get(name) is not None})
+            texts = {name: dumps(row[name]) for name in COLUMNS[kind]["json"] if row.get(name) is not None}
+            rows.append(row | texts)
             if len(rows) >= ROW_GROUP:
                 flush()
 
         yield write
         if rows:
             flush()
-
-
-def _schema(pa: Any, kind: str) -> Any:
-    if kind == "transitions":
-        columns = [(name, pa.type_for_alias(alias)) for alias, names in TYPES.items() for name in names]
-        ids = [(name, pa.list_(pa.int32())) for name in TOKENS[:2]]
-        return pa.schema([*columns, *ids, ("logprobs", pa.list_(pa.float32()))])
-    texts = ("rollout_id", "task_id", "mode", "status", "agent", "model")
-    json = dict.fromkeys(JSON_COLUMNS[kind], pa.json_())
-    schema = pa.schema([*json.items(), *((name, pa.string()) for name in texts), ("reward", pa.float64())])
-    # As Hugging Face's `datasets` types the columns: JSON becomes objects there.
-    features: Json = {name: {"dtype": "string", "_type": "Value"} for name in texts}
-    features |= {name: {"_type": "Json"} for name in json} | {"reward": {"dtype": "float64", "_type": "Value"}}
-    return schema.with_metadata({"huggingface": dumps({"info": {"features": features}})})

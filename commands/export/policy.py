@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 from ...core.config.policy import DEFAULT_ADAPTER
 from ...core.config.root import Config
@@ -22,29 +22,13 @@ Form = Literal["adapter", "merged"]
 MARKER = "COMPLETE"
 
 MAX_RANKS = (8, 16, 32, 64, 128, 256, 512)  # what vLLM takes for --max-lora-rank
-# Of each method of training: its tag on model hubs, what it is, and what a step of it learned from.
+# Of each method of training: its tag on model hubs, and what it is.
 METHODS = {
-    "rl": ("reinforcement-learning", "reinforcement learning from rewards (LightningRL)", ""),
-    "sft": (
-        "sft",
-        "supervised fine-tuning on the best rollouts (TRL's SFTTrainer)",
-        "{samples} of {rollouts_trained}, the best of {rollouts}",
-    ),
-    "dpo": (
-        "dpo",
-        "direct preference optimization on pairs of rollouts (TRL's DPOTrainer)",
-        "{pairs} of {rollouts_trained}, out of {rollouts}",
-    ),
-    "kto": (
-        "kto",
-        "Kahneman-Tversky optimization on single rollouts (TRL's KTOTrainer)",
-        "{samples} of {rollouts_trained}: {thumbs_up} with thumbs up, {thumbs_down} with thumbs down",
-    ),
+    "rl": ("reinforcement-learning", "reinforcement learning from rewards (LightningRL)"),
+    "sft": ("sft", "supervised fine-tuning on the best rollouts (TRL's SFTTrainer)"),
+    "dpo": ("dpo", "direct preference optimization on pairs of rollouts (TRL's DPOTrainer)"),
+    "kto": ("kto", "Kahneman-Tversky optimization on single rollouts (TRL's KTOTrainer)"),
 }
-NOUNS = {
-    "samples": "row", "thumbs_up": "row", "thumbs_down": "row", "pairs": "pair", "rollouts": "rewarded rollout",
-    "rollouts_trained": "rollout", "groups_trained": "task",
-}  # fmt: skip
 
 
 async def export_policy(config: Config, number: int, target: Path, form: str | None) -> Form:
@@ -161,17 +145,10 @@ async def _card(store: Store, config: Config, version: PolicyVersion, form: Form
     full = "all weights of" if config.trainer.weights == "full" else "a LoRA adapter merged into"
     header = "" if hub_name is None else f"base_model: {dumps(hub_name)}\n"
     described = "\n".join(f"- method `{method}`: {METHODS[method][1]}" for method in methods)
-    steps_rewards = [step.metrics["reward_mean"] for step in steps if "reward_mean" in step.metrics]
-    trend = (
-        f"Mean reward of the first training step's rollouts: {steps_rewards[0]:.3f}; "
-        f"of the last one's: {steps_rewards[-1]:.3f}.\n\n"
-        if steps_rewards
-        else ""
-    )
 
     def mean(mode: str, number: int) -> str:
         seen = means.get((mode, number))
-        return "-" if seen is None else f"{seen.mean:.3f} ({_counted(seen.rollouts, 'rollout')})"
+        return "-" if seen is None else f"{seen.mean:.3f} (of rollouts: {seen.rollouts})"
 
     return f"""---
 {header}library_name: {"peft" if form == "adapter" else "transformers"}
@@ -196,7 +173,7 @@ trained with lightning-proxy. The licence of the base model applies.
 | held out (mode `eval`) | {mean("eval", 0)} | {mean("eval", n)} |
 | training (mode `train`) | {mean("train", 0)} | {mean("train", n)} |
 
-{trend}Means over the tasks of rewarded rollouts that began with the version. The tasks of the two may differ.
+Means over the tasks of rewarded rollouts that began with the version. The tasks of the two may differ.
 
 ## Data
 
@@ -216,30 +193,24 @@ def _day(at: float) -> str:
     return time.strftime("%Y-%m-%d", time.gmtime(at))
 
 
-def _counted(n: float, noun: str) -> str:
-    return f"{n:.0f} {noun}{'s' * (round(n) != 1)}"
-
-
 async def _learned_from(store: Store, steps: Sequence[Step]) -> str:
     """What the steps learned from: those of RL from rollouts, as far as the store still has them."""
-    data = await store.steps.data_of([step.step for step in steps])
-    tuned = [step for step in steps if _method(step) != "rl"]
-    lines = [f"- step {step.step}, `{_method(step)}`: {_tuned_on(_method(step), step.metrics)}" for step in tuned]
-    if data.rollouts and data.first is not None and data.last is not None:
-        what = f"{data.rollouts} rollouts of {data.tasks} tasks, recorded from {_day(data.first)} to {_day(data.last)}."
-        lines.append(f"- all steps of `rl`: {what}" if tuned else what)
-    elif len(tuned) < len(steps) or not tuned:
-        what = "None of the rollouts that it learned from by RL are in the store any more."
-        lines.append(f"- {what}" if tuned else what)
+    lines = []
+    for step in steps:
+        if (method := _method(step)) != "rl":
+            rollouts, tasks, held_out = (
+                round(step.metrics.get(name, 0)) for name in ("rollouts_trained", "groups_trained", "groups_held_out")
+            )
+            measured = f"; {held_out} more tasks were held out to measure on" if held_out else ""
+            lines.append(f"- step {step.step}, `{method}`: {rollouts} rollouts of {tasks} tasks{measured}")
+    if len(lines) < len(steps) or not steps:
+        data = await store.steps.data_of([step.step for step in steps])
+        what = "none of the rollouts that it learned from are in the store any more"
+        if data.first is not None and data.last is not None:
+            what = f"{data.rollouts} rollouts of {data.tasks} tasks"
+            what += f", recorded from {_day(data.first)} to {_day(data.last)}"
+        lines.append(f"- all steps of `rl`: {what}")
     return "\n".join(lines)
-
-
-def _tuned_on(method: str, metrics: Mapping[str, Any]) -> str:
-    """What a step of fine-tuning learned from, by its metrics; it takes no rollouts from the store."""
-    counts = {name: _counted(metrics.get(name, 0), noun) for name, noun in NOUNS.items()}
-    measured = round(metrics.get("groups_held_out", 0))
-    held_out = f"; {measured} more {'was' if measured == 1 else 'were'} held out to measure on" if measured else ""
-    return f"{METHODS[method][2].format(**counts)}, of {counts['groups_trained']}{held_out}."
 
 
 def _use(form: Form, base: str, rank: int) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,24 +26,10 @@ class Task:
 
 def read_tasks(path: Path) -> list[Task]:
     """Read all tasks of a file, without its empty lines. A ConfigError names file, line and fault."""
-    numbered = _parquet_rows(path) if path.suffix == ".parquet" else lines(path)
-    tasks = [_task(line, f"{path}:{number}") for number, line in numbered]
+    tasks = [_task(line, f"{path}:{number}") for number, line in lines(path)]
     if not tasks:
         raise ConfigError(f"{path} holds no task")
     return tasks
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise ConfigError("Parquet needs pyarrow: pip install 'lightning-proxy[parquet]'") from None
-    try:
-        rows = parquet.read_table(path).to_pylist()
-    except (OSError, ArrowException) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from None
-    for number, row in enumerate(rows, start=1):
-        yield number, json.dumps(row, ensure_ascii=False, default=str)
 
 
 def _task(line: str, where: str) -> Task:

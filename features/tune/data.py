@@ -17,9 +17,10 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from ...commands.files import lines
 from ...core.config.root import Config
 from ...core.config.server import StoreConfig
-from ...core.errors import ConfigError, InvalidRequest, LightningError
+from ...core.errors import ConfigError, InvalidRequest
 from ...core.records import CallEnd, CallStart, Choice, Reward, RolloutName, check_id
 from ...core.tools import tool_calls
 from ...proxy.gateway.recorder import Recorder
@@ -142,7 +143,7 @@ async def _import_rollout(store: Store, recorder: Recorder, rollout_id: str, row
     calls = [row for row in rows if row["kind"] == "llm"]
     for at, row in enumerate(calls):
         await _import_call(recorder, name, row, float(at))
-    if rewards := _rewards(rollout_id, _json(rows[0]["rewards"]) or [], {None, *(row["call_id"] for row in calls)}):
+    if rewards := _rewards(rollout_id, rows[0]["rewards"] or [], {None, *(row["call_id"] for row in calls)}):
         await store.rewards.post(rewards, None, b"")
     await store.rollouts.end(rollout_id, rows[0]["status"], None)
 
@@ -157,7 +158,7 @@ def _rewards(rollout_id: str, exported: list[dict[str, Any]], call_ids: set[str 
 
 
 async def _import_call(recorder: Recorder, name: RolloutName, row: dict[str, Any], at: float) -> None:
-    shown, action = _json(row.get("state")) or {}, _json(row.get("action")) or {}
+    shown, action = row.get("state") or {}, row.get("action") or {}
     request = shown if row.get("temperature") is None else shown | {"temperature": row["temperature"]}
     named = RolloutName(name.rollout_id, name.task_id, row.get("agent"))
     start = CallStart(row["call_id"], named, "chat/completions", None, row["policy_version"], request, at)
@@ -182,15 +183,14 @@ def _answer(message: Any, finish: str | None) -> Any:
     return {"choices": [{"index": 0, what: message, "finish_reason": finish}]}
 
 
-def _json(value: Any) -> Any:
-    """Parquet has JSON columns as text."""
-    return json.loads(value) if isinstance(value, str) else value
-
-
 def _rows(source: Path) -> Iterator[dict[str, Any]]:
     """The rows of an export of transitions. Raises ConfigError with the number of a row that is none."""
     found = False
-    for number, row in enumerate(_parquet(source) if _is_parquet(source) else _json_lines(source), 1):
+    for number, line in lines(source):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{source}, line {number} is no JSON: {error}") from None
         missing = [name for name in NEEDED if name not in row] if isinstance(row, dict) else ["an object"]
         if missing:
             raise ConfigError(
@@ -205,29 +205,3 @@ def _rows(source: Path) -> Iterator[dict[str, Any]]:
         yield row
     if not found:
         raise ConfigError(f"{source} is empty: there is nothing to train on")
-
-
-def _is_parquet(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(4) == b"PAR1"
-
-
-def _json_lines(source: Path) -> Iterator[Any]:
-    with source.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ConfigError(f"{source}, line {number} is no JSON: {error}") from None
-
-
-def _parquet(source: Path) -> Iterator[Any]:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise LightningError("Parquet needs pyarrow: pip install 'lightning-proxy[parquet]'") from None
-    try:
-        for batch in pyarrow.parquet.ParquetFile(source).iter_batches(256):
-            yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise ConfigError(f"{source} is no Parquet file that can be read: {error}") from None

@@ -182,9 +182,13 @@ def elsewhere(directory: Path) -> Callable[..., Done]:
 FACTS = ("messages", "tools", "task_id", "mode", "status", "reward", "model")
 
 
-@pytest.mark.parametrize("kind", ["sft", "atif"])
-def test_what_goes_out_comes_in_as_the_same_conversations_and_once(filled: Proxy, kind: str, tmp_path: Path) -> None:
-    file, other = tmp_path / "rows.jsonl", elsewhere(tmp_path / "other")
+@pytest.mark.parametrize(("kind", "suffix"), [("sft", "jsonl"), ("sft", "parquet"), ("atif", "jsonl")])
+def test_what_goes_out_comes_in_as_the_same_conversations_and_once(
+    filled: Proxy, kind: str, suffix: str, tmp_path: Path
+) -> None:
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    file, other = tmp_path / f"rows.{suffix}", elsewhere(tmp_path / "other")
     ok(filled.run("export", file, "--kind", kind, "--mode", "all", "--status", "completed"))
     assert ok(other("import", file)).stderr == f"2 rollouts from {file}\n"
     assert ok(other("import", file)).stderr == f"0 rollouts from {file}, 2 were there already\n"
