@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..core.json_text import dumps_readable
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from rich.table import Table
     from rich.text import Text
-
-BARS = "▁▂▃▄▅▆▇█"
 
 
 def print_json(value: Any) -> None:
@@ -39,7 +37,7 @@ def progress_bar() -> Progress:
     return Progress(console=console, disable=not console.is_terminal)
 
 
-def table(*left: str, right: Sequence[str] = (), **options: Any) -> Table:
+def table(*left: str, right: Sequence[str] = (), rows: Iterable[Sequence[Any]] = (), **options: Any) -> Table:
     """Return a table without lines: columns for words, then columns for numbers, which end at the right."""
     from rich.table import Table
 
@@ -48,6 +46,20 @@ def table(*left: str, right: Sequence[str] = (), **options: Any) -> Table:
         made.add_column(name, no_wrap=True)
     for name in right:
         made.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        made.add_row(*(cell if hasattr(cell, "append") else plain("-" if cell is None else cell) for cell in row))
+    return made
+
+
+def facts(rows: Iterable[tuple[str, Text | str]]) -> Table:
+    """Return names, each with a value that may take several lines."""
+    from rich.table import Table
+
+    made = Table.grid(padding=(0, 2))  # fits 80 columns
+    made.add_column(style="dim", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in rows:
+        made.add_row(name, plain(value) if isinstance(value, str) else value)
     return made
 
 
@@ -104,16 +116,6 @@ def cut(text: str, limit: int) -> str:
         return text
     head, tail = limit * 3 // 4, limit // 4
     return f"{text[:head]} … [{len(text) - head - tail:,} characters, --full shows them] … {text[-tail:]}"
-
-
-def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Draw the newest `width` values as bars, scaled from the least to the greatest of them."""
-    shown = list(values)[-width:]
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in shown)
 
 
 def address(host: str, port: int) -> str:

@@ -57,14 +57,6 @@ async def find(api: ApiClient, given: str) -> dict[str, Any]:
     return await with_id(api, given, lambda rollout_id: api.rollout(quote(rollout_id, safe="")))
 
 
-async def credited(api: ApiClient, given: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the rollout that `find` finds, and the credit of its calls if a step took it."""
-    rollout = await find(api, given)
-    if rollout["step"] is None:
-        return rollout, []
-    return rollout, (await api.request("GET", f"/rollouts/{quote(rollout['rollout_id'], safe='')}/rows"))["calls"]
-
-
 def only_one(given: str, ids: Iterable[str], kind: str) -> str:
     """Return the one of these ids that begins so; raise NotFound if it is none or several."""
     known = list(ids)

@@ -81,8 +81,7 @@ def rollback(context: typer.Context, as_json: Json = False) -> None:
 def versions_table(versions: list[dict[str, Any]], of_steps: Mapping[int | None, dict[str, Any]]) -> Table:
     """Return a table with one line per version; a star marks the live one. `of_steps`: their steps' metrics."""
     held = ["held out"] if any(v.get("evaluation") or v["rewards"].get("eval") for v in versions) else []
-    shown = table("version", "", "status", "step", "reward", *held, "published", "verified", "when", padding=(0, 1))
-    shown.columns[0].justify = shown.columns[3].justify = "right"
+    rows = []
     for v in versions:
         status, verified, of_step = v["status"], "no", of_steps.get(v["version"], {})
         if status == "ready" and not v["live"] and (obstacle := v["obstacle"]) is not None:
@@ -92,15 +91,12 @@ def versions_table(versions: list[dict[str, Any]], of_steps: Mapping[int | None,
             verified = "yes" if deviations is None or "verified_by" in of_step else f"{deviations:.3g} sd"
         live_at = time.localtime(v["live_at"] or v["created_at"])
         when = time.strftime("%m-%d %H:%M" if held else "%Y-%m-%d %H:%M", live_at)
-        shown.add_row(
-            str(v["version"]),
-            "*" if v["live"] else "",
-            status,
-            "-" if v["step"] is None else str(v["step"]),
-            _mean(v["rewards"].get("train")) or "-",
-            *(_held_out(v) for _ in held),
-            *(("base model", "-", "-") if v["version"] == 0 else (v["publish"] or "-", verified, when)),
-        )
+        made = ("base model", None, None) if v["version"] == 0 else (v["publish"], verified, when)
+        rewards = (_mean(v["rewards"].get("train")) or None, *(_held_out(v) for _ in held))
+        rows.append((v["version"], "*" if v["live"] else "", status, v["step"], *rewards, *made))
+    names = ("version", "", "status", "step", "reward", *held, "published", "verified", "when")
+    shown = table(*names, rows=rows, padding=(0, 1))
+    shown.columns[0].justify = shown.columns[3].justify = "right"
     return shown
 
 

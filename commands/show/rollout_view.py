@@ -16,12 +16,11 @@ from rich.text import Text
 from ...core.json_text import dumps
 from ...core.tools import calls_in
 from ...proxy.dialects.transcript import additions, body, chat_turns
-from ..formats import cut, duration, number, plain, table
+from ..formats import cut, duration, facts, number, plain, table
 
 CUT_AT = 600
 NUMBERS_WIDTH = 55  # of the other columns of the table
 COLOURS = {"completed": "green", "failed": "red", "discarded": "dim", "running": "yellow"}
-LEFT_OUT = "not bold dim strike"
 ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 
 WIDE = 10_000
@@ -33,16 +32,18 @@ Json = dict[str, Any]
 
 def rollouts_table(rollouts: Sequence[Json], now: float, width: int | None) -> Table:
     """Return one line per rollout. Long ids and tasks are cut to fit the width; None: not cut, for programs."""
+    rows = (
+        (
+            r["rollout_id"], r["task_id"], r["mode"], Text(r["status"], COLOURS.get(r["status"], "")),
+            number(r["reward"]), r["calls"], r["tokens"], r["policy_version"], duration(now - r["created_at"]),
+        )
+        for r in rollouts
+    )  # fmt: skip
     heads = ("reward", "calls", "tokens", "v", "age")
-    shown = table("rollout", "task", "mode", "status", right=heads, padding=(0, 1))
+    shown = table("rollout", "task", "mode", "status", right=heads, rows=rows, padding=(0, 1))
     if width is not None:
         names = max(width - NUMBERS_WIDTH, 20)
         shown.columns[0].max_width, shown.columns[1].max_width = names * 2 // 3, names // 3
-    for r in rollouts:
-        status = Text(r["status"], COLOURS.get(r["status"], ""))
-        version = "-" if r["policy_version"] is None else str(r["policy_version"])
-        numbers = (number(r["reward"]), str(r["calls"]), str(r["tokens"]), version, duration(now - r["created_at"]))
-        shown.add_row(plain(r["rollout_id"]), plain(r["task_id"] or "-"), r["mode"], status, *numbers)
     return shown
 
 
@@ -55,30 +56,22 @@ def rollout_line(rollout: Json) -> Text:
     return line.append(f"{facts}  calls {rollout['calls']}  tokens {rollout['tokens']}")
 
 
-def rollout_detail(rollout: Json, full: bool, credit: Sequence[Json] = ()) -> RenderableType:
-    """Return the rollout: a header, then each call's new messages and answer, and events between.
-
-    `credit`: of its calls, as its training rows have it, if a step took it.
-    """
-    header = Table.grid(padding=(0, 2))
-    header.add_column(style="dim", no_wrap=True)
-    header.add_column(overflow="fold")
-    for name, value in _facts(rollout):
-        header.add_row(name, plain(value))
-    return Group(header, *_conversation(rollout, full, credit))
+def rollout_detail(rollout: Json, full: bool) -> RenderableType:
+    """Return the rollout: a header, then each call's new messages and answer, and events between."""
+    return Group(facts(_facts(rollout)), *_conversation(rollout, full))
 
 
 def rollout_diff(a: Json, b: Json) -> RenderableType:
     """Return a table of both rollouts' numbers, and the lines of their conversations that differ."""
-    numbers = Table(box=None, padding=(0, 1), pad_edge=False)
-    numbers.add_column("", style="dim", no_wrap=True)
-    for name in ("A", "B"):
-        numbers.add_column(name, overflow="fold")
     first, second = dict(_facts(a)), dict(_facts(b))
+    rows = []
     for name in first | second:
         ours, theirs = first.get(name, "-"), second.get(name, "-")
         style = "" if ours == theirs else "yellow"
-        numbers.add_row(name, plain(ours, style), plain(theirs, style))
+        rows.append((plain(name, "dim"), plain(ours, style), plain(theirs, style)))
+    numbers = table("", "A", "B", rows=rows)
+    for column in numbers.columns[1:]:
+        column.no_wrap, column.overflow = False, "fold"
     changes = list(unified_diff(_lines(a), _lines(b), "A", "B", lineterm="", n=CONTEXT))[2:]
     lines = [plain(line, STYLES.get(line[0], "")) for line in changes]
     return Group(numbers, Text(""), *(lines or [Text("the conversations are the same", "dim")]))
@@ -116,7 +109,7 @@ def _facts(rollout: Json) -> Iterator[tuple[str, str]]:
         yield "posted", "\n".join(posted)
 
 
-def _conversation(rollout: Json, full: bool, credit: Sequence[Json] = ()) -> Iterator[RenderableType]:
+def _conversation(rollout: Json, full: bool) -> Iterator[RenderableType]:
     def line(label: str, style: str, value: Any) -> RenderableType:
         text = value if isinstance(value, str) else dumps(value)
         grid = Table.grid(padding=(0, 1))
@@ -141,12 +134,11 @@ def _conversation(rollout: Json, full: bool, credit: Sequence[Json] = ()) -> Ite
         yield line("arguments", "yellow", event["arguments"])
         yield line(*(("failed", "red") if event["is_error"] else ("result", "yellow")), event["result"])
 
-    credited = {one["call_id"]: one for one in credit}
     events = deque(rollout.get("events", ()))
     for call, (turn, added) in zip(rollout["calls"], additions(chat_turns(rollout["calls"])), strict=True):
         while events and events[0]["seq"] <= call["seq"]:
             yield from happened(events.popleft())
-        fate, style = _fate(call, credited.get(call["call_id"]))
+        fate, style = _fate(call)
         yield _heading(f"call {call['seq']}", _numbers(call)).append_text(plain(f" · {fate}", style))
         for message in added:
             yield from said(message, even_empty=not message.get("tool_calls"))
@@ -178,12 +170,10 @@ def _numbers(call: Json) -> str:
     return " · ".join(filter(None, facts))
 
 
-def _fate(call: Json, credit: Json | None) -> tuple[str, str]:
-    """Whether a call is trained on, in words, and the style that its answer is shown in."""
+def _fate(call: Json) -> tuple[str, str]:
+    """Whether a call can be trained on, in words, and the style that its answer is shown in."""
     if not call["trainable"]:
         return f"not trainable: {call['untrainable_reason']}", "not bold red"
-    if credit is not None and credit["row"] is not None:
-        return f"trained, advantage {credit['advantage']:+.3g}", "not bold green"
     if call.get("rejected"):
-        return f"{'left out' if credit else 'rejected'}: another attempt was used in its place", LEFT_OUT
-    return ("trainable", "not bold green") if credit is None else ("left out", LEFT_OUT)
+        return "rejected: another attempt was used in its place", "not bold dim strike"
+    return "trainable", "not bold green"

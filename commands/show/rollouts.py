@@ -65,10 +65,8 @@ def list_rollouts(
     found, more = look(configuration(context), lambda api: collect(api, filters, limit, sort, reverse=reverse))
     if as_json:
         return print_json({"data": found, "next_cursor": more})
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDE)
-    console.print(rollouts_table(found, time.time(), console.width if console.is_terminal else None))
+    width = console.width if (console := Console()).is_terminal else None
+    Console(width=width or WIDE).print(rollouts_table(found, time.time(), width))
     if more is not None and sort == "newest" and not reverse:
         typer.echo(f"more: --cursor {more}", err=True)
     return None
@@ -131,15 +129,11 @@ def show(
 ) -> None:
     """Show one rollout: its conversation, calls and rewards."""
     from ..api_client import look
-    from .find import credited, find
+    from .find import find
     from .rollout_view import rollout_detail
 
-    config = configuration(context)
-    if as_json:
-        print_json(look(config, lambda api: find(api, rollout_id)))
-    else:
-        rollout, credit = look(config, lambda api: credited(api, rollout_id))
-        print_view(rollout_detail(rollout, full, credit))
+    rollout = look(configuration(context), lambda api: find(api, rollout_id))
+    print_json(rollout) if as_json else print_view(rollout_detail(rollout, full))
 
 
 @app.command()

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 from ...core.tokens import NO_TOKEN_IDS
 from ..api_client import ApiClient, ask
 from ..command_line import brought
-from ..formats import count, duration, number, plain, print_json, print_view, sparkline
-from .steps import step_line, steps_table
+from ..formats import count, duration, facts, plain, print_json, print_view
+from .steps import step_line
 
 if TYPE_CHECKING:
     from ...core.config.root import Config
@@ -23,50 +23,41 @@ if TYPE_CHECKING:
 NEWEST_STEPS = 40
 NEWEST = 200  # rollouts, and calls
 SHOWN_STEPS = 10
-NUMBERS = (
-    "loss", "held_out_loss", "lr", "grad_norm", "advantage_mean", "advantage_std", "ratio_mean", "kl",
-    "sampler_difference", "kl_base", "guide_kl", "entropy", "clip_share", "staleness_mean", "merge_rate",
-)  # fmt: skip
-
 Json = dict[str, Any]
 
 
 def show_status(config: Config, *, as_json: bool) -> bool:
     """Print the state of the system and return whether it is ready."""
-    url = ApiClient.of(config).url
+    url, now = ApiClient.of(config).url, time.time()
     status = ask(config, read_status)
-    status["next_step"] = next_step(config.trainer, status, time.time())
+    if status["policy"] is not None:
+        status["next_step"] = next_step(config.trainer, status, now)
+    is_ready = status["ready"]["status"] != "not ready"
     if as_json:
         print_json({"url": url, **status})
     else:
-        grid = Table.grid(padding=(0, 2))  # fits 80 columns
-        grid.add_column(style="dim", no_wrap=True)
-        grid.add_column(overflow="fold")
-        for name, value in _rows(status, url, time.time()):
-            grid.add_row(name, value)
-        print_view(grid, *(("", steps_table(status["steps"][-SHOWN_STEPS:])) if len(status["steps"]) > 1 else ()))
-    return is_ready(status)
+        console = Console()
+        width = console.width if console.is_terminal else None
+        steps = [(step["step"], {**step["metrics"], "version": step["version"]}) for step in status["steps"]]
+        lines = [step_line(step, metrics, width) for step, metrics in steps[-SHOWN_STEPS:]]
+        print_view(facts(_rows(status, url, is_ready, now)), *lines, soft_wrap=True)
+    return is_ready
 
 
 async def read_status(api: ApiClient) -> Json:
-    """Ask the proxy for everything that `status` shows. ApiError if it is not there."""
+    """Ask the proxy for everything that `status` shows; where it has no store, for its readiness alone."""
     ready = await api.readiness()
     if ready["store"] != "ok":
-        return {
-            "ready": ready, "policy": None, "steps": [], "rewards": [], "rollouts": {}, "waiting": 0, "dropped": {},
-            "unrewarded": 0, "other_rewards": {}, "untrainable": {}, "publishing": None, "standstill": None,
-            "uncounted": None, "collapse": None, "verified": None, "plugins": [], "recent": None,
-        }  # fmt: skip
-    steps = (await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)}))["data"][::-1]
-    rewards = [step["metrics"]["reward_mean"] for step in steps if "reward_mean" in step["metrics"]]
+        return {"ready": ready, "policy": None, "steps": []}
+    steps = await api.request("GET", "/policy/steps", params={"limit": str(NEWEST_STEPS)})
     counts = await api.request("GET", "/status")
-    return {"ready": ready, "policy": await api.policy(), "steps": steps, "rewards": rewards, **counts}
+    return {"ready": ready, "policy": await api.policy(), "steps": steps["data"][::-1], **counts}
 
 
 def next_step(config: TrainerConfig, status: Json, now: float) -> str:
     """Return the condition that the trainer waits for, by its configuration."""
     schedule, rollouts = config.schedule, f"{count(status['waiting'])} complete rollouts wait"
-    last = (status["policy"] or {}).get("last_step")
+    last = status["policy"]["last_step"]
     if config.max_steps is not None and last is not None and last["step"] >= config.max_steps:
         return f"none, trainer.max_steps ({config.max_steps}) are done; {rollouts}"
     match schedule.when:
@@ -79,9 +70,9 @@ def next_step(config: TrainerConfig, status: Json, now: float) -> str:
     return f"{rollouts}; it takes {config.tasks_per_step} groups of {config.group_size}"
 
 
-def _rows(status: Json, url: str, now: float) -> Iterator[tuple[str, Text | str]]:
+def _rows(status: Json, url: str, is_ready: bool, now: float) -> Iterator[tuple[str, Text | str]]:
     ready, policy = status["ready"], status["policy"]
-    yield "proxy", Text(f"{ready['status']}  {url}", "green" if is_ready(status) else "red")
+    yield "proxy", Text(f"{ready['status']}  {url}", "green" if is_ready else "red")
     for part in ("store", "upstream"):
         yield part, plain(ready[part], "green" if ready[part] == "ok" else "red")
     if over := ready.get("retention"):
@@ -92,7 +83,7 @@ def _rows(status: Json, url: str, now: float) -> Iterator[tuple[str, Text | str]
         return
     since = f" for {duration(now - policy['live_at'])}" if policy["live_at"] else ""
     served = ", ".join([policy["served_model"] or "the base model", *policy["adapters"].values()])
-    yield "policy", plain(f"version {policy['live_version']} live{since} ({policy['publish']}, {served})")
+    yield "policy", f"version {policy['live_version']} live{since} ({policy['publish']}, {served})"
     if (seen := status["verified"]) is not None:  # when it went live, and since
         if seen["version"]:
             yield "verified", plain(seen["story"], "" if seen["verified"] else "yellow")
@@ -108,7 +99,7 @@ def _rows(status: Json, url: str, now: float) -> Iterator[tuple[str, Text | str]
         why = f"not possible: {status['publishing']}\n`lightning-proxy doctor` says what to do"
         yield "publishing", plain(why, "yellow")
     if status["plugins"]:
-        yield "plugins", plain(", ".join(status["plugins"]))
+        yield "plugins", ", ".join(status["plugins"])
     if collapse := policy["collapse"]:
         from ...store.training import Collapse
 
@@ -118,17 +109,13 @@ def _rows(status: Json, url: str, now: float) -> Iterator[tuple[str, Text | str]
     if not collapse:
         yield "next step", status["next_step"]
     yield from _not_trained_on(status)
-    for name, text in step_facts(policy["last_step"], now):
-        yield name, plain(text)
-    if len(status["rewards"]) > 1:
-        first, *_, last = status["rewards"]
-        yield "reward by step", f"{sparkline(status['rewards'])}  {number(first)} → {number(last)}"
+    yield from _last_step(policy["last_step"], now)
 
 
-def _not_trained_on(status: Json) -> Iterator[tuple[str, Text]]:
+def _not_trained_on(status: Json) -> Iterator[tuple[str, Text | str]]:
     """Records that cannot be trained on, with the reasons."""
     if dropped := status["dropped"]:
-        yield "dropped", plain(f"of the newest {count(NEWEST)} rollouts: {_counted(dropped, '; ')}")
+        yield "dropped", f"of the newest {count(NEWEST)} rollouts: {_counted(dropped, '; ')}"
     if untrainable := status["untrainable"]:
         hint = "\n`lightning-proxy doctor` says what the policy server lacks" if NO_TOKEN_IDS in untrainable else ""
         seen = f"of the newest {count(NEWEST)} calls: {_counted(untrainable, '; ')}"
@@ -147,14 +134,12 @@ def _counted(numbers: dict[str, int], separator: str) -> str:
     return separator.join(f"{name} ({count(n)})" for name, n in numbers.items())
 
 
-def step_facts(step: Json | None, now: float) -> Iterator[tuple[str, str]]:
-    """Yield the last training step in words. Metrics that the step lacks are left out."""
+def _last_step(step: Json | None, now: float) -> Iterator[tuple[str, str]]:
     if step is None:
         yield "last step", "none yet"
         return
     m: Json = step["metrics"]
-    ago = duration(now - (step["finished_at"] or now))
-    yield "last step", f"{ago} ago: {step_line(step['step'], {**m, 'version': step.get('version')}).plain}"
+    yield "last step", f"{duration(now - (step['finished_at'] or now))} ago"
     if m.get("skipped"):
         yield "  skipped", m.get("skipped_because", "it had nothing to train on, or its numbers were not finite")
     if "left_out_because" in m:
@@ -162,16 +147,3 @@ def step_facts(step: Json | None, now: float) -> Iterator[tuple[str, str]]:
     for warning in m.get("warnings", {}).values():
         if warning != m.get("skipped_because"):
             yield "  warning", warning
-    if len(tasks := m.get("reward_by_task") or {}) > 1:
-        worst, *_, best = sorted(tasks, key=lambda task: tasks[task]["mean"])
-        worst, best = (f"{task[:24]} {number(tasks[task]['mean'])}" for task in (worst, best))
-        yield "  tasks", f"{len(tasks)}, from {worst} to {best}"
-    if "trained_tokens" in m:
-        kinds = [name for name in ("trained", "masked", "outside", "computed") if f"{name}_tokens" in m]
-        yield "  tokens", ", ".join(f"{count(m[f'{name}_tokens'])} {name}" for name in kinds)
-    if numbers := [f"{name} {number(m[name])}" for name in NUMBERS if name in m]:
-        yield "  numbers", ", ".join(numbers)
-
-
-def is_ready(status: Json) -> bool:
-    return bool(status["ready"]["status"] != "not ready")

@@ -1,14 +1,13 @@
-"""Training steps in a terminal: one line each, or a table of the last ones."""
+"""A training step in one line of a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
-from ..formats import count, duration, number, share, table
+from ..formats import count, duration, share
 
 Metrics = Mapping[str, Any]
 GAP = "  "
@@ -42,27 +41,6 @@ def step_line(step: int, metrics: Metrics, width: int | None = None) -> Text:
     return Text(GAP).join(Text(text, style) for text, style, _ in parts)
 
 
-def steps_table(steps: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table of steps from `GET /policy/steps` that fits 80 columns."""
-    heads = ("step", "reward", "±", "groups", "tokens", "kl", "clip", "entropy", "train", "publish", "version")
-    shown = table(right=heads, padding=(0, 1, 0, 0), header_style="dim")
-    for step in steps:
-        m = step["metrics"]
-        shown.add_row(
-            str(step["step"]),
-            number(m.get("reward_mean")),
-            number(m.get("reward_std")),
-            _groups(m) or "-",
-            _short(m.get("trained_tokens")),
-            number(m.get("kl"), 2),
-            share(m.get("clip_share")),
-            number(m.get("entropy"), 2),
-            *("-" if m.get(name) is None else duration(m[name]) for name in ("step_s", "publish_s")),
-            _unpublished(m, "-") if step["version"] is None else str(step["version"]),
-        )
-    return shown
-
-
 def _parts(step: int, metrics: Metrics) -> Iterator[tuple[str, str, bool]]:
     """Yield text, style and whether it may be left out of each part."""
     yield f"step {step}", "bold", False
@@ -92,12 +70,8 @@ def _parts(step: int, metrics: Metrics) -> Iterator[tuple[str, str, bool]]:
     if (version := metrics.get("version")) is not None:
         yield f"version {version:.0f}", "cyan", False
     else:
-        fate = _unpublished(metrics, "not published")
+        fate = "skipped" if metrics.get("skipped") else "stopped" if "collapse" in metrics else "not published"
         yield fate, "yellow" if fate == "not published" else "red", False
-
-
-def _unpublished(metrics: Metrics, otherwise: str) -> str:
-    return "skipped" if metrics.get("skipped") else "stopped" if "collapse" in metrics else otherwise
 
 
 def _groups(metrics: Metrics) -> str:
@@ -106,11 +80,3 @@ def _groups(metrics: Metrics) -> str:
         return ""
     trained = metrics.get("groups_trained")
     return count(metrics["groups"]) if trained is None else f"{count(trained)}/{count(metrics['groups'])}"
-
-
-def _short(value: float | None) -> str:
-    """A count in few characters: 940, 3.2k, 1.5M."""
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if value is not None and value >= size:
-            return f"{value / size:.1f}{unit}"
-    return count(value)

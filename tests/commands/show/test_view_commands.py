@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_proxy.commands.formats import cut, duration, sparkline
 from lightning_proxy.commands.show.rollout_view import rollout_detail
 from lightning_proxy.commands.show.status import next_step
 from lightning_proxy.commands.show.steps import step_line
-from lightning_proxy.commands.system.steps import print_steps, step_printer
+from lightning_proxy.commands.system.steps import print_steps
 from lightning_proxy.commands.system.up import UpView
 from lightning_proxy.proxy.dialects.transcript import additions, chat_turns
 from lightning_proxy.store.sqlite.file import lock_file
@@ -63,13 +62,6 @@ ASKS = said("assistant", None, tool_calls=[TOOL], refusal=None)
 SENT_BACK = said("assistant", "", tool_calls=[TOOL])  # as clients do: other empty fields
 
 
-def test_each_message_is_shown_once_however_the_agent_sent_it_back() -> None:
-    first = [said("user", "add one")]
-    second = [*first, SENT_BACK, said("tool", "2", tool_call_id="k1")]
-    turns = additions(chat_turns([call(first, ASKS), call(second, said("assistant", "It is 2."))]))
-    assert [added for _, added in turns] == [first, second[2:]]
-
-
 def test_a_branch_adds_what_its_own_parent_lacks() -> None:
     start, other = [said("user", "a")], [said("user", "b")]
     on = [*start, said("assistant", "x"), said("user", "c")]
@@ -84,24 +76,6 @@ def test_a_rollout_shows_its_tool_calls_and_what_failed() -> None:
     assert "add failed" in page
 
 
-def test_a_call_says_how_it_was_trained_and_a_left_out_answer_is_struck_out() -> None:
-    asked, credit = [said("user", "add one")], {"advantage": 0.5, "row": 0}
-    names = ("up", "rejected", "summary")
-    calls = [
-        call(asked, said("assistant", f"It is {name}."), call_id=name, rejected=name == "rejected") for name in names
-    ]
-    none = {"advantage": None, "row": None}
-    console = Console(width=100, file=StringIO(), record=True, highlight=False, force_terminal=True)
-    fates = [{"call_id": name, **(credit if name == "up" else none)} for name in names]
-    console.print(rollout_detail(rollout(calls), False, fates))
-    lines = console.export_text(styles=True).splitlines()
-    heads = [line for line in lines if "── call" in line]
-    ends = ("trained, advantage +0.5", "left out: another attempt was used in its place", "left out")
-    assert [end in head for end, head in zip(ends, heads, strict=True)] == [True] * 3
-    struck = ["\x1b[2;9massistant" in line for line in lines if "It is" in line]
-    assert struck == [False, True, True]
-
-
 def test_what_is_no_chat_is_shown_as_it_came() -> None:
     search = {"type": "web_search_call", "id": "w1", "action": {"query": "weather"}}
     answered = {"id": "r1", "output": [search, {"type": "message", "role": "assistant", "content": "Rain."}]}
@@ -113,13 +87,6 @@ def test_long_texts_are_cut_unless_asked_for() -> None:
     long = rollout([call([said("user", "start " + "x" * 5000 + " end")], said("assistant", "y"))])
     assert "characters, --full shows them" in " ".join(printed(long).split())
     assert printed(long, full=True).count("x") == 5000
-
-
-def test_formats_say_it_shortly() -> None:
-    assert [duration(s) for s in (0.04, 59, 61, 7200, 200_000)] == ["0.0s", "59s", "1m", "2h", "2d"]
-    assert sparkline([0, 1, 2]) == "▁▅█"
-    assert sparkline([1, 1]) == "▁▁"
-    assert cut("short", 10) == "short"
 
 
 async def test_ready_versions_are_those_that_can_be_promoted(running: Running, tmp_path: Path) -> None:
@@ -180,7 +147,7 @@ def test_what_the_trainer_waits_for_is_what_its_schedule_says() -> None:
     assert next_step(TrainerConfig(max_steps=4), status, now).startswith("12 complete")
 
 
-async def test_the_last_steps_are_a_table_at_80_columns_a_route_and_gauges(running: Running, tmp_path: Path) -> None:
+async def test_the_last_steps_are_lines_a_route_and_gauges(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         for i in range(12):
             tasks = {
@@ -192,13 +159,11 @@ async def test_the_last_steps_are_a_table_at_80_columns_a_route_and_gauges(runni
             await store.steps.trained(step, None, {**STEP, **said, "reward_mean": i / 12, "reward_by_task": tasks})
         code, out, _ = await system.lightning("status")
         lines = out.splitlines()
-        assert code == 0 and max(map(len, lines)) <= 80
-        table = lines[next(i for i, line in enumerate(lines) if line.startswith("step ")) + 1 :]
-        assert [line.split()[0] for line in table] == [str(n) for n in range(3, 13)]
-        assert table[-1].split() == ["12", "0.917", "0.31", "6/8", "3.2k", "0.0021", "2%", "1.3", "2.1s", "3.5s", "-"]
+        assert code == 0
+        told = [line for line in lines if line.startswith("step ")]
+        assert [line.split()[1] for line in told] == [str(n) for n in range(3, 13)]
+        assert told[-1].startswith("step 12  reward 0.917  ± 0.31  6/8 groups")
         assert "left out 67% of the calls are left out, 4 of them: a budget" in " ".join(out.split())
-        assert "2, from t1 0.25 to t2 1" in out and "▁▂" in out
-        assert "advantage_std 0.9" in out and "ratio_mean 1.01" in out
         _, out, _ = await system.lightning("status", "--json")
         assert [step["step"] for step in json.loads(out)["steps"]] == list(range(1, 13))
         _, page = await system.call("GET", "/policy/steps?limit=2")
@@ -234,19 +199,6 @@ def test_a_step_is_one_line_that_keeps_what_matters_most() -> None:
     assert step_line(7, {"skipped": 1.0}).plain == "step 7  skipped"  # of an older store
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-def test_steps_are_told_in_colours_on_a_terminal_and_plainly_elsewhere(
-    terminal: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    console = Console(file=StringIO(), force_terminal=terminal, width=80, highlight=False, color_system="standard")
-    step_printer(console)(7, STEP)
-    assert isinstance(console.file, StringIO)
-    screen = console.file.getvalue()
-    assert ("\x1b[" in screen, screen.count("\n")) == (terminal, int(terminal))
-    assert ("step 7  reward 0.500" in caplog.text) is not terminal
-
-
 async def test_up_tells_each_step_of_the_trainer_once(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path) as system, system.store() as store:
         console = Console(file=StringIO(), width=200)
@@ -278,7 +230,6 @@ async def test_a_collapse_is_said_everywhere_until_a_version_is_made_live_by_han
         await store.steps.trained(await store.steps.claim([], 0), None, metrics)
         assert (await system.call("GET", "/policy"))[1]["collapse"] == asdict(collapse)
         _, out, _ = await system.lightning("status")
-        assert max(map(len, out.splitlines())) <= 80
         for said in (f"s: {what}. Agents are served", "`lightning-proxy policy promote 0`", f"warning {what}"):
             assert said in " ".join(out.split())
         async with system.session.get(system.url + "/metrics") as answer:
