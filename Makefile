@@ -14,7 +14,7 @@ EXTRAS ?= $(if $(GPU),vllm,cpu),train,providers,demo,parquet,dev
 DRIVER := 580
 
 .PHONY: help setup clients tinker test test-all check lint demo learn gpu-hour bench-proxy bench-peers bench-store bench-instructions bench-several bench-credit bench-train bench-sampling bench-loop soak kill-rounds
-.PHONY: test-frameworks record-traffic clean
+.PHONY: test-frameworks clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -142,9 +142,6 @@ kill-rounds: setup  ## kill workers, and the whole proxy, under 64 agents, again
 # Frameworks pin what the product needs in other versions: each program of theirs has an environment in .venv-agents/.
 test-frameworks: setup clients  ## run an agent of every framework through the proxy (their packages: a minute, once)
 	$(PYTEST) frameworks $(ARGS)
-
-record-traffic: setup  ## record the traffic of real agents that tests/long/test_traffic.py replays
-	PYTHONPATH=tests $(BIN)/python -m traffic.record $(ARGS)
 
 clean:  ## remove every environment and all caches
 	rm -rf $(VENV) .venv-peers .venv-agents .venv-tinker .venv-environments tests/clients/js/node_modules frameworks/js/node_modules .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -16,9 +16,8 @@ from typing import Any
 import aiohttp
 import pytest
 from aiohttp import web
-from traffic.played import Said
 from traffic.server import app, config_of, serving
-from traffic.shapes import Ids, chat
+from traffic.shapes import Ids, Said, chat
 
 from support.in_process import proxy_of
 

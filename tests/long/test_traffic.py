@@ -1,6 +1,6 @@
 """Traffic recorded from real agent frameworks, replayed without its rollouts' names: are they found again?
 
-`make record-traffic` makes the recording. The requests begin and end in the order in which they were recorded.
+The requests begin and end in the order in which they were recorded; the recording says with which versions.
 """
 
 from __future__ import annotations

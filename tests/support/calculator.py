@@ -10,8 +10,7 @@ from collections import defaultdict
 from typing import Any
 
 from aiohttp import web
-from traffic.played import Said, items, tools_of
-from traffic.shapes import Ids, whole_answer
+from traffic.shapes import Ids, Said, items, tools_of, whole_answer
 
 Json = dict[str, Any]
 QUESTION = re.compile(r"(\d+) \* (\d+)")

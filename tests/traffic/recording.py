@@ -8,7 +8,7 @@ one as the whole object that its events make up. No answer: the client left.
 from __future__ import annotations
 
 import lzma
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,20 +40,6 @@ class Traffic:
     versions: dict[str, str]
     calls: list[Call]
     moments: list[tuple[int, bool]]
-
-
-def write(traffic: Traffic, path: Path = FIXTURE) -> None:
-    lines = [orjson.dumps({"versions": traffic.versions}), *map(orjson.dumps, _lines(traffic))]
-    path.write_bytes(lzma.compress(b"\n".join(lines), preset=9 | lzma.PRESET_EXTREME))
-
-
-def _lines(traffic: Traffic) -> Iterable[Json]:
-    for n, ended in traffic.moments:
-        call = traffic.calls[n]
-        if ended:
-            yield {"end": n, "status": call.status, "answer": call.answer}
-        else:
-            yield {"start": n, "path": call.path, "truth": call.truth, "retry": call.retry, "body": call.body}
 
 
 def read(path: Path = FIXTURE) -> Traffic:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
-from traffic.played import PlayedModel
-from traffic.shapes import Ids, stream, whole_answer
+from traffic.shapes import stream
 
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.config.server import StoreConfig
@@ -55,20 +53,6 @@ def app(answer: Answer) -> web.Application:
     application.router.add_get("/weight_info", operate)
     application.router.add_get("/is_paused", operate)
     return application
-
-
-class Playing:
-    """Answers as the played model does, after a moment; a model named `flaky` fails as often as not."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self._model, self._ids, self._random = PlayedModel(seed), Ids(seed), random.Random(seed)
-
-    async def __call__(self, request: web.Request, body: Json) -> tuple[int, Json] | None:
-        await asyncio.sleep(self._random.random() / 20)
-        if body.get("model") == "flaky" and self._random.random() < 0.5:
-            status = self._random.choice((500, 429, 503, 0))
-            return (status, {"error": {"message": "not now", "type": "server_error"}}) if status else None
-        return 200, whole_answer(request.path, body, self._model.answers(body), self._ids)
 
 
 @asynccontextmanager

@@ -1,15 +1,41 @@
-"""Answers of the played model in the shapes of the three APIs, whole and as the events of a stream."""
+"""What a played model says, in the shapes of the three APIs, whole and as the events of a stream."""
 
 from __future__ import annotations
 
 import json
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from traffic.played import Said
-
 Json = dict[str, Any]
+
+
+@dataclass
+class Said:
+    """One answer: text, or calls of tools as (name, arguments), or both."""
+
+    text: str | None = None
+    calls: list[tuple[str, Json]] = field(default_factory=list)
+    thought: str | None = None
+
+
+@dataclass(frozen=True)
+class Tool:
+    name: str
+    schema: Json
+
+
+def items(request: Json) -> list[Any]:
+    found = request.get("messages", request.get("input"))
+    return found if isinstance(found, list) else [found]
+
+
+def tools_of(request: Json) -> Iterator[Tool]:
+    for tool in request.get("tools") or ():
+        function = tool.get("function", tool)
+        if function.get("name"):
+            yield Tool(function["name"], function.get("parameters") or function.get("input_schema") or {})
 
 
 class Ids:
