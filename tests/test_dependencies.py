@@ -25,7 +25,6 @@ EXTRAS = {
     "features/litellm": {"providers"},
     "trainer": {"train"},
     "features/tinker": {"tinker", "train"},
-    "features/judge": {"providers"},
     "features/tune": {"parquet", "train"},
     "commands/demo": {"demo", "train"},
     "commands/doctor/learn": {"train"},

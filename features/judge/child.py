@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import inspect
 import json
+import math
 import numbers
 import os
 import queue
@@ -29,58 +30,57 @@ def main(file: str, name: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the function prints is for the log
 
-    def say(answer: dict[str, Any]) -> None:
+    def say(make: Callable[[], dict[str, Any]]) -> bool:
+        """Write an answer, or the error in place of it; return whether it is one."""
+        try:
+            answer = make()
+        except BaseException as error:
+            answer = {"error": error_line(error, file)}
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
+        return "error" not in answer
 
-    source = Path(file).read_bytes()
-    try:
-        function = load(source, file, name)
-    except BaseException as error:
-        say({"error": error_line(error, file)})
-        return
-    from_record = getattr(function, "from_record", False) is True
-    say({"version": hashlib.sha256(source).hexdigest()[:12], "from_record": from_record})
-    rollouts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(rollouts,), daemon=True).start()
-    while True:
-        rollout = rollouts.get()
-        try:
-            say({"values": named(_answer(function, json.loads(rollout)), name)})
-        except BaseException as error:
-            say({"error": error_line(error, file)})
+    function: Any = None
 
+    def load() -> dict[str, Any]:
+        nonlocal function
+        source = Path(file).read_bytes()
+        sys.path[0] = str(Path(file).parent)  # its imports find what lies beside it
+        module = ModuleType(MODULE)
+        module.__file__ = file
+        sys.modules[MODULE] = module
+        exec(compile(source, file, "exec"), module.__dict__)
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise LookupError(f"there is no function {name} in it")
+        from_record = getattr(function, "from_record", False) is True
+        return {"version": hashlib.sha256(source).hexdigest()[:12], "from_record": from_record}
 
-def load(source: bytes, file: str, name: str) -> Callable[[dict[str, Any]], Any]:
-    """Run the file and return its function. Its imports find what lies beside it."""
-    sys.path[0] = str(Path(file).parent)
-    module = ModuleType(MODULE)
-    module.__file__ = file
-    sys.modules[MODULE] = module
-    exec(compile(source, file, "exec"), module.__dict__)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise LookupError(f"there is no function {name} in it")
-    return function
+    def reward() -> dict[str, Any]:
+        answer = function(json.loads(rollouts.get()))
+        return {"values": named(asyncio.run(answer) if inspect.iscoroutine(answer) else answer, name)}
+
+    if say(load):
+        rollouts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=_read, args=(rollouts,), daemon=True).start()
+        while True:
+            say(reward)
 
 
 def named(answer: Any, name: str) -> dict[str, float]:
     """Return the rewards in an answer by name: a number has the function's name. Raise TypeError."""
-    if answer is None:
-        return {}
-    rewards = answer if isinstance(answer, dict) else {name: answer}
-    rewards = {key: _plain(value) for key, value in rewards.items()}
-    for key, value in rewards.items():
+    rewards = answer if isinstance(answer, dict) else {} if answer is None else {name: answer}
+    found = {}
+    for key, given in rewards.items():
+        # Of NumPy or torch, as `==` gives there.
+        is_scalar = getattr(given, "shape", None) == () and hasattr(given, "item")
+        value = given.item() if is_scalar else given
         if not isinstance(key, str) or not 0 < len(key) <= 200:
             raise TypeError(f"{key!r} is no name of a reward: 1 to 200 characters are needed")
-        if not isinstance(value, numbers.Real) or value != value or abs(float(value)) == float("inf"):
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
             raise TypeError(f"{value!r:.100} is no reward: a finite number, a dict of numbers or None is needed")
-    return {key: float(value) for key, value in rewards.items()}
-
-
-def _plain(value: Any) -> Any:
-    """A scalar of NumPy or torch, such as what `==` gives there, as Python's own."""
-    return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+        found[key] = float(value)
+    return found
 
 
 def error_line(error: BaseException, file: str) -> str:
@@ -89,11 +89,6 @@ def error_line(error: BaseException, file: str) -> str:
     where = f" ({Path(file).name}:{lines[-1]})" if lines else ""
     message = " ".join(str(error).split())[:500]
     return f"{type(error).__name__}{': ' if message else ''}{message}{where}"
-
-
-def _answer(function: Callable[[dict[str, Any]], Any], rollout: dict[str, Any]) -> Any:
-    answer = function(rollout)
-    return asyncio.run(answer) if inspect.iscoroutine(answer) else answer
 
 
 def _read(rollouts: queue.SimpleQueue[bytes]) -> None:

@@ -14,6 +14,10 @@ from ...commands.show.rollouts import app as rollouts
 
 def rescore(
     context: typer.Context,
+    ids: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="these rollouts alone, as siblings", autocompletion=rollout_ids),
+    ] = None,
     function: Annotated[
         str | None, typer.Option("--reward", metavar="FILE.py:NAME", help="the reward function (rewards.function)")
     ] = None,
@@ -28,17 +32,12 @@ def rescore(
     since: Annotated[
         str | None, typer.Option(help="only those opened since 2026-01-31, 2026-01-31T12:00, 90m, 12h or 7d")
     ] = None,
-    failed: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="only those for which the function failed in this --out file")
-    ] = None,
     again: Annotated[bool, typer.Option("--again", help="also those that this version of the file has scored")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="also if the function does not say that it needs the record alone")
     ] = False,
     retrain: Annotated[bool, typer.Option("--retrain", help="offer what is scored to the trainer again")] = False,
-    processes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=64, help="so many at once (rewards.processes)")
-    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show what it would give, and why; post nothing")] = False,
     out: Annotated[Path | None, typer.Option(help="a file to append a line of JSON to for each rollout")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON for programs")] = False,
 ) -> None:
@@ -46,53 +45,33 @@ def rescore(
 
     The same command resumes where it was stopped. The exit code is 1 if it failed for a rollout.
     """
-    from .rescore import Options, rescore_command
+    from .rescore import RescoreOptions, rescore_command
 
-    config = configuration(context, {"rewards.function": function, "rewards.processes": processes})
     filters = {
         "task_id": task, "agent": agent, "mode": mode, "min_reward": min_reward, "max_reward": max_reward,
         "since": since,
     }  # fmt: skip
-    rescore_command(config, Options(filters, rewarder, failed, out, again, force, retrain), as_json=as_json)
+    options = RescoreOptions(ids or [], filters, rewarder, out, again, force, retrain, dry_run)
+    rescore_command(configuration(context, {"rewards.function": function}), options, as_json=as_json)
 
 
-app = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="Show what a rewarder gives, and whether it can be believed."
-)
-Kind = Annotated[str, typer.Argument(metavar="KIND", help="a rewarder of judge.use, by its kind or name")]
-
-
-@app.command("try")
-def try_(
-    context: typer.Context,
-    kind: Kind,
-    rollout_ids: Annotated[
-        list[str],
-        typer.Argument(metavar="ID...", help="rollouts, as siblings of one group", autocompletion=rollout_ids),
-    ],
-    as_json: Json = False,
-) -> None:
-    """Show what a rewarder would give to rollouts, and why. Nothing is posted."""
-    from .believe import try_rewarder
-
-    try_rewarder(configuration(context), kind, rollout_ids, as_json=as_json)
+app = typer.Typer(cls=Commands, no_args_is_help=True, help="Say whether a rewarder can be believed.")
 
 
 @app.command()
 def check(
     context: typer.Context,
-    kind: Kind,
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="a rewarder of judge.use, by its kind or name")],
     label: Annotated[str, typer.Option(help="the name of the rewards that are the truth")] = "human",
     limit: Annotated[
         int, typer.Option(metavar="N", min=2, help="look for labels in so many of the newest rollouts")
     ] = 500,
-    threshold: Annotated[float | None, typer.Option(help="a score above it is high (the middle of its range)")] = None,
     as_json: Json = False,
 ) -> None:
     """Say how far a rewarder agrees with people's labels, or with another rewarder's rewards, and keep the result."""
-    from .believe import CheckOptions, check_rewarder
+    from .agreement import check_rewarder
 
-    check_rewarder(configuration(context), kind, CheckOptions(label, limit, threshold), as_json=as_json)
+    check_rewarder(configuration(context), kind, label, limit, as_json=as_json)
 
 
 def rate(

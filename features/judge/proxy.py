@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from functools import partial
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel
 
@@ -16,9 +16,9 @@ from ...proxy.hooks import Core, Fields, Hooks, ProxyPlugin
 from ...store.store import Store
 from . import routes
 from .config import JudgeConfig
-from .kinds import check, made, readers
+from .kinds import check, made
 from .scoring import Scorer
-from .table import StoredAnswers, last_check, spent_by_each
+from .table import KeptAnswers, spent_by_each
 
 log = logging.getLogger(__name__)
 
@@ -46,23 +46,24 @@ class RewardersPlugin(ProxyPlugin):
 
     routers = (routes.router,)
     fields = ((Policy, PolicyWarnings), (Status, StatusSpent))
-    _sources: dict[str, str] | None = None  # of those that train, by what `rewards check` calls them
 
     async def check(self) -> None:
         await check(self.config)
 
     @asynccontextmanager
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
-        keys = self.config.section(JudgeConfig)
-        rewarders_of = keys.rewarders(self.config.rewards)
-        answers = partial(StoredAnswers, core.store.database, budget=keys.budget, prices=Prices(self.config.prices))
-        rewarders = [made(name, one, self.config, answers(name, one)) for name, one in rewarders_of]
-        for line in readers(rewarders_of, self.config.section(JudgeConfig).calls.model):
-            log.info("%s", line)
-        names = [rewarder.label for rewarder in rewarders]
-        await core.store.rollouts.use_function(self.config.rewards.function or next(iter(names), None))
+        config, keys, prices = self.config, self.config.section(JudgeConfig), Prices(self.config.prices)
+        rewarders = []
+        for name, one in keys.rewarders(config.rewards):
+            answers = KeptAnswers(name, one, keys.budget, prices, core.store.database)
+            rewarders.append(made(name, one, config, answers))
+            if one.model is not None:
+                where = urlsplit(one.address).hostname
+                log.info("judge.use: %s: %s at %s reads rollouts", one.kind, one.model, where)
+        first = rewarders[0].label if rewarders else None
+        await core.store.rollouts.use_function(config.rewards.function or first)
         if rewarders:
-            yield Hooks(work=(Scorer(self.config, core.store, rewarders, core.metrics.rewards.inc).run,))
+            yield Hooks(work=(Scorer(config, core.store, rewarders, core.metrics.rewards.inc).run,))
         else:
             yield Hooks()
 
@@ -70,16 +71,8 @@ class RewardersPlugin(ProxyPlugin):
         return {"spent": [] if key_id is not None else await spent_by_each(store.database)}
 
     async def policy_fields(self, store: Store, key_id: str | None) -> Fields:
-        if self._sources is None:
-            weights = self.config.trainer.reward_weights
-            rewarders = self.config.section(JudgeConfig).rewarders(self.config.rewards)
-            self._sources = {
-                routes.called(self.config, name, one): await routes.source(self.config, name, one)
-                for name, one in rewarders
-                if weights.get(name) and one.judges
-            }
-        found = {kind: await last_check(store.database, by) for kind, by in self._sources.items()}
-        return {"warnings": [line for kind, check in found.items() if (line := routes.warning(kind, check))]}
+        found = await routes.rewarders_seen(self.config, store.database)
+        return {"warnings": [one.warning for one in found if one.warning]}
 
 
 plugin = RewardersPlugin

@@ -1,14 +1,14 @@
-"""Defines what a rewarder is: it sees ended rollouts, and gives scores with reasons."""
+"""What a rewarder is: it sees ended rollouts, and gives rewards with reasons."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ...core.config.rollouts import RewardsConfig
 from ...core.errors import Unprocessable
+from ...core.records import Reward
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -22,83 +22,74 @@ class NoReward(Exception):
     """A rewarder failed for a rollout. It is not asked about it again."""
 
 
-@dataclass(frozen=True, slots=True)
-class GivenScore:
+class GivenScore(NamedTuple):
     """One reward. Without a `name` it has the rewarder's; without a `call_id` it is the rollout's own."""
 
     value: float
     comment: str | None = None
-    name: str | None = None
     call_id: str | None = None
+    name: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Given:
-    """What one rollout is given by `source`: scores, perhaps none, or the `error` that the rewarder ended with."""
+class Given(NamedTuple):
+    """What one rollout is given: rewards, perhaps none, or the `error` that the rewarder ended with."""
 
-    source: str
-    scores: Sequence[GivenScore] = ()
+    rewards: Sequence[Reward] = ()
     error: str | None = None
 
 
 class Rewarder:
     """Rewards ended rollouts, which are as `GET /rollouts/{id}?requests=whole` shows them. It posts nothing.
 
-    `name`: of its scores. `label`: its place in the configuration. `in_groups`: it is to see siblings together.
+    `name`: of its rewards. `label`: its place in the configuration. `in_groups`: it is to see siblings together.
     `at_once`: how many rollouts, or groups, it is worth reading at once.
     """
 
-    name: str
-    label: str
-    at_once: int
     in_groups = False
+
+    def __init__(self, name: str, label: str, at_once: int, rewards: RewardsConfig) -> None:
+        self.name, self.label, self.at_once, self._rewards = name, label, at_once, rewards
 
     async def check(self) -> None:
         """Raise Away, or ConfigError, if it cannot begin."""
 
-    async def require(self) -> None:
-        """Raise Away if nothing can be asked for now, before rollouts are read."""
-
     async def source(self) -> str:
-        """Return the `source` of its scores: the rewarder, and the version of its question. Raise Away."""
+        """Return the `source` of its rewards: the rewarder, and the version of its question. Raise Away."""
         raise NotImplementedError
 
     async def reward(self, rollouts: Sequence[Json]) -> list[Given]:
-        """Return what each rollout is given, in their order; all of it or, with Away, nothing."""
-        return await together(self._given(rollout) for rollout in rollouts)
+        """Return what each rollout of a group is given, in their order; all of it or, with Away, nothing."""
+        source, given = await self.source(), []
+        for rollout, scores in zip(rollouts, await self.group(rollouts), strict=True):
+            error, rewards = (scores, []) if isinstance(scores, str) else (None, scores)
+            made = [
+                Reward(rollout["rollout_id"], one.value, one.call_id, one.name or self.name, source, one.comment, False)
+                for one in rewards
+            ]
+            try:
+                for one in made:
+                    self._rewards.require(one.reward, one.name)
+            except Unprocessable as outside:
+                made, error = [], outside.message
+            given.append(Given(made, error))
+        return given
+
+    async def group(self, rollouts: Sequence[Json]) -> list[Sequence[GivenScore] | str]:
+        """Return the scores of each rollout of a group, or why it has none. Raise Away."""
+        return await together(self._or_why_not(rollout) for rollout in rollouts)
 
     async def scores(self, rollout: Json) -> Sequence[GivenScore]:
         """Return what one rollout is given. Raise NoReward, Away."""
         raise NotImplementedError
 
-    def tokens(self, rollouts: Sequence[Json]) -> int:
-        """Return about how many tokens a model would read to reward this group."""
-        return 0
-
     async def close(self) -> None:
         """End what it started."""
 
-    async def _given(self, rollout: Json) -> Given:
-        source = await self.source()
+    async def _or_why_not(self, rollout: Json) -> Sequence[GivenScore] | str:
         try:
-            return Given(source, await self.scores(rollout))
+            return await self.scores(rollout)
         except NoReward as error:
-            return Given(source, error=str(error))
-
-
-def within(given: Given, name: str, rewards: RewardsConfig) -> Given:
-    """Return what was given; with the error instead if a value is outside of `rewards.range`."""
-    try:
-        for score in given.scores:
-            rewards.require(score.value, score.name or name)
-    except Unprocessable as error:
-        return Given(given.source, error=error.message)
-    return given
-
-
-def price_line(rollouts: int, tokens: int) -> str:
-    """Return what it takes to reward so many rollouts."""
-    return f"{rollouts:,} rollouts: about {tokens:,} tokens" if tokens else f"{rollouts:,} rollouts"
+            return str(error)
 
 
 def decisions(rollout: Json) -> list[Json]:

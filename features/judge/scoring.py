@@ -10,34 +10,28 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from ...core.config.root import Config
 from ...core.config.trainer import TrainerConfig
 from ...core.errors import LightningError, NotFound
 from ...core.groups import Grouping, Member, formed
-from ...core.records import Reward
 from ...proxy.api.views import rollout_detail
-from ...store.database import Database, Row
-from ...store.rollouts import ALL
+from ...store.database import Database, Row, read
 from ...store.store import Store
 from ...store.waiting import IS_LATE, IS_OWN
-from .judge import JUDGE
-from .model import AsksModel
-from .rewarder import Away, Given, Json, Rewarder, price_line, together, within
-from .table import Spoken
+from .kinds import JUDGE
+from .rewarder import Away, Given, Json, Rewarder, together
+from .table import NOT_SPOKEN, Spoken
 
 log = logging.getLogger(__name__)
 POLL_S = 0.25
 GROUPS_POLL_S = 1.0
 RETRY_S = 5.0
 LOOK = 100  # rollouts in one look
-PRICED = 5  # groups whose questions are counted before it begins
-POOLS_TO_SPEAK = """
+POOLS_TO_SPEAK = f"""
 SELECT DISTINCT mode, task_id, owner, group_id, CASE WHEN task_id IS NULL THEN rollout_id END AS lone
-FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n
-WHERE NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND rewarder = :rewarder)
+FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n WHERE {NOT_SPOKEN}
 """
 # As members of groups: no matter who has answered them, or rewarded them so far.
 _SIBLING = f"""n, rollout_id, task_id, owner, group_id, status,
@@ -58,11 +52,7 @@ class Scorer:
     def __init__(
         self, config: Config, store: Store, rewarders: Sequence[Rewarder], on_recorded: Callable[[int], None]
     ) -> None:
-        self._config = config.rewards
-        self._trainer = config.trainer
-        self._counted = config.trainer.reward_weights
-        self._store = store
-        self._rewarders = rewarders
+        self._trainer, self._store, self._rewarders = config.trainer, store, rewarders
         self._spoken = Spoken(store.database, [one.name for one in rewarders])
         self._on_recorded = on_recorded
         self._logged: set[str] = set()
@@ -92,16 +82,10 @@ class Scorer:
 
     async def _ask(self, rewarder: Rewarder) -> None:
         """Ask one rewarder; while it is away, the others go on. Then it is asked about one group at a time."""
-        failed = 0
-        slots = asyncio.Semaphore(rewarder.at_once)
-        is_said = False
+        failed, slots = 0, asyncio.Semaphore(rewarder.at_once)
         while True:
             try:
                 while groups := await self._waiting(rewarder):
-                    if not is_said and isinstance(rewarder, AsksModel):
-                        is_said = True
-                        with suppress(Away, NotFound):
-                            await self._say_price(rewarder, groups[:PRICED])
                     if failed:
                         groups = [groups[failed % len(groups)]]
                     await together(self._score(rewarder, group, slots) for group in groups)
@@ -112,14 +96,6 @@ class Scorer:
                 failed += 1
                 await asyncio.sleep(RETRY_S)
 
-    async def _say_price(self, rewarder: AsksModel, first: Sequence[AwaitingGroup]) -> None:
-        seen = [[await self._seen(one) for one in group.siblings] for group in first]
-        tokens = sum([await asyncio.to_thread(rewarder.tokens, one) for one in seen])
-        if tokens:
-            waiting = len(await self._spoken.missing(rewarder.name, ALL))
-            about = tokens * waiting // sum(len(group.awaiting) for group in first)
-            log.info("%s: %s", rewarder.label, price_line(waiting, about))
-
     async def _waiting(self, rewarder: Rewarder) -> list[AwaitingGroup]:
         if rewarder.in_groups:
             return (await ready(self._store.database, self._trainer, rewarder.name, LOOK))[:LOOK]
@@ -128,7 +104,6 @@ class Scorer:
     async def _score(self, rewarder: Rewarder, group: AwaitingGroup, slots: asyncio.Semaphore) -> None:
         async with slots:
             try:
-                await rewarder.require()
                 answers = await rewarder.reward([await self._seen(rollout_id) for rollout_id in group.siblings])
             except NotFound:  # deleted meanwhile, and awaited no more
                 return
@@ -136,13 +111,16 @@ class Scorer:
                 raise
             except Exception as error:  # what an agent sent holds up nobody else
                 log.error("%s: internal error", rewarder.label, exc_info=error)
-                answers = [Given("", error=f"internal error: {error!r}") for _ in group.siblings]
-            given = zip(group.siblings, answers, strict=True)
-        rewards = {name: self._rewards(rewarder, name, one) for name, one in given if name in group.awaiting}
-        recorded = await self._spoken.record(rewarder.name, rewards)
-        if recorded:
+                answers = [Given(error=f"internal error: {error!r}") for _ in group.siblings]
+        given = dict(zip(group.siblings, answers, strict=True))
+        for rollout_id in group.awaiting:
+            if given[rollout_id].error is not None:
+                log.warning("%s: no reward for rollout %s: %s", rewarder.label, rollout_id, given[rollout_id].error)
+        rewards = {rollout_id: given[rollout_id].rewards for rollout_id in group.awaiting}
+        if recorded := await self._spoken.record(rewarder.name, rewards):
             self._on_recorded(len(recorded))
-            self._warn_of_names(rewarder, {reward.name for reward in recorded})
+            if line := not_counted({one.name for one in recorded}, self._trainer):
+                self._say_once(f"{rewarder.label}: {line}")
 
     async def _seen(self, rollout_id: str) -> Json:
         """The rollout as `GET /rollouts/{id}` returns it."""
@@ -151,26 +129,22 @@ class Scorer:
         rewards, events = await store.rewards.of(rollout_id), await store.events.of(rollout_id)
         return await asyncio.to_thread(rollout_detail, rollout, calls, rewards, events)
 
-    def _rewards(self, rewarder: Rewarder, rollout_id: str, given: Given) -> list[Reward]:
-        """What is recorded of it: nothing if the rewarder failed."""
-        given = within(given, rewarder.name, self._config)
-        if given.error is not None:
-            log.warning("%s: no reward for rollout %s: %s", rewarder.label, rollout_id, given.error)
-        return [
-            Reward(rollout_id, one.value, one.call_id, one.name or rewarder.name, given.source, one.comment, False)
-            for one in given.scores
-        ]
-
-    def _warn_of_names(self, rewarder: Rewarder, names: set[str]) -> None:
-        if not names & {*self._counted, JUDGE}:
-            told, counted = " or ".join(sorted(names)), ", ".join(self._counted)
-            self._say_once(f"{rewarder.label}: {told} does not count in training, only {counted} does: "
-                           "name the function so, or add the name to trainer.reward_weights")  # fmt: skip
-
     def _say_once(self, line: str) -> None:
         if line not in self._logged:
             self._logged.add(line)
             log.warning("%s", line)
+
+
+def not_counted(names: set[str], config: TrainerConfig) -> str | None:
+    """Return what to do about rewards of these names if none of them counts in training."""
+    counted = config.reward_weights
+    if not names or names & {*counted, JUDGE}:
+        return None
+    told = " or ".join(sorted(names))
+    return (
+        f"{told} does not count in training, only {', '.join(counted)} does: name the function so, or add the name to "
+        "trainer.reward_weights"
+    )
 
 
 class AwaitingGroup(NamedTuple):
@@ -183,35 +157,30 @@ class AwaitingGroup(NamedTuple):
 async def ready(database: Database, config: TrainerConfig, rewarder: str, most: int) -> list[AwaitingGroup]:
     """Return about `most` groups of rollouts that await this rewarder, which all ended or waited for `group_timeout_s`.
 
-    A rollout without a task has no siblings.
+    A rollout without a task has no siblings, and no step compares what other models answered.
     """
     found: list[AwaitingGroup] = []
-    for row in await database.all(POOLS_TO_SPEAK, {"rewarder": rewarder}):
+    for pool in await database.all(POOLS_TO_SPEAK, {"rewarder": rewarder}):
         if len(found) >= most:
             break
-        if row["lone"] is not None:
-            found.append(AwaitingGroup([row["lone"]], {row["lone"]}))
-        else:
-            found += await _groups(database, config, row, rewarder)
+        if pool["lone"] is not None:
+            found.append(AwaitingGroup([pool["lone"]], {pool["lone"]}))
+            continue
+        statement = SIBLINGS_IN_ORDER if pool["group_id"] is None else SIBLINGS_OF_GROUP
+        wanted = {name: pool[name] for name in ("mode", "task_id", "owner", "group_id")} | {"rewarder": rewarder}
+        found += _groups(await database.all(statement, wanted), config)
     return found
 
 
-async def _groups(database: Database, config: TrainerConfig, pool: Row, rewarder: str) -> list[AwaitingGroup]:
-    statement = SIBLINGS_IN_ORDER if pool["group_id"] is None else SIBLINGS_OF_GROUP
-    rows = await database.all(statement, {name: pool[name] for name in pool.keys()} | {"rewarder": rewarder})  # noqa: SIM118
-    groups = formed(map(_member, rows), Grouping.of(config))
-    # No step compares what other models answered.
-    others = [row["rollout_id"] for row in rows if row["awaits"] and not row["own"]]
-    found = [AwaitingGroup([one], {one}) for one in others]
-    rows, now = [row for row in rows if row["own"]], time.time()
-    for group in groups:
-        if not group.complete and now - group.oldest < config.group_timeout_s:
+def _groups(rows: Sequence[Row], config: TrainerConfig) -> list[AwaitingGroup]:
+    found = [
+        AwaitingGroup([row["rollout_id"]], {row["rollout_id"]}) for row in rows if row["awaits"] and not row["own"]
+    ]
+    for group in formed((read(Member, row) for row in rows), Grouping.of(config)):
+        if not group.complete and time.time() - group.oldest < config.group_timeout_s:
             continue
-        ended = [row for row in rows if group.after < row["n"] <= group.last and row["status"] == "completed"]
+        inside = [row for row in rows if row["own"] and group.after < row["n"] <= group.last]
+        ended = [row for row in inside if row["status"] == "completed"]
         if awaiting := {row["rollout_id"] for row in ended if row["awaits"]}:
             found.append(AwaitingGroup([row["rollout_id"] for row in ended], awaiting))
     return found
-
-
-def _member(row: Row) -> Member:
-    return Member(**{name: row[name] for name in Member._fields})

@@ -1,21 +1,21 @@
-"""Keeps which rewarders have spoken about a rollout, their models' answers and use, and what people have rated."""
+"""What the store keeps of rewarders: who has spoken about a rollout, answers and use of models, checks, labels."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from ...core.errors import NotFound
 from ...core.json_text import dumps
-from ...core.prices import Prices
+from ...core.prices import Price, Prices, Used
 from ...core.records import Reward
 from ...store.database import Database, Row, Transaction
 from ...store.rewards import count_returns, post_rewards
 from .config import BudgetConfig, RewarderConfig
 from .rewarder import Away
 
-Used = tuple[int, int]  # tokens read and written
 SPOKEN_ABOUT = """
 INSERT INTO rewarder_spoken (n, rewarder)
 SELECT n, :rewarder FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id)
@@ -30,15 +30,12 @@ AWAITED_NO_MORE = f"""
 DELETE FROM awaiting_rewards WHERE n = (SELECT n FROM rollouts WHERE rollout_id = :rollout_id) AND {_ALL_SPOKE}
 """
 AWAITED_FOR_NOTHING = f"DELETE FROM awaiting_rewards WHERE {_ALL_SPOKE}"
-STILL_TO_SPEAK = """
+NOT_SPOKEN = "NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND rewarder = :rewarder)"
+STILL_TO_SPEAK = f"""
 SELECT rollouts.rollout_id FROM awaiting_rewards CROSS JOIN rollouts ON rollouts.n = awaiting_rewards.n
-WHERE NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND rewarder = :rewarder)
-ORDER BY awaiting_rewards.n LIMIT :limit
+WHERE {NOT_SPOKEN} ORDER BY awaiting_rewards.n LIMIT :limit
 """
-WAIT_FOR = """
-SELECT COUNT(*) AS rollouts FROM awaiting_rewards
-WHERE NOT EXISTS (SELECT 1 FROM rewarder_spoken WHERE n = awaiting_rewards.n AND rewarder = :rewarder)
-"""
+WAIT_FOR = f"SELECT COUNT(*) FROM awaiting_rewards WHERE {NOT_SPOKEN}"
 # Of the newest 5,000 rollouts.
 LABELS = """
 SELECT COUNT(DISTINCT rewards.rollout_id) AS rollouts, COUNT(DISTINCT source) AS people
@@ -57,8 +54,7 @@ INSERT INTO rewarder_spent (rewarder, tokens, usd) VALUES (:rewarder, :tokens, :
 ON CONFLICT (rewarder) DO UPDATE
 SET tokens = rewarder_spent.tokens + excluded.tokens, usd = rewarder_spent.usd + excluded.usd
 """
-SPENT_BY_EACH = "SELECT rewarder AS name, tokens, usd FROM rewarder_spent ORDER BY rewarder"
-SPENT = "SELECT COALESCE(SUM(tokens), 0) AS tokens, COALESCE(SUM(usd), 0) AS usd FROM rewarder_spent"
+SPENT = "SELECT rewarder AS name, tokens, usd FROM rewarder_spent ORDER BY rewarder"
 CHECK_KEEP = """
 INSERT INTO rewarder_checks (source, at, labels, alike, low, high) VALUES (:source, :at, :labels, :alike, :low, :high)
 ON CONFLICT (source) DO UPDATE
@@ -68,10 +64,9 @@ CHECK = "SELECT * FROM rewarder_checks WHERE source = :source"
 ENOUGH = 20  # labels, to begin with
 HUMAN = "human"  # the name of people's rewards
 Order = Literal["newest", "uncertain", "random"]
-TAKE_BACK = "DELETE FROM rewards WHERE reward_id = :reward_id AND rollout_id = :rollout_id"
-GIVEN = """
-SELECT 1 FROM rewards
-WHERE reward_id = :reward_id AND rollout_id = :rollout_id AND name = :name AND (:any OR key_id IS :key_id)
+TAKE_BACK = """
+DELETE FROM rewards WHERE reward_id = :reward_id AND rollout_id = :rollout_id
+    AND name = 'human' AND (:any OR key_id IS :key_id) RETURNING reward_id
 """
 # Of the newest 5,000 rollouts that were opened with one key, or of all, those that this person has not rated.
 _OF_KEY = "SELECT * FROM rollouts WHERE key_id = :key_id ORDER BY n DESC LIMIT 5000"
@@ -82,7 +77,7 @@ QUEUE = """
 WITH seen AS ({seen})
 SELECT rollout_id, task_id, reward FROM seen
 WHERE status IN ('completed', 'failed') AND calls > 0 AND NOT EXISTS (
-    SELECT 1 FROM rewards WHERE rewards.rollout_id = seen.rollout_id AND name = :name AND source = :person
+    SELECT 1 FROM rewards WHERE rewards.rollout_id = seen.rollout_id AND name = 'human' AND source = :person
 )
 ORDER BY {order} LIMIT :limit
 """
@@ -91,7 +86,8 @@ _UNCERTAIN = "reward IS NULL, ABS(reward - (SELECT (MIN(reward) + MAX(reward)) /
 ORDERS: dict[Order, str] = {"newest": "n DESC", "random": "RANDOM()", "uncertain": _UNCERTAIN}
 
 
-class Checked(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Checked:
     """How a rewarder, by its `source`, agreed with labels: the share of pairs ordered `alike`, and its interval."""
 
     source: str
@@ -102,33 +98,9 @@ class Checked(NamedTuple):
     high: float
 
 
-async def keep_check(database: Database, checked: Checked) -> None:
-    """Keep the last check of a rewarder."""
-    await database.commit([(CHECK_KEEP, [checked._asdict()])])
-
-
-async def last_check(database: Database, source: str) -> Checked | None:
-    """Return the last check of a rewarder with this question."""
-    row = await database.one(CHECK, {"source": source})
-    return None if row is None else Checked(*(row[name] for name in Checked._fields))
-
-
 async def spent_by_each(database: Database) -> list[dict[str, Any]]:
     """Return the tokens and USD that each rewarder has spent."""
-    return [{name: row[name] for name in ("name", "tokens", "usd")} for row in await database.all(SPENT_BY_EACH)]
-
-
-async def labels(database: Database) -> dict[str, int]:
-    """Return how many of the newest rollouts people have labelled, and how many people."""
-    row = await database.one(LABELS)
-    assert row is not None  # it counts
-    return {name: row[name] for name in ("rollouts", "people")}
-
-
-async def wait_for(database: Database, rewarder: str) -> int:
-    """Return how many rollouts wait for a rewarder to speak."""
-    row = await database.one(WAIT_FOR, {"rewarder": rewarder})
-    return 0 if row is None else row["rollouts"]
+    return [{name: row[name] for name in ("name", "tokens", "usd")} for row in await database.all(SPENT)]
 
 
 class Spoken:
@@ -157,10 +129,9 @@ class Spoken:
             recorded: list[Reward] = []
             for rollout_id, rewards in given.items():
                 about = {"rollout_id": rollout_id, "rewarder": rewarder, **self._all}
-                if not await db.all(SPOKEN_ABOUT, about):
-                    continue
-                recorded += rewards
-                await db.all(AWAITED_NO_MORE, about)
+                if await db.all(SPOKEN_ABOUT, about):
+                    recorded += rewards
+                    await db.all(AWAITED_NO_MORE, about)
             await post_rewards(db, recorded)
             return recorded
 
@@ -168,83 +139,64 @@ class Spoken:
 
 
 class KeptAnswers:
-    """What models answered in one run of a command. The budget counts for this run.
+    """What a rewarder's model answered, and has used: in the store, or, without one, in one run of a command.
 
-    Without a `price`, a model of others costs what `prices` says.
+    An answer goes when one of its rollouts is deleted; what it has used stays counted. Without a `price`, a model of
+    others costs what `prices` says.
     """
-
-    def __init__(self, name: str, config: RewarderConfig, budget: BudgetConfig, prices: Prices | None = None) -> None:
-        self._name, self._budget = name, budget
-        self._price, self._prices = config.price, prices if config.asks and config.api != "hosted_vllm" else None
-        self._model = config.model_name
-        self._answers: dict[str, str] = {}
-        self.tokens, self.usd = 0, 0.0
-        self.under_way: list[Used] = []  # what questions will use, about
-
-    async def known(self, digest: str) -> str | None:
-        """Return the answer to a question that was asked before."""
-        return self._answers.get(digest)
-
-    async def keep(self, digest: str, answer: str, about: Sequence[str]) -> None:
-        """Keep an answer about some rollouts."""
-        self._answers[digest] = answer
-
-    async def spend(self, used: Used, usd: float | None = None) -> None:
-        """Count what a question used. `usd`: its cost where there is no `price`."""
-        self.tokens, self.usd = self.tokens + sum(used), self.usd + self._cost(used, usd)
-
-    async def spent(self) -> tuple[float, float]:
-        """Return the tokens and USD that count for the budget."""
-        return self.tokens, self.usd
-
-    async def require(self) -> None:
-        """Raise Away if the budget is spent, or will be by what is under way."""
-        if self._price is None and self._prices is not None:
-            found = await asyncio.to_thread(self._prices.of, self._model)
-            self._price, self._prices = None if found is None else [found.input, found.output], None
-        tokens, usd = await self.spent()
-        tokens, usd = tokens + sum(map(sum, self.under_way)), usd + sum(map(self._cost, self.under_way))
-        for name, spent, most in (("tokens", tokens, self._budget.tokens), ("usd", usd, self._budget.usd)):
-            if most is not None and spent >= most:
-                raise Away(f"judge.budget.{name} is spent ({spent:g} of {most:g})")
-
-    def _cost(self, used: Used, usd: float | None = None) -> float:
-        if self._price is None and usd is not None:
-            return usd
-        return sum(tokens * price for tokens, price in zip(used, self._price or (0, 0), strict=True)) / 1e6
-
-
-class StoredAnswers(KeptAnswers):
-    """Answers for proxies. One goes when one of its rollouts is deleted; what it has used stays counted."""
 
     def __init__(
         self,
-        database: Database,
         name: str,
         config: RewarderConfig,
         budget: BudgetConfig,
         prices: Prices | None = None,
+        database: Database | None = None,
     ) -> None:
-        super().__init__(name, config, budget, prices)
-        self._db = database
+        self._name, self._config, self._budget, self._prices, self._db = name, config, budget, prices, database
+        self._kept: dict[str, str] = {}
+        self.tokens, self.usd = 0, 0.0
 
     async def known(self, digest: str) -> str | None:
-        if row := await self._db.one(ANSWER, {"digest": digest}):
-            return str(row["answer"])
-        return None
+        """Return the answer to a question that was asked before."""
+        if self._db is None:
+            return self._kept.get(digest)
+        return await self._db.value(str, ANSWER, digest=digest)
 
     async def keep(self, digest: str, answer: str, about: Sequence[str]) -> None:
-        kept = {"digest": digest, "answer": answer, "about": dumps([*about])}
-        await self._db.commit([(ANSWER_KEEP, [kept])], len(answer) * len(about))
+        """Keep an answer about some rollouts."""
+        if self._db is None:
+            self._kept[digest] = answer
+        else:
+            kept = {"digest": digest, "answer": answer, "about": dumps([*about])}
+            await self._db.commit([(ANSWER_KEEP, [kept])], len(answer) * len(about))
 
-    async def spend(self, used: Used, usd: float | None = None) -> None:
-        spent = {"rewarder": self._name, "tokens": sum(used), "usd": self._cost(used, usd)}
-        await self._db.commit([(SPENT_MORE, [spent])])
+    async def spend(self, used: Used) -> None:
+        """Count what a question used."""
+        tokens, usd = used.input + used.output, 0.0
+        if price := await self._price():
+            usd = price.of(used)
+        self.tokens, self.usd = self.tokens + tokens, self.usd + usd
+        if self._db is not None and tokens:
+            await self._db.execute(SPENT_MORE, rewarder=self._name, tokens=tokens, usd=usd)
 
-    async def spent(self) -> tuple[float, float]:
-        row = await self._db.one(SPENT)
-        assert row is not None  # it sums up
-        return row["tokens"], row["usd"]
+    async def require(self) -> None:
+        """Raise Away if the budget is spent: by all rewarders of a store together."""
+        tokens, usd = float(self.tokens), self.usd
+        if self._db is not None:
+            spent = await spent_by_each(self._db)
+            tokens, usd = sum(one["tokens"] for one in spent), sum(one["usd"] for one in spent)
+        for name, value, most in (("tokens", tokens, self._budget.tokens), ("usd", usd, self._budget.usd)):
+            if most is not None and value >= most:
+                raise Away(f"judge.budget.{name} is spent ({value:g} of {most:g})")
+
+    async def _price(self) -> Price | None:
+        if self._config.price is not None:
+            read, wrote = self._config.price
+            return Price(read, wrote, read, read)
+        if self._prices is None or self._config.api == "hosted_vllm":
+            return None
+        return await asyncio.to_thread(self._prices.of, (self._config.model or "").partition("/")[2])
 
 
 class PeopleTable:
@@ -256,16 +208,15 @@ class PeopleTable:
     async def queue(self, person: str, order: Order, limit: int, key_id: str | None) -> Sequence[Row]:
         """Return rollouts that a person has not rated. `key_id`: only those that were opened with this key."""
         statement = QUEUE.format(seen=_OF_ALL if key_id is None else _OF_KEY, order=ORDERS[order])
-        return await self._db.all(statement, {"person": person, "name": HUMAN, "limit": limit, "key_id": key_id})
+        return await self._db.all(statement, {"person": person, "limit": limit, "key_id": key_id})
 
     async def take_back(self, rollout_id: str, reward_id: int, key_id: str | None, *, of_any: bool) -> None:
         """Delete a person's reward that was posted with this key, or with `any`. Raise NotFound."""
-        row = {"rollout_id": rollout_id, "reward_id": reward_id, "name": HUMAN, "any": of_any, "key_id": key_id}
+        row = {"rollout_id": rollout_id, "reward_id": reward_id, "any": of_any, "key_id": key_id}
 
         async def work(db: Transaction) -> None:
-            if await db.one(GIVEN, row) is None:
+            if not await db.all(TAKE_BACK, row):
                 raise NotFound(f"rollout {rollout_id!r} has no reward {reward_id} named {HUMAN} that this key gave")
-            await db.all(TAKE_BACK, row)
             await count_returns(db, [rollout_id])
 
         await self._db.write(work)

@@ -8,7 +8,8 @@ import urllib.request
 import pytest
 
 from contract.real import System
-from lightning_proxy.features.judge.kinds import pattern_of
+from lightning_proxy.features.judge.kinds import order_pattern
+from lightning_proxy.features.judge.model import pattern_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.mark.timeout(600)]
 
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("merged vllm"), pytest.m
 def test_any_model_ends_its_order_and_names_as_many_attempts_as_there_are(merged: System) -> None:
     body = {
         "model": "speller", "messages": [{"role": "user", "content": "order"}], "max_tokens": 900,
-        "structured_outputs": {"regex": pattern_of("ABC")}, "temperature": 1, "n": 4,
+        "structured_outputs": {"regex": pattern_of("order", order_pattern("ABC"))}, "temperature": 1, "n": 4,
     }  # fmt: skip
     url, headers = f"http://127.0.0.1:{merged.vllm_port}/v1/chat/completions", {"Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers), timeout=300) as got:

@@ -21,7 +21,7 @@ function Found({ data, weights, budget, labels }) {
     </dl>`}
     ${data.map((one) => one.warning && html`<p class="warned"><${Badge} kind="bad">warning<//> ${one.warning.split("`").map((part, i) => (i % 2 ? html`<code>${part}</code>` : part))}</p>`)}
     <${Panel} title="Rewarders" note="No step takes a rollout before all of them have spoken." wide>${data.length === 0
-      ? html`<${Empty}>None gives rewards by itself. <code>judge.use</code> names those that do; <code>lightning-proxy rewards try rank ID ID</code> shows what one would give.<//>`
+      ? html`<${Empty}>None gives rewards by itself. <code>judge.use</code> names those that do; <code>lightning-proxy rescore --rewarder rank --dry-run ID ID</code> shows what one would give.<//>`
       : html`<${Table} label="Rewarders" columns=${COLUMNS} rows=${data} rowKey=${({ name }) => name} />`}<//>
     <div class="grid">
       <${Panel} title="Weights" note="What a reward counts for in training, by its name."><${Facts} of=${weights} /><//>

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from playwright.async_api import expect
 
 from support.browser import browsing, needs_browser
@@ -77,25 +79,23 @@ async def test_a_reward_that_is_taken_back_counts_no_more(running: Running, tmp_
         assert len((await system.call("GET", "/rollouts/r"))[1]["rewards"]) == 2
 
 
-@needs_browser
-async def test_a_person_sees_what_others_gave_once_she_has_rated(running: Running, tmp_path: Path) -> None:
-    async with running(tmp_path, **SETTINGS) as system:
-        await completed(system, "r", "It is so.")
-        body = {"rollout_id": "r", "reward": 0.125, "name": "judge", "comment": "because", "final": False}
-        await system.call("POST", "/reward", body)
-        async with browsing(f"{system.url}/#/rate?id=r") as (page, wrong):
-            await page.get_by_label("your name").fill("anna")
-            await page.keyboard.press("Enter")
-            main = page.locator("main")
-            await expect(main).to_contain_text("shown once you have rated")
-            for theirs in ("0.125", "because", "Siblings"):
-                await expect(main).not_to_contain_text(theirs)
-            await page.keyboard.press("+")
-            await expect(page.get_by_text("Nothing is left to rate")).to_be_visible()
-            await page.reload()
-            await expect(page.locator(".rewards")).to_contain_text("0.125")
-            await expect(page.locator(".rewards")).to_contain_text("because")
-    assert wrong.seen == []
+async def test_a_person_rates_rollouts_and_calls_and_undoes(
+    running: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(tmp_path) as system:
+        for name in ("a", "b", "c"):
+            await completed(system, name, f"I am {name}.")
+        lines = ["call 0 - too long", "call 7 +", "what?", "+", "0.5 fine", "u", "", "-1", "q"]
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+        done = await system.lightning("rollouts", "rate", "--as", "anna")
+        assert done.returncode == 0, done.stderr
+        assert "3 to rate as anna" in done.stdout and "it has no call 7" in done.stdout
+        found = {name: (await system.call("GET", f"/rollouts/{name}"))[1]["rewards"] for name in "cba"}
+        again = await system.lightning("rollouts", "rate", "--order", "best")
+    given = {name: [(one["reward"], one["comment"], one["source"]) for one in of] for name, of in found.items()}
+    assert given == {"c": [(-1, "too long", "anna"), (1, None, "anna")], "b": [], "a": [(-1, None, "anna")]}
+    assert [one["call_id"] is None for one in found["c"]] == [False, True]
+    assert again.returncode == 2 and "--order is newest, uncertain, random" in again.stderr
 
 
 async def test_nobody_takes_back_what_another_key_gave(running: Running, tmp_path: Path) -> None:
@@ -116,6 +116,8 @@ async def test_a_person_rates_by_keyboard_and_takes_it_back(running: Running, tm
     async with running(tmp_path, **SETTINGS) as system:
         for name in ("first", "second"):
             await completed(system, name, f"I am the {name}.")
+        body = {"rollout_id": "second", "reward": 0.125, "name": "judge", "comment": "because", "final": False}
+        await system.call("POST", "/reward", body)
         async with browsing(system.url) as (page, wrong):
             await expect(page.get_by_role("link", name="rate")).to_be_visible()
             await page.keyboard.press("g")
@@ -123,6 +125,8 @@ async def test_a_person_rates_by_keyboard_and_takes_it_back(running: Running, tm
             await page.get_by_label("your name").fill("anna")
             await page.keyboard.press("Enter")
             await expect(page.locator("h1.id")).to_have_text("second")
+            for theirs in ("0.125", "because", "Siblings"):  # shown once she has rated
+                await expect(page.locator("main")).not_to_contain_text(theirs)
             await page.keyboard.press("j")
             await page.keyboard.press("j")
             await expect(page.get_by_role("form", name="Rate").get_by_role("status")).to_have_text("call 0")
@@ -143,10 +147,13 @@ async def test_a_person_rates_by_keyboard_and_takes_it_back(running: Running, tm
             await expect(page.get_by_text("Nothing is left to rate")).to_be_visible()
             await page.keyboard.press("z")
             await expect(page.locator("h1.id")).to_have_text("first")
+            await page.goto(f"{system.url}/#/rate?id=second")
+            for theirs in ("0.125", "because"):
+                await expect(page.locator(".rewards")).to_contain_text(theirs)
         found = [(await system.call("GET", f"/rollouts/{name}"))[1]["rewards"] for name in ("second", "first")]
         assert await queue(system, "anna") == ["first"]
     assert wrong.seen == []
-    of_call, own = found[0]
+    _, of_call, own = found[0]
     assert (of_call["reward"], of_call["call_id"] is None) == (-1, False)
     assert (own["reward"], own["comment"], own["source"], own["call_id"]) == (1, "well said", "anna", None)
     assert found[1] == []

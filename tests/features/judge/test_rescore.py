@@ -46,17 +46,15 @@ async def test_the_new_value_stands_beside_the_old_one_with_the_functions_name_a
         done = await system.lightning("rescore", "--reward", scoring)
         assert done.returncode == 0, done.stderr
         assert "2 rollouts asked about, 0 failed, 0 without a reward, 0 scored by this version before" in done.stdout
-        assert "reward 0.25 -> 1  rollout a" in done.stdout and "rollout b" not in done.stdout
+        assert "reward: 2 rollouts, mean 0.25 -> 0.625" in done.stdout
         (_, old, _), (name, new, source) = await rewards(system, "a")
         assert (old, name, new) == (OLD, "reward", 1.0) and source.startswith("function:reward@")
         assert [r["reward"] for r in (await system.call("GET", "/rollouts"))[1]["data"]] == [0.25, 1.0]
         asked_again = await system.lightning("rescore", "--reward", scoring, "--json")
         told = json.loads(asked_again.stdout)
         assert (told["asked"], told["scored_before"]) == (0, 2), "a version is asked once"
-        assert (
-            json.loads((await system.lightning("rescore", "--reward", scoring, "--again", "--json")).stdout)["asked"]
-            == 2
-        )
+        again = await system.lightning("rescore", "--reward", scoring, "--again", "--json")
+        assert json.loads(again.stdout)["asked"] == 2
         assert len(await rewards(system, "a")) == 3
 
 
@@ -72,7 +70,9 @@ async def test_a_function_that_may_look_elsewhere_is_refused_unless_forced(tmp_p
         assert len(await rewards(system, "a")) == 2
 
 
-async def test_those_that_failed_can_be_repeated_alone(tmp_path: Path, running: Running) -> None:
+async def test_a_rollout_that_it_fails_for_is_named_and_can_be_asked_about_alone(
+    tmp_path: Path, running: Running
+) -> None:
     async with running(tmp_path) as system:
         await recorded(system, "a", "b")
         out = tmp_path / "out.jsonl"
@@ -81,19 +81,13 @@ async def test_those_that_failed_can_be_repeated_alone(tmp_path: Path, running: 
         assert done.returncode == 1
         assert "no reward for rollout b: KeyError: 'b' (scoring.py:2)" in done.stderr
         assert (len(await rewards(system, "a")), len(await rewards(system, "b"))) == (2, 1)
-        mended = function(tmp_path, "return 0")
-        done = await system.lightning("rescore", "--reward", mended, "--failed", out, "--out", out, "--json")
-        (change,) = json.loads(done.stdout)["rewards"]
-        assert (change["rollouts"], change["lower"], change["mean_before"], change["mean_after"]) == (1, 1, OLD, 0.0)
-        assert (len(await rewards(system, "a")), len(await rewards(system, "b"))) == (2, 2)
         lines = [json.loads(line) for line in out.read_text().splitlines()]
-        assert [(line["rollout_id"], line["error"] is None) for line in lines[2:]] == [("b", True)]
-        assert (
-            json.loads((await system.lightning("rescore", "--reward", mended, "--failed", out, "--json")).stdout)[
-                "asked"
-            ]
-            == 0
-        )
+        assert {line["rollout_id"]: line["error"] is None for line in lines} == {"a": True, "b": False}
+        mended = function(tmp_path, "return 0")
+        done = await system.lightning("rescore", "b", "--reward", mended, "--json")
+        (change,) = json.loads(done.stdout)["rewards"]
+        assert (change["rollouts"], change["mean_before"], change["mean_after"]) == (1, OLD, 0.0)
+        assert (len(await rewards(system, "a")), len(await rewards(system, "b"))) == (2, 2)
 
 
 async def test_the_group_is_offered_to_the_trainer_again_once_all_of_it_is_scored(
@@ -103,12 +97,7 @@ async def test_the_group_is_offered_to_the_trainer_again_once_all_of_it_is_score
     async with running(tmp_path) as system:
         await recorded(system, "a", "b", task="t")
         async with system.store() as store:
-            for rollout_id in ("a", "b"):
-                await store.database.write(
-                    lambda db, one=rollout_id: db.all(
-                        "UPDATE rollouts SET step = 1 WHERE rollout_id = :one", {"one": one}
-                    )
-                )
+            await store.database.execute("UPDATE rollouts SET step = 1")
         await system.lightning("rescore", "--reward", scoring)
         assert [r["step"] for r in (await system.call("GET", "/rollouts"))[1]["data"]] == [1, 1]
         await system.lightning("rescore", "--reward", scoring, "--again", "--retrain")
@@ -121,7 +110,7 @@ async def test_the_group_is_offered_to_the_trainer_again_once_all_of_it_is_score
         (["--reward", "scoring.py"], "scoring.py:reward"),
         (["--reward", "gone.py:reward"], "cannot read"),
         ([], "--reward FILE.py:NAME"),
-        (["--reward", "SCORING", "--failed", "gone.jsonl"], "cannot read gone.jsonl"),
+        (["--reward", "SCORING", "--out", "gone/out.jsonl"], "cannot write gone/out.jsonl"),
         (["--reward", "SCORING", "--mode", "test"], "--mode is train or eval"),
     ],
 )

@@ -12,10 +12,9 @@ import pytest
 
 from lightning_proxy.core.config.root import Config
 from lightning_proxy.core.errors import ConfigError
-from lightning_proxy.features.judge.config import BudgetConfig, RewarderConfig
+from lightning_proxy.features.judge.config import RewarderConfig
 from lightning_proxy.features.judge.kinds import made, read_criteria
 from lightning_proxy.features.judge.model import Said, messages_of
-from lightning_proxy.features.judge.table import KeptAnswers
 from support.judging import ScriptedJudge, attempts, judging
 from support.paths import ROOT
 from support.rewarded_by import completed, rewards
@@ -44,33 +43,10 @@ def rubric(directory: Path, judge: ScriptedJudge, model: str, text: str = RUBRIC
 
 
 def thinks(system: str, text: str, shape: Any) -> Any:
-    """Of the transcript alone. A vLLM is asked for the reason first, then for a choice."""
-    if shape is None:
-        return "It says so."
-    if isinstance(shape, list):
-        return "yes" if "yes" in shape else "3"
-    choices = shape["properties"]["answer"]["enum"]
+    """Of the transcript alone."""
+    choices = shape["properties"]["answer"]["enum"] if isinstance(shape, dict) else shape
     seen = attempts(system, text)["What happened"]
     return {"reason": "It says so.", "answer": ("yes" if "4" in seen else "no") if "yes" in choices else "3"}
-
-
-async def test_a_rewarder_that_breaks_is_an_error_of_that_rollout_alone(
-    running: Running, tmp_path: Path, caplog: Logged, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(rollout: Any, clean: Any) -> list[Said]:
-        if rollout["rollout_id"] == "bad":
-            raise KeyError("unheard of")
-        return messages_of(rollout, clean)
-
-    monkeypatch.setattr("lightning_proxy.features.judge.kinds.messages_of", read)
-    async with judging(thinks) as judge:
-        use = rubric(tmp_path, judge, "openai/m")
-        async with running(tmp_path, rewards={"use": [use]}) as system:
-            await completed(system, "bad", "It is 4.")
-            await completed(system, "good", "It is 4.")
-            bad, good = await rewards(system, ["bad", "good"])
-    assert bad["reward"] is None and good["reward"] is not None
-    assert "no reward for rollout bad: internal error: KeyError('unheard of')" in caplog.text
 
 
 @pytest.mark.parametrize("model", ["openai/m", "anthropic/m", "hosted_vllm/m"])
@@ -84,11 +60,11 @@ async def test_the_reward_is_the_weighted_mean_and_the_reasons_are_its_comment(
             (reward,) = await rewards(system, ["r"])
         assert reward["reward"] == (2 * 1.0 + 0.75 + 1.0) / 4
         assert reward["comment"] == "correct yes: It says so.\nkind 3: It says so.\nshort: 1"
+        assert len(judge.asked) == 2, "a question for each criterion"
         if model == "hosted_vllm/m":
-            shapes = [asked.get("structured_outputs") for asked in judge.asked]
-            assert {"choice": ["yes", "no"]} in shapes and {"choice": ["0", "1", "2", "3", "4"]} in shapes
-        else:
-            assert len(judge.asked) == 2, "a question for each criterion"
+            patterns = [re.compile(asked["structured_outputs"]["regex"]) for asked in judge.asked]
+            assert {one.fullmatch('{"reason": "so", "answer": "yes"}') is None for one in patterns} == {True, False}
+            assert {one.fullmatch('{"reason": "so", "answer": "4"}') is None for one in patterns} == {True, False}
 
 
 async def test_another_program_is_another_source(tmp_path: Path) -> None:
@@ -97,27 +73,35 @@ async def test_another_program_is_another_source(tmp_path: Path) -> None:
     sources = []
     for most in (1, 2, 2):
         (tmp_path / "checks.py").write_text(f"def short(rollout):\n    return len(rollout['calls']) < {most}\n")
-        rewarder = made("reward", one, config, KeptAnswers("reward", one, BudgetConfig()))
+        rewarder = made("reward", one, config)
         sources.append(await rewarder.source())
         await rewarder.close()
     assert sources[0] != sources[1] == sources[2]
 
 
-async def test_a_criterion_that_has_no_answer_is_an_error_of_its_rollout_alone(
-    running: Running, tmp_path: Path, caplog: Logged
+async def test_what_cannot_be_answered_or_breaks_is_an_error_of_its_rollout_alone(
+    running: Running, tmp_path: Path, caplog: Logged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def read(rollout: Any, clean: Any) -> list[Said]:
+        if rollout["rollout_id"] == "broken":
+            raise KeyError("unheard of")
+        return messages_of(rollout, clean)
+
     def refuses(system: str, text: str, shape: Any) -> Any:
         return "never" if "the bad one" in text else thinks(system, text, shape)
 
+    monkeypatch.setattr("lightning_proxy.features.judge.kinds.messages_of", read)
     async with (
         judging(refuses) as judge,
         running(tmp_path, rewards={"use": [rubric(tmp_path, judge, "openai/m")]}) as system,
     ):
         await completed(system, "bad", "the bad one")
+        await completed(system, "broken", "4")
         await completed(system, "good", "4")
-        bad, good = await rewards(system, ["bad", "good"])
-    assert bad["reward"] is None and good["reward"] is not None
+        bad, broken, good = await rewards(system, ["bad", "broken", "good"])
+    assert bad["reward"] is broken["reward"] is None and good["reward"] is not None
     assert "no reward for rollout bad: openai/m: its answer cannot be read" in caplog.text
+    assert "no reward for rollout broken: internal error: KeyError('unheard of')" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -157,9 +141,9 @@ def test_the_rubric_of_the_docs_is_read(tmp_path: Path) -> None:
         ("criteria: []", "criteria: List should have at least 1 item"),
         ("criteria: [{name: a}]", "criteria.0: a criterion has either a question or a program"),
         ("criteria: [{name: a, question: Q, scale: 1-10}]", "criteria.0.scale: Input should be 'yes/no' or '0-4'"),
-        ("criteria: [{name: a, question: Q, wieght: 2}]", "criteria.0.wieght: Extra inputs are not permitted"),
-        ("criteria: [{name: a, question: Is it?}]", "column 37; put texts with ? or : in quotes"),
-        ("- a", "criteria: Input should be a valid dictionary"),
+        ("criteria: [{name: a, question: Q, wieght: 2}]", "criteria.0.wieght: unknown key; did you mean weight?"),
+        ("criteria: [{name: a, question: Is it?}]", "is not valid YAML"),
+        ("- a", "got list"),
     ],
 )
 def test_a_file_that_is_no_rubric_is_one_line(tmp_path: Path, text: str, said: str) -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from playwright.async_api import expect
 
 from lightning_proxy.features.judge.config import JudgeConfig
-from lightning_proxy.features.judge.routes import source
-from lightning_proxy.features.judge.table import SPENT_MORE, Checked, keep_check
+from lightning_proxy.features.judge.kinds import made
+from lightning_proxy.features.judge.table import CHECK_KEEP, SPENT_MORE, Checked
 from support.browser import browsing, needs_browser
 
 Running = Callable[..., AbstractAsyncContextManager[Any]]
@@ -33,10 +34,10 @@ async def judged(system: Any) -> None:
     """One rewarder that agrees with people and has spent its budget; a rollout that waits for it, and has a label."""
     keys = system.config.section(JudgeConfig)
     async with system.store() as store:
-        by = await source(system.config, *keys.rewarders(system.config.rewards)[0])
-        await keep_check(store.database, Checked(by, 1_700_000_000.0, 24, 0.81, 0.66, 0.93))
-        spent = {"rewarder": HOSTILE, "tokens": 1000, "usd": 0.0}
-        await store.database.commit([(SPENT_MORE, [spent])])
+        by = await made(*keys.rewarders(system.config.rewards)[0], system.config).source()
+        checked = Checked(by, 1_700_000_000.0, 24, 0.81, 0.66, 0.93)
+        await store.database.execute(CHECK_KEEP, **asdict(checked))
+        await store.database.execute(SPENT_MORE, rewarder=HOSTILE, tokens=1000, usd=0.0)
     await system.chat("r1", X_Task_Id="t1")
     label = {"rollout_id": "r1", "reward": 1.0, "name": "human", "source": "anna", "final": True}
     assert (await system.call("POST", "/reward", label))[0] == 200
@@ -51,7 +52,14 @@ async def test_the_route_says_what_judges_and_whether_people_agree(running: Runn
     assert found["labels"] == {"rollouts": 1, "people": 1}
     assert found["budget"] == {"tokens": 1000, "usd": None, "spent_tokens": 1000, "spent_usd": 0.0}
     assert (rank["called"], rank["waiting"], rank["tokens"], rank["warning"]) == ("rank", 1, 1000, None)
-    assert rank["check"] == {"at": 1_700_000_000.0, "labels": 24, "alike": 0.81, "low": 0.66, "high": 0.93}
+    assert rank["check"] | {"source": ""} == {
+        "source": "",
+        "at": 1_700_000_000.0,
+        "labels": 24,
+        "alike": 0.81,
+        "low": 0.66,
+        "high": 0.93,
+    }
     assert next_message["check"] is None and "nobody checked it" in next_message["warning"]
 
 
@@ -69,8 +77,7 @@ async def test_rewarders_are_seen_with_weight_agreement_budget_and_queue(running
             await page.get_by_role("link", name="Rate rollouts").click()
             await expect(page.locator(".empty")).to_contain_text("Say who you are")
             async with system.store() as store:
-                spent = {"rewarder": "next_message", "tokens": 9, "usd": 0.00065}
-                await store.database.commit([(SPENT_MORE, [spent])])
+                await store.database.execute(SPENT_MORE, rewarder="next_message", tokens=9, usd=0.00065)
             await page.goto(f"{system.url}/#/costs")
             await expect(page.get_by_text("$0 for calls, $0.00065 + ? for rewarders so far")).to_be_visible()
             assert await page.locator("main img").count() == 0 and await page.evaluate("window.hurt") is None

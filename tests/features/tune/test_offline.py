@@ -28,7 +28,7 @@ from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import ConfigError, NotSaved
 from lightning_proxy.core.records import CallEnd, CallStart, Choice, Reward, RolloutName
 from lightning_proxy.core.tools import tool_calls
-from lightning_proxy.features.judge.judge import Judge
+from lightning_proxy.features.judge.model import JudgeModel
 from lightning_proxy.features.judge.rewarder import Away
 from lightning_proxy.features.tune.data import prepare
 from lightning_proxy.features.tune.offline import train_offline
@@ -374,14 +374,16 @@ async def test_a_judge_that_is_away_ends_no_epoch(
 ) -> None:
     asked = itertools.count()
 
-    async def ask(self: Judge, question: str) -> str:
+    async def choose(self: JudgeModel, *question: object) -> tuple[str, str]:
         if 20 < next(asked) < 30:  # for the second step
             raise Away("judge.calls: no answer")
-        return "8"
+        return "8", "it helped"
 
     monkeypatch.setattr("lightning_proxy.trainer.waiting.RETRY_S", 0.01)
-    monkeypatch.setattr(Judge, "_ask", ask)
-    run = Run(tmp_path / "run", base, credit="judge", judge={"model": "scripted"})
+    monkeypatch.setattr(JudgeModel, "choose", choose)
+    run = Run(
+        tmp_path / "run", base, credit="judge", judge={"model": "hosted_vllm/m", "api_base": "http://127.0.0.1:9/v1"}
+    )
     config = Config.model_validate(run.settings())
     await train_offline(config, Asked(), Offline(recorded, run.out, 1), asyncio.Event())
     assert [m["rollouts_trained"] / SIBLINGS for m in run.steps().values()] == [2, 1, 2]

@@ -1,0 +1,254 @@
+"""`rewards check`: whether a rewarder can be believed, by people's labels."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from tenacity import retry, retry_if_exception_type, stop_after_attempt, wait_exponential
+
+from ...commands.api_client import ApiClient
+from ...commands.formats import number, print_json
+from ...commands.show.find import collect
+from ...commands.signals import run_until_signal
+from ...core.config.root import Config
+from ...core.errors import ConfigError
+from ...core.statistics import bootstrap_mean
+from ...proxy.dialects.transcript import body, chat_turns
+from ...store.opening import open_database
+from ...trainer.waiting import all_of
+from .kinds import Rank
+from .rescore import opened, read_rollouts
+from .rewarder import Away, Given, Json, Rewarder, decisions
+from .table import CHECK_KEEP, ENOUGH, HUMAN, Checked
+
+FURTHEST = 5
+TASKS = 5  # so many are what is drawn for the interval; of fewer, rollouts are
+Group = list[tuple[Json, float]]  # siblings, with their labels
+Numbers = NDArray[Any]
+
+
+class Labelled(NamedTuple):
+    """A rollout with somebody's label, a rewarder's score, and the length of its last answer in characters."""
+
+    rollout_id: str
+    task_id: str | None
+    label: float
+    score: float
+    length: int
+
+
+class Agreement(NamedTuple):
+    """How a rewarder agrees with `labels` labels.
+
+    `alike`: the share of `pairs` that both order alike, with its 95 % interval; a tie of the score counts a half.
+    `length_of_scores`, `length_of_labels`: how they go with the length of the answer (rank correlation).
+    """
+
+    labels: int
+    pairs: int
+    alike: float
+    low: float
+    high: float
+    length_of_scores: float | None
+    length_of_labels: float | None
+    furthest: list[Labelled]
+
+    @property
+    def verdict(self) -> str:
+        """Return what follows from it."""
+        if self.low <= 0.5:
+            return "it should not be trained on: its order may be chance"
+        if self.labels < ENOUGH:
+            return f"it agrees more than chance does, by {self.labels} labels; {ENOUGH} are enough to begin"
+        return "it agrees more than chance does"
+
+
+class AskedAgain(NamedTuple):
+    """The same groups in another order: the share of pairs `alike`, and how much better the first half fared."""
+
+    alike: float | None = None
+    first_half: float | None = None
+
+
+def agreement(found: Sequence[Labelled], *, within_tasks: bool) -> Agreement | None:
+    """Return how scores agree with labels; None if no two labels differ.
+
+    `within_tasks`: only rollouts of one task are compared. Otherwise that is so where there are such pairs.
+    """
+    labels, scores, lengths = (np.array([one[i] for one in found], dtype=float) for i in (2, 3, 4))
+    tasks = np.array([one.task_id or one.rollout_id for one in found])
+    siblings, pairs = tasks[:, None] == tasks, np.triu(labels[:, None] != labels)
+    if within_tasks := within_tasks or bool((pairs & siblings).any()):
+        pairs &= siblings
+    first, second = np.nonzero(pairs)
+    if not len(first):
+        return None
+    by_label, by_score = (np.sign(values[first] - values[second]) for values in (labels, scores))
+    alike = np.where(by_score == 0, 0.5, by_score == by_label)
+    units, shares = tasks[first], alike
+    if not within_tasks or len({*units}) < TASKS:
+        units, shares = np.concatenate((first, second)), np.tile(alike, 2)
+    drawn = [shares[units == unit] for unit in np.unique(units)]
+    interval = bootstrap_mean([float(one.mean()) for one in drawn], seed=0, weights=[*map(len, drawn)])
+    apart = np.abs(_ranks(scores) - _ranks(labels))
+    return Agreement(
+        len(found), len(first), float(alike.mean()), interval.low, interval.high,
+        spearman(scores, lengths), spearman(labels, lengths),
+        [found[i] for i in np.argsort(-apart, kind="stable")[:FURTHEST]],
+    )  # fmt: skip
+
+
+def spearman(one: Numbers, other: Numbers) -> float | None:
+    """Return the rank correlation; None where one side does not vary."""
+    ranks = _ranks(one), _ranks(other)
+    return float(np.corrcoef(*ranks)[0, 1]) if all(map(np.ptp, ranks)) else None
+
+
+def _ranks(values: Numbers) -> Numbers:
+    """The share of all values that are below each, and half of those that are equal."""
+    ordered = np.sort(values)
+    both = np.searchsorted(ordered, values, "left") + np.searchsorted(ordered, values, "right")
+    return np.asarray(both / 2 / len(values))
+
+
+def same_order(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Return the share of pairs that two scorings of the same group order alike; None without a pair."""
+    pairs = np.triu_indices(len(first), 1)
+    by_first, by_second = (np.sign(np.subtract.outer(values, values))[pairs] for values in (first, second))
+    return float(np.mean(by_first == by_second)) if len(by_first) else None
+
+
+def check_rewarder(config: Config, which: str, label: str, limit: int, *, as_json: bool) -> None:
+    """Print how a rewarder agrees with people's labels, and keep that it was checked."""
+    source, found, again, silent = run_until_signal(_checked(config, which, label, limit))
+    if as_json:
+        more = {"verdict": found.verdict, "again": again._asdict(), "without_score": len(silent)}
+        furthest = [one._asdict() for one in found.furthest]
+        print_json({"source": source, **found._asdict(), **more, "furthest": furthest})
+        return
+    print(f"{source}: {found.labels} labels named {label}")
+    if silent:
+        print(f"{len(silent)} more have no score: {silent[0]}")
+    print(f"pairs ordered alike: {found.alike:.2f} ({found.low:.2f} to {found.high:.2f}) of {found.pairs}")
+    print(f"rank correlation with the length of the answer: {number(found.length_of_scores)} of scores, "
+          f"{number(found.length_of_labels)} of labels")  # fmt: skip
+    if again.alike is not None:
+        print(f"the same group in another order: {again.alike:.2f} of pairs alike; attempts shown first "
+              f"score {number(again.first_half)} higher")  # fmt: skip
+    print("it is furthest from the label for")
+    for one in found.furthest:
+        address = f"{ApiClient.of(config).url}/#/rollouts/{one.rollout_id}"
+        print(f"  {address}  label {number(one.label)}, score {number(one.score)}")
+    print(found.verdict)
+
+
+async def _checked(config: Config, which: str, label: str, limit: int) -> tuple[str, Agreement, AskedAgain, list[str]]:
+    """The rewarder's source, its agreement, what another order changed, and why rollouts have no score."""
+    async with opened(config, which) as rewarder, ApiClient.of(config) as api:
+        source = await rewarder.source()
+        groups = await _labelled(api, label, limit, source)
+        if rewarder.in_groups:
+            groups = [group for group in groups if len({value for _, value in group}) > 1]
+        if len({value for group in groups for _, value in group}) < 2:
+            of = " of one task" if rewarder.in_groups else ""
+            raise ConfigError(f"no two rollouts{of} have different rewards named {label}: label some first, as in "
+                              f"`lightning-proxy reward ID 1 --name {label}`")  # fmt: skip
+        asked = await all_of(_scored(rewarder, source, group) for group in groups)
+        again = AskedAgain()
+        if isinstance(rewarder, Rank):
+            again = await _asked_again(rewarder, groups, asked)
+    scored = [one for one in (one for group in asked for one in group) if isinstance(one, Labelled)]
+    silent = [one for group in asked for one in group if isinstance(one, str)]
+    found = agreement(scored, within_tasks=rewarder.in_groups) if scored else None
+    if found is None:
+        raise ConfigError(f"{source}: too few labelled rollouts have a score: {len(silent)} of "
+                          f"{len(silent) + len(scored)} have none: {next(iter(silent), '')}")  # fmt: skip
+    if label == HUMAN:
+        await _keep(config, Checked(source, time.time(), found.labels, found.alike, found.low, found.high))
+    return source, found, again, silent
+
+
+async def _keep(config: Config, checked: Checked) -> None:
+    if not config.store.may_be_there:
+        typer.echo("lightning-proxy: the store is not here, so `status` will not know of this check", err=True)
+        return
+    database = await open_database(config.store)
+    try:
+        await database.execute(CHECK_KEEP, **asdict(checked))
+    finally:
+        await database.close()
+
+
+async def _labelled(api: ApiClient, label: str, limit: int, source: str) -> list[Group]:
+    """The newest completed rollouts with a label, by task; those without a task are alone.
+
+    The label is the mean over sources of the newest reward of the rollout, or else the sum of its calls'. What the
+    rewarder of this source gave, or an earlier version of it, is no label.
+    """
+    own, groups = source.partition("@")[0], defaultdict[str, Group](list)
+    for listed in (await collect(api, {"status": "completed"}, limit))[0]:
+        for rollout in await read_rollouts(api, [listed["rollout_id"]]):
+            newest = {
+                (one["source"], one["call_id"]): one["reward"]
+                for one in rollout["rewards"]
+                if one["name"] == label and (one["source"] or "").partition("@")[0] != own
+            }
+            if newest:
+                of_rollout = [value for (_, call_id), value in newest.items() if call_id is None]
+                value = fmean(of_rollout) if of_rollout else sum(newest.values())
+                groups[rollout["task_id"] or rollout["rollout_id"]].append((rollout, value))
+    return [*groups.values()]
+
+
+async def _scored(rewarder: Rewarder, source: str, group: Group) -> list[Labelled | str]:
+    """The group with its scores, recorded ones if all of it has them; or else the rewarder is asked. Or why not."""
+    recorded = [
+        {(one["name"], one["call_id"]): one["reward"] for one in rollout["rewards"] if one["source"] == source}
+        for rollout, _ in group
+    ]
+    scores: list[float | str] = [sum(rewards.values()) for rewards in recorded]
+    if not all(recorded):
+        scores = [_score_of(given) for given in await _patiently(rewarder, [rollout for rollout, _ in group])]
+    return [
+        score if isinstance(score, str)
+        else Labelled(rollout["rollout_id"], rollout["task_id"], label, score, _length(rollout))
+        for (rollout, label), score in zip(group, scores, strict=True)
+    ]  # fmt: skip
+
+
+@retry(retry=retry_if_exception_type(Away), stop=stop_after_attempt(4), wait=wait_exponential(2), reraise=True)
+async def _patiently(rewarder: Rewarder, rollouts: Sequence[Json]) -> list[Given]:
+    """What a rewarder gives. It is asked again where it is away for seconds; what it answered is not paid for again."""
+    return await rewarder.reward(rollouts)
+
+
+def _score_of(given: Given) -> float | str:
+    return sum(one.reward for one in given.rewards) if given.rewards else given.error or "it gives them nothing"
+
+
+def _length(rollout: Json) -> int:
+    """Of the last answer."""
+    return sum(len(body(message)) for turn in chat_turns(decisions(rollout)[-1:]) for message in turn.answer)
+
+
+async def _asked_again(rank: Rank, groups: Sequence[Group], asked: Sequence[Sequence[Labelled | str]]) -> AskedAgain:
+    """Whether the order in which siblings are shown matters."""
+    rank.shuffle = "another order"
+    alike, halves = [], []
+    for group, before in zip(groups, asked, strict=True):
+        rollouts = [rollout for rollout, _ in group]
+        first = [one.score for one in before if isinstance(one, Labelled)]
+        second = [score for score in map(_score_of, await _patiently(rank, rollouts)) if isinstance(score, float)]
+        if len(first) == len(second) == len(group) and (share := same_order(first, second)) is not None:
+            alike.append(share)
+            order, half = rank.order(rollouts), len(group) // 2
+            halves.append(fmean(second[i] for i in order[:half]) - fmean(second[i] for i in order[half:]))
+    return AskedAgain(fmean(alike), fmean(halves)) if alike else AskedAgain()
