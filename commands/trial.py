@@ -149,6 +149,7 @@ class Trial:
     async def found(self, api: ApiClient) -> Json:
         """Return what the proxy knows of the training."""
         policy = await api.policy()
+        best = policy.get("best") or {}
         steps = (await api.request("GET", "/policy/steps", params={"limit": "1000"}))["data"]
         everything = [one async for one in api.every_rollout()]
         rollouts = [one for one in everything if one["mode"] == "train" and one["status"] != "discarded"]
@@ -159,7 +160,8 @@ class Trial:
             "calls": sum(one["calls"] for one in everything),
             "tokens": sum(one["tokens"] for one in rollouts),
             "version": policy["live_version"],
-            "best": (policy.get("best") or {}).get("story"),
+            "best": best.get("story"),
+            "best_version": best.get("version"),
             "steps_taken": policy["steps"],
             "collapse": policy["collapse"],
             "steps": sorted(curve, key=lambda one: one["step"]),

@@ -155,6 +155,7 @@ class TrainerConfig(WithFeatures):
     loss_type: LossType = "cispo"
     loss: str | None = None
     context_loss: str | None = None
+    parameters: dict[str, Any] = {}
     weighting: Literal["auto", "token", "rollout", "sequence"] = "auto"
     importance_level: Literal["token", "sequence"] = "token"
     learning_rate: Literal["auto"] | Positive = "auto"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import math
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import subprocess
+from collections import Counter
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from statistics import fmean
 
@@ -24,16 +28,23 @@ from ...commands.signals import Interrupted, run_until_signal
 from ...commands.system.processes import make_directory
 from ...commands.trial import AgentFails, Json, Trial, draw
 from ...commands.vllm import visible_gpus
+from ...core.config.file import load_config
 from ...core.errors import ConfigError, LightningError
-from ...core.statistics import RESAMPLES, Interval
+from ...core.statistics import bootstrap_seeds
+from ...store.opening import opened
 from ...store.sqlite.file import lock_file
+from ...store.store import Store
 from ...trainer.plan import cards
 from .plan import Experiment, LessonPlan, check_agent, flat, lessons_of, read_experiment
 
 Env = Mapping[str, str]
 RunLesson = Callable[[LessonPlan, Env, Callable[[str], None]], Awaitable[Json]]
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
-HEAD = ("variant", "seeds", "before", "after", "95 %", "gain", "95 %", "above {}", "95 %", "minutes", "tokens")
+HEAD = (
+    "variant", "seeds", "before", "after", "95 %", "gain", "95 %", "above {}", "95 %", "each seed", "tasks", "samples",
+    "minutes", "tokens",
+)  # fmt: skip
+SEEDS = 5  # with fewer, intervals over seeds are too narrow
 GROUPS_A_MINUTE = 10_000  # more than agents can work off
 
 
@@ -62,9 +73,13 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
             done = f"{len(results)} of {len(lessons)} runs are finished"
             raise Interrupted(f"stopped: {done}; the same command does the others") from None
     if results:
-        show([results[lesson.name] for lesson in lessons if lesson.name in results])
+        finished = [results[lesson.name] for lesson in lessons if lesson.name in results]
+        console = Console()
+        show(finished, console if console.is_terminal else Console(width=240, no_color=True))
+        write(finished, directory)
+        say(f"the table: {directory}/results.md, .csv and .json")
         try:
-            draw(list(results.values()), directory / "curves.png")
+            draw(finished, directory / "curves.png")
             say(f"curves: {directory / 'curves.png'}")
         except LightningError as error:
             say(error.message)
@@ -75,13 +90,9 @@ def experiment(file: Path, config: Path | None, directory: Path, jobs: int, *, d
         )
 
 
-def say(what: str) -> None:
+def say(what: str, lesson: str = "") -> None:
     """Print a line beside the results."""
-    typer.echo(what, err=True)
-
-
-def _tell(name: str, what: str) -> None:
-    say(f"{name}: {what}")
+    typer.echo(f"{lesson}: {what}" if lesson else what, err=True)
 
 
 async def run_lessons(
@@ -96,16 +107,17 @@ async def run_lessons(
 
     async def use(env: Env) -> None:
         for lesson in left:
-            say(f"{lesson.name}: started ({len(results)} of {len(lessons)} finished); logs in {lesson.directory}/logs/")
+            finished = f"{len(results)} of {len(lessons)} finished"
+            say(f"started ({finished}); logs in {lesson.directory}/logs/", lesson.name)
             try:
-                result = await work(lesson, env, partial(_tell, lesson.name))
+                result = await work(lesson, env, partial(say, lesson=lesson.name))
                 save(result, lesson.result)
                 results[lesson.name] = result
             except LightningError as error:
                 if isinstance(error, AgentFails) and not results:
                     raise AgentFails(f"{lesson.name}: {error.message}; no further run is begun") from None
                 failed.append(lesson.name)
-                say(f"{lesson.name}: failed: {error.message}")
+                say(f"failed: {error.message}", lesson.name)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -127,12 +139,9 @@ def results_of(lessons: Sequence[LessonPlan]) -> dict[str, Json]:
             before, now = flat(results[lesson.name]["made_with"]), flat(lesson.made_with)
         except (ValueError, KeyError):
             raise ConfigError(f"{lesson.result} is no run's result: remove it to do the run again") from None
-        changes = [
-            f"{key} was {repr(before[key]) if key in before else 'not set'} and is "
-            f"{repr(now[key]) if key in now else 'not set'}"
-            for key in sorted({*before, *now})
-            if before.get(key) != now.get(key)
-        ]
+        changed = [key for key in sorted({*before, *now}) if before.get(key) != now.get(key)]
+        was, is_now = ([repr(side[key]) if key in side else "not set" for key in changed] for side in (before, now))
+        changes = [f"{key} was {a} and is {b}" for key, a, b in zip(changed, was, is_now, strict=True)]
         if changes:
             raise ConfigError(
                 f"{lesson.name} is finished, and was made with something else: {'; '.join(changes)}. Put that back, "
@@ -151,58 +160,69 @@ def gpus_of(jobs: int) -> list[Env]:
 
 
 def cost(plan: Experiment, lessons: Sequence[LessonPlan], results: Mapping[str, Json], jobs: int) -> list[str]:
-    """Return lines about runs, rollouts, calls, tokens and minutes."""
-    left = [lesson for lesson in lessons if lesson.name not in results]
+    """Return lines about runs, rollouts, calls, tokens, minutes and disk."""
+    left = len(lessons) - len(results)
     held_out = 2 * len(read_tasks(plan.held_out)) * plan.samples
     train = f"{plan.rollouts} rollouts" if plan.rollouts else f"{plan.minutes:g} minutes"
-    lines = [f"{len(lessons)} runs, {len(left)} to do; each trains for {train}, and evaluates {held_out} rollouts"]
+    rows = [f"{len(lessons)} runs, {left} to do; each trains for {train}, and evaluates {held_out} rollouts"]
     if results and left:
-        runs, each = len(left), [*results.values()]
-        calls, tokens = (runs * fmean(one[key] for one in each) for key in ("calls", "tokens"))
-        minutes = runs * fmean(sum(one["minutes"].values()) for one in each) / jobs
-        amount = f"{calls:.0f} calls, {tokens:.0f} tokens sampled in training, {minutes:.0f} minutes"
-        lines.append(f"about {amount}, as measured on {len(results)} finished")
+        runs = [*results.values()]
+        calls, tokens, gib = (left * fmean(one[key] for one in runs) for key in ("calls", "tokens", "gib"))
+        minutes = left * fmean(map(minutes_of, runs)) / jobs
+        amount = f"{calls:.0f} calls, {tokens:.0f} tokens sampled in training, {minutes:.0f} minutes, {gib:.1f} GiB"
+        rows.append(f"about {amount} on the disk, as measured on {len(runs)} finished")
     elif left:
-        least = f"{len(left) * (held_out + (plan.rollouts or 0))} calls"
-        least += f" and {len(left) * plan.minutes / jobs:.0f} minutes" if plan.minutes else ""
-        lines.append(f"at least {least}; once a run is finished, --dry-run says how long the others take")
-    return lines
+        least = f"{left * (held_out + (plan.rollouts or 0))} calls"
+        least += f" and {left * plan.minutes / jobs:.0f} minutes" if plan.minutes else ""
+        known = "once a run is finished, --dry-run says how long the others take, and how much of the disk"
+        rows.append(f"at least {least}; {known}")
+    return rows
 
 
-def show(results: Sequence[Json]) -> None:
+def show(results: Sequence[Json], console: Console) -> None:
     """Print a line for each variant: mean reward of the held-out tasks, and 95 % intervals over seeds and tasks."""
     (first, *others), *rows = lines(results)
     shown = table(first, right=others)
     for row in rows:
         shown.add_row(*row)
-    console = Console()
-    console = console if console.is_terminal else Console(width=240, no_color=True)
     console.print(shown)
-    if alone := [name for name, seeds, *_ in rows if seeds == "1"]:
-        told = f"one seed ({', '.join(alone)}): these intervals are over tasks only"
-        console.print(told, markup=False, highlight=False)
+    if warning := few_seeds(results):
+        console.print(warning, markup=False, highlight=False, soft_wrap=True)
 
 
 def lines(results: Sequence[Json]) -> list[list[str]]:
-    """Return the table's head, and a line for each variant. The last comparison is with the first variant, paired."""
+    """Return the table's head, and a line for each variant. `above` compares with the first variant, paired by task."""
     variants: dict[str, dict[int, Json]] = {}
-    for one in results:
+    for one in sorted(results, key=lambda one: int(one["seed"])):
         variants.setdefault(one["variant"], {})[one["seed"]] = one
-    first, baseline = next(iter(variants.items()))
+    first = results[0]["variant"]
     rows = [[head.format(first) for head in HEAD]]
-    for name, seeds in variants.items():
+    for name in dict.fromkeys(one["variant"] for one in results):
+        seeds, baseline = variants[name], variants[first]
         before, after = rewards(seeds, [*seeds], "before"), rewards(seeds, [*seeds], "after")
-        both = [seed for seed in seeds if seed in baseline and name != first]
-        above = rewards(seeds, both, "after") - rewards(baseline, both, "after") if both else None
-        minutes = np.mean([sum(one["minutes"].values()) for one in seeds.values()])
-        tokens = np.mean([one["tokens"] for one in seeds.values()])
+        both, above = [seed for seed in seeds if seed in baseline and name != first], ("", "")
+        if both:
+            above = _mean(rewards(seeds, both, "after") - rewards(baseline, both, "after"), "+")
         rows.append([
-            name, str(len(seeds)), f"{before.mean():.3f}", f"{after.mean():.3f}", _between(after),
-            f"{(after - before).mean():+.3f}", _between(after - before),
-            "" if above is None else f"{above.mean():+.3f}", "" if above is None else _between(above),
-            f"{minutes:.1f}", f"{tokens:.0f}",
+            name, str(len(seeds)), _mean(before)[0], *_mean(after), *_mean(after - before, "+"), *above,
+            " ".join(f"{value:.3f}" for value in after.mean(axis=1)), str(after.shape[1]),
+            str(next(iter(seeds.values()))["made_with"]["samples"]),
+            f"{np.mean([minutes_of(one) for one in seeds.values()]):.1f}",
+            f"{np.mean([one['tokens'] for one in seeds.values()]):.0f}",
         ])  # fmt: skip
     return rows
+
+
+def few_seeds(results: Sequence[Json]) -> str | None:
+    """Return a warning if a variant has too few seeds for its intervals."""
+    seeds = Counter(one["variant"] for one in results)
+    few = [f"{name} has {count}" for name, count in seeds.items() if count < SEEDS]
+    why = "intervals of so few are too narrow, and with one they are over tasks only"
+    return f"fewer than {SEEDS} seeds ({', '.join(few)}): {why}" if few else None
+
+
+def minutes_of(result: Json) -> float:
+    return float(sum(result["minutes"].values()))
 
 
 def rewards(results: Mapping[int, Json], seeds: Sequence[int], when: str) -> Matrix:
@@ -211,21 +231,39 @@ def rewards(results: Mapping[int, Json], seeds: Sequence[int], when: str) -> Mat
     return np.asarray([[row[task] for task in rows[0]] for row in rows], dtype=float)
 
 
-def bootstrap_both(values: Matrix, seed: int = 0) -> Interval:
-    """Return the 95 % interval of the mean of seeds x tasks; both are resampled, each by itself (Owen 2007).
-
-    With one seed it says how sure the tasks are, and nothing of other seeds.
-    """
-    rng, (seeds, tasks) = np.random.default_rng(seed), values.shape
-    by_task = rng.multinomial(seeds, [1 / seeds] * seeds, RESAMPLES) @ values / seeds
-    means = (by_task * rng.multinomial(tasks, [1 / tasks] * tasks, RESAMPLES)).sum(axis=1) / tasks
-    low, high = np.quantile(means, (0.025, 0.975))
-    return Interval(float(low), float(high))
+def _mean(values: Matrix, sign: str = "") -> tuple[str, str]:
+    """The mean, and its interval."""
+    interval = bootstrap_seeds(values)
+    return f"{values.mean():{sign}.3f}", f"{interval.low:.3f} to {interval.high:.3f}"
 
 
-def _between(values: Matrix) -> str:
-    interval = bootstrap_both(values)
-    return f"{interval.low:.3f} to {interval.high:.3f}"
+def write(results: Sequence[Json], directory: Path) -> None:
+    """Write results.md (the table), results.csv (a line for each run) and results.json (all, and what it rests on)."""
+    head, *rows = lines(results)
+    table = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    text = "".join(f"| {' | '.join(row)} |\n" for row in table)
+    note = "Mean rewards of held-out tasks, with 95 % intervals by the bootstrap over seeds and tasks."
+    (directory / "results.md").write_text(
+        "\n\n".join([text.rstrip(), note, *filter(None, [few_seeds(results)])]) + "\n"
+    )
+    with (directory / "results.csv").open("w", newline="") as file:
+        sheet = csv.writer(file)
+        sheet.writerow(("variant", "seed", "before", "after", "tasks", "rollouts", "steps", "tokens", "minutes"))
+        for one in results:
+            ends = [one["held_out"][when]["mean_reward"] for when in ("before", "after")]
+            amounts = (one["rollouts"], len(one["steps"]), one["tokens"], round(minutes_of(one), 2))
+            sheet.writerow((one["variant"], one["seed"], *ends, len(one["held_out"]["after"]["by_task"]), *amounts))
+    packages = {one.name: one.version for one in distributions()}
+    save({"packages": dict(sorted(packages.items())), "runs": results}, directory / "results.json")
+
+
+def commit() -> str | None:
+    """Return the commit of the working directory, which may have changes."""
+    try:
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 class Lesson(Trial):
@@ -240,7 +278,10 @@ class Lesson(Trial):
     async def run(self) -> Json:
         self.begin()
         about = {"variant": self.lesson.variant, "seed": self.lesson.seed, "made_with": self.lesson.made_with}
-        return about | await super().run()
+        found = about | {"commit": commit()} | await super().run()
+        await self.tidy({found["version"], found["best_version"]})
+        bytes_ = sum(path.stat().st_size for path in self.directory.rglob("*") if path.is_file())
+        return found | {"gib": round(bytes_ / 2**30, 3)}
 
     async def ended(self, api: ApiClient) -> None:
         await asyncio.sleep(self.plan.minutes * 60 if self.plan.minutes else math.inf)
@@ -252,3 +293,15 @@ class Lesson(Trial):
         rollouts, group_size = self.plan.rollouts, self.lesson.config.trainer.group_size
         groups = len(read_tasks(self.work.tasks)) if rollouts is None else rollouts // group_size
         self.prepare(self.lesson.settings, self.lesson.seed, groups)
+
+    async def tidy(self, kept: Container[int]) -> None:
+        """Remove the weights of all versions but these, and the checkpoints of other steps."""
+        async with opened(load_config(self.launch.path).store) as database:
+            store = Store(database)
+            for version in await store.versions.with_files():
+                if version.version not in kept:
+                    await store.versions.forget_files(version.version)
+                    shutil.rmtree(self.directory / "policy" / "versions" / f"v{version.version}", ignore_errors=True)
+            for step, checkpoint in await store.steps.old_checkpoints(1):
+                await store.steps.forget_checkpoint(step)
+                shutil.rmtree(checkpoint, ignore_errors=True)

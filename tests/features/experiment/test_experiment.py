@@ -17,10 +17,13 @@ import yaml
 from lightning_proxy.commands.run.tasks import read_tasks
 from lightning_proxy.commands.system.processes import ChildDied, ChildSpec
 from lightning_proxy.commands.trial import AgentFails
+from lightning_proxy.core.config.file import load_config
 from lightning_proxy.core.errors import ConfigError, LightningError
 from lightning_proxy.features.experiment import experiment as module
 from lightning_proxy.features.experiment.experiment import Lesson, run_lessons
 from lightning_proxy.features.experiment.plan import LessonPlan, lessons_of, read_experiment
+from lightning_proxy.store.opening import opened
+from lightning_proxy.store.store import Store
 from support.command_line import Done, lightning
 
 # `experiment` in front of a played run, which takes as long as the file `hang` is there.
@@ -149,11 +152,12 @@ def test_it_resumes_after_a_kill_also_elsewhere_and_refuses_another_file(place: 
     done = finish(place)
     assert (done.returncode, began(place)[3:]) == (0, ["uniform, seed 1", "discounted, seed 1"]), done.stderr
     head, *rows = (line.split() for line in done.stdout.splitlines())
+    assert rows.pop()[:4] == ["fewer", "than", "5", "seeds"]
     assert head[0] == "variant" and [row[:4] for row in rows] == [
         ["uniform", "2", "0.250", "0.562"], ["discounted", "2", "0.250", "0.562"],
     ]  # fmt: skip
     results = place / "lightning-experiments" / "compare"
-    assert (results / "curves.png").is_file()
+    assert {"curves.png", "results.md", "results.csv", "results.json"} < {file.name for file in results.iterdir()}
     assert all(path.stat().st_size < 10_000 for path in results.glob("*/*/result.json"))
 
     other = place.with_name("other")
@@ -264,17 +268,17 @@ def test_a_dry_run_says_the_cost_as_far_as_it_is_known(place: Path) -> None:
     done = lightning("experiment", file, "--dry-run")
     assert done.stdout.splitlines() == [
         "4 runs, 4 to do; each trains for 16 rollouts, and evaluates 16 rollouts",
-        "at least 128 calls; once a run is finished, --dry-run says how long the others take",
+        "at least 128 calls; once a run is finished, --dry-run says how long the others take, and how much of the disk",
     ]
     for lesson in lessons_of(read_experiment(file, place / "config.yaml"), place / "lightning-experiments/compare")[:2]:
         lesson.directory.mkdir(parents=True)
-        measured = {"minutes": {"training": 2, "start": 1}, "calls": 40, "tokens": 1000}
+        measured = {"minutes": {"training": 2, "start": 1}, "calls": 40, "tokens": 1000, "gib": 0.4}
         made = {"variant": lesson.variant, "seed": lesson.seed, "made_with": lesson.made_with}
         lesson.result.write_text(json.dumps(made | measured))
     done = lightning("experiment", file, "--dry-run", "--jobs", "2")
     assert done.stdout.splitlines() == [
         "4 runs, 2 to do; each trains for 16 rollouts, and evaluates 16 rollouts",
-        "about 80 calls, 2000 tokens sampled in training, 3 minutes, as measured on 2 finished",
+        "about 80 calls, 2000 tokens sampled in training, 3 minutes, 0.8 GiB on the disk, as measured on 2 finished",
     ]
     assert lightning("experiment", write(place, agent="python agnt.py"), "--dry-run").returncode == 2
     (place / "mine.py").write_text("def ppo(given):\n    return -given.ratios * given.advantages\n")
@@ -296,3 +300,22 @@ def test_a_run_has_a_folder_ports_and_an_order_of_tasks_of_its_own(place: Path) 
             assert len(tasks) == 4 and {*tasks[:3]} == {"t0", "t1", "t2"}
             written.append((settings["proxy"]["port"], tuple(tasks)))
     assert len(written) == len({port for port, _ in written}) == 3 and len({tasks for _, tasks in written}) > 1
+
+
+async def test_a_finished_run_keeps_the_last_and_the_best_weights(place: Path) -> None:
+    experiment = read_experiment(write(place), place / "config.yaml")
+    lesson = Lesson(experiment, lessons_of(experiment, place / "out")[0], {}, print)
+    lesson.begin()
+    policy = lesson.directory / "policy"
+    async with opened(load_config(lesson.launch.path).store) as database:
+        store = Store(database)
+        for _ in range(4):
+            number = await store.steps.claim([], 0)
+            weights, checkpoint = policy / "versions" / f"v{number}", policy / "checkpoints" / str(number)
+            weights.mkdir(parents=True)
+            checkpoint.mkdir(parents=True)
+            await store.steps.trained(number, str(checkpoint), {})
+            await store.versions.saved(await store.versions.new("lora", number, {}), str(weights), f"policy-v{number}")
+    await lesson.tidy({4, 2})
+    assert {path.name for path in (policy / "versions").iterdir()} == {"v2", "v4"}
+    assert {path.name for path in (policy / "checkpoints").iterdir()} == {"4"}
