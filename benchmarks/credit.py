@@ -378,7 +378,7 @@ ABOUT = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    option(parser, "credit")
+    option(parser)
     options = parser.parse_args()
     page = Page("What each credit strategy, choice of agents, baseline and loss learns at its best rate")
     page.text(ABOUT)

@@ -162,7 +162,7 @@ def main() -> int:
     parser.add_argument("--tasks", type=Path, metavar="FILE", help="texts to reverse, one a line; otherwise made ones")
     parser.add_argument("--only", choices=MODELS, help="one of the two")
     parser.add_argument("--dir", type=Path, default=Path("lightning-gpu-hour"))
-    option(parser, "gpu-hour")
+    option(parser)
     options = parser.parse_args()
     there = cards.look()
     small = options.small or not there

@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each load under valgrind")
     parser.add_argument("--rounds", type=int, default=5, help="of processor time, two seconds a load")
     parser.add_argument("--before", metavar="PYTHON", help="interpreter of a checkout to compare with")
-    option(parser, "instructions")
+    option(parser)
     options = parser.parse_args()
     page = Page("Instructions and processor time of a call")
     if shutil.which("valgrind") is None:

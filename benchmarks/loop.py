@@ -182,7 +182,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="two steps, to see that it works")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, default=Path("lightning-loop"), help="the demo's; it is emptied first")
-    option(parser, "loop")
+    option(parser)
     options = parser.parse_args()
     steps, directory = 2 if options.quick else options.steps, options.dir.absolute()
     # Read when torch is loaded: threads wait for each other as those of the demo's trainer do.

@@ -195,7 +195,7 @@ def main() -> None:
     )
     parser.add_argument("--streams", type=int, default=1000, help="streams open at once for the memory figure; 0: skip")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
-    option(parser, "speed")
+    option(parser)
     parser.add_argument("--json", type=Path, help="write the figures there, too")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped as well

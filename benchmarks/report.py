@@ -1,4 +1,4 @@
-"""What a benchmark prints and writes: its page, benchmarks/results/NAME.md, and the table of the proxy's figures."""
+"""What a benchmark prints, and writes to a page; the table of the proxy's figures."""
 
 from __future__ import annotations
 
@@ -48,12 +48,8 @@ class Page:
             page.write_text("\n".join(self._lines) + "\n")
 
 
-def option(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add `--page [FILE]`, which stands for results/NAME.md without a file."""
-    default = HERE / "results" / f"{name}.md"
-    parser.add_argument(
-        "--page", type=Path, nargs="?", const=default, help=f"write benchmarks/results/{name}.md, or FILE"
-    )
+def option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--page", type=Path, metavar="FILE", help="write what is printed to this file, too")
 
 
 def made() -> dict[str, str]:

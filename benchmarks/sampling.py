@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--answers", type=int, default=12, help="for each way")
     parser.add_argument("--tokens", type=int, default=48, help="of an answer, at most")
     parser.add_argument("--only", default="", help="ways whose names match this regular expression")
-    option(parser, "sampling")
+    option(parser)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         config = _config(args.model or prepare_model(cache_directory()), Path(scratch), args.template)

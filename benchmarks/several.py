@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--connections", type=int, default=32, help="in all")
     parser.add_argument("--prompts", type=int, nargs="*", default=[1_000, 50_000], help="bytes of a request")
     parser.add_argument("--seed", type=int, default=0, help="of the order")
-    option(parser, "several")
+    option(parser)
     options = parser.parse_args()
     page = Page("Several proxies over one PostgreSQL")
     rows = measure(options)

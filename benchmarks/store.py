@@ -3,7 +3,7 @@
 Fills a store with 100,000 calls, 10,000 versions and steps, and one rollout of 500 turns. Asks each route of a proxy on
 it, and takes each look that a trainer and a proxy take at every poll, second and step, beside a nearly empty store, in
 turns. None may take over 3 times as long but by the size of its answer: its bytes, or the calls that it is of. Writes
-benchmarks/results/store.md.
+docs/results.md.
 """
 
 from __future__ import annotations

@@ -359,7 +359,7 @@ def main() -> int:
     parser.add_argument("--work", default="8,6,1000,100,100", help="siblings,turns,prompt,answered,observed")
     parser.add_argument("--vocabulary", type=int, help="default: the model's")
     parser.add_argument("--json", type=Path, help="write the figures there, too")
-    option(parser, "train")
+    option(parser)
     options = parser.parse_args()
     if (options.device == "cuda") != torch.cuda.is_available():
         parser.error("the trainer takes a GPU where there is one, and a CPU where there is none")

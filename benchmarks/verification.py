@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--keep", type=Path, default=Path("verification.jsonl"), help="write what was measured there")
     parser.add_argument("--judge", type=Path, nargs="*", help="measure nothing: judge what was measured before")
-    option(parser, "verification")
+    option(parser)
     args = parser.parse_args()
     if args.judge is None:
         _measure_all(args)

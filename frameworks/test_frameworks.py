@@ -100,9 +100,3 @@ async def test_an_agent_of_this_framework(
 def test_every_program_is_run() -> None:
     programs = {str(path.relative_to(HERE)) for path in [*HERE.glob("with_*.py"), *HERE.glob("js/with_*.mjs")]}
     assert programs == {framework.program for framework in FRAMEWORKS}
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda framework: framework.program)
-def test_the_document_names_the_version(framework: Framework) -> None:
-    version = needs(HERE / framework.program)[framework.package]
-    assert f"| {version} |" in (HERE.parent / "benchmarks" / "results" / "frameworks.md").read_text()

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from support.loading import load_module
 from support.paths import ROOT
 
 
@@ -21,3 +24,15 @@ def test_the_benchmark_of_the_store_asks_every_route_and_writes_its_page(tmp_pat
     for when in ("a request", "a call", "a second", "a poll", "a step"):
         assert f"| {when} |" in told
     assert "`GET /rollouts/long/transitions`" in told
+
+
+def test_a_run_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    report = load_module(ROOT / "benchmarks" / "report.py")
+    page = report.Page("What it costs")
+    page.table("In ms:", ("what", "ms"), [("a call", 1.5)])
+    page.text(["Nothing else."])
+    page.save(tmp_path / "new" / "costs.md")
+    text = (tmp_path / "new" / "costs.md").read_text()
+    assert text.startswith("# What it costs\n\n`python benchmarks/")
+    assert "\n\nIn ms:\n\n| what | ms |\n| --- | --- |\n| a call | 1.5 |\n\nNothing else.\n" in text

@@ -22,7 +22,6 @@ PAGES = [
     ROOT / "AGENTS.md",
     ROOT / "CHANGELOG.md",
     *DOCS,
-    *sorted((ROOT / "benchmarks" / "results").glob("*.md")),
     *sorted(ROOT.glob("examples/*/README.md")),
 ]
 # Fences and code spans show brackets that are no links.

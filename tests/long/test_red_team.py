@@ -1,7 +1,7 @@
 """What a red team did to a real `serve`, one test a point; `-s` prints the figures of docs/security.md.
 
 The vLLM that `up` starts is attacked in tests/end_to_end/test_operator_routes.py, and how long a large request keeps
-others waiting: benchmarks/results/stalls.md.
+others waiting: docs/results.md.
 """
 
 from __future__ import annotations
