@@ -1,4 +1,4 @@
-"""How features, and packages of others, plug into the proxy. docs/plugins.md explains it.
+"""How features, and packages of others, plug into the proxy. docs/architecture.md explains it.
 
 Plugins of others cannot fail a call: their hooks have limits, and an error in one is a line in the log.
 """

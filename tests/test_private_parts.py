@@ -1,4 +1,4 @@
-"""docs/private-parts.md lists every private part of other packages that the product leans on, and where."""
+"""docs/architecture.md lists every private part of other packages that the product leans on, and where."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 from lightning_proxy.features import FEATURES
 from support.paths import ROOT, TOPS
 
-PAGE = ROOT / "docs" / "private-parts.md"
+SECTION = (ROOT / "docs" / "architecture.md").read_text().partition("## Know which private parts")[2]
 FILES = [
     *(path for path in ROOT.glob("*.py") if path.name != "setup.py"),
     *(path for top in TOPS for path in sorted((ROOT / top).rglob("*.py"))),
@@ -24,7 +24,7 @@ DOCUMENTED = {"_replace", "_asdict", "_fields", "_exit"}  # of named tuples, and
 
 def rows() -> list[tuple[set[str], set[str], set[str]]]:
     """Return each row's parts, by their last names unless they are modules, its files and its tests."""
-    lines = [line.split("|")[1:-1] for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    lines = [line.split("|")[1:-1] for line in SECTION.splitlines() if line.startswith("| `")]
     found = [tuple(set(filter(_is_here, CODE.findall(cell))) for cell in cells[:3]) for cells in lines]
     return [row for row in found if row[1]]  # type: ignore[misc]
 

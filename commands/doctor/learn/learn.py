@@ -101,7 +101,7 @@ def learn_command(path: Path | None, request: LearnRequest) -> bool:
         except Interrupted:
             raise
         except LightningError as error:
-            report(Check("learn", "failed", error.message, "docs/faults.md names what can be wrong"))
+            report(Check("learn", "failed", error.message, "docs/running.md names what can be wrong"))
     if request.as_json:
         print_json([asdict(check) for check in report.checks])
     return not any(check.outcome == "failed" for check in report.checks)

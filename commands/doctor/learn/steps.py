@@ -32,7 +32,7 @@ CONCURRENCY = 16
 PUBLISH_S = 240.0
 SHUFFLES = 2000
 LARGEST_P = 0.01  # the largest p-value that counts
-FAULTS = "docs/faults.md says what to do"
+FAULTS = "docs/running.md says what to do"
 NOT_SERVED = (
     "start vLLM with `lightning-proxy vllm`, which adds --enable-lora and --max-lora-rank; behind a router, name every "
     "server in upstreams.servers; give vLLM and trainer the same model and dtype; vLLM's log says more"
