@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
@@ -57,7 +57,6 @@ FORM = (
     "tools", "functions", "tool_choice", "response_format", "text", "output_config", "output_format",
     "structured_outputs", "guided_json", "previous_response_id",
 )  # fmt: skip
-BEFORE = (*SYSTEM, *WHOLE, *FORM)
 
 
 class Edge(NamedTuple):
@@ -79,7 +78,7 @@ class _Order(NamedTuple):
 class _Call:
     """A call as later ones are compared with it. Its request ends at `node`.
 
-    `attempts`: the calls with the same request. `order`: the tool call that began it.
+    `attempts`: the calls with the same request. `order`: the tool call that began it, or seems to have.
     `root`: the call that began its context. `told`: texts that its answer alone has. `used`: its answer stands in a
     later context; `kept`: as an answer. `has`: the calls whose answers its request has, once that was asked.
     """
@@ -88,7 +87,7 @@ class _Call:
     node: Node
     root: int
     attempts: list[int]
-    order: str | None = None
+    order: _Order | None = None
     edges: list[Edge] = field(default_factory=list)
     said: list[Atom] = field(default_factory=list)
     told: frozenset[str] = frozenset()
@@ -100,9 +99,12 @@ class _Call:
     def ended(self) -> float:
         return self.call.started_at + (self.call.latency_ms or 0.0) / 1000
 
+    def is_over_for(self, later: _Call) -> bool:
+        return self.ended <= later.call.started_at + CLOCK_S
+
     @property
     def text(self) -> str:
-        return "".join(atom.what for atom in self.said if atom.kind == "text")
+        return "".join(atom.what for atom in self.said if atom.kind == "text").strip()
 
     @property
     def is_final(self) -> bool:
@@ -123,9 +125,8 @@ class Graph:
         self._told: defaultdict[str, list[int]] = defaultdict(list)
         self._known: dict[str, int] = {}  # texts of requests, and the first call that had them
         self._orders: defaultdict[str, list[_Order]] = defaultdict(list)  # by their texts
-        self._open: defaultdict[int, list[_Order]] = defaultdict(list)  # of calls whose tools have no results yet
+        self._given: defaultdict[int, list[_Order]] = defaultdict(list)  # by the calls that gave them
         self._begun: dict[str, int] = {}  # the call that each of these tool calls began
-        self._unsure: set[int] = set()  # of these, those who are asked more than the order
         self._last: dict[int, int] = {}  # the last call of each context, by its root
 
     def add(self, call: ModelCall) -> None:
@@ -153,7 +154,7 @@ class Graph:
         That is one at the same request, which began later or was not over. Of an earlier one this is a fresh start.
         Calls that tool calls of their own began are no attempts at the same.
         """
-        found, alike = dict[int, int](), defaultdict[tuple[int, str | None], list[int]](list)
+        found, alike = dict[int, int](), defaultdict[tuple[int, _Order | None], list[int]](list)
         for i, one in enumerate(self.calls):
             if one.said and len(one.attempts) > 1:
                 alike[one.attempts[0], one.order].append(i)
@@ -187,21 +188,23 @@ class Graph:
 
     def _edges(self, mine: _Call, place: int) -> list[Edge]:
         """The edges of a call: to its own history, to answers that it was given, and else to who ordered it."""
-        came = self._came(mine)
-        is_more = came is not None and came.kind == "continues"
-        new = [*mine.node.up_to(mine.node.tip if is_more else None)][::-1]
-        order, is_sure = (None, True) if came is not None else self._order_of(mine, new)
+        continued, held = self._history(mine)
+        came = Edge("continues", continued) if continued is not None and not held else None
+        new = [*mine.node.up_to(None if came is None else mine.node.tip)][::-1]
+        asked = "\n".join(one.atom.what for one in new if one.atom.kind == "text" and one.atom.who == "user")
+        order, is_sure = self._order_of(mine, asked) if continued is None and not held else (None, False)
         ordered = "\n".join(order.texts) if order is not None else ""
         quoted = self._quoted(_texts(filter(_is_prompt, new)) - telling(Atom("text", "user", ordered)))
-        summaries = set[int]() if is_more else self._summaries(mine, new, quoted)
-        if came is not None and came.place in summaries:
-            came = None
-        if came is None and (rewritten := self._rewritten(new, quoted - summaries)) is not None:
-            came = Edge("edits", rewritten)
-        if came is not None and not is_more:
-            root = self.calls[came.place].root
-            later = {i for i in quoted if i > came.place and self._may_sum_up(i)}
-            summaries |= {i for i in later if self.calls[i].root != root}
+        summaries = set[int]()
+        if came is None:
+            summaries = self._summaries(mine, new, quoted)
+            history = max(held - summaries, default=continued)
+            if history is None:
+                history = self._rewritten(new, quoted - summaries)
+            if history is not None:
+                came, root = Edge("edits", history), self.calls[history].root
+                later = {i for i in quoted if i > history and self._may_sum_up(i)}
+                summaries |= {i for i in later if self.calls[i].root != root}
         edges = [] if came is None else [came, *self._returned(mine, new, came)]
         edges += [Edge("compacts", there) for there in sorted(summaries)]
         if any(edge.place in quoted for edge in edges):  # all that it was given stands in its context
@@ -210,38 +213,28 @@ class Graph:
         order = None if edges else order
         earlier = self._tried(mine, order)
         if order is not None:
-            self._unsure |= set() if is_sure else {place}
             self._begun.setdefault(order.name, place)
-            mine.order = order.name
-            edges.append(Edge("delegates", order.place))
+            mine.order = order
+            if is_sure:
+                edges.append(Edge("delegates", order.place))
         if earlier is not None:
             edges.append(Edge("retries", earlier))
-        if came is not None:
-            self._open.pop(came.place, None)
         for one in new:
-            for text in one.texts if one.atom.who != "system" else ():
+            for text in one.texts:
                 self._known.setdefault(text, place)
         return edges
 
-    def _came(self, mine: _Call) -> Edge | None:
-        """What the request continues, or else the newest call whose answer its history has."""
+    def _history(self, mine: _Call) -> tuple[int | None, set[int]]:
+        """The call that the request continues, and those whose answers it has after that one's, or as another path."""
         tip = mine.node.tip
-        continued = self._answered_at(tip)
-        held = {there for one in mine.node.up_to(tip) for there in self._held(one)} - {continued}
-        newest = max((one for one in held if continued is None or one > continued), default=None)
-        above = tip.up_to(None) if tip is not None else ()
-        if newest is not None and all(newest not in one.answered for one in above):
-            return Edge("edits", newest)
-        if continued is None and mine.call.extends is not None:  # by its tokens
-            continued = self._places.get(mine.call.extends)
-        return None if continued is None else Edge("continues", continued)
-
-    def _answered_at(self, tip: Node | None) -> int | None:
-        """The call that was answered there; of several with equal answers one that nothing continues yet."""
+        # Of several with equal answers, one that nothing continues yet.
         there = tip.answered if tip is not None else []
-        return min(
-            there, key=lambda i: (self.calls[i].call.superseded_by is not None, self.calls[i].used), default=None
-        )
+        calls = self.calls
+        continued = min(there, key=lambda i: (calls[i].call.superseded_by is not None, calls[i].used), default=None)
+        held = {there for one in mine.node.up_to(tip) for there in self._held(one)}
+        if continued is None and not held and mine.call.extends is not None:  # by its tokens
+            continued = self._places.get(mine.call.extends)
+        return continued, {there for there in held if continued is None or there > continued}
 
     def _held(self, node: Node) -> Sequence[int]:
         """The call whose answer an atom of the history is a part of, or is the result for."""
@@ -262,19 +255,18 @@ class Graph:
         They stand in a text of a user or system, or as the first answer of a history that begins with another text.
         """
         has, found = self._answers_in(mine), set(quoted)
-        if len(has) == 1 and (first := next(iter(has))) not in found:
-            before = next((one.parent for one in new if self._held(one)), None)
-            old = {one.key for one in self.calls[first].node.up_to(None)}
-            if before is not None and before.atom.who == "user" and before.key not in old:
-                found |= {first}
+        first = next((one for one in new if self._held(one)), None)
+        if first is not None and (before := first.parent) is not None and before.atom.who == "user":
+            there = max(self._held(first))
+            if before.key not in {one.key for one in self.calls[there].node.up_to(None)}:
+                found |= {there}
         lacks = set(range(len(self.calls) if found else 0)) - has
         return {i for i in found if self._may_sum_up(i) and not lacks.isdisjoint(self._answers_in(self.calls[i]))}
 
     def _may_sum_up(self, there: int) -> bool:
         """Whether an answer may be a summary: in words, to a question of its own or under another system prompt."""
         one = self.calls[there]
-        asked = any(map(_is_prompt, one.node.up_to(one.node.tip))) or any(edge.kind == "edits" for edge in one.edges)
-        return one.is_final and not one.kept and asked
+        return one.is_final and not one.kept and any(map(_is_prompt, one.node.up_to(one.node.tip)))
 
     def _answers_in(self, one: _Call) -> set[int]:
         if one.has is None:
@@ -307,82 +299,62 @@ class Graph:
         return next((quoted[0] for quoted in [*by_context.values()][:NEWEST] if any(map(may_be, quoted))), None)
 
     def _returned(self, mine: _Call, new: Sequence[Node], came: Edge) -> Iterator[Edge]:
-        """The answers of other contexts that are results here."""
-        found = set[int]()
+        """The answers of other contexts that are results here, or that a user's message quotes.
+
+        A result is the answer of the context that its tool call began, where that is known, or else of a later one. A
+        message has those of sub-agents of this context, which worked beside it.
+        """
+        root, found = self.calls[came.place].root, set[int]()
         for one in new:
-            made_by = self._ids.get(one.atom.who, came.place)
-            if one.atom.kind == "text" and one.atom.who == "user":
-                yield from (Edge("returns", there) for there in self._reported(one, came.place))
-            if one.atom.kind != "result" or made_by != came.place:
+            is_result = one.atom.kind == "result" and self._ids.get(one.atom.who, came.place) == came.place
+            if not is_result and (one.atom.kind, one.atom.who) != ("text", "user"):
                 continue
-            there = self._answer_in(one, mine, came.place, found)
-            self._settle(one.atom.who, there)
-            if there is not None and not (came.kind == "edits" and self.calls[there].used):
+            answers = list[int]()
+            for there in sorted(self._quoted(one.texts)):
+                answer = self.calls[there]
+                order = self.calls[answer.root].order
+                is_ours = order is not None and self.calls[order.place].root == root
+                is_others = there not in found and answer.root != root and answer.is_final and answer.is_over_for(mine)
+                if is_others and (there > came.place if is_result else is_ours):
+                    answers.append(there)
+            if is_result:
+                answers = self._ordered(one.atom) or sorted(answers, key=lambda i: self.calls[i].used)[:1]
+            for there in answers:
+                if came.kind == "edits" and self.calls[there].used:
+                    continue
                 found.add(there)
                 began = self.calls[self.calls[there].root]
-                if not began.edges:  # the order was not found in its prompt
-                    began.edges = [Edge("delegates", came.place)]
+                if not began.edges:  # its order was not found in its prompt, or only as a part of that
+                    began.edges = [Edge("delegates", came.place if began.order is None else began.order.place)]
                 yield Edge("returns", there)
 
-    def _reported(self, message: Node, caller: int) -> Iterator[int]:
-        """The last answers of sub-agents of this context that a user's message quotes: they worked beside it."""
-        for there in sorted(self._quoted(message.texts)):
-            root = self.calls[there].root
-            began = {self.calls[edge.place].root for edge in self.calls[root].edges if edge.kind == "delegates"}
-            if self.calls[caller].root in began and self._last[root] == there and self.calls[there].is_final:
-                yield there
+    def _ordered(self, result: Atom) -> list[int]:
+        """The last answer of the context that a result's tool call began, if the result is that, or its end."""
+        if (root := self._begun.get(result.who)) is None:
+            return []
+        what, text = result.what.strip(), self.calls[self._last[root]].text
+        is_same = text and (text in what or (len(what) >= BY_NAME and text.endswith(what)))
+        return [self._last[root]] if is_same else []
 
-    def _settle(self, tool_call_id: str, answer: int | None) -> None:
-        """Drop a context's doubtful edge to a tool call whose result is not its answer."""
-        root = self._begun.get(tool_call_id)
-        if root in self._unsure and (answer is None or self.calls[answer].root != root):
-            self.calls[root].edges = [edge for edge in self.calls[root].edges if edge.kind != "delegates"]
+    def _order_of(self, mine: _Call, asked: str) -> tuple[_Order | None, bool]:
+        """The tool call that gave this new context its order, of several one that began none; whether that is sure.
 
-    def _answer_in(self, result: Node, mine: _Call, caller: int, found: Container[int]) -> int | None:
-        """The answer that a result is: of the context that its tool call began, where that is known."""
-        what = result.atom.what.strip()
-        if (root := self._begun.get(result.atom.who)) is not None:
-            text = self.calls[last := self._last[root]].text.strip()
-            if text and (text in what or (len(what) >= BY_NAME and text.endswith(what))):
-                return last
-        alike = {*self._quoted(result.texts)}
-        if len(what) >= TELLING_ORDER:
-            alike.update(self._answers.get(Atom("text", "assistant", what).key, []))
-        root, until = self.calls[caller].root, mine.call.started_at + CLOCK_S
-        others = [(one.used, i) for i in alike if i > caller and i not in found and (one := self.calls[i]).is_final
-                  and one.root != root and one.ended <= until]  # fmt: skip
-        return min(others, default=(False, None))[1]
-
-    def _order_of(self, mine: _Call, new: Sequence[Node]) -> tuple[_Order | None, bool]:
-        """The tool call that gave this new context its order, of several one that began none; whether that is sure."""
-        asked = "\n".join(one.atom.what for one in new if one.atom.kind == "text" and one.atom.who == "user")
-        for is_sure in (True, False):
-            orders = (
-                self._orders.get(asked, [])
-                if is_sure
-                else chain.from_iterable(islice(reversed(self._open.values()), NEWEST))
-            )
-            found = [order for order in orders if self._gave(order, mine, asked, is_sure)]
-            if found:
-                return min(found, key=lambda order: (order.name in self._begun, -order.place)), is_sure
-        return None, True
-
-    def _gave(self, order: _Order, mine: _Call, asked: str, is_sure: bool) -> bool:
-        """Whether an order stands in a prompt: surely, if it is all that is asked."""
-        caller, begun = self.calls[order.place], self._begun.get(order.name)
-        is_taken = begun is not None and begun not in mine.attempts
-        if (is_taken and not is_sure) or caller.ended > mine.call.started_at + CLOCK_S:
-            return False
-        by_name = None not in (mine.call.agent, caller.call.agent) and mine.call.agent != caller.call.agent
-        is_other = by_name or _first(mine.node) is not _first(caller.node)
-        texts = [text for text in order.texts if len(text) >= (BY_NAME if by_name else TELLING_ORDER)]
-        return asked in texts if is_sure else is_other and any(text in asked for text in texts)
+        It is, if the order is all that is asked. Where it is a part, an answer that returns has to show it.
+        """
+        whole = self._orders[asked] if len(asked) >= TELLING_ORDER else []
+        newest = chain.from_iterable(islice(reversed(self._given.values()), NEWEST))
+        part = (one for one in newest if any(len(text) >= BY_NAME and text in asked for text in one.texts))
+        for orders in (whole, part):
+            given = [one for one in orders if self.calls[one.place].is_over_for(mine)]
+            if given:
+                return min(given, key=lambda one: (one.name in self._begun, -one.place)), orders is whole
+        return None, False
 
     def _tried(self, mine: _Call, order: _Order | None) -> int | None:
         """The call that this one repeats: it failed, or its answer is not used, and no other order began it."""
         for there in reversed(mine.attempts[:-1]):
             one = self.calls[there]
-            is_over = one.call.status != "incomplete" and one.ended <= mine.call.started_at + CLOCK_S
+            is_over = one.call.status != "incomplete" and one.is_over_for(mine)
             is_same = order is None or order.name in self._begun
             if one.call.superseded_by is not None or (is_over and (not one.said or (is_same and not one.used))):
                 return there
@@ -400,7 +372,7 @@ class Graph:
                     self._ids[atom.who] = place
                 name = atom.who if is_unique(atom.who) else f"{place}/{position}"
                 order = _Order(place, name, tuple(strings(parsed(atom.what))))
-                self._open[place].append(order)
+                self._given[place].append(order)
                 for text in order.texts:
                     self._orders[text].append(order)
         mine.told = frozenset(told)
@@ -414,12 +386,6 @@ def _is_prompt(node: Node) -> bool:
 
 def _texts(nodes: Iterable[Node]) -> set[str]:
     return {text for node in nodes for text in node.texts}
-
-
-def _first(node: Node) -> Node:
-    """The first node below the root."""
-    *_, first = [node, *node.up_to(None)]
-    return first
 
 
 class Node:
@@ -438,7 +404,7 @@ class Node:
         self.kids: dict[Key, Node] = {}
         self.answered: list[int] = []
 
-    def then(self, *atoms: KeyedAtom) -> Node:
+    def then(self, atoms: Iterable[KeyedAtom]) -> Node:
         """Return the node that these atoms lead to."""
         node = self
         for key, atom in atoms:
@@ -467,21 +433,12 @@ def telling(atom: Atom) -> frozenset[str]:
     return frozenset(pieces | {atom.who} if atom.kind == "call" and is_unique(atom.who) else pieces)
 
 
-class _Placed:
-    """A request in the tree: a node for each message that it adds to its parent's, and the texts before these."""
+class _Request(NamedTuple):
+    """A request in the tree: all of it, the node that its conversation begins after, and one for each message."""
 
-    __slots__ = ("before", "first", "kept", "nodes", "parent")
-
-    def __init__(self, parent: _Placed | None, kept: int, first: Node, before: Json) -> None:
-        self.parent, self.kept, self.first, self.before = parent, kept, first, before
-        self.nodes: list[Node] = []
-
-    def node_after(self, messages: int) -> Node:
-        """Return the node that so many messages lead to."""
-        placed = self
-        while placed.parent is not None and messages <= placed.kept:
-            placed = placed.parent
-        return placed.nodes[messages - placed.kept - 1] if messages > placed.kept else placed.first
+    fields: Json
+    first: Node
+    nodes: list[Node]
 
 
 class Tree:
@@ -489,39 +446,34 @@ class Tree:
 
     def __init__(self) -> None:
         self._root = Node(None, ("", "", ""), Atom("", "", ""))
-        self._placed: dict[str, _Placed] = {}
+        self._requests: dict[str, _Request] = {}
         self._responses: dict[str, Node] = {}  # by the ids that requests of Responses continue
         self._read: dict[int, tuple[Any, list[KeyedAtom]]] = {}  # messages that calls share, read once
 
     def asked(self, call: ModelCall) -> Node:
         """Add a call's request, and return the node that it ends in."""
         of = call.request_of or {}
-        parent = self._placed.get(str(of.get("call_id")))
-        before = {name: _whole(call.request.get(name), name, of, parent) for name in BEFORE}
-        first = self._responses.get(str(call.request.get("previous_response_id")))
-        first = first or self._root.then(*keyed(request_atoms({name: before[name] for name in SYSTEM})))
-        kept = of.get("messages", 0) if "messages" in call.request else of.get("input", 0)
-        kept = 0 if parent is None or isinstance(before["input"], str) else kept
-        placed = self._placed[call.call_id] = _Placed(parent, kept, first, before)
-        node = first
-        if parent is not None and kept:
-            node = parent.node_after(kept)
-            if parent.first is not first:  # another system prompt: the same messages once more, below it
-                node, placed.parent, placed.kept = first, None, 0
-                for i in range(kept):
-                    between = parent.node_after(i + 1).up_to(parent.node_after(i))
-                    node = node.then(*keyed([one.atom for one in between][::-1]))
-                    placed.nodes.append(node)
-        for message in conversation(call.request):
-            node = node.then(*self._atoms_of(message))
-            placed.nodes.append(node)
-        return node.then(*keyed(Atom("text", "user", text) for name in WHOLE if (text := before[name]) is not None))
+        parent = self._requests.get(str(of.get("call_id")))
+        fields = dict(call.request)
+        if parent is not None:
+            fields |= {name: begun(parent.fields[name], of[name], fields[name]) for name in of.keys() & fields.keys()}
+        first = self._responses.get(str(fields.get("previous_response_id")))
+        first = first or self._root.then(keyed(request_atoms({name: fields.get(name) for name in SYSTEM})))
+        nodes = list[Node]()
+        if parent is not None and parent.first is first:
+            nodes = parent.nodes[: of.get("messages" if "messages" in fields else "input", 0)]
+        node = nodes[-1] if nodes else first
+        for message in conversation(fields)[len(nodes) :]:
+            node = node.then(self._atoms_of(message))
+            nodes.append(node)
+        self._requests[call.call_id] = _Request(fields, first, nodes)
+        return node.then(keyed(Atom("text", "user", fields[n]) for n in WHOLE if isinstance(fields.get(n), str)))
 
     def form(self, call: ModelCall, node: Node) -> list[Any] | None:
         """Return what a call's request has beside its conversation; None if that is not all there or not in words."""
-        placed = self._placed[call.call_id]
-        is_whole = node is not placed.first and "conversation" not in call.request
-        return [placed.before[name] for name in FORM] if is_whole else None
+        request = self._requests[call.call_id]
+        is_whole = node is not request.first and "conversation" not in request.fields
+        return [request.fields.get(name) for name in FORM] if is_whole else None
 
     def _atoms_of(self, message: Any) -> list[KeyedAtom]:
         if (read := self._read.get(id(message))) is None:
@@ -535,20 +487,13 @@ class Tree:
         for answer in said:
             plain = [one._replace(what=without_thoughts(one.what)) if one.kind == "text" else one for one in answer]
             for way in (answer, [one for one in plain if one.what or one.kind == "call"]):
-                end = node.then(*keyed(way))
+                end = node.then(keyed(way))
                 end.tip = end
                 if place not in end.answered:
                     end.answered.append(place)
         if said and isinstance(name := response.get("id"), str):
-            self._responses[name] = node.then(*keyed(said[0]))
+            self._responses[name] = node.then(keyed(said[0]))
         return said[0] if said else []
-
-
-def _whole(value: Any, name: str, of: Json, parent: _Placed | None) -> Any:
-    """A part of a request, with what it shares with its parent's; None where it is not said in words."""
-    if name in WHOLE and not isinstance(value, str):
-        return None
-    return value if parent is None or name not in of else begun(parent.before[name], of[name], value)
 
 
 def graph_of(calls: Sequence[ModelCall]) -> Graph | None:

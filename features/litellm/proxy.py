@@ -10,8 +10,8 @@ import importlib
 import importlib.util
 import os
 import re
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from threading import Thread
 from types import ModuleType
 from typing import Any, ClassVar, TypeVar
@@ -24,6 +24,7 @@ from ...core.config.upstreams import UpstreamConfig
 from ...core.errors import InvalidRequest, LightningError, NotFound, Unsupported, UpstreamTimeout, UpstreamUnreachable
 from ...core.prices import import_litellm, require_litellm
 from ...core.records import Header
+from ...core.tools import dicts
 from ...proxy.gateway.relay import DIALECTS
 from ...proxy.gateway.upstream import Answer, KeyMask, NoConnection, Request, Upstream
 from ...proxy.hooks import ProxyPlugin
@@ -58,34 +59,41 @@ _TYPES = {
 
 
 class LitellmUpstream:
-    """Sends the agent's request through litellm, and makes HTTP answers of its objects."""
+    """Sends requests through litellm within the upstream's time limits, and makes HTTP answers of its objects."""
 
     def __init__(self, config: UpstreamConfig) -> None:
         self._config = config
-        self._engine = Engine()
+        self._mask = KeyMask(*config.masked)
+        self._thread = LitellmThread()
         named = {model: config.model_map.get(model, model) for model in config.models} | config.model_map
         self._listed, self._served = sorted(named), frozenset(named.values())
 
     async def open(self, request: Request) -> LitellmAnswer:
         """Make one call of litellm, without any retry of its own. Also raise InvalidRequest, NotFound."""
-        if request.method == "GET" and request.path == "/v1/models":
-            models = [{"id": name, "object": "model", "owned_by": self._config.name} for name in self._listed]
-            return LitellmAnswer(200, [_JSON], [orjson.dumps({"object": "list", "data": models})])
-        if request.method != "POST" or request.path not in FUNCTIONS:
-            raise Unsupported(f"upstream {self._config.name}: kind litellm has no {request.method} {request.path}")
+        name, path, seconds = self._config.name, request.path, self._config.first_byte_timeout_s
+        if request.method == "GET" and path == "/v1/models":
+            models = [{"id": model, "object": "model", "owned_by": name} for model in self._listed]
+            return LitellmAnswer(200, [_JSON], orjson.dumps({"object": "list", "data": models}))
+        if request.method != "POST" or path not in FUNCTIONS:
+            raise Unsupported(f"upstream {name}: kind litellm has no {request.method} {path}")
         body, key = self._parsed(request), self._key(request)
-        call = _Call(self._config, self._engine, request.path, key)
         try:
-            return await call.begin(body)
-        except ProviderError as error:
-            dialect = DIALECTS.get(request.path)
-            shown = dialect.error_body(error) if dialect else error.body()
-            return LitellmAnswer(error.status, [_JSON, *error.headers], [orjson.dumps(shown)])
+            async with asyncio.timeout(seconds):
+                return await self._begun(path, body, key)
+        except TimeoutError:
+            raise UpstreamTimeout(f"upstream {name}: no answer within {seconds} s") from None
+        except Exception as error:
+            found = self._translated(error, key)
+            if not isinstance(found, ProviderError):
+                raise found from None
+            dialect = DIALECTS.get(path)
+            shown = dialect.error_body(found) if dialect else found.body()
+            return LitellmAnswer(found.status, [_JSON, *found.headers], orjson.dumps(shown))
 
     async def close(self) -> None:
-        await self._engine.close()
+        await self._thread.close()
 
-    def _parsed(self, request: Request) -> dict[str, Any]:
+    def _parsed(self, request: Request) -> Json:
         try:
             body = orjson.loads(request.sent_body())
         except orjson.JSONDecodeError as error:
@@ -97,7 +105,8 @@ class LitellmUpstream:
                 "model_map name",
                 param="model",
             )
-        if "messages" in body and not _is_conversation(body["messages"]):
+        messages = body.get("messages", [{}])  # others make litellm fail in ways that look like the provider's
+        if not messages or dicts(messages) != messages:
             raise InvalidRequest("messages must be a list of objects, one at least", param="messages")
         return dict(body)
 
@@ -111,74 +120,43 @@ class LitellmUpstream:
         bearer = headers.get(b"authorization", "")
         return headers.get(b"x-api-key") or bearer.removeprefix("Bearer ").strip() or None
 
-
-def _is_conversation(messages: Any) -> bool:
-    """Whether messages are a list of objects; others make litellm fail in ways that look like the provider's."""
-    return isinstance(messages, list) and bool(messages) and all(isinstance(message, dict) for message in messages)
-
-
-class _Call:
-    """One call of litellm within the upstream's time limits, its failures as our errors."""
-
-    def __init__(self, config: UpstreamConfig, engine: Engine, path: str, key: str | None) -> None:
-        self._config = config
-        self._engine = engine
-        self._path = path
-        self._key = key
-        self._mask = KeyMask(*config.masked)
-
-    async def begin(self, body: dict[str, Any]) -> LitellmAnswer:
-        seconds = self._config.first_byte_timeout_s
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._begin(body)
-        except TimeoutError:
-            raise UpstreamTimeout(f"upstream {self._config.name}: no answer within {seconds} s") from None
-        except Exception as error:
-            raise self._translated(error) from None
-
-    async def _begin(self, body: dict[str, Any]) -> LitellmAnswer:
-        result, provided = await self._engine.ask(self._path, body, self._params())
-        headers = [(name, self._masked(value)) for name, value in provided if not _DROPPED.fullmatch(name)]
+    async def _begun(self, path: str, body: Json, key: str | None) -> LitellmAnswer:
+        """Ask litellm. The operator's settings win over the agent's; its own time limit is only a net under ours."""
+        timeout = self._config.first_byte_timeout_s + self._config.idle_timeout_s
+        ours = {"api_base": self._config.base_url, "api_key": key, "timeout": timeout}
+        given = {name: value for name, value in ours.items() if value is not None}
+        params = self._config.litellm_params | given | {"num_retries": 0, "max_retries": 0}
+        result, provided = await self._thread.run(_asked(path, body, params))
+        headers = [(name, self._mask.once(value)) for name, value in provided if not _DROPPED.fullmatch(name)]
         if isinstance(result, bytes):
-            return LitellmAnswer(200, [_JSON, *headers], [self._masked(result)])
+            return LitellmAnswer(200, [_JSON, *headers], self._mask.once(result))
         # What comes first may be litellm's own, ahead of any answer of the provider.
-        held = [await self._engine.next(result)]
-        while held[-1] is not None and b'"message_start"' in held[-1]:
-            held.append(await self._engine.next(result))
-        begun = [self._masked(event) for event in held if event is not None]
-        return LitellmAnswer(200, [_EVENTS, *headers], begun, self._rest(result), lambda: self._engine.drop(result))
+        begun = event = await self._thread.run(anext(result, b""))
+        while b'"message_start"' in event:
+            event = await self._thread.run(anext(result, b""))
+            begun += event
+        rest = self._rest(path, result, key)
+        return LitellmAnswer(200, [_EVENTS, *headers], self._mask.once(begun), rest, lambda: self._thread.drop(result))
 
-    async def _rest(self, stream: LitellmStream) -> AsyncIterator[bytes]:
-        seconds = self._config.idle_timeout_s
+    async def _rest(self, path: str, events: AsyncGenerator[bytes], key: str | None) -> AsyncIterator[bytes]:
+        name, seconds = self._config.name, self._config.idle_timeout_s
         while True:
             try:
                 async with asyncio.timeout(seconds):
-                    event = await self._engine.next(stream)
+                    event = await self._thread.run(anext(events, b""))
             except TimeoutError:
-                raise UpstreamTimeout(f"upstream {self._config.name}: nothing for {seconds} s") from None
+                raise UpstreamTimeout(f"upstream {name}: nothing for {seconds} s") from None
             except Exception as error:
-                message = self._translated(error).message
-                raise UpstreamUnreachable(f"upstream {self._config.name} broke off: {message}") from None
-            if event is None:
+                message = self._translated(error, key).message
+                raise UpstreamUnreachable(f"upstream {name} broke off: {message}") from None
+            if not event:
                 break
-            yield self._masked(event)
-        if self._path in _HAS_DONE:
+            yield self._mask.once(event)
+        if path in _HAS_DONE:
             yield b"data: [DONE]\n\n"
 
-    def _masked(self, data: bytes) -> bytes:
-        """The data without the upstream's own key, as in the answers of other upstreams."""
-        return self._mask.once(data)
-
-    def _params(self) -> dict[str, Any]:
-        """The operator's settings win over the agent's request; litellm's own time limit is only a net under ours."""
-        timeout = self._config.first_byte_timeout_s + self._config.idle_timeout_s
-        ours = {"api_base": self._config.base_url, "api_key": self._key, "timeout": timeout}
-        given = {name: value for name, value in ours.items() if value is not None}
-        return self._config.litellm_params | given | {"num_retries": 0, "max_retries": 0}
-
-    def _translated(self, error: Exception) -> LightningError:
-        return translated(error, self._config.name, [self._key or "", *self._config.masked])
+    def _translated(self, error: Exception, key: str | None) -> LightningError:
+        return translated(error, self._config.name, [key or "", *self._config.masked])
 
 
 class LitellmAnswer(Answer):
@@ -187,104 +165,96 @@ class LitellmAnswer(Answer):
     def __init__(
         self,
         status: int,
-        headers: Iterable[Header],
-        begun: Sequence[bytes],
+        headers: Sequence[Header],
+        begun: bytes,
         rest: AsyncIterator[bytes] | None = None,
         drop: Callable[[], None] = lambda: None,
     ) -> None:
-        self._headers = list(headers)
-        again = next((value.decode("latin-1") for name, value in self._headers if name == b"retry-after"), "")
+        again = next((value.decode("latin-1") for name, value in headers if name == b"retry-after"), "")
         super().__init__(status, is_stream=rest is not None, retry_after=again)
-        self._ahead = b"".join(begun)
-        self._length = len(self._ahead)
-        self._rest = rest
-        self._drop = drop
+        self._headers, self._ahead, self._length = headers, begun, len(begun)
+        self._rest, self._drop = rest, drop
 
     def headers(self, *, keep_length: bool) -> list[Header]:
         length = [] if self.is_stream or not keep_length else [(b"content-length", str(self._length).encode())]
         return [*self._headers, *length]
 
     async def _next(self) -> bytes:
-        if self._rest is None:
-            return b""
-        data = await anext(self._rest, b"")
-        if not data:
-            self._drop = lambda: None  # it is at its end
-        return data
+        return b"" if self._rest is None else await anext(self._rest, b"")
 
     def release(self) -> None:
         self._drop()
 
 
-@dataclass(frozen=True, slots=True)
-class LitellmStream:
-    """A streamed answer that litellm is giving."""
-
-    path: str
-    chunks: AsyncIterator[Any]
-
-
-class Engine:
-    """Runs litellm from the first call on. All of litellm's objects stay in its thread; bytes come out."""
+class LitellmThread:
+    """A thread with an event loop, from the first call on, in which all of litellm's objects stay."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: Thread | None = None
-        self._litellm: ModuleType | None = None
 
-    async def ask(self, path: str, body: Json, params: Mapping[str, Any]) -> tuple[bytes | LitellmStream, list[Header]]:
-        """Return litellm's answer to a call of this API, and the provider's headers as far as litellm keeps them.
+    async def run(self, work: Awaitable[T]) -> T:
+        """Do the work there. Raises whatever it raises."""
 
-        `params` win over `body`. Raises whatever litellm raises.
-        """
-        return await self._there(self._ask(path, body, params))
+        async def there() -> T:
+            return await work
 
-    async def next(self, stream: LitellmStream) -> bytes | None:
-        """Return the next event of a stream; None after the last."""
-        return await self._there(_next(stream))
-
-    def drop(self, stream: LitellmStream) -> None:
-        """Release a stream that is not at its end."""
-        if self._loop is not None and not self._loop.is_closed():
-            asyncio.run_coroutine_threadsafe(_drop(stream), self._loop)
-
-    async def close(self) -> None:
-        if self._loop is None or self._thread is None:
-            return
-        await self._there(self._wind_up())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        await asyncio.to_thread(self._thread.join)
-        self._loop.close()
-
-    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             self._thread = Thread(target=self._loop.run_forever, name="litellm", daemon=True)
             self._thread.start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(there(), self._loop))
 
-    async def _ask(
-        self, path: str, body: Json, params: Mapping[str, Any]
-    ) -> tuple[bytes | LitellmStream, list[Header]]:
-        if self._litellm is None:
-            self._litellm = import_litellm()
-        if path == "/v1/messages" and body.get("stream"):
-            _require_streamed_messages(self._litellm, body["model"])
-        fields = _fields(path)
-        given = {name: value for name, value in body.items() if name in fields and value is not None}
-        result = await getattr(self._litellm, FUNCTIONS[path])(**{**given, **params})
-        headers = list(_provider_headers(result))
-        if body.get("stream") and hasattr(result, "__aiter__"):
-            return LitellmStream(path, aiter(result)), headers
-        return _json(result), headers
+    def drop(self, events: AsyncGenerator[bytes]) -> None:
+        """Release a stream, which may not be at its end."""
+        if self._loop is not None and not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(events.aclose(), self._loop)
 
-    async def _wind_up(self) -> None:
-        if self._litellm is not None:
-            await self._litellm.close_litellm_async_clients()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
+    async def close(self) -> None:
+        if self._loop is None or self._thread is None:
+            return
+        await self.run(_wind_up())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+
+async def _asked(
+    path: str, body: Json, params: Mapping[str, Any]
+) -> tuple[bytes | AsyncGenerator[bytes], list[Header]]:
+    """Litellm's answer to a call of this API, and the provider's headers as far as litellm keeps them.
+
+    `params` win over `body`. Raises whatever litellm raises.
+    """
+    litellm = import_litellm()
+    if path == "/v1/messages" and body.get("stream"):
+        _require_streamed_messages(litellm, body["model"])
+    fields = _fields(path)
+    given = {name: value for name, value in body.items() if name in fields and value is not None}
+    result = await getattr(litellm, FUNCTIONS[path])(**{**given, **params})
+    headers = list(_provider_headers(result))
+    if body.get("stream") and hasattr(result, "__aiter__"):
+        return _events(path, result), headers
+    return _json(result), headers
+
+
+async def _events(path: str, chunks: Any) -> AsyncGenerator[bytes]:
+    """The events of a stream in the API's own framing."""
+    try:
+        async for chunk in chunks:
+            yield _event(path, chunk)
+    finally:
+        if (close := getattr(chunks, "aclose", None)) is not None:
+            await close()
+
+
+async def _wind_up() -> None:
+    if (litellm := sys.modules.get("litellm")) is not None:
+        await litellm.close_litellm_async_clients()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _require_streamed_messages(litellm: ModuleType, model: str) -> None:
@@ -312,17 +282,6 @@ def _fields(path: str) -> frozenset[str]:
     }
     steering = _STEERING - ({"metadata"} if path == "/v1/messages" else set())
     return frozenset({*declared[path].__annotations__, "stream", *_MORE_FIELDS.get(path, ())} - steering)
-
-
-async def _next(stream: LitellmStream) -> bytes | None:
-    async for chunk in stream.chunks:
-        return _event(stream.path, chunk)
-    return None
-
-
-async def _drop(stream: LitellmStream) -> None:
-    if (close := getattr(stream.chunks, "aclose", None)) is not None:
-        await close()
 
 
 def _event(path: str, chunk: Any) -> bytes:

@@ -226,6 +226,7 @@ async def test_every_recorded_api_reaches_a_provider_of_another_protocol(tmp_pat
                 status, headers, raw = await proxy.post(path, body | {"model": "claude", "stream": stream})
                 assert (status, headers["X-Rollout-Id"], "X-Policy-Version" in headers) == (200, "r", False)
                 assert headers["Content-Type"] == ("text/event-stream" if stream else "application/json")
+                assert stream or path != "chat/completions" or headers["request-id"] == "req_1"
                 assert "Zo" in raw.decode()
         calls = await proxy.calls()
     assert [call["status"] for call in calls] == ["ok"] * 7
@@ -242,12 +243,6 @@ async def test_every_recorded_api_reaches_a_provider_of_another_protocol(tmp_pat
     assert whole["usage"]["prompt_tokens"] == 13
     assert calls[6]["response"]["content"][0] == {"type": "text", "text": "Zoë"}
     assert {headers["x-api-key"] for _, headers in played.requests} == {KEY}
-
-
-async def test_the_providers_own_headers_reach_the_agent(tmp_path: Path) -> None:
-    async with anthropic_behind(tmp_path, "claude") as (_, proxy):
-        _, headers, _ = await proxy.post("chat/completions", {"model": "claude", "messages": SAY})
-    assert (headers["request-id"], headers["anthropic-ratelimit-requests-remaining"]) == ("req_1", "9")
 
 
 async def test_gemini_answers_all_apis_with_tool_calls(tmp_path: Path) -> None:
@@ -269,7 +264,9 @@ async def test_gemini_answers_all_apis_with_tool_calls(tmp_path: Path) -> None:
 
 
 async def test_openais_client_works_with_a_provider_of_another_protocol(tmp_path: Path) -> None:
-    async with anthropic_behind(tmp_path, "claude") as (_, proxy):
+    async with anthropic_behind(tmp_path, "claude", "echoes") as (_, proxy):
+        _, _, raw = await proxy.post("chat/completions", {"model": "echoes", "messages": SAY})
+        assert json.loads(raw)["choices"][0]["message"]["content"] == "*" * len(KEY), "keys are masked"
         client = openai.AsyncOpenAI(base_url=f"{proxy.url}/rollouts/r/v1", api_key="unused", max_retries=0)
         asked: dict[str, Any] = {"model": "claude", "messages": SAY, "tools": [ADD]}
         whole = await client.chat.completions.create(**asked)
@@ -280,10 +277,10 @@ async def test_openais_client_works_with_a_provider_of_another_protocol(tmp_path
     for answer in (whole, streamed):
         assert answer.choices[0].message.content == "Zoë"
         assert answer.choices[0].message.tool_calls[0].function.name == "add"
-    assert listed == ["claude", "policy"]
+    assert listed == ["claude", "echoes", "policy"]
 
 
-@pytest.mark.parametrize("status", [400, 401, 429, 500, 529])
+@pytest.mark.parametrize("status", [401, 529])
 async def test_a_providers_error_has_its_status_and_retry_after_and_no_key(
     tmp_path: Path, status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -303,12 +300,6 @@ async def test_a_providers_error_has_its_status_and_retry_after_and_no_key(
     assert KEY not in json.dumps(calls)
     assert KEY not in caplog.text
     assert KEY.encode() not in (tmp_path / "store.db").read_bytes()
-
-
-async def test_the_upstreams_key_is_masked_in_answers_too(tmp_path: Path) -> None:
-    async with anthropic_behind(tmp_path, "echoes") as (_, proxy):
-        _, _, raw = await proxy.post("chat/completions", {"model": "echoes", "messages": SAY})
-    assert json.loads(raw)["choices"][0]["message"]["content"] == "*" * len(KEY)
 
 
 async def test_a_stream_that_fails_at_the_provider_is_broken_and_recorded_as_error(tmp_path: Path) -> None:
