@@ -21,6 +21,7 @@ PAGES = [
     ROOT / "README.md",
     ROOT / "AGENTS.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "llms.txt",
     *DOCS,
     *sorted(ROOT.glob("examples/*/README.md")),
 ]
@@ -89,9 +90,10 @@ def test_the_way_of_a_step_is_short_and_leads_through_files_that_exist() -> None
     assert [file for file in files if not (ROOT / file).is_file()] == []
 
 
-def test_the_readme_and_agents_md_are_short() -> None:
+def test_what_is_read_first_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     assert len((ROOT / "AGENTS.md").read_text().splitlines()) < 60
+    assert len((ROOT / "llms.txt").read_text().splitlines()) <= 150
 
 
 # Made from the code; the map with its walks; all that who runs it needs.
