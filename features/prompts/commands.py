@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import typer
 
 from ...commands.command_line import RECORD, Commands, Json, configuration, known
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 app = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Show and change the prompts that take the place of an agent's own."
@@ -24,32 +20,18 @@ def names(context: typer.Context, incomplete: str) -> list[str]:
     return known(context, incomplete, "/prompts", lambda data: [prompt["name"] for prompt in data])
 
 
-def numbers(context: typer.Context, incomplete: str) -> list[str]:
-    """Return versions of the prompt that is named before."""
-    name = context.params.get("name")
-
-    def of_prompt(data: list[Any]) -> list[int]:
-        return [one["version"] for prompt in data if prompt["name"] == name for one in prompt["versions"]]
-
-    return known(context, incomplete, "/prompts", of_prompt)
-
-
 Name = Annotated[str, typer.Argument(metavar="NAME", autocompletion=names)]
-Version = Annotated[int, typer.Argument(metavar="N", autocompletion=numbers)]
+Version = Annotated[int, typer.Argument(metavar="N")]
 
 
 @app.command("list")
 def list_prompts(context: typer.Context, as_json: Json = False) -> None:
     """List the prompts with their versions. A star marks the live one."""
-    from rich.console import Console
-
-    from ...commands.formats import print_json
-
     answer = _ask(context, "GET", "/prompts")
     if as_json:
-        print_json(answer)
+        _print(answer)
     elif answer["data"]:
-        Console().print(prompts_table(answer["data"]))
+        _table(answer["data"])
     else:
         typer.echo("no prompts yet: `lightning-proxy prompts add NAME FILE` adds the first one")
 
@@ -62,14 +44,8 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print a prompt's text, and nothing else: it can go into a file."""
-    from ...commands.formats import print_json
-
-    query = "" if version is None else f"?version={version}"
-    prompt = _ask(context, "GET", f"{_path(name)}{query}")
-    if as_json:
-        print_json(prompt)
-    else:
-        typer.echo(prompt["text"])
+    prompt = _ask(context, "GET", _path(name) + ("" if version is None else f"?version={version}"))
+    _print(prompt) if as_json else typer.echo(prompt["text"])
 
 
 @app.command()
@@ -84,7 +60,6 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Add a prompt, or a version of one. The first version is the agent's own text, and live."""
-    from ...commands.formats import print_json
     from ...core.errors import LightningError
 
     try:
@@ -95,11 +70,8 @@ def add(
     if agent is not None or role is not None:
         body["match"] = {"agent": agent, "role": role or "system"}
     prompt = _ask(context, "POST", "/prompts", body)
-    if as_json:
-        print_json(prompt)
-    else:
-        live = "it is live" if prompt["version"] == prompt["live_version"] else f"{prompt['live_version']} is live"
-        typer.echo(f"prompt {name} version {prompt['version']}; {live}")
+    live = "it is live" if prompt["version"] == prompt["live_version"] else f"{prompt['live_version']} is live"
+    _print(prompt) if as_json else typer.echo(f"prompt {name} version {prompt['version']}; {live}")
 
 
 @app.command()
@@ -132,34 +104,31 @@ def rollback(context: typer.Context, name: Name, as_json: Json = False) -> None:
     _change(context, name, "rollback", None, as_json)
 
 
-def prompts_table(prompts: list[dict[str, Any]]) -> Table:
-    """Return a table with one line per version; rewards are means over the rollouts that kept it."""
-    from rich.table import Table
+def _change(context: typer.Context, name: str, what: str, body: dict[str, int] | None, as_json: bool) -> None:
+    prompt = _ask(context, "POST", f"{_path(name)}/{what}", body)
+    _print(prompt) if as_json else typer.echo(f"prompt {name} version {prompt['live_version']} is live")
 
-    from ...commands.formats import number, plain
 
-    table = Table(box=None, padding=(0, 1), pad_edge=False, expand=True)
-    for name in ("prompt", "version", "", "agent", "role", "train", "eval"):
-        table.add_column(name, no_wrap=True, overflow="fold")
-    table.add_column("text", no_wrap=True, overflow="ellipsis", ratio=1)
+def _table(prompts: list[dict[str, Any]]) -> None:
+    """Print a line for each version; rewards are means over the rollouts that kept it."""
+    from ...commands.formats import number, plain, print_view, table
+
+    shown = table("prompt", "version", "", "agent", "role", "train", "eval", expand=True)
+    shown.add_column("text", no_wrap=True, overflow="ellipsis", ratio=1)
     for prompt in prompts:
-        match = prompt["match"]
+        agent, role = prompt["match"]["agent"] or "any", prompt["match"]["role"]
         for one in prompt["versions"]:
             rewards = [number(one["rewards"].get(mode, {}).get("mean")) for mode in ("train", "eval")]
-            first_line = plain(" ".join(one["text"].split())[:200])
-            cells = (prompt["name"], str(one["version"]), "*" if one["live"] else "", match["agent"] or "any")
-            table.add_row(*cells, match["role"], *rewards, first_line)
-    return table
+            text = plain(" ".join(one["text"].split())[:200])
+            live = "*" if one["live"] else ""
+            shown.add_row(prompt["name"], str(one["version"]), live, agent, role, *rewards, text)
+    print_view(shown)
 
 
-def _change(context: typer.Context, name: str, what: str, body: dict[str, int] | None, as_json: bool) -> None:
+def _print(answer: Any) -> None:
     from ...commands.formats import print_json
 
-    prompt = _ask(context, "POST", f"{_path(name)}/{what}", body)
-    if as_json:
-        print_json(prompt)
-    else:
-        typer.echo(f"prompt {name} version {prompt['live_version']} is live")
+    print_json(answer)
 
 
 def _path(name: str) -> str:

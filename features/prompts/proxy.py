@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, Field
 
-from ...core.errors import StoreUnavailable
 from ...core.json_text import dumps, encode
 from ...core.records import CallStart, RolloutName
 from ...core.redact import MASK, Redactor
@@ -23,45 +22,37 @@ from ...store.store import Store
 from . import routes
 from .table import CALL_PROMPT, ROLLOUT_PROMPT_KEPT, Placed, Prompt, PromptTable, Role
 
-LOOK_S = 0.5  # until the first prompt is seen; then every call looks
+LOOK_S = 0.5  # between looks for the first prompt; then every call looks
 Outcome = Literal["placed", "unmatched"]
 Json = dict[str, Any]
 Place = tuple[str | int, ...]  # the way from a request to a text in it
 _ROLES = {"system": ("system", "developer"), "user": ("user",)}
 # Where an API has a prompt that is no message.
-_OWN = {("messages", "system"): "system", ("responses", "system"): "instructions"}
+_OWN = {
+    ("messages", "system"): "system", ("responses", "system"): "instructions", ("responses", "user"): "input",
+    ("completions", "user"): "prompt",
+}  # fmt: skip
 _LISTS = {"chat/completions": "messages", "messages": "messages", "responses": "input"}
-_TEXTS = ("text", "input_text")
 
 
-class _Place(NamedTuple):
-    name: str
+class _Put(NamedTuple):
+    prompt: Prompt
     version: int
     place: Place
     sent: str
 
 
 class PromptRewriter:
-    """All prompts. Use it with `async with`. As long as there is none, a call costs nothing more."""
+    """All prompts. As long as there is none, a call costs nothing more.
+
+    `count` is called for each call, while there are prompts, with whether one was put into it.
+    """
 
     def __init__(self, table: PromptTable, redactor: Redactor, count: Callable[[Outcome], None]) -> None:
-        """`count` is called for each call, while there are prompts, with whether one was put into it."""
-        self._table = table
-        self._redactor = redactor
-        self._count = count
+        self._table, self._redactor, self._count = table, redactor, count
         self._stamp: Any = None
+        self._looked = -LOOK_S
         self._prompts: list[Prompt] = []
-        self._watch: asyncio.Task[None] | None = None
-
-    async def __aenter__(self) -> PromptRewriter:
-        await self._refresh()
-        self._watch = asyncio.create_task(self._look_for_the_first())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._watch is not None
-        self._watch.cancel()
-        await asyncio.gather(self._watch, return_exceptions=True)
 
     async def put(self, question: Question, rollout: RolloutName) -> Question:
         """Return the question with prompts put in, as the record has it. The agent's own texts are kept beside it.
@@ -69,24 +60,24 @@ class PromptRewriter:
         A prompt is its agent's message of a role, or, where the agent has no name, the message with a text that one of
         the prompt's versions has. A rollout keeps the version that it began with. What fits no prompt goes unchanged.
         """
+        await self._refresh()
         if not self._prompts:
             return question
-        await self._refresh()
-        placed: list[_Place] = []
+        placed: list[_Put] = []
         body = original = question.body
         for prompt in self._prompts:
             place = find(question.endpoint, original, prompt.role)
             if place is None or any(place == other.place for other in placed):
                 continue
             sent = text_at(original, place)
-            if not _fits(prompt, rollout.agent, sent):
+            is_named = prompt.agent is not None and rollout.agent is not None
+            if prompt.agent != rollout.agent if is_named else prompt.version_of(sent) is None:
                 continue
             version = await self._table.kept_by(rollout.rollout_id, prompt.name)
             if version is None and await self._table.has_begun(rollout.rollout_id, rollout.agent):
                 continue  # it began with the agent's own text, before there was this prompt
-            version = version or prompt.live
-            body = put(body, place, prompt.text_of(version))
-            placed.append(_Place(prompt.name, version, place, sent))
+            placed.append(_Put(prompt, version or prompt.live, place, sent))
+            body = put(body, place, prompt.text_of(placed[-1].version))
         self._count("placed" if placed else "unmatched")
         if not placed:
             return question
@@ -95,40 +86,25 @@ class PromptRewriter:
         return question._replace(also=partial(self._statements, placed, original))
 
     async def _refresh(self) -> None:
+        if not self._prompts and time.monotonic() < self._looked + LOOK_S:
+            return
+        self._looked = time.monotonic()
         if (stamp := await self._table.stamp()) != self._stamp:
             self._prompts, self._stamp = await self._table.all(), stamp
 
-    async def _look_for_the_first(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            with suppress(StoreUnavailable):
-                await self._refresh()
-
-    def _statements(self, placed: Sequence[_Place], original: Json, start: CallStart) -> list[Statement]:
-        by_name = {prompt.name: prompt for prompt in self._prompts}
-        kept = self._redactor.value(original, "request")
-        made: list[Statement] = []
+    def _statements(self, placed: Sequence[_Put], original: Json, start: CallStart) -> list[Statement]:
+        statements, kept = list[Statement](), self._redactor.value(original, "request")
         for one in placed:
-            row: dict[str, Any] = {"rollout_id": start.rollout.rollout_id, "call_id": start.call_id, "name": one.name}
+            row: Json = {"rollout_id": start.rollout.rollout_id, "call_id": start.call_id, "name": one.prompt.name}
             row |= {"version": one.version, "place": dumps(one.place)}
-            known = by_name[one.name].version_of(one.sent)
-            sent = None if known is not None else _text_left(kept, one.place)
-            made += [(ROLLOUT_PROMPT_KEPT, row), (CALL_PROMPT, row | {"sent_version": known, "sent": sent})]
-        return made
-
-
-def _fits(prompt: Prompt, agent: str | None, sent: str) -> bool:
-    if prompt.agent is not None and agent is not None:
-        return agent == prompt.agent
-    return prompt.version_of(sent) is not None
-
-
-def _text_left(kept: Any, place: Place) -> str:
-    """A text after redaction."""
-    try:
-        return text_at(kept, place)
-    except (TypeError, LookupError):
-        return MASK
+            row["sent_version"], row["sent"] = one.prompt.version_of(one.sent), None
+            if row["sent_version"] is None:
+                try:
+                    row["sent"] = text_at(kept, one.place)
+                except (TypeError, LookupError):  # it is redacted
+                    row["sent"] = MASK
+            statements += [(ROLLOUT_PROMPT_KEPT, row), (CALL_PROMPT, row)]
+        return statements
 
 
 def find(endpoint: str, request: Json, role: Role) -> Place | None:
@@ -138,31 +114,22 @@ def find(endpoint: str, request: Json, role: Role) -> Place | None:
     """
     if role == "user" and (request.get("previous_response_id") or request.get("conversation")):
         return None
-    return next(filter(None, _places(endpoint, request, role)), None)
-
-
-def _places(endpoint: str, request: Json, role: Role) -> Iterator[Place | None]:
-    own = _OWN.get((endpoint, role))
-    if own is not None and request.get(own):
-        yield _text(request[own], (own,))
-    if endpoint == "completions" and role == "user":
-        yield _text(request.get("prompt"), ("prompt",))
-    name = _LISTS.get(endpoint)
-    messages = request.get(name) if name else None
-    if isinstance(messages, str) and endpoint == "responses" and role == "user":
-        yield ("input",)
+    own, name = _OWN.get((endpoint, role), ""), _LISTS.get(endpoint, "")
+    if request.get(own) and (place := _text(request[own], (own,))):
+        return place
+    messages = request.get(name)
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict) and message.get("role") in _ROLES[role]:
-            yield _text(message.get("content"), (name or "", i, "content"))
-            return
+            return _text(message.get("content"), (name, i, "content"))
+    return None
 
 
 def _text(content: Any, place: Place) -> Place | None:
     """The place of the one text in a content."""
-    if isinstance(content, str):
-        return place
     match content:
-        case [{"type": kind, "text": str()}] if kind in _TEXTS:
+        case str():
+            return place
+        case [{"type": "text" | "input_text", "text": str()}]:
             return (*place, 0, "text")
     return None
 
@@ -177,17 +144,12 @@ def text_at(request: Json, place: Place) -> str:
     return value
 
 
-def put(request: Json, place: Place, text: str) -> Json:
+def put(value: Any, place: Place, text: str) -> Any:
     """Return the request with another text there. What is on the way to it is copied, the rest is shared."""
-    changed: Json = _put(request, place, text)
-    return changed
-
-
-def _put(value: Any, place: Place, text: str) -> Any:
     if not place:
         return text
     copied = value.copy()
-    copied[place[0]] = _put(value[place[0]], place[1:], text)
+    copied[place[0]] = put(value[place[0]], place[1:], text)
     return copied
 
 
@@ -216,18 +178,17 @@ class PromptsPlugin(ProxyPlugin):
     async def opened(self, core: Core) -> AsyncIterator[Hooks]:
         counter = core.metrics.counter("prompts", "Calls that a prompt was put into, and that fitted none", "outcome")
         count = lambda outcome: counter.labels(outcome).inc()  # noqa: E731
-        async with PromptRewriter(PromptTable(core.store.database), core.redactor, count) as prompts:
-            yield Hooks(rewrite=prompts.put)
+        yield Hooks(rewrite=PromptRewriter(PromptTable(core.store.database), core.redactor, count).put)
 
     async def check_rollouts(self, store: Store, added: OpenedWithPrompts) -> None:
-        await PromptTable(store.database).check(added.prompts)
+        for name, version in added.prompts.items():
+            await PromptTable(store.database).get(name, version)
 
     async def rollouts_opened(self, store: Store, rollout_ids: Sequence[str], added: OpenedWithPrompts) -> None:
         await PromptTable(store.database).pin(rollout_ids, added.prompts)
 
     async def rollout_fields(self, store: Store, rollout_id: str) -> Fields:
-        placed = await PromptTable(store.database).placed_in(rollout_id)
-        return {"prompts": placed}
+        return {"prompts": await PromptTable(store.database).placed_in(rollout_id)}
 
 
 plugin = PromptsPlugin

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ...core.errors import Conflict, NotFound
-from ...core.json_text import dumps, loads
-from ...store.database import Database, Row, Transaction, read
+from ...core.json_text import dumps
+from ...store.database import Records, Transaction, read
 
 Role = Literal["system", "user"]
-
-PROMPTS_ALL = """
-SELECT name, agent, role, created_at, (
-    SELECT version FROM prompt_log WHERE prompt_log.name = prompts.name ORDER BY n DESC LIMIT 1
-) AS live FROM prompts ORDER BY name
-"""
+ByMode = dict[Literal["train", "eval"], dict[str, float]]
+_LIVE = "SELECT version FROM prompt_log WHERE name = {name} ORDER BY n DESC LIMIT 1"
+PROMPTS_ALL = f"SELECT name, agent, role, ({_LIVE.format(name='prompts.name')}) AS live FROM prompts ORDER BY name"
 PROMPT_VERSIONS = "SELECT * FROM prompt_versions ORDER BY name, version"
 PROMPT_NEW = """
 INSERT INTO prompts (name, agent, role, created_at) VALUES (:name, :agent, :role, :at) ON CONFLICT (name) DO NOTHING
 """
-PROMPT_OF_NAME = "SELECT agent, role FROM prompts WHERE name = :name"
+PROMPT_OF_NAME = f"SELECT agent, role, ({_LIVE.format(name=':name')}) AS live FROM prompts WHERE name = :name"
 PROMPT_VERSION_OF_TEXT = (
     "SELECT version FROM prompt_versions WHERE name = :name AND text = :text ORDER BY version LIMIT 1"
 )
@@ -33,7 +31,6 @@ FROM prompt_versions WHERE name = :name
 RETURNING version
 """
 PROMPT_METRICS = "UPDATE prompt_versions SET metrics = :metrics WHERE name = :name AND version = :version"
-PROMPT_LIVE = "SELECT version FROM prompt_log WHERE name = :name ORDER BY n DESC LIMIT 1"
 PROMPT_BEFORE = """
 SELECT version FROM prompt_log WHERE name = :name AND version < :version ORDER BY version DESC LIMIT 1
 """
@@ -42,10 +39,6 @@ PROMPTS_CHANGED = "SELECT (SELECT MAX(n) FROM prompt_log) AS live, (SELECT MAX(r
 ROLLOUT_PROMPT = "SELECT version FROM rollout_prompts WHERE rollout_id = :rollout_id AND name = :name"
 AGENT_HAS_CALLED = "SELECT 1 FROM calls WHERE rollout_id = :rollout_id AND agent IS :agent LIMIT 1"
 ROLLOUT_PROMPT_KEPT = """
-INSERT INTO rollout_prompts (rollout_id, name, version) VALUES (:rollout_id, :name, :version)
-ON CONFLICT (rollout_id, name) DO NOTHING
-"""
-ROLLOUT_PROMPT_PINNED = """
 INSERT INTO rollout_prompts (rollout_id, name, version)
 SELECT rollout_id, :name, :version FROM rollouts WHERE rollout_id = :rollout_id
 ON CONFLICT (rollout_id, name) DO NOTHING
@@ -56,7 +49,7 @@ INSERT INTO call_prompts (call_id, name, version, place, sent_version, sent)
 VALUES (:call_id, :name, :version, :place, :sent_version, :sent)
 """
 CALL_PROMPTS_OF = """
-SELECT call_prompts.call_id, call_prompts.name, call_prompts.version, place, sent_version,
+SELECT call_prompts.call_id, call_prompts.name, call_prompts.version, place,
     COALESCE(sent, prompt_versions.text) AS sent
 FROM calls JOIN call_prompts USING (call_id) LEFT JOIN prompt_versions
     ON prompt_versions.name = call_prompts.name AND prompt_versions.version = sent_version
@@ -93,14 +86,19 @@ WHERE name = :name AND CASE WHEN strpos(metadata, '\u') = 0 THEN
 
 @dataclass(frozen=True, slots=True)
 class PromptVersion:
-    """One text of a prompt. `parent`: the version that it was made from. `metrics`: what its maker measured."""
+    """One text of a prompt. `parent`: the version that it was made from. `metrics`: what its maker measured.
+
+    `rewards`: by mode, the mean reward of the rollouts that kept it.
+    """
 
     version: int
     text: str
     created_at: float
-    parent: int | None = None
-    comment: str | None = None
-    metrics: dict[str, Any] = field(default_factory=dict)
+    parent: int | None
+    comment: str | None
+    metrics: dict[str, Any]
+    live: bool
+    rewards: ByMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +109,7 @@ class Prompt:
     agent: str | None
     role: Role
     live: int
-    versions: tuple[PromptVersion, ...]
+    versions: list[PromptVersion]
 
     def text_of(self, version: int) -> str:
         """Return the text of a version; NotFound if there is none."""
@@ -134,7 +132,7 @@ class Placed:
     call_id: str
     name: str
     version: int
-    place: tuple[str | int, ...]
+    place: list[str | int]
     sent: str
 
 
@@ -163,33 +161,33 @@ class Kept:
     created_at: float
 
 
-class PromptTable:
-    """The tables of prompts. They are small but for what is kept of rollouts and calls."""
+class PromptTable(Records):
+    """The tables of prompts. They are small but for what is kept of rollouts and calls.
 
-    def __init__(self, database: Database) -> None:
-        self._db = database
+    `own`: only rollouts that were opened with the key `key_id`.
+    """
 
     async def all(self) -> list[Prompt]:
         """Return every prompt with its versions, by name."""
-        versions: dict[str, list[PromptVersion]] = {}
+        versions = defaultdict[str, list[PromptVersion]](list)
+        prompts = await self._db.all(PROMPTS_ALL)
+        live = {row["name"]: row["live"] for row in prompts}
         for row in await self._db.all(PROMPT_VERSIONS):
-            versions.setdefault(row["name"], []).append(_version(row))
-        rows = await self._db.all(PROMPTS_ALL)
-        return [
-            Prompt(row["name"], row["agent"], row["role"], row["live"], tuple(versions[row["name"]])) for row in rows
-        ]
+            is_live = live.get(row["name"]) == row["version"]
+            versions[row["name"]].append(read(PromptVersion, row, live=is_live, rewards={}))
+        return [read(Prompt, row, versions=versions[row["name"]]) for row in prompts]
 
-    async def get(self, name: str) -> Prompt:
-        """Return the prompt of this name; NotFound if there is none."""
+    async def get(self, name: str, version: int | None = None) -> Prompt:
+        """Return the prompt of this name; NotFound if there is none, or no such version of it."""
         for prompt in await self.all():
             if prompt.name == name:
+                prompt.text_of(version or prompt.live)
                 return prompt
         raise NotFound(f"no prompt {name!r}", param="name")
 
-    async def stamp(self) -> tuple[int | None, int | None]:
+    async def stamp(self) -> tuple[Any, ...]:
         """Return a stamp that changes with every new version and promotion."""
-        row = await self._db.quick(PROMPTS_CHANGED)
-        return (None, None) if row is None else (row["live"], row["made"])
+        return tuple(await self._db.quick(PROMPTS_CHANGED) or ())
 
     async def add(
         self,
@@ -200,7 +198,7 @@ class PromptTable:
         role: Role | None = None,
         parent: int | None = None,
         comment: str | None = None,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any],
         promote: bool = False,
     ) -> int:
         """Add a version and return its number; that of the version which has this text already, if one has.
@@ -209,48 +207,42 @@ class PromptTable:
         agent's message: `role` None stands for that of the prompt.
         """
         row: dict[str, Any] = {"name": name, "text": text, "parent": parent, "comment": comment, "at": time.time()}
-        row["metrics"] = dumps({**(metrics or {})})
+        row["metrics"] = dumps({**metrics})
 
         async def work(db: Transaction) -> int:
             await db.all(PROMPT_NEW, row | {"agent": agent, "role": role or "system"})
             (kept,) = await db.all(PROMPT_OF_NAME, row)
             if role is not None and (kept["agent"], kept["role"]) != (agent, role):
-                raise Conflict(
-                    f"prompt {name!r} is another message: {_described(kept)}; choose another name", param="match"
-                )
-            found = await db.one(PROMPT_VERSION_OF_TEXT, row)
-            if found is None:
-                (found,) = await db.all(PROMPT_VERSION_NEW, row)
-            version = int(found["version"])
-            live = await db.one(PROMPT_LIVE, row)
-            if live is None or (promote and live["version"] != version):
-                await _make_live(db, name, version)
-            return version
+                whose = "any agent" if kept["agent"] is None else repr(kept["agent"])
+                message = f"the {kept['role']} message of {whose}; choose another name"
+                raise Conflict(f"prompt {name!r} is another message: {message}", param="match")
+            version = await db.one(PROMPT_VERSION_OF_TEXT, row) or await db.one(PROMPT_VERSION_NEW, row)
+            assert version is not None
+            row["version"] = version["version"]
+            if metrics:
+                await db.all(PROMPT_METRICS, row)
+            if kept["live"] is None or (promote and kept["live"] != row["version"]):
+                await db.all(PROMPT_LOG, row)
+            return int(row["version"])
 
         return await self._db.write(work, len(text))
 
     async def promote(self, name: str, version: int) -> None:
         """Make a version the live one; NotFound if there is no such version."""
-        (await self.get(name)).text_of(version)
-        await self._db.write(lambda db: _make_live(db, name, version))
+        await self.get(name, version)
+        await self._db.execute(PROMPT_LOG, name=name, version=version)
 
-    async def rollback(self, name: str) -> int:
+    async def rollback(self, name: str) -> None:
         """Make the newest version live that is older than the live one and was live once. Conflict without one."""
         live = (await self.get(name)).live
 
-        async def work(db: Transaction) -> int:
+        async def work(db: Transaction) -> None:
             before = await db.one(PROMPT_BEFORE, {"name": name, "version": live})
             if before is None:
                 raise Conflict(f"prompt {name!r}: no version older than {live} was ever live")
-            await _make_live(db, name, before["version"])
-            return int(before["version"])
+            await db.all(PROMPT_LOG, {"name": name, "version": before["version"]})
 
-        return await self._db.write(work)
-
-    async def measured(self, name: str, version: int, metrics: Mapping[str, Any]) -> None:
-        """Keep the metrics of a version."""
-        row = {"name": name, "version": version, "metrics": dumps({**metrics})}
-        await self._db.commit([(PROMPT_METRICS, [row])])
+        await self._db.write(work)
 
     async def pin(self, rollout_ids: Sequence[str], versions: Mapping[str, int]) -> None:
         """Let rollouts keep these versions, unless they keep others already. Unknown rollouts keep nothing."""
@@ -259,12 +251,7 @@ class PromptTable:
             for rollout_id in rollout_ids
             for name, version in versions.items()
         ]
-        await self._db.commit([(ROLLOUT_PROMPT_PINNED, rows)])
-
-    async def check(self, versions: Mapping[str, int]) -> None:
-        """Raise NotFound if one of these prompts, or the version of it, is unknown."""
-        for name, version in versions.items():
-            (await self.get(name)).text_of(version)
+        await self._db.commit([(ROLLOUT_PROMPT_KEPT, rows)])
 
     async def kept_by(self, rollout_id: str, name: str) -> int | None:
         """Return the version that a rollout keeps; None before its first."""
@@ -277,50 +264,26 @@ class PromptTable:
 
     async def placed_in(self, rollout_id: str) -> list[Placed]:
         """Return the prompts that were put into the rollout's calls, in order."""
-        return [
-            Placed(row["call_id"], row["name"], row["version"], tuple(loads(row["place"])), row["sent"])
-            for row in await self._db.all(CALL_PROMPTS_OF, {"rollout_id": rollout_id})
-        ]
+        return await self._db.records(Placed, CALL_PROMPTS_OF, rollout_id=rollout_id)
 
-    async def rewards(
-        self, name: str, *, own: bool = False, key_id: str | None = None
-    ) -> dict[int, dict[str, dict[str, float]]]:
-        """Return the mean reward of the rollouts that kept each version, and their number: by version and mode.
-
-        `own`: only of those that were opened with the key `key_id`.
-        """
-        found: dict[int, dict[str, dict[str, float]]] = {}
+    async def rewards(self, name: str, *, own: bool, key_id: str | None) -> dict[int, ByMode]:
+        """Return the mean reward of the rollouts that kept each version, and their number: by version and mode."""
+        found = defaultdict[int, ByMode](dict)
         for row in await self._db.all(PROMPT_REWARDS, {"name": name, "own": own, "key_id": key_id}):
-            found.setdefault(row["version"], {})[row["mode"]] = {"mean": row["mean"], "rollouts": row["rollouts"]}
+            found[row["version"]][row["mode"]] = {"mean": row["mean"], "rollouts": row["rollouts"]}
         return found
 
-    async def kept(self, name: str, version: int, limit: int, key_id: str | None) -> list[Kept]:
-        """Return the newest rollouts that kept a version. `key_id`: only those that were opened with this key."""
-        wanted = {"name": name, "version": version, "limit": limit, "own": key_id is not None, "key_id": key_id}
-        return [read(Kept, row) for row in await self._db.all(PROMPT_KEPT, wanted)]
+    async def kept(self, name: str, version: int, limit: int, *, own: bool, key_id: str | None) -> list[Kept]:
+        """Return the newest rollouts that kept a version."""
+        return await self._db.records(
+            Kept, PROMPT_KEPT, name=name, version=version, limit=limit, own=own, key_id=key_id
+        )
 
-    async def tried_out(
-        self, name: str, run: str | None, *, own: bool = False, key_id: str | None = None
-    ) -> list[TriedOut]:
+    async def tried_out(self, name: str, run: str | None, *, own: bool, key_id: str | None) -> list[TriedOut]:
         """Return the rollouts that an optimisation, by the name of its run, has opened so far, oldest first.
 
-        Without a run, those of every optimisation. Of what was opened with the key `key_id` and, unless `own`, with one
-        that gives evidence.
+        Without a run, those of every optimisation. Unless `own`, those of keys that give evidence count, too.
         """
-        selection = {"name": name, "run": run or "", "every": run is None, "own": own, "key_id": key_id}
-        rows = await self._db.all(PROMPT_RUN, selection)
-        return [read(TriedOut, row, held_out=bool(row["held_out"])) for row in rows]
-
-
-async def _make_live(db: Transaction, name: str, version: int) -> None:
-    await db.all(PROMPT_LOG, {"name": name, "version": version})
-
-
-def _version(row: Row) -> PromptVersion:
-    return PromptVersion(
-        row["version"], row["text"], row["created_at"], row["parent"], row["comment"], loads(row["metrics"])
-    )
-
-
-def _described(row: Row) -> str:
-    return f"the {row['role']} message of {'any agent' if row['agent'] is None else repr(row['agent'])}"
+        return await self._db.records(
+            TriedOut, PROMPT_RUN, name=name, run=run or "", every=run is None, own=own, key_id=key_id
+        )

@@ -52,7 +52,6 @@ async def test_an_unnamed_conversation_is_matched_by_the_agents_own_text(
         answering(system, seen)
         await add(system, OWN, match={"agent": "writer"})
         await add(system, BETTER, promote=True)
-        await asyncio.sleep(0.6)
         rollout = await ask(system)
         said = {"role": "assistant", "content": "answer 1"}
         assert await ask(system, OWN, said, {"role": "user", "content": "again"}) == rollout
@@ -79,7 +78,6 @@ async def test_a_rollout_that_began_before_a_prompt_goes_on_as_it_began(
 async def test_a_field_that_is_not_kept_is_not_kept_as_a_prompt(running: Running, tmp_path: Path) -> None:
     async with running(tmp_path, recording={"redact": {"fields": ["request.messages.*.content"]}}) as system:
         await add(system, OWN, match={"agent": "writer"})
-        await asyncio.sleep(0.6)
         await ask(system, "the zebra's own", X_Rollout_Id="r1", X_Agent_Name="writer")
         _, detail = await system.call("GET", "/rollouts/r1")
         assert "zebra" not in str(detail) and len(detail["prompts"]) == 1
@@ -92,7 +90,6 @@ async def test_what_the_agent_sent_is_redacted_and_goes_with_its_rollout(
     async with running(tmp_path, recording={"redact": {"patterns": ["zebra"]}}) as system:
         answering(system, seen)
         await add(system, OWN, match={"agent": "writer"})
-        await asyncio.sleep(0.6)
         await ask(system, "the zebra's own", X_Rollout_Id="r1", X_Agent_Name="writer")
         _, detail = await system.call("GET", "/rollouts/r1")
         assert "zebra" not in detail["prompts"][0]["sent"] and "own" in detail["prompts"][0]["sent"]
