@@ -41,7 +41,11 @@ def of_contract(*names: str) -> tuple[str, ...]:
 PLACES = [
     Place("transcript", "proxy/dialects/stream.py", of_contract("tokens", "cases", "broken_upstreams", "transparency")),
     Place("tokens", "core/tokens.py", of_contract("tokens", "continuity", "transitions", "reports")),
-    Place("group commit", "proxy/gateway/recorder.py", of_contract("durability", "odd_records", "control")),
+    Place(
+        "group commit",
+        "proxy/gateway/recorder.py",
+        of_contract("durability", "odd_records", "control", "redaction", "data"),
+    ),
     Place("returns", "core/returns.py", (*of_contract("rewards", "reports"), REFERENCE)),
     Place("strategies", "trainer/credit/strategies.py", (REFERENCE,)),
     Place("samples", "trainer/rows/samples.py", of_contract("reports", "training")),
