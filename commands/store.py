@@ -94,7 +94,7 @@ def migrate_store(
     the end, or not at all.
     """
     from .formats import count
-    from .migrate.migrate import move
+    from .migrate import move
     from .signals import run_until_signal
 
     rows = run_until_signal(move(source, target))

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from lightning_proxy.commands.migrate.file import file_to_read, new_file
-from lightning_proxy.commands.migrate.migrate import all_tables
+from lightning_proxy.commands.migrate import ServerStore, all_tables, file_to_read, new_file
 from lightning_proxy.core.config.server import StoreConfig
 from lightning_proxy.core.errors import LightningError, StoreUnavailable
 from lightning_proxy.core.records import Reward, RolloutName
@@ -251,7 +250,6 @@ async def test_a_row_that_is_read_back_differently_undoes_the_move(
 ) -> None:
     file = in_file(tmp_path / "s.db")
     await filled(file)
-    ServerStore = pytest.importorskip("lightning_proxy.commands.migrate.server").ServerStore
     fill_table = ServerStore.fill
 
     async def wrongly(self: Any, table: Any, records: Any) -> None:
